@@ -1,0 +1,279 @@
+"""Everything periodic: the log, sample grids, checkpoints, and the guard against divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+from fastdiff.checkpoint import Checkpoints
+from fastdiff.config import RunConfig
+from fastdiff.data.order import Order
+from fastdiff.data.reader import LatentReader
+from fastdiff.dist import World
+from fastdiff.ema import Ema
+from fastdiff.engine import Engine
+from fastdiff.errors import DivergedError
+from fastdiff.flops import peak_flops, training_flops
+from fastdiff.fragments import assemble
+from fastdiff.grid import image_grid
+from fastdiff.metrics import JsonLines, Meters, Record, drop_records_after, peak_gib
+from fastdiff.models import build_model
+from fastdiff.models.dit import DiT
+from fastdiff.progress import Every, Progress
+from fastdiff.sampling import sample
+
+
+@dataclass(slots=True)
+class TrainState:
+    """A run in memory; ``progress`` and ``applied`` change with every step."""
+
+    config: RunConfig
+    world: World
+    engine: Engine
+    ema: Ema
+    reader: LatentReader
+    order: Order
+    facts: dict[str, Any]
+    progress: Progress
+    applied: bool = True
+    """False if the last step was skipped."""
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.config.output.folder)
+
+
+class Callback(Protocol):
+    """Something that is called after every optimizer step and once at the end of a run that ended well."""
+
+    def on_step(self, state: TrainState, meters: Meters) -> None:
+        """Act after a step, if due. Reads from the device only then."""
+
+    def on_end(self, state: TrainState) -> None:
+        """Act at the end."""
+
+    def close(self) -> None:
+        """Release files; called on every way out."""
+
+
+class Callbacks(AbstractContextManager["Callbacks"]):
+    """All callbacks of a run, in order."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+
+    def on_step(self, state: TrainState, meters: Meters) -> None:
+        """Call every callback, off the clock of the step times."""
+        with meters.off_the_clock():
+            for callback in self._callbacks:
+                callback.on_step(state, meters)
+
+    def on_end(self, state: TrainState) -> None:
+        """Call every callback's ``on_end``."""
+        for callback in self._callbacks:
+            callback.on_end(state)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for callback in self._callbacks:
+            callback.close()
+
+
+class Log:
+    """Progress bar, ``metrics.jsonl`` and TensorBoard, on rank 0."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._every = Every(state.config.output.log_every)
+        self._is_first = state.world.is_first
+        self._flops = training_flops(state.config.model)
+        self._peak = peak_flops(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
+        if not self._is_first:
+            return
+        from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it, and it takes a second
+
+        drop_records_after(state.folder / "metrics.jsonl", state.progress.steps)
+        self._lines = JsonLines(state.folder / "metrics.jsonl")
+        self._board = SummaryWriter(str(state.folder / "tensorboard"), purge_step=state.progress.steps + 1)
+        self._bar = tqdm(
+            total=state.config.samples, initial=state.progress.samples, unit="sample", unit_scale=True,
+            desc=state.folder.name, mininterval=1.0, dynamic_ncols=True,
+        )
+
+    def on_step(self, state: TrainState, meters: Meters) -> None:
+        """Advance the bar; write a record when due."""
+        if self._is_first:
+            self._bar.update(state.config.batch.samples)
+        if not self._every.due(state.progress) and state.progress.samples < state.config.samples:
+            return
+        record = self._record(state, meters)
+        if self._is_first:
+            self._lines.write(record)
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(name, value, state.progress.steps)
+            self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}")
+
+    def _record(self, state: TrainState, meters: Meters) -> Record:
+        read = meters.read()
+        rate = 1e3 * state.config.batch.samples / read["step_ms"]
+        norm = state.engine.grad_norm()
+        mfu = rate * self._flops / (self._peak * state.world.size) if self._peak else None
+        return {
+            "step": state.progress.steps,
+            "samples": state.progress.samples,
+            "loss": read["loss"],
+            "lr": state.engine.lr,
+            "grad_norm": None if norm is None else float(norm),
+            "samples_per_s": rate,
+            "step_ms": read["step_ms"],
+            "data_wait_ms": read["data_wait_ms"],
+            "peak_gib": peak_gib(state.world.device),
+            "mfu": mfu,
+            "skipped": state.progress.skipped,
+        }
+
+    def on_end(self, state: TrainState) -> None:
+        """Nothing more to write."""
+
+    def close(self) -> None:
+        """Close the files and leave the bar as it stands."""
+        if self._is_first:
+            self._bar.close()
+            self._lines.close()
+            self._board.close()
+
+
+class NonFiniteGuard:
+    """Tells which samples made a step non-finite, and stops the run after three such steps in a row.
+
+    The engine has skipped the step already; here it is only explained. Under fp16 a skipped step whose losses are all
+    finite is the loss scale finding its value, and is not counted.
+    """
+
+    limit = 3
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def on_step(self, state: TrainState, meters: Meters) -> None:
+        """Log a skipped step with the keys of its non-finite samples; DivergedError at the third in a row."""
+        if state.applied:
+            self._in_a_row = 0
+            return
+        keys = [key for share in state.world.gather(_non_finite_keys(state, meters)) for key in share]
+        if not keys and state.config.performance.precision == "fp16":
+            return
+        self._in_a_row += 1
+        which = f"non-finite samples: {', '.join(keys)}" if keys else "all losses are finite, the gradient is not"
+        if state.world.is_first:
+            tqdm.write(f"warning: step {state.progress.steps} skipped, {which}")
+            with closing(JsonLines(state.folder / "skipped.jsonl")) as lines:
+                lines.write({"step": state.progress.steps, "keys": keys})
+        if self._in_a_row >= self.limit:
+            raise DivergedError(
+                f"{self.limit} non-finite steps in a row, up to step {state.progress.steps}; {which}; check those "
+                "samples, lower --optim.lr, or use --performance.precision bf16. The checkpoints before are intact: "
+                "the same command resumes from the newest"
+            )
+
+    def on_end(self, state: TrainState) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def _non_finite_keys(state: TrainState, meters: Meters) -> list[str]:
+    bad = [position[~torch.isfinite(losses)].cpu() for position, losses in meters.step]
+    positions = torch.cat(bad).numpy()
+    return state.reader.keys(state.order.samples(positions)) if len(positions) else []
+
+
+class SampleGrid:
+    """Draws a grid of images with the averaged weights: one column per class, on all ranks together."""
+
+    rows = 8
+    columns = 10
+
+    def __init__(self, state: TrainState) -> None:
+        self._every = Every(state.config.output.sample_every)
+        self._drawn = -1
+
+    def on_step(self, state: TrainState, meters: Meters) -> None:
+        """Draw ``samples/step-N.png`` when due."""
+        if self._every.due(state.progress):
+            self._draw(state)
+
+    def on_end(self, state: TrainState) -> None:
+        """Draw the last grid."""
+        if self._every.steps > 0 and self._drawn != state.progress.steps:
+            self._draw(state)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _draw(self, state: TrainState) -> None:
+        self._drawn = state.progress.steps
+        config, world = state.config, state.world
+        columns = min(self.columns, config.model.classes)
+        labels = torch.arange(columns).repeat(self.rows)
+        share = -(-len(labels) // world.size)
+        first = world.rank * share
+        size, device = config.model.size, world.device
+        images = torch.zeros(len(labels), config.model.channels, size, size, device=device)
+        mine = labels[first : first + share].to(device)
+        model = _averaged_model(state)
+        if len(mine):
+            images[first : first + share] = sample(
+                model, config.objective, mine, steps=config.output.sample_steps, cfg=config.output.sample_cfg,
+                seed=config.seed, first_index=first,
+            )
+        world.sum_(images)
+        if world.is_first:
+            folder = state.folder / "samples"
+            folder.mkdir(exist_ok=True)
+            image_grid(images.cpu(), rows=self.rows).save(folder / f"step-{state.progress.steps:08d}.png")
+
+
+def _averaged_model(state: TrainState) -> DiT:
+    """Return a plain copy of the model with the first EMA's weights, or the weights themselves if there is none."""
+    flats = state.engine.flats
+    averages = next(iter(state.ema.averages.values()), [flat.master for flat in flats])
+    model = build_model(state.config.model).to(state.world.device)
+    model.load_state_dict(assemble(state.world, flats, averages, state.engine.shapes), strict=False)
+    return model.eval()
+
+
+class Checkpointing:
+    """Commits a checkpoint when due and at the end."""
+
+    def __init__(self, state: TrainState, checkpoints: Checkpoints) -> None:
+        self._every = Every(state.config.output.checkpoint_every)
+        self._checkpoints = checkpoints
+        self._saved = state.progress.steps
+
+    def on_step(self, state: TrainState, meters: Meters) -> None:
+        """Save when due."""
+        if self._every.due(state.progress):
+            self._save(state)
+
+    def on_end(self, state: TrainState) -> None:
+        """Save the last step, unless it is saved."""
+        if self._saved != state.progress.steps:
+            self._save(state)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _save(self, state: TrainState) -> None:
+        self._checkpoints.save(state.progress, state.engine, state.ema, state.facts)
+        self._saved = state.progress.steps

@@ -1,0 +1,63 @@
+"""RunConfig from a YAML or JSON file, laid over a preset."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from fastdiff.config import RunConfig
+from fastdiff.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number, as in JSON; YAML 1.1 wants 1.0e-4."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+
+
+def overlay(base: RunConfig, path: str) -> RunConfig:
+    """Return ``base`` with the fields of the file in ``path``; a ``run.json`` serves as well.
+
+    Raises:
+        ConfigError: no such file, not YAML or JSON, an unknown field (with the nearest name), or a wrong type.
+    """
+    try:
+        given = yaml.load(Path(path).read_text(), Loader=_Loader)  # JSON is YAML
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: not a readable YAML or JSON file ({error})") from None
+    if isinstance(given, dict) and isinstance(given.get("config"), dict):
+        given = given["config"]
+    if not isinstance(given, dict):
+        raise ConfigError(f"--config {path}: expected a mapping of fields, found {type(given).__name__}")
+    merged = _merge(asdict(base), given, path)
+    try:
+        return TypeAdapter(RunConfig).validate_json(json.dumps(merged), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"--config {path}: {field}: {first['msg']}, given {first['input']!r}") from None
+
+
+def read_run(path: Path) -> RunConfig:
+    """Return the configuration that a ``run.json`` records."""
+    return overlay(RunConfig(), str(path))
+
+
+def _merge(base: dict[str, Any], given: dict[str, Any], path: str, prefix: str = "") -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in given.items():
+        if key not in base:
+            near = difflib.get_close_matches(str(key), base, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"fields: {', '.join(base)}"
+            raise ConfigError(f"--config {path}: unknown field {prefix}{key}; {hint}")
+        nested = isinstance(base[key], dict) and isinstance(value, dict)
+        merged[key] = _merge(base[key], value, path, f"{prefix}{key}.") if nested else value
+    return merged

@@ -1,0 +1,135 @@
+"""Whether a shard is the one that was published, and if not, at which key and offset it first differs.
+
+dataset.json holds the size and sha256 of each shard and the sha256 of its index. An index that was damaged,
+left over from another encode or copied from another shard is never used: the tar is read to say where the two
+disagree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdiff.data.index import Place, ShardIndex
+from fastdiff.data.shards import ShardInfo, idx_path, index_path
+from fastdiff.errors import DataError, StorageError
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a shard."""
+
+    shard: str
+    """Name of the tar."""
+    what: str
+    """What was found, and what was expected."""
+    place: Place | None = None
+    """The component it is about; None: the shard as a whole."""
+
+    def __str__(self) -> str:
+        return f"shard {self.shard}{f', {self.place}' if self.place else ''}: {self.what}"
+
+    def error(self, folder: Path) -> DataError:
+        """The error that says so, with the remedy."""
+        shard = Path(self.shard)
+        files = f"{shard.name}, {idx_path(shard).name} and {index_path(shard).name}"
+        return DataError(
+            f"{self}; restore {files} from their source or encode again "
+            f"(`fastdiff verify {folder}` lists all damage)"
+        )
+
+
+def load_index(shard: Path, info: ShardInfo) -> ShardIndex:
+    """Load the index of a shard, if it is the one of dataset.json.
+
+    Raises:
+        DataError: It is missing or another; names the first key and offset at which index and tar disagree.
+        StorageError: It cannot be read.
+    """
+    index, problem = check_index(shard, info)
+    if problem is not None:
+        raise problem.error(shard.parent)
+    assert index is not None
+    return index
+
+
+def check_index(shard: Path, info: ShardInfo) -> tuple[ShardIndex | None, Problem | None]:
+    """The index of a shard, or what is wrong with it; exactly one of the two."""
+    path = index_path(shard)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None, Problem(info.name, f"{path.name} is missing", next(scan(shard), None))
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        index = ShardIndex.from_bytes(content)
+    except ValueError as error:
+        return None, Problem(info.name, f"{path.name} is not readable ({error})", next(scan(shard), None))
+    if hashlib.sha256(content).hexdigest() != info.index_sha256:
+        another = f"{path.name} is not the index that dataset.json knows; index and tar are of another encode"
+        return None, difference(index, shard, info) or Problem(info.name, another, next(index.places(), None))
+    if len(index.keys) != info.samples:
+        return None, Problem(info.name, f"{len(index.keys)} samples, dataset.json says {info.samples}")
+    return index, None
+
+
+def check_size(shard: Path, info: ShardInfo) -> Problem | None:
+    """Compare the size of a shard with dataset.json; the shard is read only if it is wrong.
+
+    Raises:
+        DataError: The size is wrong, and the index as well.
+        StorageError: A file cannot be read.
+    """
+    try:
+        size = shard.stat().st_size
+    except FileNotFoundError:
+        return Problem(info.name, "the file is missing")
+    except OSError as error:
+        raise StorageError(f"cannot read {shard}: {error.strerror}") from error
+    if size == info.bytes:
+        return None
+    sizes = f"the shard has {size} bytes, dataset.json says {info.bytes}"
+    index = load_index(shard, info)
+    for place in index.places():
+        if place.offset + place.length > size:
+            return Problem(info.name, f"truncated: {sizes}", place)
+    different = difference(index, shard, info)
+    if different is not None:
+        return Problem(info.name, f"{sizes}; {different.what}", different.place)
+    # Only the end of the archive is cut off or added to.
+    return Problem(info.name, f"{sizes}; all samples are there, the last one at this offset", place)
+
+
+def difference(index: ShardIndex, shard: Path, info: ShardInfo) -> Problem | None:
+    """The first component at which an index and a tar disagree; reads the tar."""
+    found = scan(shard)
+    for expected in index.places():
+        actual = next(found, None)
+        if actual != expected:
+            has = "no more readable component"
+            if actual is not None:
+                has = f"{actual} with {actual.length} bytes and crc32 {actual.crc32:08x}"
+            says = f"{expected.length} bytes and crc32 {expected.crc32:08x}"
+            what = f"index and tar disagree: the index says {says}, the tar has {has}"
+            return Problem(info.name, what, expected)
+    if (extra := next(found, None)) is not None:
+        return Problem(info.name, "index and tar disagree: the tar holds more than the index", extra)
+    return None
+
+
+def scan(shard: Path) -> Iterator[Place]:
+    """Walk through a tar and say what is there; ends at the first header that is not readable."""
+    try:
+        with shard.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in archive:
+                key, _, component = member.name.partition(".")
+                file.seek(member.offset_data)
+                crc32 = zlib.crc32(file.read(member.size))
+                yield Place(key, component, member.offset_data, member.size, crc32)
+    except (tarfile.TarError, OSError):
+        return

@@ -1,0 +1,177 @@
+"""In which order the samples are seen: a pure function of the seed and the sizes of the shards.
+
+Position n = 0, 1, 2, ... counts samples over the whole run; nothing here has state, so any rank of any number
+of ranks can ask for any position. Random numbers are the raw 64-bit words of Philox, a generator that is
+specified to the bit; ``numpy.random.Generator.permutation`` may change with numpy.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdiff.errors import ConfigError, DataError
+
+Int64 = npt.NDArray[np.int64]
+Value = TypeVar("Value")
+
+# First word of the counter's upper half: which shuffle the random words are for.
+_SHARDS, _SAMPLES = 1, 2
+# "fastdiff" as a number: the order shares its seed with the noise streams, but not its random words.
+_KEY = 0x6661737464696666
+
+
+class Order:
+    """Which sample stands at which position of the run.
+
+    Every epoch is a permutation of all samples: the shards are shuffled, then the samples inside windows of
+    ``window_shards`` consecutive shuffled shards, so that reads stay within few files. Memory is that of a
+    few windows.
+
+    Args:
+        seed: Seed of the run, any integer; its low 64 bits count.
+        shard_sizes: Samples per shard.
+        window_shards: Shards that are mixed with each other.
+
+    Raises:
+        ConfigError: ``window_shards`` is below 1.
+        DataError: There are no samples, or a shard is empty.
+    """
+
+    def __init__(self, seed: int, shard_sizes: Sequence[int], window_shards: int) -> None:
+        if window_shards < 1:
+            raise ConfigError(f"--data.shuffle_shards {window_shards}: at least 1")
+        self.window_shards = window_shards
+        self._sizes = np.asarray(shard_sizes, np.int64)
+        if self._sizes.size == 0 or self._sizes.min() < 1:
+            raise DataError("a data set needs at least one shard, and every shard at least one sample")
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._sizes)])
+        self._seed = seed & (2**64 - 1)
+        self._epochs: OrderedDict[tuple[int, ...], tuple[Int64, Int64]] = OrderedDict()
+        self._windows: OrderedDict[tuple[int, ...], Int64] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return int(self._starts[-1])
+
+    def samples(self, positions: npt.ArrayLike) -> Int64:
+        """Sample ids at positions of the run.
+
+        Args:
+            positions: ``[B]`` int64, not negative.
+
+        Returns:
+            ``[B]`` int64 in [0, len(self)): the shards' samples counted through in the order of dataset.json.
+        """
+        n = np.asarray(positions, np.int64)
+        if n.size and n.min() < 0:
+            raise ValueError("positions count from 0")
+        ids = np.empty_like(n)
+        epochs, offsets = np.divmod(n, len(self))
+        for epoch in np.unique(epochs).tolist():
+            shards, window_starts = self._epoch(epoch)
+            windows = np.searchsorted(window_starts, offsets, side="right") - 1
+            for window in np.unique(windows[epochs == epoch]).tolist():
+                chosen = (epochs == epoch) & (windows == window)
+                ids[chosen] = self._window(epoch, window, shards)[offsets[chosen] - window_starts[window]]
+        return ids
+
+    def locate(self, ids: npt.ArrayLike) -> tuple[Int64, Int64]:
+        """Shard and row in the shard of sample ids; ``[B]`` int64 each."""
+        ids = np.asarray(ids, np.int64)
+        shard = np.searchsorted(self._starts, ids, side="right") - 1
+        return shard, ids - self._starts[shard]
+
+    def _epoch(self, epoch: int) -> tuple[Int64, Int64]:
+        """The shuffled shards of an epoch, and the offset in the epoch at which each window starts."""
+
+        def build() -> tuple[Int64, Int64]:
+            shards = self._shuffle(len(self._sizes), _SHARDS, epoch, 0)
+            before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._sizes[shards])[:-1]])
+            return shards, before[:: self.window_shards]
+
+        return _cached(self._epochs, (epoch,), build)
+
+    def _window(self, epoch: int, window: int, shards: Int64) -> Int64:
+        """Shuffled sample ids of one window."""
+
+        def build() -> Int64:
+            chosen = shards[window * self.window_shards : (window + 1) * self.window_shards]
+            ids = np.concatenate([np.arange(self._starts[s], self._starts[s + 1]) for s in chosen])
+            return ids[self._shuffle(len(ids), _SAMPLES, epoch, window)]
+
+        return _cached(self._windows, (epoch, window), build)
+
+    def _shuffle(self, size: int, purpose: int, epoch: int, window: int) -> Int64:
+        key = np.array([self._seed, _KEY], np.uint64)
+        # The lowest word counts the draws; the others never meet.
+        counter = np.array([0, purpose, epoch, window], np.uint64)
+        words = np.random.Philox(key=key, counter=counter).random_raw(size)
+        return np.argsort(words, kind="stable").astype(np.int64)
+
+
+def _cached(
+    cache: OrderedDict[tuple[int, ...], Value],
+    key: tuple[int, ...],
+    build: Callable[[], Value],
+    size: int = 3,
+) -> Value:
+    if key not in cache:
+        cache[key] = build()
+        if len(cache) > size:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]
+
+
+def positions(step: int, micro_index: int, rank: int, ranks: int, micro: int, global_batch: int) -> Int64:
+    """Positions ``[micro]`` int64 of one micro-batch: ``s * G + (m * ranks + rank) * micro + i``."""
+    start = step * global_batch + (micro_index * ranks + rank) * micro
+    return np.arange(start, start + micro, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPositions:
+    """The micro-batches that one rank takes from ``start_samples`` on; iterating never ends.
+
+    Raises:
+        ConfigError: The batch does not divide over the ranks, or the start is no multiple of it.
+    """
+
+    start_samples: int
+    rank: int
+    ranks: int
+    micro: int
+    global_batch: int
+
+    def __post_init__(self) -> None:
+        together = self.micro * self.ranks
+        if min(self.micro, self.ranks, self.global_batch) < 1 or self.global_batch % together:
+            raise ConfigError(
+                f"a batch of {self.global_batch} samples does not divide by {self.micro} (--batch.micro) x "
+                f"{self.ranks} ranks; choose a multiple of {together}"
+            )
+        if not 0 <= self.rank < self.ranks:
+            raise ConfigError(f"rank {self.rank} of {self.ranks} ranks: 0 to {self.ranks - 1}")
+        if self.start_samples < 0 or self.start_samples % self.global_batch:
+            raise ConfigError(
+                f"cannot start at sample {self.start_samples}: a run starts between optimizer steps, "
+                f"at a multiple of --batch.samples {self.global_batch}"
+            )
+
+    def __getitem__(self, index: int) -> Int64:
+        """Positions ``[micro]`` int64 of this rank's micro-batch number ``index``, counted from the start."""
+        step, micro_index = divmod(index, self.global_batch // (self.micro * self.ranks))
+        step += self.start_samples // self.global_batch
+        return positions(step, micro_index, self.rank, self.ranks, self.micro, self.global_batch)
+
+    def __iter__(self) -> Iterator[Int64]:
+        index = 0
+        while True:
+            yield self[index]
+            index += 1

@@ -1,0 +1,212 @@
+"""Read samples by number, checking every byte: a sample comes back exactly as it was encoded, or not at all.
+
+Rows go from the file straight into the batch with ``preadv``. Files are never memory-mapped: a shard that
+shrinks under a mapping kills the process with SIGBUS, while a short read is an error with a name.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdiff.data.index import Place, ShardIndex
+from fastdiff.data.integrity import Problem, check_size, load_index
+from fastdiff.data.shards import Column, DatasetInfo, ShardInfo
+from fastdiff.errors import DataError, StorageError
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class LatentReader:
+    """A folder of latent shards, opened for reading; usable from several threads.
+
+    Args:
+        folder: Where `fastdiff encode` wrote.
+        open_shards: How many shards, file and index, are kept open.
+
+    Raises:
+        DataError: dataset.json or a shard is missing, truncated or damaged.
+        StorageError: A file cannot be read.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, open_shards: int = 64) -> None:
+        self.folder = Path(folder)
+        self.info = DatasetInfo.read(folder)
+        self.open_shards = open_shards
+        self._starts = list(itertools.accumulate(self.shard_sizes, initial=0))
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        # One lock for all of a read: a descriptor that another thread closes must not be read from.
+        self._lock = threading.Lock()
+        for shard in self.info.shards:
+            _require_size(self.folder / shard.name, shard)
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """Samples per shard, in the order of dataset.json."""
+        return [shard.samples for shard in self.info.shards]
+
+    def __len__(self) -> int:
+        """Samples of the data set."""
+        return self.info.samples
+
+    def read(self, sample_ids: npt.ArrayLike, out: Mapping[str, npt.NDArray[Any]] | None = None) -> Arrays:
+        """Read samples.
+
+        Args:
+            sample_ids: ``[B]`` int64 in [0, len(self)), in any order.
+            out: Arrays to read into, as ``empty(B)`` makes them; by default new ones.
+
+        Returns:
+            ``latent`` ``[B, C, H, W]`` in the stored dtype, and every other column likewise; ``label``
+            ``[B]`` int64 if the data set has classes.
+
+        Raises:
+            DataError: A sample is damaged or cut off; names shard, key and offset.
+            IndexError: There is no such sample.
+        """
+        ids = np.asarray(sample_ids, np.int64)
+        arrays = dict(out) if out is not None else self.empty(len(ids))
+        self._check_arrays(arrays, len(ids))
+        with self._lock:
+            # By number is by shard and offset: near-sequential reads, and each shard is opened once per
+            # batch.
+            for row in np.argsort(ids, kind="stable").tolist():
+                shard, sample = self._locate(int(ids[row]))
+                for name, column in self.info.columns.items():
+                    shard.read_array(name, sample, column, arrays[name][row])
+                if self.info.classes is not None:
+                    arrays["label"][row] = shard.read_class(sample, self.info.classes)
+        return arrays
+
+    def empty(self, batch: int) -> Arrays:
+        """Uninitialised arrays for ``batch`` samples."""
+        arrays: Arrays = {name: np.empty((batch, *c.shape), c.dtype) for name, c in self.info.columns.items()}
+        if self.info.classes is not None:
+            arrays["label"] = np.empty(batch, np.int64)
+        return arrays
+
+    def keys(self, sample_ids: npt.ArrayLike) -> list[str]:
+        """``shard:key`` of samples, for messages."""
+        with self._lock:
+            places = [self._locate(int(number)) for number in np.asarray(sample_ids, np.int64)]
+            return [f"{shard.info.name}:{shard.index.keys[row]}" for shard, row in places]
+
+    def close(self) -> None:
+        """Close all files; a later read opens them again."""
+        with self._lock:
+            while self._open:
+                os.close(self._open.popitem()[1].descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _locate(self, number: int) -> tuple[_OpenShard, int]:
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)} samples")
+        shard = bisect.bisect_right(self._starts, number) - 1
+        if shard not in self._open:
+            if len(self._open) >= max(1, self.open_shards):
+                os.close(self._open.popitem(last=False)[1].descriptor)
+            self._open[shard] = _OpenShard.open(self.folder, self.info.shards[shard])
+        self._open.move_to_end(shard)
+        return self._open[shard], number - self._starts[shard]
+
+    def _check_arrays(self, arrays: Mapping[str, npt.NDArray[Any]], batch: int) -> None:
+        for name, expected in self.empty(0).items():
+            array = arrays.get(name)
+            shape = (batch, *expected.shape[1:])
+            if (
+                array is None
+                or array.shape != shape
+                or array.dtype != expected.dtype
+                or not array.flags.c_contiguous
+            ):
+                raise ValueError(
+                    f"out[{name!r}] must be a contiguous {expected.dtype} array of shape {shape}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenShard:
+    path: Path
+    info: ShardInfo
+    index: ShardIndex
+    descriptor: int
+
+    @classmethod
+    def open(cls, folder: Path, info: ShardInfo) -> _OpenShard:
+        path = folder / info.name
+        _require_size(path, info)
+        index = load_index(path, info)
+        try:
+            return cls(path, info, index, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+
+    def read_array(self, name: str, sample: int, column: Column, row: npt.NDArray[Any]) -> None:
+        """Read one row of a batch; the crc32 of the index covers the npy header and the values."""
+        place = self._place(f"{name}.npy", sample)
+        header = bytearray(len(column.header))
+        if place.length != len(header) + row.nbytes:
+            raise self._damage(
+                place, f"{place.length} bytes, expected {len(header) + row.nbytes} for {column}"
+            )
+        values = row.view(np.uint8).data
+        self._read(place, [header, values])
+        self._check_crc(place, zlib.crc32(values, zlib.crc32(header)))
+        if header != column.header:
+            raise self._damage(place, f"the npy header {bytes(header)!r} is not that of {column}")
+
+    def read_class(self, sample: int, classes: int) -> int:
+        place = self._place("cls", sample)
+        text = bytearray(place.length)
+        self._read(place, [text])
+        self._check_crc(place, zlib.crc32(text))
+        if not text.isdigit() or int(text) >= classes:
+            raise self._damage(place, f"{bytes(text)!r} is none of the {classes} classes")
+        return int(text)
+
+    def _place(self, component: str, sample: int) -> Place:
+        if component not in self.index.components:
+            raise Problem(self.info.name, f"there are no {component} components").error(self.path.parent)
+        return self.index.place(component, sample)
+
+    def _read(self, place: Place, buffers: list[Any]) -> None:
+        try:
+            count = os.preadv(self.descriptor, buffers, place.offset)
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path}, {place}: {error.strerror}") from error
+        if count != place.length:
+            raise self._damage(
+                place, f"the file ends after {count} of {place.length} bytes; it was truncated"
+            )
+
+    def _check_crc(self, place: Place, found: int) -> None:
+        if found != place.crc32:
+            raise self._damage(place, f"crc32 {found:08x}, expected {place.crc32:08x}")
+
+    def _damage(self, place: Place, what: str) -> DataError:
+        return Problem(self.info.name, what, place).error(self.path.parent)
+
+
+def _require_size(path: Path, info: ShardInfo) -> None:
+    problem = check_size(path, info)
+    if problem is not None:
+        raise problem.error(path.parent)

@@ -1,0 +1,192 @@
+"""Everything fastdiff needs from DeepSpeed, and the only file that imports it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import logger as deepspeed_logger
+from torch import Tensor, nn
+
+from fastdiff.config import RunConfig
+from fastdiff.deepspeed_config import DsConfig, zero_stage
+from fastdiff.dist import World
+from fastdiff.errors import ConfigError
+from fastdiff.fragments import Flat, Fragment, Shapes
+from fastdiff.optim import build_lr_schedule, build_optimizer, check_is_8bit, set_lr_step
+
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class Engine:
+    """A model with its optimizer under DeepSpeed.
+
+    Args:
+        model: on any device, fp32 weights; the engine moves and casts it.
+        config: the run.
+        ds_config: the resolved DeepSpeed JSON (``deepspeed_config.resolve``).
+        world: the ranks.
+        blocks: module classes that ZeRO-3 gathers as one unit, so that a block can be compiled whole.
+
+    Raises:
+        ConfigError: this device cannot compute in ``config.performance.precision``.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: RunConfig, ds_config: DsConfig, world: World, blocks: Iterable[type[nn.Module]]
+    ) -> None:
+        deepspeed_logger.setLevel(logging.WARNING)
+        _ignore_dependency_warnings()
+        self.stage = zero_stage(ds_config)
+        precision = config.performance.precision
+        if precision == "fp16" and not get_accelerator().is_fp16_supported():
+            raise ConfigError("--performance.precision fp16: this device has no fp16 arithmetic; use bf16 or fp32")
+        self.shapes: Shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        guard = self.stage == 0 and precision == "fp32"
+        if self.stage == 3:
+            deepspeed.utils.set_z3_leaf_modules(model, list(blocks))
+        optimizer = build_optimizer(
+            (p for p in model.parameters() if p.requires_grad), config.optim, skip_non_finite=guard
+        )
+        names = {id(p): name for name, p in model.named_parameters()}
+        # Some of DeepSpeed's wrappers take a step with zero gradients to create the state: without a learning rate
+        # it moves nothing, and the state it leaves is thrown away.
+        _set_lr(optimizer, 0.0)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config={**ds_config, **({"gradient_clipping": 0.0} if guard else {})}
+        )
+        optimizer.state.clear()
+        _set_lr(optimizer, config.optim.lr)
+        self.optimizer = optimizer
+        self.flats: list[Flat] = list(_flats(self._engine, optimizer, names, world))
+        self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
+        self._unchecked = config.optim.name == "adamw8bit-bnb"
+
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
+        """Run the model's forward pass."""
+        return self._engine(*inputs)  # type: ignore[no-any-return]
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss`` (scalar, mean over the micro-batch), divided by the accumulation."""
+        self._engine.backward(loss)
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()  # only counts the micro-batch
+
+    def step(self) -> bool:
+        """Take the optimizer step; False, and nothing moves, if a gradient is not finite on any rank."""
+        self._engine.step()
+        applied = bool(self._engine.was_step_applied()) and not getattr(self._engine.optimizer, "overflow", False)
+        if applied:
+            self._schedule.step()
+            if self._unchecked:
+                check_is_8bit(self.flats)
+                self._unchecked = False
+        return applied
+
+    def grad_norm(self) -> Tensor | float | None:
+        """Return the norm of the last gradient before clipping; None before the first step. Not read from the device."""
+        return self._engine.get_global_grad_norm()  # type: ignore[no-any-return]
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def loss_scale(self) -> dict[str, float]:
+        """State of the dynamic fp16 loss scale; empty in other precisions."""
+        scaler = self._loss_scaler()
+        return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
+
+    def restore(self, applied: int, loss_scale: dict[str, float]) -> None:
+        """Put learning rate and loss scale where they stood after ``applied`` steps."""
+        set_lr_step(self._schedule, applied)
+        scaler = self._loss_scaler()
+        for name, value in loss_scale.items():
+            setattr(scaler, name, value)
+
+    def _loss_scaler(self) -> Any:
+        wrapper = self._engine.optimizer
+        return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+
+
+def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group.pop("initial_lr", None)
+
+
+def _ignore_dependency_warnings() -> None:
+    """Silence what DeepSpeed causes at every step and a user cannot mend."""
+    warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning, module="torch.distributed.*")
+    warnings.filterwarnings("ignore", message=".*_tensor. is deprecated.*", category=FutureWarning)
+
+
+def _flats(engine: Any, optimizer: torch.optim.Optimizer, names: dict[int, str], world: World) -> Iterator[Flat]:
+    """Yield this rank's flat fp32 tensors, whatever DeepSpeed wrapped the optimizer in."""
+    wrapper = engine.optimizer
+    if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+        for key, parameters in zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True):
+            yield Flat(key, optimizer.state, tuple(_stage3_fragments(parameters, names, world.rank)), owned=True)
+    elif isinstance(wrapper, DeepSpeedZeroOptimizer):
+        for key, parameters in zip(wrapper.single_partition_of_fp32_groups, wrapper.bit16_groups, strict=True):
+            yield Flat(key, optimizer.state, tuple(_stage12_fragments(parameters, names)), owned=True)
+    elif isinstance(wrapper, FP16_UnfusedOptimizer):
+        pairs = [
+            (key, names[id(parameter)])
+            for keys, parameters in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True)
+            for key, parameter in zip(keys, parameters, strict=True)
+        ]
+        yield from _whole_parameters(pairs, optimizer, world)
+    elif wrapper is optimizer:
+        pairs = [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
+        yield from _whole_parameters(pairs, optimizer, world)
+    else:
+        raise ConfigError(
+            f"the DeepSpeed JSON leads to {type(wrapper).__name__}, which fastdiff does not know; "
+            "use one of the files in deepspeed_configs/"
+        )
+
+
+def _stage3_fragments(parameters: Iterable[Any], names: dict[int, str], rank: int) -> Iterator[Fragment]:
+    """ZeRO-3 cuts every parameter into W equal, zero-padded parts and joins this rank's parts."""
+    parameters = list(parameters)
+    sizes = [p.partition_numel() for p in parameters]
+    for parameter, size, end in zip(parameters, sizes, accumulate(sizes), strict=True):
+        start = rank * size
+        numel = min(size, parameter.ds_numel - start)
+        if numel > 0:
+            yield Fragment(names[id(parameter)], start, numel, end - size)
+
+
+def _stage12_fragments(parameters: Iterable[Any], names: dict[int, str]) -> Iterator[Fragment]:
+    """ZeRO-1 and 2 join all parameters and cut the whole into W parts, across the borders of parameters."""
+    for parameter in parameters:
+        mapping = parameter._hp_mapping
+        if mapping is not None:
+            low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+            yield Fragment(names[id(parameter)], low.start, low.numel, high.start)
+
+
+def _whole_parameters(
+    pairs: list[tuple[Tensor, str]], optimizer: torch.optim.Optimizer, world: World
+) -> Iterator[Flat]:
+    """ZeRO-0: whole parameters, equal on all ranks; the ranks share their ownership evenly, largest first."""
+    load = [0] * world.size
+    owner = {}
+    for key, name in sorted(pairs, key=lambda pair: (-pair[0].numel(), pair[1])):
+        owner[name] = load.index(min(load))
+        load[owner[name]] += key.numel()
+    for key, name in pairs:
+        yield Flat(
+            key, optimizer.state, (Fragment(name, 0, key.numel(), 0),), owned=owner[name] == world.rank
+        )

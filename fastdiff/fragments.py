@@ -1,0 +1,92 @@
+"""This rank's slices of the fp32 weights, in parameter coordinates: what EMA and checkpoints work on.
+
+An optimizer updates flat fp32 tensors. Under ZeRO 1-3 a flat tensor holds slices of many parameters and differs from
+rank to rank; under ZeRO-0 it is one whole parameter, the same on every rank, and one rank is its owner. ``Flat``
+describes both, so that nothing outside ``engine.py`` knows the stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdiff.dist import World
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements ``[start, start + numel)`` of a flattened parameter, at ``offset`` of a flat tensor."""
+
+    name: str
+    start: int
+    numel: int
+    offset: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return this fragment of ``flat`` (``[N]``) as a view ``[numel]``."""
+        return flat.narrow(0, self.offset, self.numel)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flat:
+    """One tensor that the optimizer updates."""
+
+    key: Tensor
+    """The tensor object under which the optimizer keeps its state; any shape, fp32."""
+    states: MutableMapping[Tensor, dict[str, Any]]
+    """The optimizer's live state of all its tensors."""
+    fragments: tuple[Fragment, ...]
+    owned: bool
+    """False where another rank averages and saves an equal copy."""
+
+    @property
+    def master(self) -> Tensor:
+        """The fp32 weights, ``[N]``, a view."""
+        return self.key.detach().view(-1)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of this tensor; empty before the first step."""
+        return self.states.get(self.key, {})
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def layout_digest(world: World, flats: Sequence[Flat]) -> str:
+    """Return a digest of which rank holds which fragment where; equal digests allow a plain copy of any state."""
+    mine = [[(f.name, f.start, f.numel, f.offset) for f in flat.fragments] for flat in flats]
+    return hashlib.sha256(json.dumps(world.gather(mine)).encode()).hexdigest()
+
+
+def owned_fragments(flats: Sequence[Flat], tensors: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
+    """Yield each owned fragment with its view of the tensor (``[N]``) that stands for its flat."""
+    for flat, tensor in zip(flats, tensors, strict=True):
+        if flat.owned and tensor is not None:
+            for fragment in flat.fragments:
+                yield fragment, fragment.of(tensor)
+
+
+def assemble(
+    world: World, flats: Sequence[Flat], tensors: Sequence[Tensor | None], shapes: Shapes
+) -> dict[str, Tensor]:
+    """Return the full parameters, fp32, on every rank's device, from fragments that are spread over the ranks.
+
+    Each rank writes its fragments into zeros and the ranks are added up: exact, since all other terms are zero.
+    """
+    mine: dict[str, list[tuple[Fragment, Tensor]]] = {name: [] for name in shapes}
+    for fragment, values in owned_fragments(flats, tensors):
+        mine[fragment.name].append((fragment, values))
+    full = {}
+    for name, shape in shapes.items():
+        whole = torch.zeros(shape, device=world.device).view(-1)
+        for fragment, values in mine[name]:
+            whole.narrow(0, fragment.start, fragment.numel).copy_(values)
+        full[name] = world.sum_(whole).view(shape)
+    return full

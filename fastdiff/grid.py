@@ -1,0 +1,71 @@
+"""Many small images as one picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_READABLE = 64
+_BORDER = 2
+_BORDER_GRAY = 96
+
+
+def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None) -> Image:
+    """Lays images out row by row, with a thin border around each.
+
+    Args:
+        images: ``[N, C, H, W]`` floating point, N at least 1. One channel is gray and three are RGB, both in
+            [-1, 1] and clipped; of any other number (latents of an autoencoder) the first three are shown,
+            each stretched to its own smallest and largest value, and two are filled up with black.
+        rows: Number of rows; None: as close to a square as possible. Empty places keep the colour of the
+            border.
+        scale: Whole-number enlargement, each pixel staying a sharp square; None: to a side of 64 or just
+            above, and 1 for images that are larger.
+
+    Returns:
+        A PIL image of mode RGB (L for one channel).
+
+    Raises:
+        ValueError: ``images`` is not ``[N, C, H, W]`` with N at least 1, or ``rows`` or ``scale`` is below 1.
+    """
+    from PIL import Image as pillow
+
+    if images.ndim != 4 or not images.numel():
+        raise ValueError(f"images {tuple(images.shape)}: expected [N, C, H, W] with N at least 1")
+    if scale is None:
+        scale = max(1, -(-_READABLE // min(images.shape[2:])))
+    rows = round(len(images) ** 0.5) or 1 if rows is None else rows
+    if rows < 1 or scale < 1:
+        raise ValueError(f"rows {rows}, scale {scale}: at least 1")
+    levels = _levels(images.detach().float().cpu())
+    enlarged = levels.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
+    canvas = _arrange(enlarged, rows).permute(1, 2, 0)
+    return pillow.fromarray(canvas.squeeze(2).contiguous().numpy())
+
+
+def _levels(images: Tensor) -> Tensor:
+    """``[N, C, H, W] -> [N, 1 or 3, H, W]`` uint8; values that are not finite become black."""
+    if images.shape[1] in (1, 3):
+        unit = (images + 1) / 2
+    else:
+        shown = images[:, :3]
+        low, high = (f(shown.nan_to_num(0, 0, 0), (0, 2, 3), True) for f in (torch.amin, torch.amax))
+        unit = F.pad((shown - low) / (high - low).clamp(min=1e-12), (0, 0, 0, 0, 0, 3 - shown.shape[1]))
+    return (unit.nan_to_num(0, 0, 0).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def _arrange(images: Tensor, rows: int) -> Tensor:
+    """``[N, C, H, W]`` uint8 ``-> [C, rows * (H + border) + border, columns * (W + border) + border]``."""
+    columns = -(-len(images) // rows)
+    framed = F.pad(images, (0, _BORDER, 0, _BORDER), value=_BORDER_GRAY)
+    count, channels, height, width = framed.shape
+    missing = framed.new_full((rows * columns - count, channels, height, width), _BORDER_GRAY)
+    places = torch.cat([framed, missing]).view(rows, columns, channels, height, width)
+    canvas = places.permute(2, 0, 3, 1, 4).reshape(channels, rows * height, columns * width)
+    return F.pad(canvas, (_BORDER, 0, _BORDER, 0), value=_BORDER_GRAY)

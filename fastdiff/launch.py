@@ -1,0 +1,107 @@
+"""What a start of the trainer was asked to do, and the run folder it works in."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from fastdiff.config import RunConfig
+from fastdiff.deepspeed_config import DsConfig
+from fastdiff.errors import ConfigError
+
+Resume = Literal["auto", "must", "never"]
+
+_PACKAGES = ("fastdiff", "torch", "triton", "deepspeed", "diffusers", "transformers", "bitsandbytes")
+_SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """The parts of the command line that do not decide the result of the run."""
+
+    deepspeed: DsConfig
+    """The DeepSpeed JSON as given, with its "auto" entries."""
+    resume: Resume = "auto"
+    allow_change: tuple[str, ...] = ()
+    dry_run: bool = False
+    argv: tuple[str, ...] = ()
+
+
+def as_json(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration as JSON values."""
+    return json.loads(json.dumps(asdict(config)))  # type: ignore[no-any-return]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that decide the numbers."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found | {"python": sys.version.split()[0]}
+
+
+def claim(folder: Path) -> Callable[[], None]:
+    """Make the run folder and lock it for this job; return what releases the lock.
+
+    Raises:
+        ConfigError: another job holds it. The lock ends with its process, so there is none to clean up by hand.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file: IO[str] = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise ConfigError(
+            f"the run folder {folder} is in use by another job ({holder}); wait for it, stop it, "
+            "or choose another --output.folder"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return file.close
+
+
+def write_run_json(folder: Path, config: RunConfig, launch: Launch, ds_config: DsConfig, device: str) -> None:
+    """Write ``run.json``: everything needed to tell what ran, and no secret."""
+    content = {
+        "config": as_json(config),
+        "argv": list(launch.argv),
+        "versions": versions(),
+        "git": _git_state(),
+        "device": device,
+        "deepspeed": without_secrets(ds_config),
+    }
+    temporary = folder / "run.json.tmp"
+    temporary.write_text(json.dumps(content, indent=2))
+    temporary.replace(folder / "run.json")
+
+
+def without_secrets(tree: Any) -> Any:
+    """Return ``tree`` with the values of keys that look like credentials replaced."""
+    if isinstance(tree, dict):
+        return {k: "***" if _SECRET.search(k) and isinstance(v, str) else without_secrets(v) for k, v in tree.items()}
+    return [without_secrets(item) for item in tree] if isinstance(tree, list) else tree
+
+
+def _git_state() -> str | None:
+    root = Path(__file__).parent.parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,119 @@
+"""Numbers of a run: gathered on the device during the steps, read when a callback is due, written to files."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdiff.dist import World
+
+Record = dict[str, Any]
+
+
+class Meters:
+    """Losses and times since the last read.
+
+    ``add`` does no host synchronisation; ``read`` does, once, so only a callback that is due calls it.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # losses, samples with a finite loss
+        self._reset_times()
+        self.step: list[tuple[Tensor, Tensor]] = []
+        """(position, loss), both ``[micro]``, of each micro-batch of the current step on this rank."""
+
+    def add(self, losses: Tensor, position: Tensor) -> None:
+        """Take in the per-sample losses ``[B]`` of one micro-batch and the samples' positions ``[B]``."""
+        losses = losses.detach()
+        finite = torch.isfinite(losses)
+        self._sums += torch.stack([torch.where(finite, losses, 0.0).sum(dtype=torch.float64), finite.sum()])
+        self.step.append((position, losses))
+
+    def start_step(self) -> None:
+        """Begin the next optimizer step."""
+        self.step.clear()
+        self._steps += 1
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Count the time inside as waiting for data."""
+        before = time.perf_counter()
+        yield
+        self._data_wait += time.perf_counter() - before
+
+    def read(self) -> Record:
+        """Return ``loss`` (mean over all ranks' samples since the last read) and times; start anew."""
+        total, samples = self._world.sum_(self._sums.clone()).tolist()
+        elapsed = time.perf_counter() - self._since
+        steps = max(1, self._steps)
+        record = {
+            "loss": total / samples if samples else float("nan"),
+            "step_ms": 1e3 * elapsed / steps,
+            "data_wait_ms": 1e3 * self._data_wait / steps,
+        }
+        self._sums.zero_()
+        self._reset_times()
+        return record
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """Leave the time inside (samples, checkpoints) out of the step times."""
+        before = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - max(before, self._since)
+
+    def _reset_times(self) -> None:
+        self._since = time.perf_counter()
+        self._data_wait = 0.0
+        self._steps = 0
+
+
+def peak_gib(device: torch.device) -> float:
+    """Return the largest memory use so far in GiB: allocated on a GPU, resident of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class JsonLines:
+    """A file with one JSON object per line, flushed line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("a")
+
+    def write(self, record: Record) -> None:
+        """Append one record; NaN and infinity become null, which is what JSON has."""
+        clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in record.items()}
+        self._file.write(json.dumps(clean) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def drop_records_after(path: Path, steps: int) -> None:
+    """Remove records beyond step ``steps``: a resumed run writes them again."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines() if _step_of(line) <= steps]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    temporary.replace(path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line cut off by a kill

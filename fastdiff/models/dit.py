@@ -1,0 +1,239 @@
+"""The diffusion transformer DiT (Peebles & Xie 2023, "Scalable Diffusion Models with Transformers").
+
+Parameter names and shapes are those of the published checkpoints (github.com/facebookresearch/DiT), so such
+a file loads with ``strict=True`` as it is. Under ZeRO-3 a parameter is whole only while the forward of its
+own module runs; nothing here reads one at any other time, except its dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fastdiff.config import DiTConfig
+from fastdiff.errors import ConfigError
+from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedder, position_table
+
+SIZES: dict[str, tuple[int, int, int]] = {
+    "S": (12, 384, 6),
+    "B": (12, 768, 12),
+    "L": (24, 1024, 16),
+    "XL": (28, 1152, 16),
+}
+"""Depth, hidden width and heads of the published sizes (table 1 of the paper)."""
+
+PATCHES = (2, 4, 8)
+"""Patch sides of the published models."""
+
+_NORM_EPS = 1e-6
+
+
+def dit_config(
+    name: str,
+    *,
+    size: int = 32,
+    channels: int = 4,
+    classes: int = 1000,
+    learn_sigma: bool = False,
+) -> DiTConfig:
+    """Configuration of a published size.
+
+    Args:
+        name: ``"DiT-S/2"`` ... ``"DiT-XL/8"``.
+        size: Height and width of the latents: 32 for images of 256 px, 64 for 512 px.
+        channels: Channels of the latents.
+        classes: Number of classes without the null class.
+        learn_sigma: Twice the output channels, as the published checkpoints have.
+
+    Raises:
+        ConfigError: ``name`` is none of the twelve.
+    """
+    names = {f"DiT-{letter}/{patch}": (letter, patch) for letter in SIZES for patch in PATCHES}
+    if name not in names:
+        raise ConfigError(f"model {name!r} is unknown; choose one of {', '.join(names)}")
+    letter, patch = names[name]
+    depth, hidden, heads = SIZES[letter]
+    return DiTConfig(
+        depth=depth, hidden=hidden, heads=heads, patch=patch,
+        size=size, channels=channels, classes=classes, learn_sigma=learn_sigma,
+    )  # fmt: skip
+
+
+class DiT(nn.Module):
+    """Predicts noise, velocity or clean latents from noisy latents, a time and a class.
+
+    A fresh network outputs exactly 0 and each of its blocks is the identity (adaLN-Zero, section 3.2).
+    Initial weights are drawn from torch's global generator; ``fastdiff.models.build_model`` makes them a
+    function of a seed.
+
+    Args:
+        config: Shape of the network.
+        recompute: Recompute each block in the backward pass instead of storing its activations.
+    """
+
+    pos_embed: Tensor
+    """``[1, T, D]``, a buffer: part of every checkpoint, never trained."""
+
+    def __init__(self, config: DiTConfig, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = recompute
+        self.x_embedder = PatchEmbed(config)
+        self.t_embedder = TimestepEmbedder(config.hidden)
+        self.y_embedder = LabelEmbedder(config.classes, config.hidden)
+        self.register_buffer("pos_embed", position_table(config.hidden, config.size // config.patch))
+        self.blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.depth))
+        self.final_layer = FinalLayer(config)
+        self._initialise()
+
+    def forward(self, noisy: Tensor, time: Tensor, label: Tensor | None = None) -> Tensor:
+        """One evaluation of the network.
+
+        Args:
+            noisy: ``[B, C, H, W]``, any floating dtype; cast to the dtype of the weights.
+            time: ``[B]`` int64 or float timesteps in [0, T).
+            label: ``[B]`` int64 classes, ``classes`` being the null class; None: the null class for all.
+
+        Returns:
+            ``[B, C, H, W]``, with ``learn_sigma`` ``[B, 2C, H, W]``, in the dtype of the weights.
+        """
+        dtype = self.x_embedder.proj.weight.dtype
+        tokens = self.x_embedder(noisy.to(dtype)) + self.pos_embed.to(dtype)
+        condition = self.t_embedder(time, dtype) + self.y_embedder(label, noisy.shape[0], noisy.device)
+        for block in self.blocks:
+            if self.recompute and torch.is_grad_enabled():
+                tokens = checkpoint(block, tokens, condition, use_reentrant=False)
+            else:
+                tokens = block(tokens, condition)
+        return self._unpatchify(self.final_layer(tokens, condition))
+
+    def _unpatchify(self, tokens: Tensor) -> Tensor:
+        """``[B, T, p * p * C_out] -> [B, C_out, H, W]``."""
+        batch, patch, size = tokens.shape[0], self.config.patch, self.config.size
+        side = size // patch
+        pixels = tokens.reshape(batch, side, side, patch, patch, -1)
+        return pixels.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, size, size)
+
+    def _initialise(self) -> None:
+        """Initial weights as published: Xavier, normal(0.02) embeddings, zeros where a block joins."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                _xavier(module)
+        _xavier(self.x_embedder.proj)
+        nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
+        for layer in self.t_embedder.mlp:
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=0.02)
+        for layer in (m for m in self.modules() if isinstance(m, AdaLNModulation)):
+            _zero(cast(nn.Linear, layer[1]))
+        _zero(self.final_layer.linear)
+
+
+class DiTBlock(nn.Module):
+    """Attention and MLP, each modulated and gated by the condition (adaLN-Zero, figure 3 of the paper).
+
+    The unit of ``torch.compile``, of recomputation and of ZeRO-3's gathering.
+    """
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.hidden, elementwise_affine=False, eps=_NORM_EPS)
+        self.attn = Attention(config.hidden, config.heads)
+        self.norm2 = nn.LayerNorm(config.hidden, elementwise_affine=False, eps=_NORM_EPS)
+        self.mlp = Mlp(config.hidden, int(config.hidden * config.mlp_ratio))
+        self.adaLN_modulation = AdaLNModulation(config.hidden, 6)
+
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        """``tokens [B, T, D], condition [B, D] -> [B, T, D]``."""
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(6, dim=1)
+        attended = self.attn(modulate(self.norm1(tokens), shift_a, scale_a))
+        tokens = tokens + gate_a.unsqueeze(1) * attended
+        tokens = tokens + gate_m.unsqueeze(1) * self.mlp(modulate(self.norm2(tokens), shift_m, scale_m))
+        return tokens
+
+
+class FinalLayer(nn.Module):
+    """Modulated norm and the linear map from tokens to patches."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        channels = config.channels * (2 if config.learn_sigma else 1)
+        self.norm_final = nn.LayerNorm(config.hidden, elementwise_affine=False, eps=_NORM_EPS)
+        self.linear = nn.Linear(config.hidden, config.patch**2 * channels)
+        self.adaLN_modulation = AdaLNModulation(config.hidden, 2)
+
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        """``tokens [B, T, D], condition [B, D] -> [B, T, p * p * C_out]``."""
+        shift, scale = self.adaLN_modulation(condition).chunk(2, dim=1)
+        return cast(Tensor, self.linear(modulate(self.norm_final(tokens), shift, scale)))
+
+
+class AdaLNModulation(nn.Sequential):
+    """``parts`` vectors of shift, scale or gate from the condition: ``[B, D] -> [B, parts * D]``."""
+
+    def __init__(self, hidden: int, parts: int) -> None:
+        super().__init__(nn.SiLU(), nn.Linear(hidden, parts * hidden))
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over all tokens; query, key and value come from one packed projection."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.proj = nn.Linear(hidden, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[B, T, D] -> [B, T, D]``."""
+        batch, length, hidden = tokens.shape
+        packed = self.qkv(tokens).view(batch, length, 3, self.heads, hidden // self.heads)
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        return cast(Tensor, self.proj(mixed.transpose(1, 2).reshape(batch, length, hidden)))
+
+
+class Mlp(nn.Module):
+    """Two linear layers with the tanh form of GELU between them."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(hidden, inner)
+        self.fc2 = nn.Linear(inner, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[B, T, D] -> [B, T, D]``."""
+        return cast(Tensor, self.fc2(F.gelu(self.fc1(tokens), approximate="tanh")))
+
+
+def modulate(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """``tokens * (1 + scale) + shift``; ``tokens [B, T, D]``, one shift and scale ``[B, D]`` per sample."""
+    return tokens * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def compile_blocks(model: DiT, **options: Any) -> DiT:
+    """Compiles the forward of every block of ``model`` in place and returns ``model``.
+
+    The inner forward and not the module is compiled, so that ZeRO-3's gathering hooks stay outside the graph.
+    All blocks share one graph. ``options`` go to ``torch.compile``; ``fullgraph`` is True unless given.
+    """
+    options.setdefault("fullgraph", True)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, **options)  # type: ignore[method-assign]
+    return model
+
+
+def _xavier(layer: nn.Linear | nn.Conv2d) -> None:
+    nn.init.xavier_uniform_(layer.weight.data.flatten(1))
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
+def _zero(layer: nn.Linear) -> None:
+    nn.init.zeros_(layer.weight)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)

@@ -1,0 +1,66 @@
+"""Random numbers of a run, as a pure function of (seed, stream, position).
+
+Position n counts the training samples of the whole run, so that a number does not depend on the rank, on the
+number of ranks, on the size of a batch or on a resume. Two purposes never share numbers: each has its own
+stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import IntEnum
+
+from torch import Tensor
+
+from fastdiff_kernels import philox
+
+
+class Stream(IntEnum):
+    """What a random number is for. The values are part of the definition of a run: never renumber them."""
+
+    TIMESTEP = 0
+    NOISE = 1
+    POSTERIOR = 2
+    LABEL_DROP = 3
+    FLIP = 4
+    PERTURBATION = 5
+    OFFSET = 6
+    CAPTION = 7
+
+
+def uniform(seed: int, stream: Stream, position: Tensor, count: int) -> Tensor:
+    """Uniform numbers in [0, 1).
+
+    Args:
+        seed: seed of the run, in [0, 2**64).
+        stream: what the numbers are for.
+        position: ``[B]`` int64 positions in the run.
+        count: numbers per position.
+
+    Returns:
+        ``[B, count]`` fp32 on the device of ``position``.
+
+    Raises:
+        ValueError, TypeError: see ``fastdiff_kernels.philox.uniform``.
+    """
+    return philox.uniform(seed, int(stream), position, count)
+
+
+def normal(seed: int, stream: Stream, position: Tensor, shape: Sequence[int]) -> Tensor:
+    """Standard normal numbers.
+
+    Args:
+        seed: seed of the run, in [0, 2**64).
+        stream: what the numbers are for.
+        position: ``[B]`` int64 positions in the run.
+        shape: shape of the numbers of one position, in row-major order.
+
+    Returns:
+        ``[B, *shape]`` fp32 on the device of ``position``.
+
+    Raises:
+        ValueError, TypeError: see ``fastdiff_kernels.philox.normal``.
+    """
+    flat = philox.normal(seed, int(stream), position, math.prod(shape))
+    return flat.view(position.shape[0], *shape)

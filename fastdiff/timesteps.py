@@ -1,0 +1,24 @@
+"""How the timestep of a training sample is drawn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastdiff.randomness import Stream, uniform
+
+
+def uniform_timesteps(seed: int, position: Tensor, timesteps: int) -> Tensor:
+    """Each timestep equally often (Ho et al. 2020, arXiv:2006.11239, algorithm 1).
+
+    Args:
+        seed: seed of the run, in [0, 2**64).
+        position: ``[B]`` int64 positions in the run.
+        timesteps: number of timesteps T.
+
+    Returns:
+        ``[B]`` int64 in [0, T), on the device of ``position``.
+    """
+    share = uniform(seed, Stream.TIMESTEP, position, 1)[:, 0]
+    # The product of the largest fp32 below 1 and T may round up to T.
+    return (share * timesteps).floor().to(torch.int64).clamp(max=timesteps - 1)

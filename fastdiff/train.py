@@ -1,0 +1,79 @@
+"""Train a diffusion model: ``deepspeed fastdiff/train.py --preset digits``. The same command again resumes."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from fastdiff import cli, deepspeed_config, dist
+from fastdiff.config import RunConfig
+from fastdiff.dist import World
+from fastdiff.errors import FastdiffError, StorageError
+from fastdiff.launch import Launch
+from fastdiff.metrics import Meters
+from fastdiff.objective import Objective
+from fastdiff.progress import Progress
+from fastdiff.start import build_run
+
+_STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+
+def train(config: RunConfig, launch: Launch, world: World) -> Progress:
+    """Run, or continue, the run in ``config.output.folder`` to its end.
+
+    Args:
+        config: what to train.
+        launch: the DeepSpeed JSON and how to treat a run that is there already.
+        world: the ranks; all of them call this.
+
+    Raises:
+        FastdiffError: with the exit code of what went wrong.
+    """
+    with ExitStack() as stack:
+        state, batches, callbacks = build_run(config, launch, world, stack)
+        engine, ema = state.engine, state.ema
+        objective = Objective(config.objective, seed=config.seed, classes=config.model.classes, device=world.device)
+        accumulation = config.batch.accumulation(world.size)
+        meters = Meters(world)
+
+        while state.progress.samples < config.samples:
+            meters.start_step()
+            for _ in range(accumulation):
+                with meters.waiting_for_data():
+                    batch = next(batches)
+                corruption = objective.corrupt(batch)
+                prediction = engine(corruption.noisy, corruption.time, corruption.label)
+                losses = objective.loss(prediction, batch, corruption)
+                engine.backward(losses.mean())
+                meters.add(losses, batch.position)
+            state.applied = engine.step()
+            state.progress = state.progress.after(config.batch.samples, applied=state.applied)
+            if state.applied:
+                ema.update()
+            callbacks.on_step(state, meters)
+        callbacks.on_end(state)
+        return state.progress
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return the exit code (design: 0, 2, 65, 70, 74)."""
+    try:
+        launch, config = cli.parse(argv)
+        if launch.dry_run:
+            cli.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, dist.size()))
+            return 0
+        train(config, launch, dist.start())
+        dist.stop()
+    except FastdiffError as error:
+        return cli.report(error)
+    except OSError as error:
+        if error.errno not in _STORAGE_ERRNOS:
+            raise
+        return cli.report(StorageError(f"{error.filename or 'storage'}: {error.strerror}"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

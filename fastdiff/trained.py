@@ -1,0 +1,107 @@
+"""A finished (or running) run, opened for sampling and evaluation on one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdiff.config_file import read_run
+from fastdiff.data.shards import DatasetInfo
+from fastdiff.errors import ConfigError
+from fastdiff.models import build_model
+from fastdiff.saved import Saved, committed, problem_of, read_manifest
+
+
+class TrainedRun:
+    """The newest intact checkpoint of a run.
+
+    Args:
+        folder: ``runs/NAME``.
+        ema: decay rate of the average to use; None: the run's first one, or the weights if it has none.
+
+    Raises:
+        ConfigError: no run, or no checkpoint, in ``folder``.
+    """
+
+    def __init__(self, folder: Path, ema: float | None = None) -> None:
+        if not (folder / "run.json").is_file():
+            near = sorted(path.parent.name for path in folder.parent.glob("*/run.json"))
+            hint = f"runs there: {', '.join(near)}" if near else "start one with `deepspeed fastdiff/train.py`"
+            raise ConfigError(f"{folder}: no run (no run.json); {hint}")
+        self.folder = folder
+        self.config = read_run(folder / "run.json")
+        saved = _newest_intact(folder / "checkpoints")
+        self.ema = ema if ema is not None else next(iter(saved.ema_rates), None)
+        self.step = int(saved.manifest["progress"]["steps"])
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = build_model(self.config.model).eval()
+        self.model.load_state_dict(saved.weights(self.ema), strict=False)  # the position table is not saved
+        self.model.to(device)
+
+    @property
+    def description(self) -> str:
+        """Which weights are used, for messages."""
+        which = "weights" if self.ema is None else f"EMA {self.ema}"
+        return f"step {self.step}, {which}"
+
+    def draw(self, labels: Tensor, *, scheduler: str, steps: int, cfg: float, seed: int, progress: bool) -> Tensor:
+        """Return ``[N, C, H, W]`` fp32 latents on the CPU, one per label (``[N]`` int64)."""
+        from fastdiff.sampling import sample
+
+        device = next(self.model.parameters()).device
+        return sample(
+            self.model, self.config.objective, labels.to(device), scheduler=scheduler, steps=steps, cfg=cfg,
+            seed=seed, progress=progress,
+        ).cpu()  # type: ignore[arg-type]
+
+    def draw_grid(
+        self, path: Path, *, classes: Sequence[int] | None, per_class: int, scheduler: str, steps: int, cfg: float,
+        seed: int,
+    ) -> None:
+        """Write a PNG with one column per class."""
+        from fastdiff.grid import image_grid
+
+        known = self.config.model.classes
+        chosen = list(range(min(known, 10))) if classes is None else list(classes)
+        wrong = [c for c in chosen if not 0 <= c < known]
+        if wrong:
+            raise ConfigError(f"--classes {wrong}: the model has classes 0-{known - 1}")
+        labels = torch.tensor(chosen).repeat(per_class)
+        images = self.draw(labels, scheduler=scheduler, steps=steps, cfg=cfg, seed=seed, progress=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image_grid(images, rows=per_class).save(path)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Measure 500 generated images and write ``evaluation.json``; only digits have a built-in measure."""
+        from fastdiff.evaluation import evaluate_digits, evaluation_labels
+
+        source = DatasetInfo.read(self.config.data.path).provenance.source
+        if source != "scikit-learn load_digits":
+            raise ConfigError(
+                f"{self.folder}: there is no built-in evaluation for data from {source!r}, only for digits; "
+                "`fastdiff sample` draws images for your own"
+            )
+        labels = evaluation_labels()
+        images = self.draw(labels, scheduler="ddim", steps=50, cfg=self.config.output.sample_cfg, seed=0, progress=True)
+        result = evaluate_digits(images, labels)
+        temporary = self.folder / "evaluation.json.tmp"
+        temporary.write_text(json.dumps(result, indent=2) + os.linesep)
+        temporary.replace(self.folder / "evaluation.json")
+        return result
+
+
+def _newest_intact(checkpoints: Path) -> Saved:
+    damage = []
+    for folder in committed(checkpoints):
+        files = read_manifest(folder)["files"].items()
+        problems = [p for name, entry in files if (p := problem_of(folder / name, entry)) is not None]
+        if not problems:
+            return Saved(folder)
+        damage += problems
+    raise ConfigError(f"{checkpoints}: no intact checkpoint{f' ({damage[0]})' if damage else ''}; train first")

@@ -1,0 +1,1 @@
+"""Kernels of fastdiff: each next to its reference in plain torch. Depends on torch and Triton only."""

@@ -1,0 +1,220 @@
+"""Philox4x32-10: random numbers that are a pure function of (seed, stream, position, element).
+
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3. Ten rounds turn the
+counter ``(element // 4, stream, position low, position high)``, four words of 32 bits, into four random words
+under the 64-bit key ``seed``; ``element % 4`` picks the word. One round maps ``(c0, c1, c2, c3)`` under the
+key ``(k0, k1)`` to ``(high(M1*c2) ^ c1 ^ k0, low(M1*c2), high(M0*c0) ^ c3 ^ k1, low(M0*c0))`` and adds ``(W0,
+W1)`` to the key.
+
+A word becomes a uniform number by folding its signed value into 31 bits and scaling, and two words become two
+normal numbers by the method of Box & Muller 1958, with the constants of ``triton.language.rand`` and
+``randn4x``.
+
+The words and the uniform numbers agree to the bit between torch and Triton. The normals agree to
+``NORMAL_ULPS`` units in the last place of fp32, because each library has its own log, cos and sin.
+
+Bytes moved: 8 per position are read; 4 per number are written (8 for ``bits``). There is no backward pass.
+Limits: 2**34 numbers per position and stream.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fastdiff_kernels.launch import Backend, choose, jit, tl, triton
+
+Kind = Literal["bits", "uniform", "normal"]
+
+NORMAL_ULPS = 8
+"""Largest difference of a normal number between two implementations, in units of the last place of fp32."""
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_WORD = 0xFFFFFFFF
+_SEED = 0xFFFFFFFFFFFFFFFF
+_FOLDED_SCALE = 4.6566127342e-10  # the largest fp32 times which 2**31 - 1 stays below 1
+_SMALLEST = 1.0e-7  # keeps the logarithm finite
+_GROUPS_PER_PROGRAM = 256
+
+
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of ``word * factor``, whose 64 bits an int64 could not hold."""
+    by_low = word * (factor & 0xFFFF)
+    middle = word * (factor >> 16) + (by_low >> 16)
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (by_low & 0xFFFF)
+
+
+def philox_reference(
+    seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds of Philox4x32 in plain torch.
+
+    Args:
+        seed: key in [0, 2**64); its low half is the first key word.
+        c0: int64 tensor of values in [0, 2**32), the first counter word.
+        c1: second counter word, likewise; the four shapes broadcast.
+        c2: third counter word.
+        c3: fourth counter word.
+
+    Returns:
+        Four int64 tensors of values in [0, 2**32).
+    """
+    key0, key1 = seed & _WORD, seed >> 32
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        key0, key1 = (key0 + _KEY_STEPS[0]) & _WORD, (key1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def bits_reference(seed: int, stream: int, position: Tensor, count: int) -> Tensor:
+    """Words of ``[B]`` int64 positions: ``[B, 4 * ceil(count / 4)]`` int64 of values in [0, 2**32)."""
+    group = torch.arange(-(-count // 4), device=position.device)[None, :]
+    low, high = position[:, None] & _WORD, (position[:, None] >> 32) & _WORD
+    words = philox_reference(seed, group, torch.full_like(group, stream), low, high)
+    return torch.stack(words, dim=-1).flatten(1)
+
+
+def uniform_reference(words: Tensor) -> Tensor:
+    """Uniform fp32 in [0, 1) of int64 words of the same shape: the top bit folds onto the other 31."""
+    folded = torch.where(words > 0x7FFFFFFF, _WORD - words, words)
+    return folded.to(torch.float32) * _FOLDED_SCALE
+
+
+def normal_reference(words: Tensor) -> Tensor:
+    """Standard normal fp32 of int64 words ``[..., 2k]``, same shape; each pair of neighbours makes a pair."""
+    uniforms = uniform_reference(words)
+    first, second = uniforms[..., 0::2], uniforms[..., 1::2]
+    radius = (-2.0 * first.clamp(min=_SMALLEST).log()).sqrt()
+    angle = (2.0 * math.pi) * second
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(-2)
+
+
+def _reference(seed: int, stream: int, position: Tensor, count: int, kind: Kind) -> Tensor:
+    words = bits_reference(seed, stream, position, count)
+    if kind != "bits":
+        words = uniform_reference(words) if kind == "uniform" else normal_reference(words)
+    return words[:, :count].contiguous()
+
+
+@jit
+def philox_words(seed, stream, position, group):  # type: ignore[no-untyped-def]
+    """Four uint32 blocks: the words of an int64 block of groups (element // 4) at one int64 position."""
+    c0 = group.to(tl.uint32)
+    zero = c0 ^ c0
+    c1 = (zero + stream).to(tl.uint32)
+    return tl.philox(seed, c0, c1, zero + position.to(tl.uint32), zero + (position >> 32).to(tl.uint32))
+
+
+@jit
+def box_muller(word1, word2):  # type: ignore[no-untyped-def]
+    """Two fp32 blocks of standard normal numbers from two uint32 blocks of words."""
+    u1, u2 = tl.uint_to_uniform_float(word1), tl.uint_to_uniform_float(word2)
+    radius = tl.math.sqrt_rn(-2.0 * tl.log(tl.maximum(1.0e-7, u1)))
+    angle = 6.283185307179586 * u2
+    return radius * tl.cos(angle), radius * tl.sin(angle)
+
+
+@jit
+def _philox_kernel(  # type: ignore[no-untyped-def]
+    out, positions, seed, stream, count, tiles, KIND: tl.constexpr, GROUPS: tl.constexpr
+):
+    """One program writes ``4 * GROUPS`` consecutive numbers of one position."""
+    program = tl.program_id(0).to(tl.int64)
+    row, tile = program // tiles, program % tiles
+    group = tile * GROUPS + tl.arange(0, GROUPS)
+    w0, w1, w2, w3 = philox_words(seed, stream, tl.load(positions + row), group)
+    if KIND == "normal":
+        w0, w1 = box_muller(w0, w1)
+        w2, w3 = box_muller(w2, w3)
+    elif KIND == "uniform":
+        w0, w1 = tl.uint_to_uniform_float(w0), tl.uint_to_uniform_float(w1)
+        w2, w3 = tl.uint_to_uniform_float(w2), tl.uint_to_uniform_float(w3)
+    # Interleaving evens and odds gives each thread four neighbours: one store of 16 bytes.
+    values = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    element = tile * (4 * GROUPS) + tl.arange(0, 4 * GROUPS)
+    tl.store(out + row * count + element, values.to(out.dtype.element_ty), mask=element < count)
+
+
+def _validate(seed: int, stream: int, position: Tensor, count: int) -> None:
+    if position.dtype != torch.int64 or position.dim() != 1:
+        raise TypeError(
+            f"position is {position.dtype} of shape {tuple(position.shape)}, expected int64 of shape [B]; "
+            "use position.long().flatten()"
+        )
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed {seed} is out of range, expected 0 <= seed < 2**64; use seed % 2**64")
+    if not 0 <= stream < 2**32:
+        raise ValueError(f"stream {stream} is out of range, expected 0 <= stream < 2**32")
+    if not 0 < count <= 2**34:
+        raise ValueError(f"count {count} is out of range, expected 0 < count <= 2**34 numbers per position")
+
+
+def _empty(position: Tensor, count: int, kind: str) -> Tensor:
+    dtype = torch.int64 if kind == "bits" else torch.float32
+    return position.new_empty(position.shape[0], count, dtype=dtype)
+
+
+@torch.library.custom_op("fastdiff::philox", mutates_args=())
+def _philox_triton(position: Tensor, seed: int, stream: int, count: int, kind: str) -> Tensor:
+    """Launch the kernel; ``seed`` is folded into the signed int64 of the op's schema."""
+    out = _empty(position, count, kind)
+    if out.numel():
+        tiles = triton.cdiv(count, 4 * _GROUPS_PER_PROGRAM)
+        _philox_kernel[(position.shape[0] * tiles,)](
+            out, position.contiguous(), seed & _SEED, stream, count, tiles, kind, _GROUPS_PER_PROGRAM
+        )
+    return out
+
+
+@_philox_triton.register_fake
+def _(position: Tensor, seed: int, stream: int, count: int, kind: str) -> Tensor:
+    return _empty(position, count, kind)
+
+
+def _draw(
+    seed: int, stream: int, position: Tensor, count: int, kind: Kind, backend: Backend | None
+) -> Tensor:
+    _validate(seed, stream, position, count)
+    if choose(backend, position) == "torch":
+        return _reference(seed, stream, position, count, kind)
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    out: Tensor = _philox_triton(position, signed, stream, count, kind)
+    return out
+
+
+def bits(seed: int, stream: int, position: Tensor, count: int, backend: Backend | None = None) -> Tensor:
+    """Random words.
+
+    Args:
+        seed: key, in [0, 2**64).
+        stream: purpose of the numbers, in [0, 2**32).
+        position: ``[B]`` int64; each value has its own numbers.
+        count: numbers per position, in [1, 2**34].
+        backend: implementation; None: Triton for a CUDA tensor where it is installed, else torch.
+
+    Returns:
+        ``[B, count]`` int64 of values in [0, 2**32), on the device of ``position``.
+
+    Raises:
+        TypeError: ``position`` is not a vector of int64.
+        ValueError: ``seed``, ``stream``, ``count`` or ``backend`` out of range.
+        RuntimeError: Triton was asked for and cannot run here.
+    """
+    return _draw(seed, stream, position, count, "bits", backend)
+
+
+def uniform(seed: int, stream: int, position: Tensor, count: int, backend: Backend | None = None) -> Tensor:
+    """Uniform numbers in [0, 1): ``[B, count]`` fp32. Arguments and errors as for ``bits``."""
+    return _draw(seed, stream, position, count, "uniform", backend)
+
+
+def normal(seed: int, stream: int, position: Tensor, count: int, backend: Backend | None = None) -> Tensor:
+    """Standard normal numbers: ``[B, count]`` fp32. Arguments and errors as for ``bits``."""
+    return _draw(seed, stream, position, count, "normal", backend)

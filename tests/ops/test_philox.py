@@ -1,0 +1,228 @@
+"""The generator: known answers, the kernel against the reference, and what it refuses."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from fastdiff_kernels import launch, philox
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEEDS = (0, 1, 2**31, 2**63, 2**64 - 1)
+POSITIONS = torch.tensor([0, 1, 2**32 - 1, 2**32, 2**63 - 1], device=DEVICE)
+COUNTS = (1, 3, 4, 1023, 1025)
+
+kernel = pytest.mark.skipif(
+    DEVICE == "cpu" and not launch.INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1"
+)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            0x299F31D0_A4093822,
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_known_answers_of_random123(counter, key, words):
+    got = philox.philox_reference(key, *(torch.tensor([word]) for word in counter))
+    assert [int(word) for word in got] == list(words)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0xD2511F53, 0xCD9E8D57, 2**32 - 1]))
+def test_product_of_two_words_does_not_overflow(word, factor):
+    high, low = philox._multiply(torch.tensor(word), factor)
+    assert (int(high) << 32) | int(low) == word * factor
+
+
+def test_an_element_is_a_lane_of_the_counter_of_the_documentation():
+    seed, stream, position, count = 2**40 + 3, 5, 3 * 2**32 + 7, 11
+    row = philox.bits(seed, stream, torch.tensor([position]), count)[0]
+    for element in range(count):
+        counter = (element // 4, stream, position % 2**32, position // 2**32)
+        words = philox.philox_reference(seed, *(torch.tensor(word) for word in counter))
+        assert row[element] == words[element % 4]
+
+
+def test_a_longer_draw_starts_with_the_shorter_one():
+    long = philox.normal(1, 2, POSITIONS, 40)
+    for count in (1, 2, 5, 39):
+        assert torch.equal(philox.normal(1, 2, POSITIONS, count), long[:, :count])
+
+
+def test_extreme_words_give_finite_numbers_in_range():
+    words = torch.tensor([0, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
+    uniform = philox.uniform_reference(words)
+    assert uniform.tolist() == [0.0, uniform[1], uniform[1], 0.0]
+    assert 1 - 2**-23 <= uniform[1] < 1
+    normal = philox.normal_reference(words)
+    assert normal.isfinite().all()
+    assert 5.6 < normal.abs().max() < 5.7
+
+
+@kernel
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kernel_agrees_to_the_bit_on_words_and_uniforms(seed, count):
+    for draw in (philox.bits, philox.uniform):
+        expected = draw(seed, 3, POSITIONS, count, "torch")
+        assert torch.equal(draw(seed, 3, POSITIONS, count, "triton"), expected)
+
+
+def _ulps(value, exact):
+    """Error of fp32 ``value`` in units of the last place of fp64 ``exact``."""
+    exponent = torch.frexp(exact).exponent.double()
+    return ((value.double() - exact).abs() / torch.exp2(exponent - 24)).max()
+
+
+@kernel
+def test_both_normals_are_within_half_the_stated_ulps_of_the_exact_ones():
+    position = torch.arange(64, device=DEVICE)
+    uniform = philox.uniform(7, 1, position, 4096, "torch")
+    radius = (-2 * uniform[:, 0::2].clamp(min=1e-7).double().log()).sqrt()
+    angle = (2 * torch.pi * uniform[:, 1::2]).double()
+    exact = torch.stack([radius * angle.cos(), radius * angle.sin()], -1).flatten(1)
+    for backend in ("torch", "triton"):
+        assert _ulps(philox.normal(7, 1, position, 4096, backend), exact) <= philox.NORMAL_ULPS / 2
+
+
+@kernel
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+@pytest.mark.parametrize("count", [1, 6, 1025])
+def test_kernel_writes_every_number_and_nothing_else(kind, count):
+    buffer = torch.full((3 * count + 8,), torch.nan, device=DEVICE)
+    tiles = -(-count // 64)
+    philox._philox_kernel[(3 * tiles,)](buffer, POSITIONS[:3], 1, 1, count, tiles, KIND=kind, GROUPS=16)
+    assert buffer[: 3 * count].isfinite().all()
+    assert buffer[3 * count :].isnan().all()
+
+
+@kernel
+def test_the_op_passes_opcheck():
+    for kind in ("bits", "uniform", "normal"):
+        torch.library.opcheck(philox._philox_triton, (POSITIONS, -3, 1, 6, kind))
+
+
+@kernel
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_torch_compile_makes_one_graph_of_it(backend):
+    def noise(position):
+        return philox.normal(2**64 - 1, 1, position, 10, backend) * 2
+
+    compiled = torch.compile(noise, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(POSITIONS), noise(POSITIONS))
+
+
+def test_an_empty_batch_gives_no_numbers():
+    assert philox.normal(0, 0, POSITIONS[:0], 5).shape == (0, 5)
+
+
+def test_normals_are_normal():
+    sample = philox.normal(11, 1, torch.arange(64), 4096).flatten().double()
+    size = sample.numel()
+    # Standard errors of the moments of a normal sample; 4 of them.
+    assert abs(sample.mean()) < 4 * size**-0.5
+    assert abs(sample.var() - 1) < 4 * (2 / size) ** 0.5
+    assert abs((sample**3).mean()) < 4 * (15 / size) ** 0.5
+    assert abs((sample**4).mean() - 3) < 4 * (96 / size) ** 0.5
+    assert stats.kstest(sample.numpy(), "norm").pvalue > 1e-3
+
+
+def test_uniforms_are_uniform():
+    sample = philox.uniform(12, 1, torch.arange(64), 4096).flatten()
+    assert stats.kstest(sample.double().numpy(), "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0, 0, torch.arange(3, dtype=torch.int32), 4), TypeError, r"position is torch.int32 .*int64"),
+        ((0, 0, torch.zeros(2, 2, dtype=torch.int64), 4), TypeError, r"shape \(2, 2\), expected"),
+        ((0, 0, torch.arange(3), 0), ValueError, "count 0 is out of range"),
+        ((0, 0, torch.arange(3), -4), ValueError, "count -4 is out of range"),
+        ((0, 0, torch.arange(3), 2**34 + 1), ValueError, "count 17179869185 is out of range"),
+        ((-1, 0, torch.arange(3), 4), ValueError, r"seed -1 is out of range.*seed % 2\*\*64"),
+        ((2**64, 0, torch.arange(3), 4), ValueError, "seed 18446744073709551616 is out of range"),
+        ((0, -1, torch.arange(3), 4), ValueError, "stream -1 is out of range"),
+        ((0, 2**32, torch.arange(3), 4), ValueError, "stream 4294967296 is out of range"),
+        ((0, 0, torch.arange(3), 4, "cuda"), ValueError, "backend 'cuda': expected 'torch', 'triton'"),
+    ],
+)
+def test_refusals_say_what_was_given(arguments, error, message):
+    for draw in (philox.bits, philox.uniform, philox.normal):
+        with pytest.raises(error, match=message):
+            draw(*arguments)
+
+
+def test_triton_on_a_cpu_tensor_is_refused_outside_the_interpreter(monkeypatch):
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with pytest.raises(RuntimeError, match="tensor is on cpu, expected CUDA.*TRITON_INTERPRET=1"):
+        philox.bits(0, 0, torch.arange(3), 4, "triton")
+
+
+def _python(code: str, **environment: str) -> str:
+    """Output of ``code`` in a fresh interpreter that finds the kernels."""
+    folder = launch.__file__.rsplit("/", 2)[0]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {folder!r})\n{code}"],
+        capture_output=True, text=True, timeout=120, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_triton_the_package_imports_and_the_reference_runs():
+    code = """
+sys.modules["triton"] = None
+import torch
+from fastdiff_kernels import philox
+print(philox.bits(0, 0, torch.tensor([0]), 1).item())
+try:
+    philox.bits(0, 0, torch.tensor([0]), 1, "triton")
+except RuntimeError as error:
+    print(error)
+"""
+    words, message = _python(code).splitlines()
+    assert int(words) == 0x6627E8D5
+    assert "Triton is not installed" in message
+
+
+def test_kernel_compiles_ahead_of_time_with_stores_of_16_bytes(tmp_path):
+    code = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from fastdiff_kernels.philox import _philox_kernel
+names = ["out", "positions", "seed", "stream", "count", "tiles", "KIND", "GROUPS"]
+by_16 = [["tt.divisibility", 16]]
+for arch, kind, out in ((80, "normal", "*fp32"), (90, "bits", "*i64"), (100, "normal", "*fp32")):
+    # Seed 1 and stream 1 are compiled as constants, as the launcher does with an argument that is 1.
+    types = [out, "*i64", "constexpr", "constexpr", "i32", "i32", "constexpr", "constexpr"]
+    source = ASTSource(
+        _philox_kernel, dict(zip(names, types)), {"seed": 1, "stream": 1, "KIND": kind, "GROUPS": 256},
+        {(0,): by_16, (1,): by_16, (4,): by_16},
+    )
+    ptx = compile(source, target=GPUTarget("cuda", arch, 32)).asm["ptx"]
+    stores = [line.split()[0 if line.strip()[0] != "@" else 1] for line in ptx.splitlines() if "st.global" in line]
+    print(*sorted(set(stores)), "call" if "call.uni" in ptx else "inline")
+"""
+    lines = _python(code, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
+    assert lines == ["st.global.v4.b32 inline", "st.global.v2.b64 inline", "st.global.v4.b32 inline"]
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_numbers_of_a_cpu():
+    position = torch.arange(2**32 - 4, 2**32 + 4)
+    for draw in (philox.bits, philox.uniform):
+        expected = draw(2**63 + 5, 1, position, 4097)
+        assert torch.equal(draw(2**63 + 5, 1, position.cuda(), 4097).cpu(), expected)
+    expected = philox.normal(2**63 + 5, 1, position, 4097).double()
+    assert _ulps(philox.normal(2**63 + 5, 1, position.cuda(), 4097).cpu(), expected) <= philox.NORMAL_ULPS

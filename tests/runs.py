@@ -1,0 +1,76 @@
+"""Small runs on the real digits, for tests: configurations, and what a run left behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastdiff.config import BatchConfig, DataConfig, DiTConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
+from fastdiff.dist import World
+from fastdiff.launch import Launch
+from fastdiff.presets import preset
+from fastdiff.train import train
+
+STEPS = 6
+
+
+def tiny(data: Path, folder: Path, steps: int = STEPS, **changes: Any) -> RunConfig:
+    """A DiT of two blocks on the digits, every step logged; ``changes`` replace fields of the parts by dotted name."""
+    config = replace(
+        preset("digits"),
+        samples=steps * 16,
+        model=DiTConfig(depth=2, hidden=32, heads=2, patch=2, channels=1, size=8, classes=10),
+        data=DataConfig(path=str(data), loader="prefetch"),
+        batch=BatchConfig(samples=16),
+        optim=OptimConfig(lr=1e-2, schedule="constant"),
+        ema=EmaConfig(rates=(0.9, 0.5)),
+        output=OutputConfig(folder=str(folder), log_every=1, checkpoint_every=0, sample_every=0),
+    )
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        config = replace(config, **{part: replace(getattr(config, part), **{field: value}) if field else value})
+    return config
+
+
+def launch(stage: int = 3, **options: Any) -> Launch:
+    """ZeRO of this stage, every parameter really partitioned."""
+    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
+    return Launch(deepspeed={"zero_optimization": zero}, **options)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of every step of a run."""
+    found = records(folder)
+    assert [record["step"] for record in found] == list(range(1, len(found) + 1))
+    return [record["loss"] for record in found]
+
+
+def train_losses(world: World, config: RunConfig, start: Launch) -> list[float]:
+    """Train, and return the losses of all steps."""
+    train(config, start, world)
+    return losses(Path(config.output.folder))
+
+
+def flags(config: RunConfig) -> list[str]:
+    """The command-line flags that turn the preset digits into ``config``."""
+    base, wanted = _flat(preset("digits")), _flat(config)
+    found = ["--preset", "digits"]
+    for key, value in wanted.items():
+        if value != base[key]:
+            values = value if isinstance(value, list) else [value]
+            found += [f"--{key}", *(str(v) for v in values)]
+    return found
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    from fastdiff.checkpoint import _flatten
+    from fastdiff.launch import as_json
+
+    return _flatten(as_json(config))

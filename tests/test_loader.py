@@ -1,0 +1,223 @@
+"""The two loaders: the same batches, the same errors, no threads left."""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import fastdiff.data
+from fastdiff.config import DataConfig
+from fastdiff.data import build_batches
+from fastdiff.data.index import ShardIndex
+from fastdiff.data.order import Order
+from fastdiff.data.reader import LatentReader
+from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
+from fastdiff.data.writer import ShardWriter
+from fastdiff.errors import ConfigError, DataError
+
+LOADERS = ("dali", "prefetch")
+SHIFT, SCALE = (0.25, -1.0), (2.0, 0.18215)
+SAMPLES = 40
+
+
+def encode(folder, *, classes, dtype="float16"):
+    template = DatasetInfo(
+        columns={"latent": Column(dtype=dtype, shape=(2, 4, 4))},
+        normalisation=Normalisation(shift=SHIFT, scale=SCALE),
+        provenance=Provenance(source="test", transform="none"),
+        classes=classes,
+    )
+    values = np.random.default_rng(0).standard_normal((SAMPLES, 2, 4, 4)).astype(dtype)
+    with ShardWriter(folder, template, samples_per_shard=9) as writer:
+        for number in range(SAMPLES):
+            label = None if classes is None else number % classes
+            writer.add(f"{number:09d}", {"latent": values[number]}, label)
+    return values
+
+
+@pytest.fixture
+def latents(tmp_path):
+    values = encode(tmp_path / "latents", classes=11)
+    with LatentReader(tmp_path / "latents") as reader:
+        yield reader, Order(5, reader.shard_sizes, 2), values
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("fastdiff-")]
+
+
+def batches(reader, order, loader, *, start=0, rank=0, ranks=1, micro=6, batch=12, prefetch=4):
+    return build_batches(
+        reader,
+        order,
+        config=DataConfig(loader=loader, prefetch=prefetch),
+        device=torch.device("cpu"),
+        start_samples=start,
+        rank=rank,
+        ranks=ranks,
+        micro=micro,
+        global_batch=batch,
+        on_cuda=False,
+    )
+
+
+def take(count, *args, **kwargs):
+    with batches(*args, **kwargs) as stream:
+        return list(itertools.islice(stream, count))
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_batches_are_the_normalised_samples_at_their_positions(latents, loader, prefetch):
+    reader, order, values = latents
+    taken = take(15, reader, order, loader, prefetch=prefetch)
+    for index, batch in enumerate(taken):
+        positions = np.arange(index * 6, index * 6 + 6)
+        ids = order.samples(positions)
+        shift = np.array(SHIFT, np.float32)[:, None, None]
+        scale = np.array(SCALE, np.float32)[:, None, None]
+        expected = (values[ids].astype(np.float32) - shift) * scale
+        assert batch.latents.dtype == torch.float32
+        assert np.array_equal(batch.latents.numpy(), expected)
+        assert batch.position.dtype == batch.label.dtype == torch.int64
+        assert batch.position.tolist() == positions.tolist()
+        assert batch.label.tolist() == (ids % 11).tolist()
+
+
+@pytest.mark.parametrize("where", [{}, {"start": 24}, {"rank": 1, "ranks": 2, "micro": 3, "start": 36}])
+def test_dali_and_prefetch_give_identical_batches(latents, where):
+    reader, order, _ = latents
+    for dali, plain in zip(*(take(12, reader, order, loader, **where) for loader in LOADERS), strict=True):
+        assert torch.equal(dali.latents, plain.latents)
+        assert torch.equal(dali.position, plain.position)
+        assert torch.equal(dali.label, plain.label)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_start_in_the_middle_continues_the_stream(latents, loader):
+    reader, order, _ = latents
+    for whole, tail in zip(
+        take(12, reader, order, loader)[8:], take(4, reader, order, loader, start=48), strict=True
+    ):
+        assert torch.equal(whole.latents, tail.latents)
+        assert torch.equal(whole.position, tail.position)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_two_ranks_see_what_one_rank_sees(latents, loader):
+    reader, order, _ = latents
+    one = take(6, reader, order, loader, micro=6)
+    two = [take(6, reader, order, loader, rank=rank, ranks=2, micro=3) for rank in (0, 1)]
+    for index, batch in enumerate(one):
+        assert torch.equal(batch.latents, torch.cat([two[0][index].latents, two[1][index].latents]))
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_unconditional_data_has_no_label(tmp_path, loader, dtype):
+    encode(tmp_path, classes=None, dtype=dtype)
+    with LatentReader(tmp_path) as reader:
+        [batch] = take(1, reader, Order(0, reader.shard_sizes, 1), loader)
+    assert batch.label is None
+    assert batch.latents.shape == (6, 2, 4, 4)
+
+
+@pytest.mark.parametrize("prefetch", [1, 4])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_damaged_sample_is_a_data_error_at_its_micro_batch(latents, loader, prefetch):
+    reader, order, _ = latents
+    shard, row = (int(part[0]) for part in order.locate(order.samples([3 * 6 + 2])))
+    path = reader.folder / reader.info.shards[shard].name
+    place = ShardIndex.from_bytes(path.with_suffix(".index.json").read_bytes()).place("latent.npy", row)
+    with path.open("r+b") as file:
+        file.seek(place.offset + 130)
+        file.write(b"\x99\x99")
+    with batches(reader, order, loader, prefetch=prefetch) as stream:
+        for index in range(3):
+            assert next(stream).position[0] == index * 6
+        for _ in range(2):
+            with pytest.raises(DataError, match=rf"{path.name}, key {place.key}.*offset {place.offset}: crc32"):
+                next(stream)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_batches_stay_as_they_are(latents, loader):
+    reader, order, _ = latents
+    with batches(reader, order, loader) as stream:
+        first = next(stream)
+        copy = first.latents.clone()
+        list(itertools.islice(stream, 20))
+        assert torch.equal(first.latents, copy)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_reading_ahead_is_bounded(latents, loader, monkeypatch):
+    reader, order, _ = latents
+    reads = []
+    read = reader.read
+    monkeypatch.setattr(reader, "read", lambda *args: reads.append(1) or read(*args))
+    with batches(reader, order, loader, prefetch=4) as stream:
+        list(itertools.islice(stream, 10))
+        while len(reads) < 14:
+            assert stream._thread.is_alive()
+        stream._thread.join(0.2)
+        assert len(reads) == 14
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_closing_ends_the_thread_at_any_time(latents, loader):
+    reader, order, _ = latents
+    batches(reader, order, loader).close()
+    for count in (1, 3):
+        with batches(reader, order, loader) as stream:
+            list(itertools.islice(stream, count))
+        stream.close()
+        with pytest.raises(RuntimeError, match=r"closed"):
+            next(stream)
+
+
+def test_auto_takes_dali_where_it_is_installed(latents, monkeypatch):
+    reader, order, _ = latents
+    with batches(reader, order, "auto") as stream:
+        assert stream.name == "dali"
+    monkeypatch.setattr(fastdiff.data, "dali_installed", lambda: False)
+    with batches(reader, order, "auto") as stream:
+        assert stream.name == "prefetch"
+        assert next(stream).latents.shape == (6, 2, 4, 4)
+    with pytest.raises(ConfigError, match=r"pip install 'nvidia-dali-cuda130"):
+        batches(reader, order, "dali")
+
+
+def test_dali_is_looked_for_without_importing_it(monkeypatch):
+    assert fastdiff.data.dali_installed()
+
+    def nothing_named_nvidia(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("importlib.util.find_spec", nothing_named_nvidia)
+    assert not fastdiff.data.dali_installed()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"loader": "torch"}, "auto, dali or prefetch"),
+        ({"loader": "prefetch", "prefetch": 0}, "--data.prefetch 0"),
+        ({"loader": "prefetch", "start": 5}, "multiple of --batch.samples"),
+        ({"loader": "dali", "micro": 5}, "does not divide"),
+    ],
+)
+def test_wrong_settings_are_refused(latents, change, problem):
+    reader, order, _ = latents
+    with pytest.raises(ConfigError, match=problem):
+        batches(reader, order, **change)
+
+
+def test_the_reader_keeps_all_shards_of_a_window_open(latents):
+    reader, _, _ = latents
+    batches(reader, Order(0, reader.shard_sizes, 100), "prefetch").close()
+    assert reader.open_shards >= 100

@@ -1,0 +1,96 @@
+"""The streams of a run: what a number depends on, and what it does not."""
+
+import pytest
+import torch
+
+from fastdiff.randomness import Stream, normal, uniform
+from fastdiff.timesteps import uniform_timesteps
+
+SHAPE = (4, 8, 8)
+
+
+def test_the_numbering_of_the_streams_is_frozen():
+    assert {stream.name: stream.value for stream in Stream} == {
+        "TIMESTEP": 0,
+        "NOISE": 1,
+        "POSTERIOR": 2,
+        "LABEL_DROP": 3,
+        "FLIP": 4,
+        "PERTURBATION": 5,
+        "OFFSET": 6,
+        "CAPTION": 7,
+    }
+
+
+def test_the_numbers_of_a_run_are_frozen():
+    position = torch.tensor([0, 2**32 + 1])
+    got = uniform(1234, Stream.NOISE, position, 2)
+    # Recorded once: another value means that old runs cannot be continued.
+    assert [[value.hex() for value in row] for row in got.tolist()] == [
+        ["RECORD"],
+    ]
+
+
+def _positions(step, micro_batch, rank, ranks, micro, accumulation):
+    batch = ranks * micro * accumulation
+    return step * batch + (micro_batch * ranks + rank) * micro + torch.arange(micro)
+
+
+def test_two_ranks_draw_different_noise():
+    noise = [normal(0, Stream.NOISE, _positions(3, 0, rank, 2, 8, 2), SHAPE) for rank in (0, 1)]
+    together = torch.cat(noise).flatten(1)
+    correlation = torch.corrcoef(together) - torch.eye(16)
+    # 5 standard errors of a correlation of 256 independent pairs, over 120 pairs.
+    assert correlation.abs().max() < 5 * together.shape[1] ** -0.5
+
+
+@pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 16, 1), (1, 4, 4), (2, 4, 2), (4, 2, 2)])
+def test_the_numbers_of_a_step_do_not_depend_on_how_it_is_split(ranks, micro, accumulation):
+    whole = torch.arange(5 * 16, 6 * 16)
+    parts = [
+        _positions(5, micro_batch, rank, ranks, micro, accumulation)
+        for micro_batch in range(accumulation)
+        for rank in range(ranks)
+    ]
+    for draw in (
+        lambda position: normal(9, Stream.NOISE, position, SHAPE),
+        lambda position: uniform(9, Stream.FLIP, position, 3),
+        lambda position: uniform_timesteps(9, position, 1000),
+    ):
+        assert torch.equal(torch.cat([draw(part) for part in parts]), draw(whole))
+
+
+def test_streams_seeds_and_positions_share_no_numbers():
+    position = torch.arange(50)
+    draws = [uniform(seed, stream, position, 4) for seed in (0, 1, 2**63) for stream in Stream]
+    values = torch.stack(draws).flatten()
+    # 4800 draws of 2**31 values collide 0.005 times on average.
+    assert values.unique().numel() == values.numel()
+
+
+def test_shapes_are_row_major_and_fp32():
+    position = torch.arange(3)
+    shaped = normal(0, Stream.NOISE, position, SHAPE)
+    assert shaped.shape == (3, *SHAPE)
+    assert shaped.dtype == torch.float32
+    assert torch.equal(shaped.flatten(1), normal(0, Stream.NOISE, position, (256,)))
+
+
+@pytest.mark.parametrize("timesteps", [2, 10, 1000])
+def test_timesteps_are_uniform_and_in_range(timesteps):
+    draws = 40_000
+    time = uniform_timesteps(5, torch.arange(draws), timesteps)
+    assert time.dtype == torch.int64
+    counts = torch.bincount(time, minlength=timesteps).double()
+    assert counts.numel() == timesteps
+    expected = draws / timesteps
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    freedom = timesteps - 1
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_the_largest_uniform_stays_below_the_last_timestep(monkeypatch):
+    largest = torch.tensor([[1 - 2**-24]])
+    monkeypatch.setattr("fastdiff.timesteps.uniform", lambda *_: largest)
+    for timesteps in (2, 1000, 2**24 + 1):
+        assert uniform_timesteps(0, torch.tensor([0]), timesteps) < timesteps

@@ -1,0 +1,140 @@
+"""The promises of the trainer, on real DeepSpeed ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastdiff import dist
+from fastdiff.deepspeed_config import resolve
+from fastdiff.dist import World
+from fastdiff.ema import Ema
+from fastdiff.engine import Engine
+from fastdiff.errors import ConfigError
+from fastdiff.fragments import Fragment, assemble
+from fastdiff.models import build_model
+from fastdiff.models.dit import DiTBlock
+from fastdiff.saved import Saved, committed
+from tests.processes import run_ranks
+from tests.runs import STEPS, launch, losses, records, tiny, train_losses
+
+
+@pytest.fixture(scope="session")
+def alone(torch_extensions: Path) -> World:
+    """This process as the only rank."""
+    return dist.start()
+
+
+def close(a: list[float], b: list[float], relative: float) -> bool:
+    return len(a) == len(b) and all(math.isclose(x, y, rel_tol=relative) for x, y in zip(a, b, strict=True))
+
+
+def test_one_rank_with_accumulation_equals_two_ranks(alone: World, digits: Path, tmp_path: Path) -> None:
+    accumulated = train_losses(alone, tiny(digits, tmp_path / "one", batch__micro=8), launch())
+    parallel = run_ranks(train_losses, tiny(digits, tmp_path / "two", batch__micro=8), launch(), ranks=2)[0]
+    assert close(accumulated, parallel, 1e-6)
+    assert accumulated[-1] < accumulated[0]
+
+
+def _every_stage(world: World, digits: Path, folder: Path) -> dict[int, list[float]]:
+    return {stage: train_losses(world, tiny(digits, folder / str(stage)), launch(stage)) for stage in range(4)}
+
+
+def test_zero_stages_agree(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    stages = run_ranks(_every_stage, digits, tmp_path, ranks=2)[0]
+    for stage in (1, 2, 3):
+        assert close(stages[stage], stages[0], 1e-5), stage
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit-bnb"])
+def test_bf16_trains_at_every_stage(alone: World, digits: Path, tmp_path: Path, stage: int, optimizer: str) -> None:
+    config = tiny(digits, tmp_path / "run", performance__precision="bf16", optim__name=optimizer, steps=12)
+    found = train_losses(alone, config, launch(stage))
+    assert sum(found[-3:]) < 0.8 * sum(found[:3])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("optimizer", "precision"), [("adamw", "fp32"), ("adamw8bit-bnb", "fp32"), ("adamw", "bf16")])
+def test_resume_equals_the_uninterrupted_run(
+    alone: World, digits: Path, tmp_path: Path, stage: int, optimizer: str, precision: str
+) -> None:
+    changes = {"optim__name": optimizer, "performance__precision": precision}
+    whole = train_losses(alone, tiny(digits, tmp_path / "whole", **changes), launch(stage))
+    train_losses(alone, tiny(digits, tmp_path / "parts", steps=STEPS // 2, **changes), launch(stage))
+    train_losses(alone, tiny(digits, tmp_path / "parts", **changes), launch(stage))
+    assert [x.hex() for x in losses(tmp_path / "parts")] == [x.hex() for x in whole]
+    assert_same_checkpoint(tmp_path / "whole", tmp_path / "parts")
+
+
+def assert_same_checkpoint(first: Path, second: Path) -> None:
+    """The last checkpoints hold equal bytes: weights, optimizer state, every EMA."""
+    a, b = (Saved(committed(folder / "checkpoints")[0]).manifest for folder in (first, second))
+    assert a["progress"] == b["progress"]
+    assert a["files"] == b["files"]
+
+
+def test_adamw_resumes_with_another_number_of_ranks(alone: World, digits: Path, tmp_path: Path) -> None:
+    whole = train_losses(alone, tiny(digits, tmp_path / "whole"), launch(3))
+    run_ranks(train_losses, tiny(digits, tmp_path / "parts", steps=STEPS // 2), launch(2), ranks=2)
+    continued = train_losses(alone, tiny(digits, tmp_path / "parts"), launch(3))
+    assert close(continued, whole, 1e-6)
+
+
+def test_8bit_state_refuses_another_number_of_ranks(alone: World, digits: Path, tmp_path: Path) -> None:
+    config = tiny(digits, tmp_path / "parts", optim__name="adamw8bit-bnb")
+    run_ranks(train_losses, config, launch(3), ranks=2)
+    with pytest.raises(ConfigError, match="2 ranks at ZeRO stage 3.*resume with the same ranks"):
+        train_losses(alone, tiny(digits, tmp_path / "parts", optim__name="adamw8bit-bnb", steps=8), launch(3))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradient_clipping_clips(alone: World, digits: Path, tmp_path: Path, stage: int) -> None:
+    """After one step Adam's first moment is (1 - beta1) times the clipped gradient."""
+    clip = 1e-3
+    train_losses(alone, tiny(digits, tmp_path / "run", steps=1, optim__clip=clip), launch(stage))
+    moments = _saved(tmp_path / "run", "exp_avg")
+    norm = math.sqrt(sum(float(m.double().square().sum()) for m in moments.values()))
+    assert norm == pytest.approx(0.1 * clip, rel=1e-3)
+    assert records(tmp_path / "run")[0]["grad_norm"] > 100 * clip
+
+
+def _saved(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    saved = Saved(committed(folder / "checkpoints")[0])
+    shapes = saved.manifest["parameters"]
+    return {name: saved.slice(kind, Fragment(name, 0, math.prod(s), 0)).view(s) for name, s in shapes.items()}
+
+
+def test_sharded_ema_equals_a_gathered_ema_bitwise(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    for equal in run_ranks(_compare_ema, digits, tmp_path, ranks=2):
+        assert equal == dict.fromkeys(range(4), True)
+
+
+def _compare_ema(world: World, digits: Path, folder: Path) -> dict[int, bool]:
+    """Average the gathered weights after every step, beside the sharded average, at every stage."""
+    equal = {}
+    for stage in range(4):
+        config = tiny(digits, folder / f"ema{stage}")
+        engine = Engine(
+            build_model(config.model), config, resolve(launch(stage).deepspeed, config, world.size), world, [DiTBlock]
+        )
+        ema = Ema(engine.flats, (0.9,))
+        masters = [flat.master for flat in engine.flats]
+        full = assemble(world, engine.flats, masters, engine.shapes)
+        for step in range(4):
+            images = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            prediction = engine(images, torch.full((8,), step), torch.arange(8))
+            engine.backward((prediction - images).square().mean())
+            assert engine.step()
+            ema.update()
+            weights = assemble(world, engine.flats, masters, engine.shapes)
+            full = {name: torch.lerp(average, weights[name], 1.0 - 0.9) for name, average in full.items()}
+        average = assemble(world, engine.flats, ema.averages[0.9], engine.shapes)
+        moved = any(not torch.equal(average[name], weights[name]) for name in full)
+        equal[stage] = moved and all(torch.equal(average[name], full[name]) for name in full)
+        held = sum(t.numel() for t in ema.averages[0.9] if t is not None)
+        assert held < 0.6 * sum(t.numel() for t in full.values()), "each of two ranks averages about half"
+    return equal
