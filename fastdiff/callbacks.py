@@ -234,7 +234,7 @@ class SampleGrid:
         model = _averaged_model(state)
         if len(mine):
             images[first : first + share] = sample(
-                model, config.objective, mine, steps=config.output.sample_steps, cfg=config.output.sample_cfg,
+                model, config.objective, mine, scheduler="dpmsolver++", steps=config.output.sample_steps, cfg=config.output.sample_cfg,
                 seed=config.seed, first_index=first,
             )
         world.sum_(images)

@@ -206,8 +206,8 @@ class OutputConfig:
     """Checkpoints that are kept, newest first; at least 2."""
     sample_every: int = 1000
     """Steps between two grids of generated samples."""
-    sample_steps: int = 25
-    """Denoising steps of a grid (DDIM)."""
+    sample_steps: int = 20
+    """Denoising steps of a grid (DPM-Solver++)."""
     sample_cfg: float = 1.5
     """Classifier-free guidance scale of a grid; 1: none."""
 

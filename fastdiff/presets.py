@@ -30,17 +30,17 @@ def digits() -> RunConfig:
     deepspeed fastdiff/train.py --preset digits --deepspeed_config deepspeed_configs/zero3.json
     fastdiff evaluate runs/digits
     """
-    steps, batch = 1200, 64
+    steps, batch = 1000, 64
     return RunConfig(
         samples=steps * batch,
         model=DiTConfig(depth=4, hidden=128, heads=4, patch=2, channels=1, size=8, classes=10),
-        objective=DiffusionConfig(schedule="cosine", prediction="v"),
+        objective=DiffusionConfig(schedule="linear", prediction="v"),
         data=DataConfig(path="data/digits"),
         batch=BatchConfig(samples=batch),
-        optim=OptimConfig(lr=1e-3, schedule="cosine", warmup_steps=50),
+        optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=80),
         ema=EmaConfig(rates=(0.99,)),
         performance=PerformanceConfig(precision="fp32"),
-        output=OutputConfig(folder="runs/digits", log_every=20, checkpoint_every=400, sample_every=400),
+        output=OutputConfig(folder="runs/digits", log_every=20, checkpoint_every=250, sample_every=250),
     )
 
 

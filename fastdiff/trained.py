@@ -88,7 +88,7 @@ class TrainedRun:
                 "`fastdiff sample` draws images for your own"
             )
         labels = evaluation_labels()
-        images = self.draw(labels, scheduler="ddim", steps=50, cfg=self.config.output.sample_cfg, seed=0, progress=True)
+        images = self.draw(labels, scheduler="dpmsolver++", steps=20, cfg=1.5, seed=0, progress=True)
         result = evaluate_digits(images, labels)
         temporary = self.folder / "evaluation.json.tmp"
         temporary.write_text(json.dumps(result, indent=2) + os.linesep)

@@ -122,3 +122,10 @@ def deepspeed_command(*flags: str | Path, ranks: int = 1) -> list[str | Path]:
 def fastdiff(*arguments: str | Path, **options: Any) -> Finished:
     """Run the ``fastdiff`` command."""
     return run([BIN / "fastdiff", *arguments], **options)
+
+
+def build_operators(world: Any) -> None:
+    """Let DeepSpeed compile what it compiles at a start."""
+    import deepspeed
+
+    deepspeed.init_distributed()

@@ -15,6 +15,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.models import build_model
 from fastdiff.models.dit import PATCHES, SIZES, DiT, DiTBlock, compile_blocks, dit_config
 from fastdiff.models.embeddings import position_table, timestep_sinusoids
+from tests.dit_reference import reference_forward, reference_position
 
 SMALL = DiTConfig(depth=2, hidden=24, heads=3, patch=2, size=6, channels=3, classes=5, learn_sigma=True)
 
@@ -72,77 +73,6 @@ def expected_shapes(config: DiTConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-# ---- the equations, in float64, without any module -------------------------------------------------------
-
-
-def reference_position(side: int, hidden: int) -> Tensor:
-    table = torch.zeros(side * side, hidden, dtype=torch.float64)
-    quarter = hidden // 4
-    for row in range(side):
-        for column in range(side):
-            for k in range(quarter):
-                frequency = 1.0 / 10000 ** (k / quarter)
-                token = table[row * side + column]
-                token[k], token[quarter + k] = math.sin(column * frequency), math.cos(column * frequency)
-                token[2 * quarter + k] = math.sin(row * frequency)
-                token[3 * quarter + k] = math.cos(row * frequency)
-    return table
-
-
-def reference_norm(x: Tensor) -> Tensor:
-    mean = x.mean(-1, keepdim=True)
-    return (x - mean) / torch.sqrt(((x - mean) ** 2).mean(-1, keepdim=True) + 1e-6)
-
-
-def reference_silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
-
-
-def reference_gelu(x: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def reference_forward(
-    w: dict[str, Tensor], c: DiTConfig, noisy: Tensor, time: Tensor, label: Tensor
-) -> Tensor:
-    """One sample after the other, one head after the other, from the paper's figure 3."""
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        return x @ w[name + ".weight"].T + w[name + ".bias"]
-
-    def sample(image: Tensor, t: float, y: int) -> Tensor:
-        p, side = c.patch, c.size // c.patch
-        corners = [(i * p, j * p) for i in range(side) for j in range(side)]
-        patches = [image[:, i : i + p, j : j + p].reshape(-1) for i, j in corners]
-        weight = w["x_embedder.proj.weight"].reshape(c.hidden, -1)
-        x = torch.stack(patches) @ weight.T + w["x_embedder.proj.bias"] + reference_position(side, c.hidden)
-        angles = torch.tensor([t * 10000 ** (-k / 128) for k in range(128)], dtype=torch.float64)
-        wave = torch.cat([torch.cos(angles), torch.sin(angles)])
-        condition = linear("t_embedder.mlp.2", reference_silu(linear("t_embedder.mlp.0", wave)))
-        condition = reference_silu(condition + w["y_embedder.embedding_table.weight"][y])
-        for n in range(c.depth):
-            m = linear(f"blocks.{n}.adaLN_modulation.1", condition).reshape(6, c.hidden)
-            qkv = linear(f"blocks.{n}.attn.qkv", reference_norm(x) * (1 + m[1]) + m[0])
-            query, key, value = (part.reshape(len(x), c.heads, -1) for part in qkv.split(c.hidden, dim=-1))
-            heads = []
-            for h in range(c.heads):
-                scores = query[:, h] @ key[:, h].T / math.sqrt(c.hidden // c.heads)
-                odds = torch.exp(scores - scores.max(dim=1, keepdim=True).values)
-                heads.append(odds / odds.sum(dim=1, keepdim=True) @ value[:, h])
-            x = x + m[2] * linear(f"blocks.{n}.attn.proj", torch.cat(heads, dim=1))
-            inner = reference_gelu(linear(f"blocks.{n}.mlp.fc1", reference_norm(x) * (1 + m[4]) + m[3]))
-            x = x + m[5] * linear(f"blocks.{n}.mlp.fc2", inner)
-        m = linear("final_layer.adaLN_modulation.1", condition).reshape(2, c.hidden)
-        out = linear("final_layer.linear", reference_norm(x) * (1 + m[1]) + m[0])
-        channels = out.shape[1] // p**2
-        image = torch.zeros(channels, c.size, c.size, dtype=torch.float64)
-        for (i, j), pixels in zip(corners, out, strict=True):
-            image[:, i : i + p, j : j + p] = pixels.reshape(p, p, channels).permute(2, 0, 1)
-        return image
-
-    return torch.stack([sample(noisy[i].double(), float(time[i]), int(label[i])) for i in range(len(noisy))])
-
-
 def test_forward_equals_the_papers_equations() -> None:
     model = trained().double()
     noisy, time, label = inputs()
@@ -166,9 +96,6 @@ def test_time_may_be_fractional() -> None:
     noisy, time, label = inputs()
     assert torch.equal(model(noisy, time, label), model(noisy, time.double(), label))
     assert not torch.equal(model(noisy, time, label), model(noisy, time + 0.5, label))
-
-
-# ---- published shapes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("patch", PATCHES)
@@ -214,9 +141,6 @@ def test_pos_embed_is_in_checkpoints_but_not_trained() -> None:
     assert error.abs().max() < 6e-8
 
 
-# ---- initial weights -------------------------------------------------------------------------------------
-
-
 def test_fresh_model_outputs_exact_zero_and_blocks_are_the_identity() -> None:
     model = build_model(SMALL)
     assert torch.count_nonzero(model(*inputs())) == 0
@@ -252,9 +176,6 @@ def test_initial_weights_are_a_function_of_the_seed_and_leave_the_global_state()
     build_model(SMALL, seed=-1)
 
 
-# ---- conditions ------------------------------------------------------------------------------------------
-
-
 def test_no_label_is_the_null_class() -> None:
     model = trained()
     noisy, time, label = inputs()
@@ -269,9 +190,6 @@ def test_samples_do_not_mix() -> None:
     for i in range(4):
         alone = model(noisy[i : i + 1], time[i : i + 1], label[i : i + 1])
         torch.testing.assert_close(alone[0], model(noisy, time, label)[i], rtol=1e-4, atol=1e-4)
-
-
-# ---- precision, recomputation, compilation ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.float64])

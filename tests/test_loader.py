@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -140,7 +141,9 @@ def test_a_damaged_sample_is_a_data_error_at_its_micro_batch(latents, loader, pr
         for index in range(3):
             assert next(stream).position[0] == index * 6
         for _ in range(2):
-            with pytest.raises(DataError, match=rf"{path.name}, key {place.key}.*offset {place.offset}: crc32"):
+            with pytest.raises(
+                DataError, match=rf"{path.name}, key {place.key}.*offset {place.offset}: crc32"
+            ):
                 next(stream)
 
 
@@ -149,23 +152,26 @@ def test_batches_stay_as_they_are(latents, loader):
     reader, order, _ = latents
     with batches(reader, order, loader) as stream:
         first = next(stream)
-        copy = first.latents.clone()
+        tensors = (first.latents, first.position, first.label)
+        copies = [tensor.clone() for tensor in tensors]
         list(itertools.islice(stream, 20))
-        assert torch.equal(first.latents, copy)
+        assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
 
 
+@pytest.mark.parametrize("prefetch", [1, 2, 4])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_reading_ahead_is_bounded(latents, loader, monkeypatch):
+def test_reading_ahead_is_bounded(latents, loader, prefetch, monkeypatch):
     reader, order, _ = latents
     reads = []
     read = reader.read
     monkeypatch.setattr(reader, "read", lambda *args: reads.append(1) or read(*args))
-    with batches(reader, order, loader, prefetch=4) as stream:
+    with batches(reader, order, loader, prefetch=prefetch) as stream:
         list(itertools.islice(stream, 10))
-        while len(reads) < 14:
-            assert stream._thread.is_alive()
-        stream._thread.join(0.2)
-        assert len(reads) == 14
+        until = time.monotonic() + 20
+        while len(reads) < 10 + prefetch and time.monotonic() < until:
+            time.sleep(0.01)
+        stream._thread.join(0.2)  # time for one read too many
+        assert len(reads) == 10 + prefetch
 
 
 @pytest.mark.parametrize("loader", LOADERS)

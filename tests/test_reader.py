@@ -1,4 +1,5 @@
-"""Reading and verifying: exact samples, or an error that names shard, key and offset; never another tensor."""
+"""Reading and verifying: exact samples, or an error that names shard, key and offset; never another
+tensor."""
 
 import hashlib
 import json
@@ -158,7 +159,10 @@ def test_an_intact_data_set_has_no_problems(intact):
 def test_a_flipped_bit_of_a_latent_is_named(folder, truth, row, where):
     place = index_of(folder).place("latent.npy", row)
     flip(folder / BAD, place.offset + where)
-    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"crc32 \w{8}, expected \w{8}") as caught:
+    with (
+        LatentReader(folder) as reader,
+        pytest.raises(DataError, match=r"crc32 \w{8}, expected \w{8}") as caught,
+    ):
         reader.read(np.arange(SAMPLES))
     assert_named(str(caught.value), place)
     assert "fastdiff verify" in str(caught.value)
@@ -304,7 +308,10 @@ def test_a_stale_index_is_named(folder, tmp_path):
 def test_an_unreadable_index_is_named(folder, content):
     place = index_of(folder).place("latent.npy", 0)
     (folder / BAD).with_suffix(".index.json").write_bytes(content)
-    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"index.json is not readable") as caught:
+    with (
+        LatentReader(folder) as reader,
+        pytest.raises(DataError, match=r"index.json is not readable") as caught,
+    ):
         reader.read([FIRST])
     assert_named(str(caught.value), place)
     assert_found_by_verify(folder, place)
@@ -367,8 +374,11 @@ def test_what_contradicts_dataset_json_is_refused_though_its_digests_fit(folder)
     with LatentReader(folder) as reader, pytest.raises(DataError, match=r"npy header"):
         reader.read([FIRST])
     assert "expected float32 (1, 4, 4)" in str(verify(folder))
-    columns["pooled"] = {"dtype": "float16", "shape": [3]}
-    declare(folder, columns=columns)
+    columns = {
+        "latent": {"dtype": "float16", "shape": [2, 4, 4]},
+        "pooled": {"dtype": "float16", "shape": [3]},
+    }
+    declare(folder, columns=columns, normalisation={"shift": [0.0, 0.0], "scale": [1.0, 1.0]})
     with LatentReader(folder) as reader, pytest.raises(DataError, match=r"pooled.npy"):
         reader.read([FIRST])
     assert "no pooled.npy" in str(verify(folder))

@@ -8,40 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdiff.config import DiffusionConfig, DiTConfig
+from fastdiff.config import DiffusionConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models import build_model
 from fastdiff.models.dit import DiT
 from fastdiff.sampling import SchedulerName, sample, visited_timesteps
-from fastdiff.schedule import betas
+from tests.gaussian import CONFIG, MEANS, Gaussian
 
-CONFIG = DiTConfig(depth=1, hidden=16, heads=2, patch=2, size=4, channels=2, classes=3)
 SCHEDULERS: tuple[SchedulerName, ...] = ("ddim", "dpmsolver++", "ddpm")
 PREDICTIONS: tuple[Literal["epsilon", "v", "x0"], ...] = ("epsilon", "v", "x0")
-MEANS = torch.tensor([0.5, -0.25, 0.75, 0.0])  # by class; the last is the null class
-
-
-class Gaussian:
-    """The optimal denoiser of data ``N(MEANS[class], spread^2)``, in float64."""
-
-    def __init__(self, objective: DiffusionConfig, spread: float, config: DiTConfig = CONFIG) -> None:
-        self.config, self.objective, self.spread = config, objective, spread
-        self.alpha_bar = torch.cumprod(1 - betas(objective), 0)
-        self.calls: list[Tensor] = []
-        self.times: list[int] = []
-
-    def __call__(self, noisy: Tensor, time: Tensor, label: Tensor, /) -> Tensor:
-        assert time.dtype == label.dtype == torch.int64
-        self.calls.append(label)
-        self.times.append(int(time[0]))
-        alpha_bar = self.alpha_bar[time].view(-1, 1, 1, 1)
-        alpha, sigma = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
-        mean = MEANS.double()[label].view(-1, 1, 1, 1)
-        gain = alpha * self.spread**2 / (alpha_bar * self.spread**2 + sigma**2)
-        x0 = mean + gain * (noisy - alpha * mean)
-        # Without x0 in it, so that it stays exact where there is almost no noise.
-        epsilon = sigma * (noisy - alpha * mean) / (alpha_bar * self.spread**2 + sigma**2)
-        return {"x0": x0, "epsilon": epsilon, "v": alpha * epsilon - sigma * x0}[self.objective.prediction]
 
 
 def trained() -> DiT:

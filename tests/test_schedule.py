@@ -28,7 +28,7 @@ def test_betas_are_those_of_diffusers(schedule):
     ours = betas(DiffusionConfig(schedule=schedule))
     assert ours.dtype == torch.float64
     theirs = _diffusers(schedule).betas.double()
-    # theirs are fp32: a linspace (its ends, its step and a sum are rounded), then a square that doubles the error.
+    # theirs are fp32: a linspace (its ends, step and sum are rounded), then a square that doubles the error.
     torch.testing.assert_close(ours, theirs, rtol=8 * EPS, atol=0)
 
 
@@ -87,7 +87,9 @@ def test_alpha_and_sigma_are_a_rotation_and_snr_falls(config):
     exact = Schedule.build(config, "cpu", torch.float64)
     assert (exact.snr.diff() < 0).all()
     assert (exact.sigma > 0).all()
-    torch.testing.assert_close(exact.alpha**2 + exact.sigma**2, torch.ones_like(exact.alpha), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        exact.alpha**2 + exact.sigma**2, torch.ones_like(exact.alpha), rtol=1e-14, atol=0
+    )
     torch.testing.assert_close(exact.alpha**2 / exact.sigma**2, exact.snr, rtol=1e-13, atol=0)
     tables = Schedule.build(config, "cpu")
     for name in ("alpha", "sigma", "snr"):

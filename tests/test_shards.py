@@ -50,6 +50,12 @@ def write(folder, count, per_shard=2, template=TEMPLATE):
             writer.add(f"{number:09d}", {"latent": np.full((1, 2, 2), number, np.float16)}, number % 3)
 
 
+def write_all(folder, *samples):
+    with ShardWriter(folder, TEMPLATE, samples_per_shard=5) as writer:
+        for sample in samples:
+            writer.add(*sample)
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -152,7 +158,9 @@ def test_all_columns_and_meta_come_back(tmp_path):
     )
     pooled = np.arange(3, dtype=np.float32)
     with ShardWriter(tmp_path / "out", template, samples_per_shard=1) as writer:
-        writer.add("a-b_1", {"latent": np.ones((1, 2, 2), np.float16), "pooled": pooled}, meta={"caption": "ä"})
+        writer.add(
+            "a-b_1", {"latent": np.ones((1, 2, 2), np.float16), "pooled": pooled}, meta={"caption": "ä"}
+        )
     assert DatasetInfo.read(tmp_path / "out").normalisation == template.normalisation
     [sample] = webdataset.WebDataset(str(tmp_path / "out" / "train-000000.tar"), shardshuffle=False)
     assert json.loads(sample["json"]) == {"caption": "ä"}
@@ -240,8 +248,10 @@ def test_an_interrupted_encode_is_no_data_set_and_can_be_repeated(tmp_path):
 
 def test_a_killed_encode_leaves_nothing_that_counts(tmp_path):
     out = tmp_path / "out"
-    code = "import sys; from fastdiff.data.encode import encode_synthetic as e; e(sys.argv[1], (4, 32, 32), 10**6)"
-    process = subprocess.Popen([sys.executable, "-c", code, str(out)], env=os.environ | {"PYTHONPATH": os.getcwd()})
+    code = "import sys, fastdiff.data.encode as e; e.encode_synthetic(sys.argv[1], (4, 32, 32), 10**6)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(out)], env=os.environ | {"PYTHONPATH": os.getcwd()}
+    )
     until = time.monotonic() + 60
     while not list(out.glob("*.tar.tmp")) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
@@ -289,18 +299,16 @@ def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
     ],
 )
 def test_a_sample_that_does_not_fit_is_a_data_error(tmp_path, arguments, problem):
-    writer = ShardWriter(tmp_path, TEMPLATE, samples_per_shard=5)
-    with pytest.raises(DataError, match=problem), writer:
-        writer.add("first", {"latent": np.zeros((1, 2, 2), np.float16)}, 0)
-        writer.add(*arguments)
+    first = ("first", {"latent": np.zeros((1, 2, 2), np.float16)}, 0)
+    with pytest.raises(DataError, match=problem):
+        write_all(tmp_path, first, arguments)
     assert not (tmp_path / "dataset.json").exists()
 
 
 def test_meta_for_some_samples_only_is_a_data_error(tmp_path):
-    writer = ShardWriter(tmp_path, TEMPLATE, samples_per_shard=5)
-    with pytest.raises(DataError, match=r"same components"), writer:
-        writer.add("a", {"latent": np.zeros((1, 2, 2), np.float16)}, 0, {"x": 1})
-        writer.add("b", {"latent": np.zeros((1, 2, 2), np.float16)}, 0)
+    latent = {"latent": np.zeros((1, 2, 2), np.float16)}
+    with pytest.raises(DataError, match=r"same components"):
+        write_all(tmp_path, ("a", latent, 0, {"x": 1}), ("b", latent, 0))
     assert sorted(contents(tmp_path)) == [".encoding"]
 
 
@@ -313,7 +321,9 @@ def test_an_empty_source_is_a_data_error(tmp_path):
 
 def test_synthetic_is_a_function_of_its_seed():
     first, again, other = (list(synthetic((4, 8, 8), 20, 10, seed)) for seed in (5, 5, 6))
-    assert all(np.array_equal(a.latent, b.latent) and a.label == b.label for a, b in zip(first, again, strict=True))
+    assert all(
+        np.array_equal(a.latent, b.latent) and a.label == b.label for a, b in zip(first, again, strict=True)
+    )
     assert not any(np.array_equal(a.latent, b.latent) for a, b in zip(first, other, strict=True))
     values = np.stack([sample.latent for sample in first]).astype(np.float64)
     assert abs(values.mean()) < 0.05

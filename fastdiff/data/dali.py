@@ -40,14 +40,12 @@ class DaliBatches(Batches):
         on_cuda: bool,
         prefetch: int,
     ) -> None:
-        # What is read ahead is DALI's queue and the thread's together.
-        depth = 2 if prefetch > 2 else 1
-        super().__init__(
-            reader, order, own, device=device, on_cuda=on_cuda, prefetch=max(1, prefetch - depth)
-        )
+        # A pipeline of depth d holds d - 1 micro-batches when run returns; the thread's slots are the rest.
+        self._depth = min(2, prefetch)
+        slots = prefetch - self._depth + 1
+        super().__init__(reader, order, own, device=device, on_cuda=on_cuda, prefetch=slots)
         self._columns = ["position", *reader.empty(0)]
         self._source_failure: tuple[int, BaseException] | None = None
-        self._depth = depth
         self._pipeline: Any = None
 
     def load(self, index: int) -> Tensors:

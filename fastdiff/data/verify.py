@@ -106,6 +106,10 @@ def _check_idx(path: Path, shard: ShardInfo, index: ShardIndex) -> Iterator[Prob
 
 
 def _check_samples(path: Path, shard: ShardInfo, index: ShardIndex, info: DatasetInfo) -> Iterator[Problem]:
+    wanted = [f"{name}.npy" for name in info.columns] + ([] if info.classes is None else ["cls"])
+    for component in wanted:
+        if component not in index.components:
+            yield Problem(shard.name, f"there are no {component} components")
     with path.open("rb") as file:
         for place in index.places():
             file.seek(place.offset)

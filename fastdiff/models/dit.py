@@ -128,8 +128,9 @@ class DiT(nn.Module):
         for layer in self.t_embedder.mlp:
             if isinstance(layer, nn.Linear):
                 nn.init.normal_(layer.weight, std=0.02)
-        for layer in (m for m in self.modules() if isinstance(m, AdaLNModulation)):
-            _zero(cast(nn.Linear, layer[1]))
+        for module in self.modules():
+            if isinstance(module, AdaLNModulation):
+                _zero(cast(nn.Linear, module[1]))
         _zero(self.final_layer.linear)
 
 

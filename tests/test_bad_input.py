@@ -1,0 +1,299 @@
+"""Bad input of every kind: one clear message, the exit code of its class, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastdiff import cli, dist
+from fastdiff.config import RunConfig
+from fastdiff.data.encode import pixels_template, write
+from fastdiff.data.shards import Provenance
+from fastdiff.data.sources import Sample, digits as real_digits
+from fastdiff.dist import World
+from fastdiff.errors import ConfigError, DataError, DivergedError, FastdiffError, StorageError
+from fastdiff.saved import committed, problem_of, read_manifest
+from fastdiff.train import main, train
+from tests.processes import deepspeed, fastdiff
+from tests.runs import flags, launch, losses, records, tiny, train_losses
+
+
+@pytest.fixture(scope="module")
+def world(torch_extensions: Path) -> World:
+    return dist.start()
+
+
+@pytest.fixture
+def trained(world: World, digits: Path, tmp_path: Path) -> RunConfig:
+    """A run with two committed checkpoints, at steps 2 and 4."""
+    config = tiny(digits, tmp_path / "run", steps=4, output__checkpoint_every=2)
+    train(config, launch(), world)
+    return config
+
+
+def intact(folder: Path) -> list[int]:
+    """Steps of the checkpoints whose every digest is right."""
+    return [
+        int(step.name.removeprefix("step-"))
+        for step in committed(folder / "checkpoints")
+        if not any(problem_of(step / name, entry) for name, entry in read_manifest(step)["files"].items())
+    ]
+
+
+def grown(config: RunConfig, steps: int) -> RunConfig:
+    return tiny(Path(config.data.path), Path(config.output.folder), steps=steps)
+
+
+# --- the command line, through the real launcher -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--preset", "digist"], "did you mean digits?"),
+        (["--preset", "digits", "--optim.lrr", "1"], "--optim.lr"),
+        (["--preset", "digits", "--batch.micro", "7"], "--batch.samples 64 does not divide by 7"),
+    ],
+)
+def test_a_wrong_command_exits_2_through_the_launcher(torch_extensions: Path, given: list[str], message: str) -> None:
+    done = deepspeed(*given)
+    assert done.code == 2, done.output
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_two_ranks_print_one_message(torch_extensions: Path) -> None:
+    done = deepspeed("--preset", "digist", ranks=2)
+    assert done.code == 2
+    assert done.output.count("did you mean digits?") == 1
+
+
+def test_a_wrong_fastdiff_command_exits_2(tmp_path: Path) -> None:
+    assert fastdiff("encode", "digist", tmp_path / "out").code == 2
+    done = fastdiff("sample", tmp_path / "nothing")
+    assert done.code == 2
+    assert "no run" in done.output
+    done = fastdiff("verify", tmp_path / "nothing")
+    assert done.code == 65
+    assert "fastdiff encode" in done.output
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_data_set_exits_65(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags(tiny(tmp_path / "nothing", tmp_path / "run"))) == 65
+    assert "fastdiff encode" in capsys.readouterr().err
+
+
+def test_a_damaged_shard_stops_the_run_and_names_the_place(
+    world: World, trained: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained.data.path, tmp_path / "damaged")
+    for shard in (tmp_path / "damaged").glob("*.tar"):
+        content = bytearray(shard.read_bytes())
+        content[512 + 128 + 7] ^= 1  # in the first sample's payload
+        shard.write_bytes(content)
+    config = tiny(tmp_path / "damaged", Path(trained.output.folder), steps=400)
+    assert main([*flags(config), "--deepspeed_config", "deepspeed_configs/zero3.json"]) == 65
+    message = capsys.readouterr().err
+    assert ".tar" in message
+    assert "key" in message
+    assert "offset" in message
+    assert intact(Path(trained.output.folder)) == [4, 2]
+
+
+def test_a_truncated_shard_stops_the_run_before_the_first_step(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(digits, tmp_path / "damaged")
+    shard = sorted((tmp_path / "damaged").glob("*.tar"))[-1]
+    os.truncate(shard, shard.stat().st_size // 2)
+    assert main(flags(tiny(tmp_path / "damaged", tmp_path / "run"))) == 65
+    message = capsys.readouterr().err
+    assert shard.name in message
+    assert "offset" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_latents_of_another_shape_are_a_configuration_error(world: World, digits: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--model.channels 1 --model.size 8"):
+        train(tiny(digits, tmp_path / "run", model__size=16), launch(), world)
+
+
+def with_nans(folder: Path, every: int) -> Path:
+    """The digits with NaN in every ``every``-th latent."""
+    samples = []
+    for number, sample in enumerate(real_digits()):
+        latent = np.full_like(sample.latent, np.nan) if number % every == 0 else sample.latent
+        samples.append(Sample(sample.key, latent, sample.label, sample.meta))
+    template = pixels_template((1, 8, 8), 10, Provenance(source="digits with NaN", transform="none"))
+    write(iter(samples), folder, template, total=len(samples), samples_per_shard=256)
+    return folder
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_nan_sample_skips_its_step_and_moves_nothing(world: World, tmp_path: Path, stage: int) -> None:
+    data = with_nans(tmp_path / "nan", 100)
+    config = tiny(data, tmp_path / "run", steps=12, optim__schedule="linear", output__checkpoint_every=1, output__keep=99)
+    train(config, launch(stage), world)
+    found = records(tmp_path / "run")
+    skipped = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
+    assert found[-1]["skipped"] == len(skipped) > 0
+    for entry in skipped:
+        step = entry["step"]
+        assert entry["keys"]
+        assert all(".tar:" in key and int(key.split(":")[1]) % 100 == 0 for key in entry["keys"])
+        if step > 1:
+            assert found[step - 1]["lr"] == found[step - 2]["lr"], "the learning rate waits"
+            before, after = (tmp_path / "run" / "checkpoints" / f"step-{n:08d}" for n in (step - 1, step))
+            assert same_tensors(before, after), "weights, optimizer state and EMA stay"
+        assert found[step - 1]["loss"] is not None, "the mean is over the finite samples"
+
+
+def same_tensors(before: Path, after: Path) -> bool:
+    from safetensors.numpy import load_file
+
+    a, b = (load_file(folder / "rank-00000.safetensors") for folder in (before, after))
+    return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
+
+
+def test_three_non_finite_steps_in_a_row_stop_the_run(
+    world: World, trained: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = with_nans(tmp_path / "nan", 1)
+    config = tiny(data, tmp_path / "diverged")
+    assert main([*flags(config), "--deepspeed_config", "deepspeed_configs/zero3.json"]) == 70
+    message = capsys.readouterr().err
+    assert "3 non-finite steps in a row" in message
+    assert ".tar:" in message
+    with pytest.raises(DivergedError):
+        train(tiny(data, tmp_path / "again"), launch(0), world)
+
+
+# --- the run folder ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_folder_in_use_is_refused(world: World, trained: RunConfig) -> None:
+    holder = subprocess.Popen(
+        ["flock", "--exclusive", str(Path(trained.output.folder) / ".lock"), "sleep", "60"], start_new_session=True
+    )
+    try:
+        for _ in range(100):
+            if subprocess.run(["flock", "-n", str(Path(trained.output.folder) / ".lock"), "true"]).returncode:
+                break
+        with pytest.raises(ConfigError, match="in use by another job") as caught:
+            train(grown(trained, 6), launch(), world)
+        assert caught.value.exit_code == 2
+    finally:
+        os.killpg(holder.pid, 9)
+        holder.wait()
+    train(grown(trained, 6), launch(), world)
+
+
+def test_a_changed_configuration_is_refused_with_a_diff(world: World, trained: RunConfig, digits: Path) -> None:
+    changed = tiny(digits, Path(trained.output.folder), steps=6, optim__lr=0.5, objective__prediction="x0")
+    with pytest.raises(ConfigError) as caught:
+        train(changed, launch(), world)
+    message = str(caught.value)
+    assert "--objective.prediction: \"v\" -> \"x0\"" in message
+    assert "--optim.lr: 0.01 -> 0.5" in message
+    assert "--allow-change optim.lr" in message
+    assert intact(Path(trained.output.folder)) == [4, 2]
+    train(changed, launch(allow_change=("optim.lr", "objective.prediction")), world)
+    assert len(losses(Path(trained.output.folder))) == 6
+
+
+def test_another_data_set_is_refused(world: World, trained: RunConfig, tmp_path: Path) -> None:
+    data = with_nans(tmp_path / "other", 10**6)
+    with pytest.raises(ConfigError, match="dataset: .*digest"):
+        train(tiny(data, Path(trained.output.folder), steps=6), launch(), world)
+
+
+def test_resume_must_and_never(world: World, trained: RunConfig, tmp_path: Path, digits: Path) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        train(tiny(digits, tmp_path / "fresh"), launch(resume="must"), world)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(grown(trained, 6), launch(resume="never"), world)
+
+
+# --- storage -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for about one checkpoint of the tiny model."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_exits_74_and_keeps_the_good_checkpoint(
+    world: World, digits: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(digits, small_disk / "run", steps=40, output__checkpoint_every=1)
+    assert main([*flags(config), "--deepspeed_config", "deepspeed_configs/zero3.json"]) == 74
+    message = capsys.readouterr().err
+    assert "no space" in message.lower()
+    assert "MiB" in message
+    assert len(intact(small_disk / "run")) >= 1
+    assert not list((small_disk / "run" / "checkpoints").glob("*.tmp"))
+
+
+def test_a_disk_that_fills_during_the_write_is_reported(world: World, digits: Path, small_disk: Path) -> None:
+    """The check before the write passes; the write itself fails."""
+    from fastdiff.checkpoint import Checkpoints
+
+    config = tiny(digits, small_disk / "run", steps=2, output__checkpoint_every=1)
+    train(config, launch(), world)
+    good = intact(small_disk / "run")
+    free = shutil.disk_usage(small_disk).free
+    (small_disk / "filler").write_bytes(bytes(max(0, free - 40_000)))
+    original = Checkpoints._check_space
+    Checkpoints._check_space = lambda self, needed: None  # type: ignore[method-assign]
+    try:
+        with pytest.raises(StorageError, match="could not be written"):
+            train(grown(config, 3), launch(), world)
+    finally:
+        Checkpoints._check_space = original  # type: ignore[method-assign]
+    assert intact(small_disk / "run") == good
+    assert not list((small_disk / "run" / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over(world: World, trained: RunConfig, tmp_path: Path, damage: str) -> None:
+    whole = train_losses(world, tiny(Path(trained.data.path), tmp_path / "whole", steps=6), launch())
+    newest = Path(trained.output.folder) / "checkpoints" / "step-00000004"
+    file = newest / ("MANIFEST.json" if damage == "manifest" else "rank-00000.safetensors")
+    if damage == "remove":
+        file.unlink()
+    elif damage == "truncate":
+        os.truncate(file, file.stat().st_size - 1)
+    else:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 255
+        file.write_bytes(content)
+    resumed = train_losses(world, grown(trained, 6), launch())
+    assert [x.hex() for x in resumed] == [x.hex() for x in whole]
+
+
+def test_no_intact_checkpoint_is_an_error_and_not_a_new_start(world: World, trained: RunConfig) -> None:
+    for file in (Path(trained.output.folder) / "checkpoints").glob("*/rank-*"):
+        os.truncate(file, 100)
+    with pytest.raises(StorageError, match="none of the 2 checkpoints"):
+        train(grown(trained, 6), launch(), world)
+
+
+def test_every_error_class_has_its_own_exit_code() -> None:
+    codes = {e: e.exit_code for e in (ConfigError, DataError, DivergedError, StorageError)}
+    assert codes == {ConfigError: 2, DataError: 65, DivergedError: 70, StorageError: 74}
+    assert cli.report(FastdiffError("x")) == 70

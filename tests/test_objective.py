@@ -1,0 +1,237 @@
+"""Corruption and loss: against fp64 oracles and closed forms, and what they must never do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastdiff.batch import Batch
+from fastdiff.config import DiffusionConfig
+from fastdiff.errors import ConfigError
+from fastdiff.objective import Objective, loss_weights
+from fastdiff.randomness import Stream, normal
+from fastdiff.schedule import betas
+from fastdiff.timesteps import uniform_timesteps
+
+PREDICTIONS = ("epsilon", "v", "x0")
+CLASSES = 10
+EPS = 2.0**-24
+"""Rounding error of fp32."""
+
+
+def _objective(seed=0, **values):
+    return Objective(DiffusionConfig(**values), seed=seed, classes=CLASSES, device="cpu")
+
+
+def _batch(size=16, dtype=torch.float32, position=None):
+    generator = torch.Generator().manual_seed(size)
+    position = torch.arange(100, 100 + size) if position is None else position
+    size = len(position)
+    latents = torch.randn(size, 4, 8, 8, generator=generator).to(dtype)
+    return Batch(latents, position, torch.randint(CLASSES, (size,), generator=generator))
+
+
+def _exact(config, time):
+    """alpha and sigma in fp64, straight from the betas."""
+    abar = torch.cumprod(1 - betas(config), 0)[time].view(-1, 1, 1, 1)
+    return abar.sqrt(), (1 - abar).sqrt()
+
+
+def _exact_target(objective, batch, corruption):
+    alpha, sigma = _exact(objective.config, corruption.time)
+    clean, noise = batch.latents.double(), corruption.noise.double()
+    return {"epsilon": noise, "v": alpha * noise - sigma * clean, "x0": clean}[objective.config.prediction]
+
+
+def test_sigma_at_time_zero_is_positive_for_bf16_latents():
+    candidates = torch.arange(20_000)
+    first = candidates[uniform_timesteps(0, candidates, 1000) == 0]
+    assert len(first) > 5
+    for schedule, sigma in (("linear", 1e-2), ("scaled_linear", 0.00085**0.5), ("cosine", 6.425e-3)):
+        objective = _objective(schedule=schedule)
+        batch = _batch(dtype=torch.bfloat16, position=first)
+        corruption = objective.corrupt(batch)
+        assert corruption.noisy.dtype == torch.float32
+        added = corruption.noisy - (1 - sigma**2) ** 0.5 * batch.latents.float()
+        ratio = (added * corruption.noise).sum() / corruption.noise.square().sum()
+        assert ratio.item() == pytest.approx(sigma, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zero_terminal", [False, True])
+def test_noisy_latents_are_within_rounding_of_fp64(dtype, zero_terminal):
+    objective = _objective(zero_terminal_snr=zero_terminal, schedule="scaled_linear")
+    batch = _batch(256, dtype)
+    corruption = objective.corrupt(batch)
+    alpha, sigma = _exact(objective.config, corruption.time)
+    clean, added = alpha * batch.latents.double(), sigma * corruption.noise.double()
+    # A factor, its product and the sum are rounded: 3 roundings of each term.
+    bound = 3.01 * EPS * (clean.abs() + added.abs())
+    assert ((corruption.noisy.double() - clean - added).abs() <= bound).all()
+
+
+def test_noise_and_time_come_from_their_streams():
+    objective, batch = _objective(seed=77), _batch()
+    corruption = objective.corrupt(batch)
+    assert torch.equal(corruption.noise, normal(77, Stream.NOISE, batch.position, (4, 8, 8)))
+    assert torch.equal(corruption.time, uniform_timesteps(77, batch.position, 1000))
+
+
+def test_a_corruption_does_not_depend_on_the_split_of_the_batch():
+    objective = _objective(noise_offset=0.1, input_perturbation=0.1, label_dropout=0.5)
+    whole = _batch()
+    expected = objective.corrupt(whole)
+    parts = [
+        objective.corrupt(Batch(whole.latents[rows], whole.position[rows], whole.label[rows]))
+        for rows in (slice(0, 5), slice(5, 6), slice(6, 16))
+    ]
+    for name in ("noisy", "time", "label", "noise"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(expected, name))
+
+
+def test_noise_offset_is_one_constant_per_sample_and_channel_and_in_the_target():
+    batch = _batch(500)
+    plain, shifted = _objective().corrupt(batch), _objective(noise_offset=0.1).corrupt(batch)
+    offset = (shifted.noise - plain.noise).double()
+    constant = 0.1 * normal(0, Stream.OFFSET, batch.position, (4, 1, 1)).double()
+    torch.testing.assert_close(offset, constant.expand_as(offset), rtol=0, atol=8 * EPS)
+    sigma = _exact(DiffusionConfig(), plain.time)[1]
+    torch.testing.assert_close((shifted.noisy - plain.noisy).double(), sigma * offset, rtol=0, atol=64 * EPS)
+
+
+def test_input_perturbation_is_in_the_input_only():
+    batch = _batch(64)
+    plain, perturbed = _objective().corrupt(batch), _objective(input_perturbation=0.2).corrupt(batch)
+    assert torch.equal(plain.noise, perturbed.noise)
+    extra = normal(0, Stream.PERTURBATION, batch.position, (4, 8, 8)).double()
+    sigma = _exact(DiffusionConfig(), plain.time)[1]
+    difference = (perturbed.noisy - plain.noisy).double()
+    torch.testing.assert_close(difference, sigma * 0.2 * extra, rtol=0, atol=64 * EPS)
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("zero_terminal", [False, True])
+def test_a_perfect_prediction_has_no_loss(prediction, zero_terminal):
+    objective = _objective(prediction=prediction, zero_terminal_snr=zero_terminal, input_perturbation=0.1)
+    batch = _batch(64)
+    corruption = objective.corrupt(batch)
+    perfect = _exact_target(objective, batch, corruption).float()
+    losses = objective.loss(perfect, batch, corruption)
+    assert losses.shape == (64,)
+    assert losses.dtype == torch.float32
+    # Only the target of v is computed; its error is a few roundings of numbers below 8.
+    assert losses.max() <= (0.0 if prediction != "v" else (4 * 8 * EPS) ** 2)
+
+
+@pytest.mark.parametrize("zero_terminal", [False, True])
+@pytest.mark.parametrize("gamma", [None, 5.0])
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_the_loss_and_its_gradient_agree_with_fp64(prediction, gamma, zero_terminal):
+    objective = _objective(prediction=prediction, min_snr_gamma=gamma, zero_terminal_snr=zero_terminal)
+    batch = _batch(32)
+    corruption = replace(objective.corrupt(batch), time=torch.linspace(0, 999, 32).long())
+    guess = torch.randn(batch.latents.shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    losses = objective.loss(guess, batch, corruption)
+    (gradient,) = torch.autograd.grad(losses.sum(), guess)
+    weight = loss_weights(objective.config)[corruption.time]
+    error = guess.detach().double() - _exact_target(objective, batch, corruption)
+    expected = weight * error.square().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(losses.double(), expected, rtol=16 * EPS, atol=0)
+    slope = 2 * weight.view(-1, 1, 1, 1) * error / error[0].numel()
+    torch.testing.assert_close(gradient.double(), slope, rtol=8 * EPS, atol=slope.abs().max() * 8 * EPS)
+
+
+def test_the_variance_half_of_a_prediction_is_not_trained():
+    objective, batch = _objective(), _batch()
+    corruption = objective.corrupt(batch)
+    double = torch.randn(16, 8, 8, 8, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    losses = objective.loss(double, batch, corruption)
+    assert torch.equal(losses, objective.loss(double[:, :4], batch, corruption))
+    (gradient,) = torch.autograd.grad(losses.sum(), double)
+    assert gradient[:, :4].abs().min() > 0
+    assert gradient[:, 4:].abs().max() == 0
+
+
+def test_a_bf16_prediction_is_compared_in_fp32():
+    objective, batch = _objective(), _batch(dtype=torch.bfloat16)
+    corruption = objective.corrupt(batch)
+    guess = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(5)).bfloat16()
+    losses = objective.loss(guess, batch, corruption)
+    assert losses.dtype == torch.float32
+    assert torch.equal(losses, objective.loss(guess.float(), batch, corruption))
+
+
+def test_a_prediction_of_another_shape_is_refused():
+    objective, batch = _objective(), _batch()
+    corruption = objective.corrupt(batch)
+    for shape in ((16, 4, 4, 8), (16, 3, 8, 8), (1, 4, 8, 8)):
+        with pytest.raises(ValueError, match=r"has shape .* expected \(16, 4, 8, 8\) or twice the channels"):
+            objective.loss(torch.zeros(shape), batch, corruption)
+
+
+def test_a_seed_out_of_range_is_refused():
+    for seed in (-1, 2**64):
+        with pytest.raises(ConfigError, match=f"--seed {seed}: expected 0 or above"):
+            _objective(seed=seed)
+
+
+def test_the_share_of_dropped_labels_and_its_independence_of_the_split():
+    size = 20_000
+    batch = Batch(torch.zeros(size, 1, 1, 1), torch.arange(size), torch.arange(size) % CLASSES)
+    objective = _objective(label_dropout=0.1)
+    corruption = objective.corrupt(batch)
+    dropped = corruption.label == CLASSES
+    spread = 4 * (0.1 * 0.9 / size) ** 0.5
+    assert abs(dropped.double().mean() - 0.1) < spread
+    assert torch.equal(corruption.label[~dropped], batch.label[~dropped])
+    # The drop knows nothing of the timestep.
+    early = dropped[corruption.time < 500].double().mean()
+    assert abs(early - 0.1) < spread * 2**0.5
+    parts = [
+        objective.corrupt(Batch(batch.latents[rows], batch.position[rows], batch.label[rows])).label
+        for rows in (slice(0, 7), slice(7, None))
+    ]
+    assert torch.equal(torch.cat(parts), corruption.label)
+
+
+def test_label_drop_at_its_ends_and_without_labels():
+    batch = _batch()
+    assert torch.equal(_objective(label_dropout=0.0).corrupt(batch).label, batch.label)
+    assert (_objective(label_dropout=1.0).corrupt(batch).label == CLASSES).all()
+    assert _objective().corrupt(replace(batch, label=None)).label is None
+
+
+class _NoSync(TorchDispatchMode):
+    """Fails on what would make a GPU's host wait, or copy a constant to the device."""
+
+    FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "lift_fresh")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::").split(".")[0]
+        assert name not in self.FORBIDDEN, f"{func.name()} waits for the device or copies to it"
+        assert name != "_to_copy" or (kwargs or {}).get("device") is None, "a copy to another device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_neither_corrupt_nor_loss_waits_for_the_device(prediction, monkeypatch):
+    objective = _objective(
+        prediction=prediction, noise_offset=0.1, input_perturbation=0.1, min_snr_gamma=5.0, label_dropout=0.5
+    )
+    batch, guess = _batch(dtype=torch.bfloat16), torch.zeros(16, 8, 8, 8, dtype=torch.bfloat16)
+    calls = []
+    names = ("item", "cpu", "tolist", "numpy", "cuda", "__bool__", "__int__", "__float__", "__index__")
+    for name in names:
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *a, _of=original, _as=name, **k: (calls.append(_as), _of(*a, **k))[1]
+        )
+    with _NoSync():
+        losses = objective.loss(guess, batch, objective.corrupt(batch))
+    assert calls == []
+    # The counters and the mode work: otherwise the lines above prove nothing.
+    assert losses.sum().item() > 0
+    assert calls == ["item"]
+    with pytest.raises(AssertionError, match="waits for the device"), _NoSync():
+        losses[0].item()

@@ -1,0 +1,53 @@
+"""A run that is killed and started again by the same command."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from fastdiff.config import RunConfig
+from tests.processes import deepspeed, deepspeed_command, start, stop
+from tests.runs import flags, losses, tiny
+from tests.test_train import assert_same_checkpoint
+
+STEPS, KILL_AFTER = 60, 13
+
+
+def config_of(data: Path, folder: Path, optimizer: str) -> RunConfig:
+    return tiny(data, folder, steps=STEPS, optim__name=optimizer, output__checkpoint_every=5, data__loader="auto")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit-bnb"])
+def test_a_killed_run_resumes_hex_equal(
+    torch_extensions: Path, digits: Path, tmp_path: Path, optimizer: str
+) -> None:
+    """SIGKILL to all processes at about step 13, with two ranks under ZeRO-3; then the same command."""
+    zero3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
+    whole = deepspeed(*flags(config_of(digits, tmp_path / "whole", optimizer)), *zero3, ranks=2)
+    assert whole.code == 0, whole.output
+
+    command = [*flags(config_of(digits, tmp_path / "killed", optimizer)), *zero3]
+    process = start(deepspeed_command(*command, ranks=2))
+    try:
+        wait_for_step(tmp_path / "killed" / "metrics.jsonl", KILL_AFTER)
+    finally:
+        stop(process)
+    assert lines(tmp_path / "killed" / "metrics.jsonl") < STEPS, "killed too late to prove anything"
+    again = deepspeed(*command, ranks=2)
+    assert again.code == 0, again.output
+
+    assert [x.hex() for x in losses(tmp_path / "killed")] == [x.hex() for x in losses(tmp_path / "whole")]
+    assert_same_checkpoint(tmp_path / "whole", tmp_path / "killed")
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for_step(path: Path, steps: int, timeout_s: float = 180) -> None:
+    deadline = time.monotonic() + timeout_s
+    while lines(path) < steps:
+        assert time.monotonic() < deadline, f"{lines(path)} steps after {timeout_s} s"
+        time.sleep(0.005)
