@@ -104,8 +104,13 @@ class Log:
         self._lines = JsonLines(state.folder / "metrics.jsonl")
         self._board = SummaryWriter(str(state.folder / "tensorboard"), purge_step=state.progress.steps + 1)
         self._bar = tqdm(
-            total=state.config.samples, initial=state.progress.samples, unit="sample", unit_scale=True,
-            desc=state.folder.name, mininterval=1.0, dynamic_ncols=True,
+            total=state.config.samples,
+            initial=state.progress.samples,
+            unit="sample",
+            unit_scale=True,
+            desc=state.folder.name,
+            mininterval=1.0,
+            dynamic_ncols=True,
         )
 
     def on_step(self, state: TrainState, meters: Meters) -> None:
@@ -234,8 +239,14 @@ class SampleGrid:
         model = _averaged_model(state)
         if len(mine):
             images[first : first + share] = sample(
-                model, config.objective, mine, scheduler="dpmsolver++", steps=config.output.sample_steps, cfg=config.output.sample_cfg,
-                seed=config.seed, first_index=first,
+                model,
+                config.objective,
+                mine,
+                scheduler="dpmsolver++",
+                steps=config.output.sample_steps,
+                cfg=config.output.sample_cfg,
+                seed=config.seed,
+                first_index=first,
             )
         world.sum_(images)
         if world.is_first:

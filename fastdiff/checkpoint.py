@@ -208,7 +208,8 @@ def check_unchanged(saved: Saved, facts: dict[str, Any], allowed: Sequence[str])
     if changes:
         keys = " ".join(f"--allow-change {line.split(':')[0].strip(' -')}" for line in changes)
         raise ConfigError(
-            f"the run in {saved.folder.parent.parent} was started with another configuration:\n" + "\n".join(changes)
+            f"the run in {saved.folder.parent.parent} was started with another configuration:\n"
+            + "\n".join(changes)
             + f"\nchange it back, choose another --output.folder, or accept it with {keys}"
         )
 
@@ -238,7 +239,7 @@ def _tensors(flats: Sequence[Flat], ema: Ema) -> tuple[dict[str, Tensor], dict[s
     kinds: dict[str, Sequence[Tensor | None]] = {"master": [flat.master for flat in flats]}
     kinds |= {f"ema/{rate}": averages for rate, averages in ema.averages.items()}
     for key in _sliced_keys(flats):
-        kinds[key] = [v.view(-1) if _is_sliceable(v := flat.state.get(key), flat) else None for flat in flats]
+        kinds[key] = [flat.state[key].view(-1) if _is_sliceable(flat.state.get(key), flat) else None for flat in flats]
     tensors, starts = {}, {}
     for kind, flat_tensors in kinds.items():
         for fragment, values in owned_fragments(flats, flat_tensors):

@@ -48,7 +48,11 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
     path = own.deepspeed_config or (own.deepspeed if isinstance(own.deepspeed, str) else None)
     raw = deepspeed_config.read(path) if path else deepspeed_config.DEFAULT
     launch = Launch(
-        deepspeed=raw, resume=own.resume, allow_change=tuple(own.allow_change), dry_run=own.dry_run, argv=tuple(argv)
+        deepspeed=raw,
+        resume=own.resume,
+        allow_change=tuple(own.allow_change),
+        dry_run=own.dry_run,
+        argv=tuple(argv),
     )
     return launch, config
 
@@ -88,10 +92,19 @@ def _pre_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with fields of the run, or a run.json")
     parser.add_argument("--deepspeed_config", metavar="JSON", help="DeepSpeed configuration; default: ZeRO-1")
-    parser.add_argument("--resume", choices=("auto", "must", "never"), default="auto",
-                        help="continue the run in the folder: if there is one, only if there is one, or refuse to")
-    parser.add_argument("--allow-change", metavar="KEY", action="append", default=[],
-                        help="accept that this field differs from the run that is continued")
+    parser.add_argument(
+        "--resume",
+        choices=("auto", "must", "never"),
+        default="auto",
+        help="continue the run in the folder: if there is one, only if there is one, or refuse to",
+    )
+    parser.add_argument(
+        "--allow-change",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="accept that this field differs from the run that is continued",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("--deepspeed", nargs="?", const=True, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
@@ -173,8 +186,13 @@ def _sample(arguments: argparse.Namespace) -> None:
 
     run = TrainedRun(arguments.folder, ema=arguments.ema)
     run.draw_grid(
-        arguments.grid, classes=arguments.classes, per_class=arguments.per_class, scheduler=arguments.scheduler,
-        steps=arguments.steps, cfg=arguments.cfg, seed=arguments.seed,
+        arguments.grid,
+        classes=arguments.classes,
+        per_class=arguments.per_class,
+        scheduler=arguments.scheduler,
+        steps=arguments.steps,
+        cfg=arguments.cfg,
+        seed=arguments.seed,
     )
     print(f"{arguments.grid}: {run.description}")
 

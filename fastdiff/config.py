@@ -149,9 +149,9 @@ class OptimConfig:
     """Decoupled weight decay."""
     clip: float = 1.0
     """Largest norm of the gradient over all parameters; 0: no clipping."""
-    schedule: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
-    ] = "constant"
+    schedule: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
+        "constant"
+    )
     """Learning-rate schedule of transformers.get_scheduler, counted in optimizer steps."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
@@ -234,6 +234,7 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
+        _require(0 <= self.seed < 2**64, f"--seed {self.seed}: from 0 to 2**64 - 1")
         if self.samples < 1 or self.samples % self.batch.samples:
             steps = max(1, round(self.samples / self.batch.samples))
             raise ConfigError(

@@ -20,7 +20,9 @@ class _Loader(yaml.SafeLoader):
     """YAML in which 1e-4 is a number, as in JSON; YAML 1.1 wants 1.0e-4."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def overlay(base: RunConfig, path: str) -> RunConfig:

@@ -20,7 +20,11 @@ DsConfig = dict[str, Any]
 DEFAULT: DsConfig = {"zero_optimization": {"stage": 1}}
 """Used when no file is given: shards the optimizer state, costs no communication over plain data parallelism."""
 
-_FOREIGN = {"optimizer": "--optim.*", "scheduler": "--optim.schedule", "data_types": "--performance.precision"}
+_FOREIGN = {
+    "optimizer": "--optim.*",
+    "scheduler": "--optim.schedule",
+    "data_types": "--performance.precision",
+}
 
 
 def read(path: str) -> DsConfig:
@@ -50,17 +54,15 @@ def resolve(raw: Mapping[str, Any], config: RunConfig, ranks: int) -> DsConfig:
             raise ConfigError(f'the DeepSpeed JSON has "{section}", which {flag} decides; remove it from the file')
     resolved: DsConfig = json.loads(json.dumps(raw))
     for path, (value, flag) in _owned_by_run_config(config, ranks).items():
-        *parents, key = path.split(".")
-        section = resolved
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        given = section.get(key, "auto")
+        parent, _, key = path.rpartition(".")
+        place = resolved.setdefault(parent, {}) if parent else resolved
+        given = place.get(key, "auto")
         if given not in ("auto", value):
             raise ConfigError(
                 f'the DeepSpeed JSON has "{path}": {json.dumps(given)}, but {flag} gives {json.dumps(value)}; '
                 f'write "auto" in the file or change the flag'
             )
-        section[key] = value
+        place[key] = value
     for path in _autos(resolved):
         raise ConfigError(f'the DeepSpeed JSON has "{path}": "auto", which fastdiff does not fill; write a value')
     _check_zero(resolved)

@@ -54,13 +54,9 @@ def _devices() -> Iterator[str]:
             f"device {index}: {properties.name}, sm_{properties.major}{properties.minor}, "
             f"{properties.total_memory / 2**30:.0f} GiB; NCCL between ranks, torch.compile on by default"
         )
-    attention = torch.backends.cuda
-    kinds = {
-        "cudnn": attention.cudnn_sdp_enabled(),
-        "flash": attention.flash_sdp_enabled(),
-        "memory-efficient": attention.mem_efficient_sdp_enabled(),
-    }
-    yield f"attention: scaled_dot_product_attention with {', '.join(name for name, on in kinds.items() if on)}"
+    names = ("cudnn", "flash", "mem_efficient")
+    enabled = [name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
+    yield f"attention: scaled_dot_product_attention with {', '.join(enabled)}"
 
 
 def _eight_bit_adam() -> Iterator[str]:
@@ -94,10 +90,10 @@ def _stale_locks() -> Iterator[str]:
     default = Path.home() / ".cache" / "torch_extensions"
     for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", default)).glob("**/lock"):
         age = time.time() - lock.stat().st_mtime
-        yield f"PROBLEM: {lock} is {age / 60:.0f} minutes old; if no build is running, delete it: later starts wait on it"
+        yield f"PROBLEM: {lock} is {age / 60:.0f} minutes old; if no build runs, delete it: later starts wait on it"
 
 
 def _shared_memory() -> Iterator[str]:
     free = shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").exists() else 0.0
     if free < 0.5:
-        yield f"PROBLEM: /dev/shm has {free:.1f} GiB free, ranks talk through it; start the container with --shm-size 8g"
+        yield f"PROBLEM: /dev/shm has {free:.1f} GiB free, ranks talk through it; give the container --shm-size 8g"

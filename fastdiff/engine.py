@@ -42,7 +42,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, config: RunConfig, ds_config: DsConfig, world: World, blocks: Iterable[type[nn.Module]]
+        self,
+        model: nn.Module,
+        config: RunConfig,
+        ds_config: DsConfig,
+        world: World,
+        blocks: Iterable[type[nn.Module]],
     ) -> None:
         deepspeed_logger.setLevel(logging.WARNING)
         _ignore_dependency_warnings()
@@ -62,7 +67,9 @@ class Engine:
         # it moves nothing, and the state it leaves is thrown away.
         _set_lr(optimizer, 0.0)
         self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config={**ds_config, **({"gradient_clipping": 0.0} if guard else {})}
+            model=model,
+            optimizer=optimizer,
+            config={**ds_config, **({"gradient_clipping": 0.0} if guard else {})},
         )
         optimizer.state.clear()
         _set_lr(optimizer, config.optim.lr)
@@ -93,7 +100,7 @@ class Engine:
         return applied
 
     def grad_norm(self) -> Tensor | float | None:
-        """Return the norm of the last gradient before clipping; None before the first step. Not read from the device."""
+        """Return the norm of the last gradient before clipping, unread on its device; None before the first step."""
         return self._engine.get_global_grad_norm()  # type: ignore[no-any-return]
 
     @property
@@ -187,6 +194,4 @@ def _whole_parameters(
         owner[name] = load.index(min(load))
         load[owner[name]] += key.numel()
     for key, name in pairs:
-        yield Flat(
-            key, optimizer.state, (Fragment(name, 0, key.numel(), 0),), owned=owner[name] == world.rank
-        )
+        yield Flat(key, optimizer.state, (Fragment(name, 0, key.numel(), 0),), owned=owner[name] == world.rank)

@@ -53,9 +53,7 @@ class Objective:
         ConfigError: ``seed`` out of range, or a schedule that does not exist (``schedule.betas``).
     """
 
-    def __init__(
-        self, config: DiffusionConfig, *, seed: int, classes: int, device: torch.device | str
-    ) -> None:
+    def __init__(self, config: DiffusionConfig, *, seed: int, classes: int, device: torch.device | str) -> None:
         if not 0 <= seed < 2**64:
             raise ConfigError(f"--seed {seed}: expected 0 or above and below 2**64")
         self.config = config

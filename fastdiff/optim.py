@@ -50,9 +50,7 @@ def build_optimizer(
     base = _optimizer_class(config.name)
     if skip_non_finite:
         base = type(f"Guarded{base.__name__}", (SkipNonFinite, base), {"clip": config.clip})
-    return base(
-        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-    )  # type: ignore[call-arg]
+    return base(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)  # type: ignore[call-arg]
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -69,9 +67,7 @@ def build_lr_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, ste
     """Return the schedule of ``transformers.get_scheduler`` over ``steps`` applied optimizer steps."""
     from transformers import get_scheduler  # takes seconds
 
-    schedule = get_scheduler(
-        config.schedule, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
-    )
+    schedule = get_scheduler(config.schedule, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps)
     if not isinstance(schedule, LambdaLR):
         raise ConfigError(f"--optim.schedule {config.schedule}: not a function of the step")
     return schedule

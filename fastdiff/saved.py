@@ -1,7 +1,7 @@
 """A committed checkpoint, read in parameter coordinates, whatever ranks and ZeRO stage wrote it.
 
-Every rank's file holds tensors named ``<kind>/<parameter>`` (kinds: ``master``, ``ema/<rate>``, and the optimizer's own,
-such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. State that cannot
+Every rank's file holds tensors named ``<kind>/<parameter>`` (kinds: ``master``, ``ema/<rate>``, and the optimizer's
+own, such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. State that cannot
 be sliced (8-bit blocks cross the borders of parameters) is kept whole as ``raw/<flat>/<key>``. No pickle anywhere.
 """
 

@@ -77,9 +77,7 @@ class Schedule:
     """abar / (1 - abar): signal-to-noise ratio; exactly 0 at the last step with zero-terminal SNR."""
 
     @staticmethod
-    def build(
-        config: DiffusionConfig, device: torch.device | str, dtype: torch.dtype = torch.float32
-    ) -> Schedule:
+    def build(config: DiffusionConfig, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Schedule:
         """The tables of ``config``, computed in float64, rounded to ``dtype`` and copied to ``device`` once.
 
         Raises:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fastdiff import deepspeed_config
-from fastdiff.callbacks import Callbacks, Checkpointing, Log, NonFiniteGuard, SampleGrid, TrainState
+from fastdiff.callbacks import Callback, Callbacks, Checkpointing, Log, NonFiniteGuard, SampleGrid, TrainState
 from fastdiff.checkpoint import Checkpoints, check_unchanged
 from fastdiff.config import RunConfig
 from fastdiff.data import build_batches
@@ -45,7 +46,7 @@ def build_run(
     order = Order(config.seed, reader.shard_sizes, config.data.shuffle_shards)
     folder = Path(config.output.folder)
     world.on_first(lambda: _claim(folder, stack))
-    facts = {"config": as_json(config), "dataset": reader.info.digest, "versions": versions()}
+    facts: dict[str, Any] = {"config": as_json(config), "dataset": reader.info.digest, "versions": versions()}
     checkpoints = Checkpoints(folder / "checkpoints", config.output.keep, world)
     saved = _saved(checkpoints, launch, facts, folder)
 
@@ -58,7 +59,12 @@ def build_run(
 
     state = TrainState(config, world, engine, ema, reader, order, facts, progress)
     batches = stack.enter_context(_open_batches(state))
-    callbacks = [NonFiniteGuard(), Log(state), SampleGrid(state), Checkpointing(state, checkpoints)]
+    callbacks: list[Callback] = [
+        NonFiniteGuard(),
+        Log(state),
+        SampleGrid(state),
+        Checkpointing(state, checkpoints),
+    ]
     return state, batches, stack.enter_context(Callbacks(callbacks))
 
 
@@ -85,7 +91,7 @@ def _claim(folder: Path, stack: ExitStack) -> None:
     stack.callback(claim(folder))
 
 
-def _saved(checkpoints: Checkpoints, launch: Launch, facts: dict[str, object], folder: Path) -> Saved | None:
+def _saved(checkpoints: Checkpoints, launch: Launch, facts: dict[str, Any], folder: Path) -> Saved | None:
     saved = checkpoints.newest() if launch.resume != "never" else None
     if launch.resume == "must" and saved is None:
         raise ConfigError(f"--resume must: {folder} has no checkpoint; use --resume auto to start a new run")

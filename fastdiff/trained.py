@@ -15,6 +15,7 @@ from fastdiff.config_file import read_run
 from fastdiff.data.shards import DatasetInfo
 from fastdiff.errors import ConfigError
 from fastdiff.models import build_model
+from fastdiff.sampling import SchedulerName, sample
 from fastdiff.saved import Saved, committed, problem_of, read_manifest
 
 
@@ -50,18 +51,31 @@ class TrainedRun:
         which = "weights" if self.ema is None else f"EMA {self.ema}"
         return f"step {self.step}, {which}"
 
-    def draw(self, labels: Tensor, *, scheduler: str, steps: int, cfg: float, seed: int, progress: bool) -> Tensor:
+    def draw(
+        self, labels: Tensor, *, scheduler: SchedulerName, steps: int, cfg: float, seed: int, progress: bool
+    ) -> Tensor:
         """Return ``[N, C, H, W]`` fp32 latents on the CPU, one per label (``[N]`` int64)."""
-        from fastdiff.sampling import sample
-
         device = next(self.model.parameters()).device
         return sample(
-            self.model, self.config.objective, labels.to(device), scheduler=scheduler, steps=steps, cfg=cfg,
-            seed=seed, progress=progress,
-        ).cpu()  # type: ignore[arg-type]
+            self.model,
+            self.config.objective,
+            labels.to(device),
+            scheduler=scheduler,
+            steps=steps,
+            cfg=cfg,
+            seed=seed,
+            progress=progress,
+        ).cpu()
 
     def draw_grid(
-        self, path: Path, *, classes: Sequence[int] | None, per_class: int, scheduler: str, steps: int, cfg: float,
+        self,
+        path: Path,
+        *,
+        classes: Sequence[int] | None,
+        per_class: int,
+        scheduler: SchedulerName,
+        steps: int,
+        cfg: float,
         seed: int,
     ) -> None:
         """Write a PNG with one column per class."""

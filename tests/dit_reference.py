@@ -37,9 +37,7 @@ def reference_gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def reference_forward(
-    w: dict[str, Tensor], c: DiTConfig, noisy: Tensor, time: Tensor, label: Tensor
-) -> Tensor:
+def reference_forward(w: dict[str, Tensor], c: DiTConfig, noisy: Tensor, time: Tensor, label: Tensor) -> Tensor:
     """One sample after the other, one head after the other, from the paper's figure 3."""
 
     def linear(name: str, x: Tensor) -> Tensor:

@@ -7,7 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastdiff.config import BatchConfig, DataConfig, DiTConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
+from fastdiff.config import (
+    BatchConfig,
+    DataConfig,
+    DiTConfig,
+    EmaConfig,
+    OptimConfig,
+    OutputConfig,
+    RunConfig,
+)
 from fastdiff.dist import World
 from fastdiff.launch import Launch
 from fastdiff.presets import preset

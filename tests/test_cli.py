@@ -75,15 +75,28 @@ def test_help_lists_every_field_with_its_docstring(capsys: pytest.CaptureFixture
         cli.parse(["--preset", "digits", "--help"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
-    for flag in ("--samples", "--data.path", "--output.folder", "--batch.micro", "--optim.clip", "--ema.rates",
-                 "--objective.min-snr-gamma", "--performance.precision", "--performance.compile"):
+    for flag in (
+        "--samples",
+        "--data.path",
+        "--output.folder",
+        "--batch.micro",
+        "--optim.clip",
+        "--ema.rates",
+        "--objective.min-snr-gamma",
+        "--performance.precision",
+        "--performance.compile",
+    ):
         assert flag in text or flag.replace("-", "_").replace("__", "--") in text, flag
     assert "Samples per optimizer step" in text
 
 
 @pytest.mark.parametrize(
     ("batch", "ranks", "expected"),
-    [(BatchConfig(samples=64, micro=8), 2, 4), (BatchConfig(samples=64), 4, 1), (BatchConfig(samples=6), 3, 1)],
+    [
+        (BatchConfig(samples=64, micro=8), 2, 4),
+        (BatchConfig(samples=64), 4, 1),
+        (BatchConfig(samples=6), 3, 1),
+    ],
 )
 def test_accumulation(batch: BatchConfig, ranks: int, expected: int) -> None:
     assert batch.accumulation(ranks) == expected

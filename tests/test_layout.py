@@ -51,9 +51,7 @@ def _walk(node: ast.AST, skipped: set[int]) -> Iterator[ast.AST]:
 def importers(of: str) -> set[str]:
     """Modules that import ``of`` or something below it."""
     return {
-        module_name(path)
-        for path in SOURCES
-        if any(name == of or name.startswith(f"{of}.") for name in imports(path))
+        module_name(path) for path in SOURCES if any(name == of or name.startswith(f"{of}.") for name in imports(path))
     }
 
 
@@ -85,14 +83,16 @@ def test_basic_modules_import_no_siblings(name: str) -> None:
 
 
 def test_models_and_data_do_not_know_the_trainer() -> None:
-    trainer = {f"fastdiff.{n}" for n in ("engine", "callbacks", "checkpoint", "start", "train", "cli", "presets", "ema")}
+    trainer = {
+        f"fastdiff.{n}" for n in ("engine", "callbacks", "checkpoint", "start", "train", "cli", "presets", "ema")
+    }
     for path in SOURCES:
         if path.parent.name in ("models", "data"):
             assert not trainer & set(imports(path)), path
 
 
 def test_import_direction_has_no_cycle() -> None:
-    graph = {module_name(p): {n for n in imports(p, type_checking=False)} for p in SOURCES}
+    graph = {module_name(p): set(imports(p, type_checking=False)) for p in SOURCES}
     graph = {module: {n for n in names if n in graph and n != module} for module, names in graph.items()}
     # A package's __init__ may collect its own modules, which import one another but not the package.
     done: set[str] = set()
@@ -118,7 +118,9 @@ def test_no_module_shadows_another_one() -> None:
     """`deepspeed fastdiff/train.py` puts fastdiff/ first on sys.path: a `types.py` there would break `import torch`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = [name for names in project["optional-dependencies"].values() for name in names]
-    installed = {"".join(c if c.isalnum() else "_" for c in n.split(">")[0]) for n in project["dependencies"] + optional}
+    installed = {
+        "".join(c if c.isalnum() else "_" for c in n.split(">")[0]) for n in project["dependencies"] + optional
+    }
     taken = set(sys.stdlib_module_names) | installed | {"kernels", "evaluate", "datasets", "utils"}
     names = {path.stem if path.is_file() else path.name for path in (ROOT / "fastdiff").iterdir()}
     assert not names & taken

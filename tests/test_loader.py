@@ -101,9 +101,7 @@ def test_dali_and_prefetch_give_identical_batches(latents, where):
 @pytest.mark.parametrize("loader", LOADERS)
 def test_a_start_in_the_middle_continues_the_stream(latents, loader):
     reader, order, _ = latents
-    for whole, tail in zip(
-        take(12, reader, order, loader)[8:], take(4, reader, order, loader, start=48), strict=True
-    ):
+    for whole, tail in zip(take(12, reader, order, loader)[8:], take(4, reader, order, loader, start=48), strict=True):
         assert torch.equal(whole.latents, tail.latents)
         assert torch.equal(whole.position, tail.position)
 
@@ -141,9 +139,7 @@ def test_a_damaged_sample_is_a_data_error_at_its_micro_batch(latents, loader, pr
         for index in range(3):
             assert next(stream).position[0] == index * 6
         for _ in range(2):
-            with pytest.raises(
-                DataError, match=rf"{path.name}, key {place.key}.*offset {place.offset}: crc32"
-            ):
+            with pytest.raises(DataError, match=rf"{path.name}, key {place.key}.*offset {place.offset}: crc32"):
                 next(stream)
 
 

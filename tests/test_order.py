@@ -94,9 +94,7 @@ def test_any_shards_give_a_permutation_that_is_a_pure_function(sizes, window, se
     order, total = Order(seed, sizes, window), sum(sizes)
     ids = order.samples(epoch * total + np.arange(total))
     assert sorted(ids.tolist()) == list(range(total))
-    backwards = [
-        int(Order(seed, sizes, window).samples([epoch * total + n])[0]) for n in reversed(range(total))
-    ]
+    backwards = [int(Order(seed, sizes, window).samples([epoch * total + n])[0]) for n in reversed(range(total))]
     assert backwards == ids.tolist()[::-1]
     shards, rows = order.locate(ids)
     starts = np.concatenate([[0], np.cumsum(sizes)])

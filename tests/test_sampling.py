@@ -48,9 +48,7 @@ def test_one_point_is_recovered(scheduler: SchedulerName, prediction: Any, sched
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-@pytest.mark.parametrize(
-    ("scheduler", "steps", "tolerance"), [("ddim", 640, 0.02), ("dpmsolver++", 100, 0.005)]
-)
+@pytest.mark.parametrize(("scheduler", "steps", "tolerance"), [("ddim", 640, 0.02), ("dpmsolver++", 100, 0.005)])
 def test_deterministic_solvers_follow_the_probability_flow(
     scheduler: SchedulerName, steps: int, tolerance: float, prediction: Any
 ) -> None:
@@ -134,9 +132,7 @@ def test_guidance_is_linear_over_all_channels_and_keeps_the_order() -> None:
     objective = DiffusionConfig(prediction="x0")
     oracle = Gaussian(objective, 0.0)
     images = sample(oracle, objective, LABELS, steps=4, cfg=3.0, batch=4)
-    torch.testing.assert_close(
-        images, (3 * MEANS[LABELS]).view(-1, 1, 1, 1).expand_as(images), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(images, (3 * MEANS[LABELS]).view(-1, 1, 1, 1).expand_as(images), atol=1e-4, rtol=0)
     assert len(oracle.calls) == 2 * 4
     assert oracle.calls[0].tolist() == [0, 1, 2, 0, 3, 3, 3, 3]
 
@@ -183,9 +179,7 @@ def test_bf16_model_gives_fp32_images() -> None:
 def test_images_are_not_clipped() -> None:
     objective = DiffusionConfig(prediction="x0")
     for scheduler in SCHEDULERS:
-        images = sample(
-            Gaussian(objective, 0.0), objective, LABELS[:3], scheduler=scheduler, steps=5, cfg=9.0
-        )
+        images = sample(Gaussian(objective, 0.0), objective, LABELS[:3], scheduler=scheduler, steps=5, cfg=9.0)
         assert float(images.max()) == pytest.approx(9 * 0.75, abs=0.01)
 
 

@@ -35,9 +35,7 @@ def test_betas_are_those_of_diffusers(schedule):
 @pytest.mark.parametrize("timesteps", [50, 4000])
 def test_linear_betas_scale_with_the_number_of_timesteps(timesteps):
     scale = 1000 / timesteps
-    theirs = _diffusers(
-        "linear", num_train_timesteps=timesteps, beta_start=1e-4 * scale, beta_end=0.02 * scale
-    )
+    theirs = _diffusers("linear", num_train_timesteps=timesteps, beta_start=1e-4 * scale, beta_end=0.02 * scale)
     ours = betas(DiffusionConfig(timesteps=timesteps))
     torch.testing.assert_close(ours, theirs.betas.double(), rtol=8 * EPS, atol=0)
 
@@ -87,9 +85,7 @@ def test_alpha_and_sigma_are_a_rotation_and_snr_falls(config):
     exact = Schedule.build(config, "cpu", torch.float64)
     assert (exact.snr.diff() < 0).all()
     assert (exact.sigma > 0).all()
-    torch.testing.assert_close(
-        exact.alpha**2 + exact.sigma**2, torch.ones_like(exact.alpha), rtol=1e-14, atol=0
-    )
+    torch.testing.assert_close(exact.alpha**2 + exact.sigma**2, torch.ones_like(exact.alpha), rtol=1e-14, atol=0)
     torch.testing.assert_close(exact.alpha**2 / exact.sigma**2, exact.snr, rtol=1e-13, atol=0)
     tables = Schedule.build(config, "cpu")
     for name in ("alpha", "sigma", "snr"):

@@ -104,9 +104,7 @@ def test_dali_webdataset_reader_reads_exactly_what_was_encoded(folder):
 def test_idx_is_what_wds2idx_writes(folder, tmp_path):
     tool = Path(sysconfig.get_path("scripts")) / "wds2idx"
     for shard in DatasetInfo.read(folder).shards:
-        subprocess.run(
-            [sys.executable, tool, folder / shard.name, tmp_path / "idx"], check=True, capture_output=True
-        )
+        subprocess.run([sys.executable, tool, folder / shard.name, tmp_path / "idx"], check=True, capture_output=True)
         assert (tmp_path / "idx").read_bytes() == (folder / shard.name).with_suffix(".idx").read_bytes()
 
 
@@ -158,9 +156,7 @@ def test_all_columns_and_meta_come_back(tmp_path):
     )
     pooled = np.arange(3, dtype=np.float32)
     with ShardWriter(tmp_path / "out", template, samples_per_shard=1) as writer:
-        writer.add(
-            "a-b_1", {"latent": np.ones((1, 2, 2), np.float16), "pooled": pooled}, meta={"caption": "ä"}
-        )
+        writer.add("a-b_1", {"latent": np.ones((1, 2, 2), np.float16), "pooled": pooled}, meta={"caption": "ä"})
     assert DatasetInfo.read(tmp_path / "out").normalisation == template.normalisation
     [sample] = webdataset.WebDataset(str(tmp_path / "out" / "train-000000.tar"), shardshuffle=False)
     assert json.loads(sample["json"]) == {"caption": "ä"}
@@ -249,9 +245,7 @@ def test_an_interrupted_encode_is_no_data_set_and_can_be_repeated(tmp_path):
 def test_a_killed_encode_leaves_nothing_that_counts(tmp_path):
     out = tmp_path / "out"
     code = "import sys, fastdiff.data.encode as e; e.encode_synthetic(sys.argv[1], (4, 32, 32), 10**6)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(out)], env=os.environ | {"PYTHONPATH": os.getcwd()}
-    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(out)], env=os.environ | {"PYTHONPATH": os.getcwd()})
     until = time.monotonic() + 60
     while not list(out.glob("*.tar.tmp")) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
@@ -321,9 +315,7 @@ def test_an_empty_source_is_a_data_error(tmp_path):
 
 def test_synthetic_is_a_function_of_its_seed():
     first, again, other = (list(synthetic((4, 8, 8), 20, 10, seed)) for seed in (5, 5, 6))
-    assert all(
-        np.array_equal(a.latent, b.latent) and a.label == b.label for a, b in zip(first, again, strict=True)
-    )
+    assert all(np.array_equal(a.latent, b.latent) and a.label == b.label for a, b in zip(first, again, strict=True))
     assert not any(np.array_equal(a.latent, b.latent) for a, b in zip(first, other, strict=True))
     values = np.stack([sample.latent for sample in first]).astype(np.float64)
     assert abs(values.mean()) < 0.05

@@ -65,9 +65,7 @@ def build_batches(
         name = "dali" if dali_installed() else "prefetch"
     if config.prefetch < 1:
         raise ConfigError(f"--data.prefetch {config.prefetch}: at least 1 micro-batch")
-    own = RankPositions(
-        start_samples=start_samples, rank=rank, ranks=ranks, micro=micro, global_batch=global_batch
-    )
+    own = RankPositions(start_samples=start_samples, rank=rank, ranks=ranks, micro=micro, global_batch=global_batch)
     # One window of shards is read at a time, and two at its border.
     reader.open_shards = max(reader.open_shards, 2 * order.window_shards)
     if name == "prefetch":

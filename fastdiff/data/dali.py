@@ -56,8 +56,7 @@ class DaliBatches(Batches):
         if self._source_failure is not None and index >= self._source_failure[0]:
             raise self._source_failure[1]
         tensors = {
-            name: from_dlpack(output.as_tensor()).clone()
-            for name, output in zip(self._columns, outputs, strict=True)
+            name: from_dlpack(output.as_tensor()).clone() for name, output in zip(self._columns, outputs, strict=True)
         }
         if self.on_cuda:
             torch.cuda.current_stream(self.device).synchronize()  # the copies end before the buffers go back

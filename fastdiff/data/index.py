@@ -100,9 +100,7 @@ class ShardIndex:
                 raise ValueError("another format or version")
             keys = [str(key) for key in parsed["keys"]]
             components = {
-                str(name): Component(
-                    *(np.array(columns[part], np.int64) for part in ("offset", "length", "crc32"))
-                )
+                str(name): Component(*(np.array(columns[part], np.int64) for part in ("offset", "length", "crc32")))
                 for name, columns in parsed["components"].items()
             }
         except (KeyError, TypeError, AttributeError, OverflowError) as error:

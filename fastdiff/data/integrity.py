@@ -38,8 +38,7 @@ class Problem:
         shard = Path(self.shard)
         files = f"{shard.name}, {idx_path(shard).name} and {index_path(shard).name}"
         return DataError(
-            f"{self}; restore {files} from their source or encode again "
-            f"(`fastdiff verify {folder}` lists all damage)"
+            f"{self}; restore {files} from their source or encode again (`fastdiff verify {folder}` lists all damage)"
         )
 
 

@@ -20,8 +20,7 @@ class PrefetchBatches(Batches):
         arrays = {"position": positions, **self.reader.empty(len(positions))}
         # torch's allocator of pinned memory hands a block out again only after the copies from it have ended.
         host = {
-            name: torch.empty_like(torch.from_numpy(array), pin_memory=self.on_cuda)
-            for name, array in arrays.items()
+            name: torch.empty_like(torch.from_numpy(array), pin_memory=self.on_cuda) for name, array in arrays.items()
         }
         host["position"].copy_(torch.from_numpy(positions))
         self.read(positions, {name: tensor.numpy() for name, tensor in host.items() if name != "position"})

@@ -132,15 +132,8 @@ class LatentReader:
         for name, expected in self.empty(0).items():
             array = arrays.get(name)
             shape = (batch, *expected.shape[1:])
-            if (
-                array is None
-                or array.shape != shape
-                or array.dtype != expected.dtype
-                or not array.flags.c_contiguous
-            ):
-                raise ValueError(
-                    f"out[{name!r}] must be a contiguous {expected.dtype} array of shape {shape}"
-                )
+            if array is None or array.shape != shape or array.dtype != expected.dtype or not array.flags.c_contiguous:
+                raise ValueError(f"out[{name!r}] must be a contiguous {expected.dtype} array of shape {shape}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +158,7 @@ class _OpenShard:
         place = self._place(f"{name}.npy", sample)
         header = bytearray(len(column.header))
         if place.length != len(header) + row.nbytes:
-            raise self._damage(
-                place, f"{place.length} bytes, expected {len(header) + row.nbytes} for {column}"
-            )
+            raise self._damage(place, f"{place.length} bytes, expected {len(header) + row.nbytes} for {column}")
         values = row.view(np.uint8).data
         self._read(place, [header, values])
         self._check_crc(place, zlib.crc32(values, zlib.crc32(header)))
@@ -194,9 +185,7 @@ class _OpenShard:
         except OSError as error:
             raise StorageError(f"cannot read {self.path}, {place}: {error.strerror}") from error
         if count != place.length:
-            raise self._damage(
-                place, f"the file ends after {count} of {place.length} bytes; it was truncated"
-            )
+            raise self._damage(place, f"the file ends after {count} of {place.length} bytes; it was truncated")
 
     def _check_crc(self, place: Place, found: int) -> None:
         if found != place.crc32:

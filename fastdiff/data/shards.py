@@ -48,12 +48,7 @@ class Column:
         descr = np.dtype(self.dtype).newbyteorder("<").str
         text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {self.shape}, }}"
         length = math.ceil((len(text) + 11) / 64) * 64
-        return (
-            b"\x93NUMPY\x01\x00"
-            + (length - 10).to_bytes(2, "little")
-            + text.ljust(length - 11).encode()
-            + b"\n"
-        )
+        return b"\x93NUMPY\x01\x00" + (length - 10).to_bytes(2, "little") + text.ljust(length - 11).encode() + b"\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +217,4 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _broken(path: Path, problem: str) -> DataError:
-    return DataError(
-        f"{path} is not usable ({problem}); restore it, or run `fastdiff encode` into a new folder"
-    )
+    return DataError(f"{path} is not usable ({problem}); restore it, or run `fastdiff encode` into a new folder")

@@ -43,9 +43,7 @@ class ShardWriter:
         StorageError: No space, no permission or an input/output error, from any method. Finished shards stay.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], template: DatasetInfo, *, samples_per_shard: int
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], template: DatasetInfo, *, samples_per_shard: int) -> None:
         if samples_per_shard < 1:
             raise ConfigError(f"samples per shard is {samples_per_shard}: at least 1")
         if problem := template.problem_of_layout():
@@ -115,18 +113,14 @@ class ShardWriter:
             fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._marker.close()
-            raise ConfigError(
-                f"another `fastdiff encode` is writing to {self.folder}; wait for it"
-            ) from error
+            raise ConfigError(f"another `fastdiff encode` is writing to {self.folder}; wait for it") from error
         self._refuse_published()  # again: the other encode may have ended between the first look and the lock
         for leftover in [*self.folder.glob("train-*"), temporary(self.folder / INFO_FILE)]:
             leftover.unlink(missing_ok=True)
 
     def _refuse_published(self) -> None:
         if (self.folder / INFO_FILE).exists():
-            raise ConfigError(
-                f"{self.folder} already holds a data set; choose another folder, or delete this one"
-            )
+            raise ConfigError(f"{self.folder} already holds a data set; choose another folder, or delete this one")
 
     def _components(
         self,
@@ -137,9 +131,7 @@ class ShardWriter:
     ) -> dict[str, bytes]:
         info = self._template
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,80}", key):
-            raise DataError(
-                f"key {key!r}: 1 to 80 letters, digits, _ and - (a dot would end the key in a tar)"
-            )
+            raise DataError(f"key {key!r}: 1 to 80 letters, digits, _ and - (a dot would end the key in a tar)")
         if arrays.keys() != info.columns.keys():
             raise DataError(f"key {key}: columns {sorted(arrays)}, expected {sorted(info.columns)}")
         components = {}
@@ -147,8 +139,7 @@ class ShardWriter:
             array = np.asarray(arrays[name])
             if (array.dtype, array.shape) != (np.dtype(column.dtype), column.shape):
                 raise DataError(
-                    f"key {key}: {name} is {array.dtype} {array.shape}, "
-                    f"expected {column.dtype} {column.shape}"
+                    f"key {key}: {name} is {array.dtype} {array.shape}, expected {column.dtype} {column.shape}"
                 )
             if not np.isfinite(array).all():
                 raise DataError(f"key {key}: {name} holds values that are not finite")

@@ -178,9 +178,7 @@ def _(position: Tensor, seed: int, stream: int, count: int, kind: str) -> Tensor
     return _empty(position, count, kind)
 
 
-def _draw(
-    seed: int, stream: int, position: Tensor, count: int, kind: Kind, backend: Backend | None
-) -> Tensor:
+def _draw(seed: int, stream: int, position: Tensor, count: int, kind: Kind, backend: Backend | None) -> Tensor:
     _validate(seed, stream, position, count)
     if choose(backend, position) == "torch":
         return _reference(seed, stream, position, count, kind)
