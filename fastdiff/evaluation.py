@@ -31,7 +31,7 @@ def evaluation_labels(per_class: int = 50) -> Tensor:
     return torch.arange(CLASSES).repeat(per_class)
 
 
-def evaluate_digits(images: Tensor, labels: Tensor) -> dict[str, float]:
+def evaluate_digits(images: Tensor, labels: Tensor) -> dict[str, float | int]:
     """Judges generated 8 x 8 digits.
 
     Args:
@@ -58,7 +58,7 @@ def evaluate_digits(images: Tensor, labels: Tensor) -> dict[str, float]:
     return {
         "accuracy": float(np.mean(_classifier().predict(pixels) == labels.cpu().numpy())),
         "frechet_distance": frechet_distance(pixels, real),
-        "samples": float(len(images)),
+        "samples": len(images),
     }
 
 

@@ -1,0 +1,139 @@
+"""What happens inside one step: nothing is read from the device, nothing recompiles, everything is counted."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastdiff import dist
+from fastdiff.dist import World
+from fastdiff.flops import forward_flops, peak_flops, training_flops
+from fastdiff.models.dit import dit_config
+from fastdiff.train import train
+from tests.runs import launch, records, tiny
+
+READS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
+
+
+@pytest.fixture(scope="module")
+def world(torch_extensions: Path) -> World:
+    return dist.start()
+
+
+@contextmanager
+def counted_reads() -> Iterator[Counter[str]]:
+    """Count the reads of tensors by who makes them; the loader's thread, which fills host memory, is free to."""
+    found: Counter[str] = Counter()
+    originals = {name: getattr(Tensor, name) for name in READS}
+
+    def watched(name: str):  # type: ignore[no-untyped-def]
+        def read(self: Tensor, *args: object, **options: object) -> object:
+            caller = sys._getframe(1).f_code.co_filename
+            if threading.current_thread() is threading.main_thread():
+                found["fastdiff" if "/fastdiff/" in caller else "other"] += 1
+            return originals[name](self, *args, **options)
+
+        return read
+
+    for name in READS:
+        setattr(Tensor, name, watched(name))
+    try:
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(Tensor, name, original)
+
+
+def reads_of_a_run(world: World, digits: Path, folder: Path, steps: int, stage: int, log_every: int) -> int:
+    """Reads by our own files in a whole run, start and end included."""
+    config = tiny(digits, folder, steps=steps, output__log_every=log_every)
+    with counted_reads() as found:
+        train(config, launch(stage), world)
+    assert found["other"], "the counter works: DeepSpeed reads its overflow flag"
+    return found["fastdiff"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_reads_nothing_from_the_device(world: World, digits: Path, tmp_path: Path, stage: int) -> None:
+    """Twenty more steps read nothing more, as long as no callback is due."""
+    short = reads_of_a_run(world, digits, tmp_path / "short", 4, stage, log_every=100)
+    long = reads_of_a_run(world, digits, tmp_path / "long", 24, stage, log_every=100)
+    assert long == short
+    logging = reads_of_a_run(world, digits, tmp_path / "log", 24, stage, log_every=1)
+    assert logging > long, "a callback that is due does read"
+
+
+def test_plain_zero0_reads_one_flag_per_step(world: World, digits: Path, tmp_path: Path) -> None:
+    """There DeepSpeed has no check for non-finite gradients, and ours reads what ZeRO's wrappers read elsewhere."""
+    short = reads_of_a_run(world, digits, tmp_path / "short", 4, 0, log_every=100)
+    long = reads_of_a_run(world, digits, tmp_path / "long", 24, 0, log_every=100)
+    assert long - short == 20
+
+
+def test_blocks_compile_whole_under_zero3(world: World, digits: Path, tmp_path: Path) -> None:
+    """Zero graph breaks, one graph for all blocks, and the losses of the run that is not compiled."""
+    eager = tiny(digits, tmp_path / "eager", steps=4)
+    compiled = tiny(digits, tmp_path / "compiled", steps=4, performance__compile=True)
+    train(eager, launch(3), world)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    train(compiled, launch(3), world)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for a, b in zip(records(tmp_path / "eager"), records(tmp_path / "compiled"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_recomputing_activations_changes_no_loss(world: World, digits: Path, tmp_path: Path, stage: int) -> None:
+    train(tiny(digits, tmp_path / "kept"), launch(stage), world)
+    train(tiny(digits, tmp_path / "again", performance__recompute=True), launch(stage), world)
+    kept, again = ([r["loss"] for r in records(tmp_path / name)] for name in ("kept", "again"))
+    assert kept == again
+
+
+def test_a_record_has_what_people_plot(world: World, digits: Path, tmp_path: Path) -> None:
+    train(tiny(digits, tmp_path / "run", optim__schedule="linear"), launch(1), world)
+    found = records(tmp_path / "run")
+    assert [r["samples"] for r in found] == [16, 32, 48, 64, 80, 96]
+    assert {"step", "loss", "lr", "grad_norm", "samples_per_s", "step_ms", "data_wait_ms", "peak_gib", "mfu"} <= set(
+        found[0]
+    )
+    assert found[-1]["lr"] == 0
+    assert all(r["grad_norm"] > 0 and r["step_ms"] > r["data_wait_ms"] >= 0 for r in found)
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+
+
+def test_flops_of_the_published_model() -> None:
+    """118.6 G multiply-adds forward, so 712 GFLOP for a training step on one image."""
+    config = dit_config("DiT-XL/2", learn_sigma=True)
+    assert forward_flops(config) == pytest.approx(2 * 118.62e9, rel=1e-3)
+    assert training_flops(config) == pytest.approx(711.7e9, rel=1e-3)
+
+
+def test_flops_agree_with_a_counter() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from fastdiff.models import build_model
+
+    config = dit_config("DiT-S/4", learn_sigma=True)
+    with torch.device("meta"):
+        model = build_model(config)
+        inputs = (torch.zeros(1, 4, 32, 32), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    with FlopCounterMode(display=False) as counter:
+        model(*inputs)
+    assert forward_flops(config) == pytest.approx(counter.get_total_flops(), rel=1e-2)
+
+
+def test_peak_flops_knows_the_longest_name() -> None:
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("NVIDIA GeForce RTX 4090") is None
