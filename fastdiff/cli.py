@@ -16,6 +16,7 @@ from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError, DataError, FastdiffError
 from fastdiff.launch import Launch, as_json
 from fastdiff.presets import PRESETS, preset
+from fastdiff.quiet import quieten
 
 
 def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
@@ -78,6 +79,7 @@ def entry() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the ``fastdiff`` command with ``argv`` and return its exit code."""
+    quieten()
     arguments = _parser().parse_args(list(argv))
     run: Callable[[argparse.Namespace], None] = arguments.run
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any
@@ -14,7 +12,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
 from fastdiff.config import RunConfig
@@ -49,8 +46,6 @@ class Engine:
         world: World,
         blocks: Iterable[type[nn.Module]],
     ) -> None:
-        deepspeed_logger.setLevel(logging.WARNING)
-        _ignore_dependency_warnings()
         self.stage = zero_stage(ds_config)
         precision = config.performance.precision
         if precision == "fp16" and not get_accelerator().is_fp16_supported():
@@ -130,12 +125,6 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
         group.pop("initial_lr", None)
-
-
-def _ignore_dependency_warnings() -> None:
-    """Silence what DeepSpeed causes at every step and a user cannot mend."""
-    warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning, module="torch.distributed.*")
-    warnings.filterwarnings("ignore", message=".*_tensor. is deprecated.*", category=FutureWarning)
 
 
 def _flats(engine: Any, optimizer: torch.optim.Optimizer, names: dict[int, str], world: World) -> Iterator[Flat]:

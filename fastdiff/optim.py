@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,8 +55,6 @@ def build_optimizer(
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     if name == "adamw":
         return torch.optim.AdamW
-    # It warns about its 4-bit inference kernels, which nothing here uses.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes  # only where it is asked for: it looks for CUDA libraries on import
 
     return bitsandbytes.optim.AdamW8bit  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from fastdiff.launch import Launch
 from fastdiff.metrics import Meters
 from fastdiff.objective import Objective
 from fastdiff.progress import Progress
+from fastdiff.quiet import quieten
 from fastdiff.start import build_run
 
 _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
@@ -59,6 +60,7 @@ def train(config: RunConfig, launch: Launch, world: World) -> Progress:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code (design: 0, 2, 65, 70, 74)."""
+    quieten()
     try:
         launch, config = cli.parse(argv)
         if launch.dry_run:

@@ -35,6 +35,8 @@ def imports(path: Path, *, type_checking: bool = True) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield ast.literal_eval(node.args[0])
 
 
 def _guards_types(node: ast.AST) -> bool:

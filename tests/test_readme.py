@@ -1,0 +1,48 @@
+"""The README shows commands that are run and numbers that were measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from fastdiff.cli import parse
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_demo_runs_the_commands_that_the_readme_shows() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    demo = README.split("```")[3].split("\n")
+    commands = [line for line in demo if line.strip()]
+    assert len(commands) == 3
+    for command in commands:
+        assert command in makefile.replace("$(BIN)/", ""), command
+
+
+def test_the_numbers_of_the_readme_stand_in_the_record() -> None:
+    folder = ROOT / "bench" / "results" / "cpu-2-cores" / "2026-11-21_digits"
+    result = json.loads((folder / "evaluation.json").read_text())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    row = re.search(r"^\| digits \|(.*)\|$", README, re.MULTILINE)
+    assert row is not None
+    accuracy, distance, step_ms = (cell.strip() for cell in row[1].split("|"))
+    assert accuracy == f"{result['accuracy']:.3f}"
+    assert distance == f"{result['frechet_distance']:.2f}"
+    assert step_ms == f"{sorted(r['step_ms'] for r in records)[len(records) // 2]:.0f} ms"
+
+
+def test_the_training_commands_of_the_readme_parse() -> None:
+    lines = [
+        line.split("fastdiff/train.py")[1].split() for line in README.splitlines() if "fastdiff/train.py -" in line
+    ]
+    assert len(lines) >= 3
+    for flags in lines:
+        if "--help" not in flags:
+            parse(flags)
+
+
+def test_links_and_pictures_exist() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target
