@@ -24,7 +24,7 @@ from fastdiff.flops import peak_flops, training_flops
 from fastdiff.fragments import assemble
 from fastdiff.grid import image_grid
 from fastdiff.metrics import JsonLines, Meters, Record, drop_records_after, peak_gib
-from fastdiff.models import build_model
+from fastdiff.models import load_model
 from fastdiff.models.dit import DiT
 from fastdiff.progress import Every, Progress
 from fastdiff.sampling import sample
@@ -259,9 +259,7 @@ def _averaged_model(state: TrainState) -> DiT:
     """Return a plain copy of the model with the first EMA's weights, or the weights themselves if there is none."""
     flats = state.engine.flats
     averages = next(iter(state.ema.averages.values()), [flat.master for flat in flats])
-    model = build_model(state.config.model).to(state.world.device)
-    model.load_state_dict(assemble(state.world, flats, averages, state.engine.shapes), strict=False)
-    return model.eval()
+    return load_model(state.config.model, assemble(state.world, flats, averages, state.engine.shapes)).eval()
 
 
 class Checkpointing:

@@ -6,6 +6,7 @@ imports no torch, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -58,6 +59,49 @@ class DiTConfig:
         )
 
 
+DIT_SIZES: dict[str, tuple[int, int, int]] = {
+    "S": (12, 384, 6),
+    "B": (12, 768, 12),
+    "L": (24, 1024, 16),
+    "XL": (28, 1152, 16),
+}
+"""Depth, hidden width and heads of the published sizes (table 1 of Peebles & Xie 2023)."""
+
+DIT_PATCHES = (2, 4, 8)
+"""Patch sides of the published models."""
+
+
+def dit_config(
+    name: str,
+    *,
+    size: int = 32,
+    channels: int = 4,
+    classes: int = 1000,
+    learn_sigma: bool = False,
+) -> DiTConfig:
+    """Configuration of a published size.
+
+    Args:
+        name: ``"DiT-S/2"`` ... ``"DiT-XL/8"``.
+        size: Height and width of the latents: 32 for images of 256 px, 64 for 512 px.
+        channels: Channels of the latents.
+        classes: Number of classes without the null class.
+        learn_sigma: Twice the output channels, as the published checkpoints have.
+
+    Raises:
+        ConfigError: ``name`` is none of the twelve.
+    """
+    names = {f"DiT-{letter}/{patch}": (letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
+    if name not in names:
+        raise ConfigError(f"model {name!r} is unknown; choose one of {', '.join(names)}")
+    letter, patch = names[name]
+    depth, hidden, heads = DIT_SIZES[letter]
+    return DiTConfig(
+        depth=depth, hidden=hidden, heads=heads, patch=patch,
+        size=size, channels=channels, classes=classes, learn_sigma=learn_sigma,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffusionConfig:
     """What the model predicts from which noise (DDPM with a discrete time)."""
@@ -82,11 +126,19 @@ class DiffusionConfig:
     def __post_init__(self) -> None:
         _require(self.timesteps >= 2, f"--objective.timesteps {self.timesteps}: at least 2")
         _require(
+            self.schedule != "linear" or self.timesteps > 20,
+            f"--objective.timesteps {self.timesteps}: the linear schedule needs more than 20; "
+            "use --objective.schedule cosine",
+        )
+        for name in ("noise_offset", "input_perturbation"):
+            value = getattr(self, name)
+            _require(0.0 <= value < math.inf, f"--objective.{name} {value}: 0 (none) or a finite number above")
+        _require(
             0.0 <= self.label_dropout <= 1.0,
             f"--objective.label_dropout {self.label_dropout}: a share from 0 to 1",
         )
         _require(
-            self.min_snr_gamma is None or self.min_snr_gamma > 0,
+            self.min_snr_gamma is None or 0 < self.min_snr_gamma < math.inf,
             f"--objective.min_snr_gamma {self.min_snr_gamma}: above 0, or None for the plain MSE",
         )
 
@@ -103,6 +155,10 @@ class DataConfig:
     """auto: DALI where it is installed, else the plain pinned-memory prefetcher; the batches are the same."""
     prefetch: int = 4
     """Micro-batches that are read ahead."""
+
+    def __post_init__(self) -> None:
+        _require(self.shuffle_shards >= 1, f"--data.shuffle_shards {self.shuffle_shards}: at least 1")
+        _require(self.prefetch >= 1, f"--data.prefetch {self.prefetch}: at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

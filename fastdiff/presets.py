@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from fastdiff.config import (
+    DIT_PATCHES,
+    DIT_SIZES,
     BatchConfig,
     DataConfig,
     DiffusionConfig,
@@ -17,6 +18,7 @@ from fastdiff.config import (
     OutputConfig,
     PerformanceConfig,
     RunConfig,
+    dit_config,
 )
 from fastdiff.errors import ConfigError
 
@@ -44,25 +46,24 @@ def digits() -> RunConfig:
     )
 
 
-def dit(size: str, patch: int) -> RunConfig:
-    """A DiT on 256-pixel images (latents of 4 x 32 x 32, 1000 classes), with 8-bit Adam.
+def dit(letter: str, patch: int) -> RunConfig:
+    """A published size of DiT on 256-pixel images: latents of 4 x 32 x 32, 1000 classes. L and XL with 8-bit Adam.
 
     deepspeed fastdiff/train.py --preset dit-xl-2 --data.path DATA --deepspeed_config deepspeed_configs/zero1.json
     """
-    depth, hidden, heads = {"s": (12, 384, 6), "b": (12, 768, 12), "l": (24, 1024, 16), "xl": (28, 1152, 16)}[size]
-    name = f"dit-{size}-{patch}"
+    batch = 256
     return RunConfig(
-        samples=400_000 * 256,
-        model=DiTConfig(depth=depth, hidden=hidden, heads=heads, patch=patch),
+        samples=400_000 * batch,
+        model=dit_config(f"DiT-{letter}/{patch}"),
         data=DataConfig(path="data/imagenet256"),
-        batch=BatchConfig(samples=256),
-        optim=OptimConfig(name="adamw8bit-bnb" if size in ("l", "xl") else "adamw", lr=1e-4),
-        output=OutputConfig(folder=f"runs/{name}", checkpoint_every=10_000, sample_every=10_000),
+        batch=BatchConfig(samples=batch),
+        optim=OptimConfig(name="adamw8bit-bnb" if letter in ("L", "XL") else "adamw", lr=1e-4),
+        output=OutputConfig(folder=f"runs/dit-{letter.lower()}-{patch}", checkpoint_every=10_000, sample_every=10_000),
     )
 
 
 PRESETS: dict[str, Preset] = {"digits": digits} | {
-    f"dit-{size}-{patch}": partial(dit, size, patch) for size in ("s", "b", "l", "xl") for patch in (2, 4, 8)
+    f"dit-{letter.lower()}-{patch}": partial(dit, letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES
 }
 
 
@@ -72,5 +73,4 @@ def preset(name: str) -> RunConfig:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"--preset {name}: unknown; {hint}presets: {', '.join(PRESETS)}")
-    config = PRESETS[name]()
-    return config if config.output.folder else replace(config, output=replace(config.output, folder=f"runs/{name}"))
+    return PRESETS[name]()

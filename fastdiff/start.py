@@ -21,7 +21,7 @@ from fastdiff.ema import Ema
 from fastdiff.engine import Engine
 from fastdiff.errors import ConfigError
 from fastdiff.launch import Launch, as_json, claim, versions, write_run_json
-from fastdiff.models import build_model
+from fastdiff.models import build_model, load_model
 from fastdiff.models.dit import DiT, DiTBlock, compile_blocks
 from fastdiff.progress import Progress
 from fastdiff.saved import Saved
@@ -103,10 +103,11 @@ def _saved(checkpoints: Checkpoints, launch: Launch, facts: dict[str, Any], fold
 
 
 def _build_model(config: RunConfig, world: World, saved: Saved | None) -> DiT:
-    model = build_model(config.model, recompute=config.performance.recompute, seed=config.seed)
-    if saved is not None:
-        # Before DeepSpeed casts and shards it: so the working copies are those of the restored master weights.
-        model.load_state_dict(saved.weights(), strict=False)  # the position table is computed, not saved
+    recompute = config.performance.recompute
+    if saved is None:
+        model = build_model(config.model, recompute=recompute, seed=config.seed)
+    else:  # before DeepSpeed casts and shards it: so the working copies are those of the restored master weights
+        model = load_model(config.model, saved.weights(), recompute=recompute)
     compiled = config.performance.compile
     if compiled or (compiled is None and world.device.type == "cuda"):
         compile_blocks(model)

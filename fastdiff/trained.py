@@ -14,7 +14,7 @@ from torch import Tensor
 from fastdiff.config_file import read_run
 from fastdiff.data.shards import DatasetInfo
 from fastdiff.errors import ConfigError
-from fastdiff.models import build_model
+from fastdiff.models import load_model
 from fastdiff.sampling import SchedulerName, sample
 from fastdiff.saved import Saved, committed, problem_of, read_manifest
 
@@ -41,9 +41,7 @@ class TrainedRun:
         self.ema = ema if ema is not None else next(iter(saved.ema_rates), None)
         self.step = int(saved.manifest["progress"]["steps"])
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = build_model(self.config.model).eval()
-        self.model.load_state_dict(saved.weights(self.ema), strict=False)  # the position table is not saved
-        self.model.to(device)
+        self.model = load_model(self.config.model, saved.weights(self.ema)).to(device).eval()
 
     @property
     def description(self) -> str:

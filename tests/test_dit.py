@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fastdiff.config import DiTConfig
+from fastdiff.config import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
 from fastdiff.errors import ConfigError
-from fastdiff.models import build_model
-from fastdiff.models.dit import PATCHES, SIZES, DiT, DiTBlock, compile_blocks, dit_config
+from fastdiff.models import build_model, load_model
+from fastdiff.models.dit import DiT, DiTBlock, compile_blocks
 from fastdiff.models.embeddings import position_table, timestep_sinusoids
 from tests.dit_reference import reference_forward, reference_position
 
@@ -98,8 +98,8 @@ def test_time_may_be_fractional() -> None:
     assert not torch.equal(model(noisy, time, label), model(noisy, time + 0.5, label))
 
 
-@pytest.mark.parametrize("patch", PATCHES)
-@pytest.mark.parametrize("letter", SIZES)
+@pytest.mark.parametrize("patch", DIT_PATCHES)
+@pytest.mark.parametrize("letter", DIT_SIZES)
 def test_published_parameter_counts(letter: str, patch: int) -> None:
     config = dit_config(f"DiT-{letter}/{patch}", learn_sigma=True)
     with torch.device("meta"):
@@ -242,3 +242,18 @@ def test_blocks_compile_to_one_whole_graph() -> None:
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
     assert model.state_dict().keys() == eager.state_dict().keys()
+
+
+def test_load_model_gives_the_network_of_these_weights_and_refuses_others() -> None:
+    config = dit_config("DiT-S/8")
+    built = build_model(config, seed=3)
+    weights = {name: parameter.detach() for name, parameter in built.named_parameters()}
+    loaded = load_model(config, weights)
+    assert loaded.state_dict().keys() == built.state_dict().keys()
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), built.state_dict().values(), strict=True)
+    )
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    weights.pop("final_layer.linear.bias")
+    with pytest.raises(RuntimeError, match=r"final_layer\.linear\.bias"):
+        load_model(config, weights)

@@ -15,52 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastdiff.config import DiTConfig
-from fastdiff.errors import ConfigError
 from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedder, position_table
 
-SIZES: dict[str, tuple[int, int, int]] = {
-    "S": (12, 384, 6),
-    "B": (12, 768, 12),
-    "L": (24, 1024, 16),
-    "XL": (28, 1152, 16),
-}
-"""Depth, hidden width and heads of the published sizes (table 1 of the paper)."""
-
-PATCHES = (2, 4, 8)
-"""Patch sides of the published models."""
-
 _NORM_EPS = 1e-6
-
-
-def dit_config(
-    name: str,
-    *,
-    size: int = 32,
-    channels: int = 4,
-    classes: int = 1000,
-    learn_sigma: bool = False,
-) -> DiTConfig:
-    """Configuration of a published size.
-
-    Args:
-        name: ``"DiT-S/2"`` ... ``"DiT-XL/8"``.
-        size: Height and width of the latents: 32 for images of 256 px, 64 for 512 px.
-        channels: Channels of the latents.
-        classes: Number of classes without the null class.
-        learn_sigma: Twice the output channels, as the published checkpoints have.
-
-    Raises:
-        ConfigError: ``name`` is none of the twelve.
-    """
-    names = {f"DiT-{letter}/{patch}": (letter, patch) for letter in SIZES for patch in PATCHES}
-    if name not in names:
-        raise ConfigError(f"model {name!r} is unknown; choose one of {', '.join(names)}")
-    letter, patch = names[name]
-    depth, hidden, heads = SIZES[letter]
-    return DiTConfig(
-        depth=depth, hidden=hidden, heads=heads, patch=patch,
-        size=size, channels=channels, classes=classes, learn_sigma=learn_sigma,
-    )  # fmt: skip
 
 
 class DiT(nn.Module):
@@ -105,8 +62,8 @@ class DiT(nn.Module):
         tokens = self.x_embedder(noisy.to(dtype)) + self.pos_embed.to(dtype)
         condition = self.t_embedder(time, dtype) + self.y_embedder(label, noisy.shape[0], noisy.device)
         for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():
-                tokens = checkpoint(block, tokens, condition, use_reentrant=False)
+            if self.recompute and torch.is_grad_enabled():  # no block draws random numbers
+                tokens = checkpoint(block, tokens, condition, use_reentrant=False, preserve_rng_state=False)
             else:
                 tokens = block(tokens, condition)
         return self._unpatchify(self.final_layer(tokens, condition))
