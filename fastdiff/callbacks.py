@@ -4,57 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from tqdm import tqdm
 
 from fastdiff.checkpoint import Checkpoints
-from fastdiff.config import RunConfig
-from fastdiff.data.order import Order
-from fastdiff.data.reader import LatentReader
-from fastdiff.dist import World
-from fastdiff.ema import Ema
-from fastdiff.engine import Engine
 from fastdiff.errors import DivergedError
 from fastdiff.flops import peak_flops, training_flops
 from fastdiff.fragments import assemble
 from fastdiff.grid import image_grid
-from fastdiff.metrics import JsonLines, Meters, Record, drop_records_after, peak_gib
+from fastdiff.metrics import JsonLines, Record, drop_records_after, peak_gib
 from fastdiff.models import load_model
 from fastdiff.models.dit import DiT
-from fastdiff.progress import Every, Progress
-from fastdiff.sampling import sample
-
-
-@dataclass(slots=True)
-class TrainState:
-    """A run in memory; ``progress`` and ``applied`` change with every step."""
-
-    config: RunConfig
-    world: World
-    engine: Engine
-    ema: Ema
-    reader: LatentReader
-    order: Order
-    facts: dict[str, Any]
-    progress: Progress
-    applied: bool = True
-    """False if the last step was skipped."""
-
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return Path(self.config.output.folder)
+from fastdiff.progress import Every
+from fastdiff.sampling import grid_classes, sample
+from fastdiff.state import TrainState
 
 
 class Callback(Protocol):
     """Something that is called after every optimizer step and once at the end of a run that ended well."""
 
-    def on_step(self, state: TrainState, meters: Meters) -> None:
+    def on_step(self, state: TrainState) -> None:
         """Act after a step, if due. Reads from the device only then."""
 
     def on_end(self, state: TrainState) -> None:
@@ -70,11 +42,11 @@ class Callbacks(AbstractContextManager["Callbacks"]):
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = callbacks
 
-    def on_step(self, state: TrainState, meters: Meters) -> None:
+    def on_step(self, state: TrainState) -> None:
         """Call every callback, off the clock of the step times."""
-        with meters.off_the_clock():
+        with state.meters.off_the_clock():
             for callback in self._callbacks:
-                callback.on_step(state, meters)
+                callback.on_step(state)
 
     def on_end(self, state: TrainState) -> None:
         """Call every callback's ``on_end``."""
@@ -113,13 +85,13 @@ class Log:
             dynamic_ncols=True,
         )
 
-    def on_step(self, state: TrainState, meters: Meters) -> None:
+    def on_step(self, state: TrainState) -> None:
         """Advance the bar; write a record when due."""
         if self._is_first:
             self._bar.update(state.config.batch.samples)
         if not self._every.due(state.progress) and state.progress.samples < state.config.samples:
             return
-        record = self._record(state, meters)
+        record = self._record(state)
         if self._is_first:
             self._lines.write(record)
             for name, value in record.items():
@@ -127,8 +99,8 @@ class Log:
                     self._board.add_scalar(name, value, state.progress.steps)
             self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}")
 
-    def _record(self, state: TrainState, meters: Meters) -> Record:
-        read = meters.read()
+    def _record(self, state: TrainState) -> Record:
+        read = state.meters.read()
         rate = 1e3 * state.config.batch.samples / read["step_ms"]
         norm = state.engine.grad_norm()
         mfu = rate * self._flops / (self._peak * state.world.size) if self._peak else None
@@ -161,29 +133,28 @@ class NonFiniteGuard:
     """Tells which samples made a step non-finite, and stops the run after three such steps in a row.
 
     The engine has skipped the step already; here it is only explained. Under fp16 a skipped step whose losses are all
-    finite is the loss scale finding its value, and is not counted.
+    finite is the loss scale finding its value: it is reported, and the engine stops the run at the smallest scale.
     """
 
     limit = 3
 
-    def __init__(self) -> None:
-        self._in_a_row = 0
+    def __init__(self, state: TrainState) -> None:
+        self._path = state.folder / "skipped.jsonl"
+        if state.world.is_first:
+            drop_records_after(self._path, state.progress.steps)
 
-    def on_step(self, state: TrainState, meters: Meters) -> None:
+    def on_step(self, state: TrainState) -> None:
         """Log a skipped step with the keys of its non-finite samples; DivergedError at the third in a row."""
         if state.applied:
-            self._in_a_row = 0
             return
-        keys = [key for share in state.world.gather(_non_finite_keys(state, meters)) for key in share]
-        if not keys and state.config.performance.precision == "fp16":
-            return
-        self._in_a_row += 1
+        keys = [key for share in state.world.gather(_non_finite_keys(state)) for key in share]
         which = f"non-finite samples: {', '.join(keys)}" if keys else "all losses are finite, the gradient is not"
         if state.world.is_first:
             tqdm.write(f"warning: step {state.progress.steps} skipped, {which}")
-            with closing(JsonLines(state.folder / "skipped.jsonl")) as lines:
-                lines.write({"step": state.progress.steps, "keys": keys})
-        if self._in_a_row >= self.limit:
+            with closing(JsonLines(self._path)) as lines:
+                lines.write({"step": state.progress.steps, "keys": keys, **state.engine.loss_scale})
+        is_scale_search = not keys and state.config.performance.precision == "fp16"
+        if state.progress.skipped_in_a_row >= self.limit and not is_scale_search:
             raise DivergedError(
                 f"{self.limit} non-finite steps in a row, up to step {state.progress.steps}; {which}; check those "
                 "samples, lower --optim.lr, or use --performance.precision bf16. The checkpoints before are intact: "
@@ -197,8 +168,8 @@ class NonFiniteGuard:
         """Nothing to release."""
 
 
-def _non_finite_keys(state: TrainState, meters: Meters) -> list[str]:
-    bad = [position[~torch.isfinite(losses)].cpu() for position, losses in meters.step]
+def _non_finite_keys(state: TrainState) -> list[str]:
+    bad = [position[~torch.isfinite(losses)].cpu() for position, losses in state.meters.step]
     positions = torch.cat(bad).numpy()
     return state.reader.keys(state.order.samples(positions)) if len(positions) else []
 
@@ -207,13 +178,12 @@ class SampleGrid:
     """Draws a grid of images with the averaged weights: one column per class, on all ranks together."""
 
     rows = 8
-    columns = 10
 
     def __init__(self, state: TrainState) -> None:
         self._every = Every(state.config.output.sample_every)
         self._drawn = -1
 
-    def on_step(self, state: TrainState, meters: Meters) -> None:
+    def on_step(self, state: TrainState) -> None:
         """Draw ``samples/step-N.png`` when due."""
         if self._every.due(state.progress):
             self._draw(state)
@@ -228,9 +198,8 @@ class SampleGrid:
 
     def _draw(self, state: TrainState) -> None:
         self._drawn = state.progress.steps
-        config, world = state.config, state.world
-        columns = min(self.columns, config.model.classes)
-        labels = torch.arange(columns).repeat(self.rows)
+        config, world, classes = state.config, state.world, state.reader.info.classes
+        labels = grid_classes(config.model, classes).repeat(self.rows)
         share = -(-len(labels) // world.size)
         first = world.rank * share
         size, device = config.model.size, world.device
@@ -244,7 +213,7 @@ class SampleGrid:
                 mine,
                 scheduler="dpmsolver++",
                 steps=config.output.sample_steps,
-                cfg=config.output.sample_cfg,
+                cfg=config.output.sample_cfg if classes else None,
                 seed=config.seed,
                 first_index=first,
             )
@@ -270,7 +239,7 @@ class Checkpointing:
         self._checkpoints = checkpoints
         self._saved = state.progress.steps
 
-    def on_step(self, state: TrainState, meters: Meters) -> None:
+    def on_step(self, state: TrainState) -> None:
         """Save when due."""
         if self._every.due(state.progress):
             self._save(state)
@@ -284,5 +253,5 @@ class Checkpointing:
         """Nothing to release."""
 
     def _save(self, state: TrainState) -> None:
-        self._checkpoints.save(state.progress, state.engine, state.ema, state.facts)
+        self._checkpoints.save(state)
         self._saved = state.progress.steps

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fastdiff.dist import World, attempt
-from fastdiff.ema import Ema
-from fastdiff.engine import Engine
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.fragments import Flat, layout_digest, owned_fragments
 from fastdiff.optim import step_count
 from fastdiff.progress import Progress
-from fastdiff.saved import FORMAT, MANIFEST, VERSION, Saved, committed, file_digest, problem_of, read_manifest
+from fastdiff.saved import FORMAT, MANIFEST, METERS, VERSION, Saved, committed, file_digest, problems
+from fastdiff.state import TrainState
 
 
 class Checkpoints:
@@ -54,176 +53,149 @@ class Checkpoints:
         folders = self._world.on_first(lambda: committed(self._folder))
         damage = []
         for folder in folders:
-            problems = self._problems(folder)
-            if not problems:
+            share = problems(folder, self._world.rank, self._world.size)
+            found = [problem for ranks in self._world.gather(share) for problem in ranks]
+            if not found:
+                self._verified.add(folder)
                 return Saved(folder)
-            damage += problems
+            damage += found
             if self._world.is_first:
-                tqdm.write(f"warning: passing over a damaged checkpoint: {problems[0]}")
+                tqdm.write(f"warning: passing over a damaged checkpoint: {found[0]}")
         if damage:
-            raise _everywhere(
-                StorageError(
-                    f"none of the {len(folders)} checkpoints in {self._folder} is intact ({damage[0]}); restore one "
-                    "from a copy, or start again with another --output.folder"
-                )
+            raise StorageError(
+                f"none of the {len(folders)} checkpoints in {self._folder} is intact ({damage[0]}); restore one "
+                "from a copy, or start again with another --output.folder",
+                everywhere=True,
             )
         return None
 
-    def save(self, progress: Progress, engine: Engine, ema: Ema, facts: dict[str, Any]) -> Path:
-        """Write and commit the state after ``progress.steps`` steps, then prune; return the folder.
-
-        Args:
-            progress: the clock.
-            engine: holds weights, optimizer state and loss scale.
-            ema: the averages.
-            facts: what else the manifest records: ``config``, ``dataset`` digest, ``versions``.
+    def save(self, state: TrainState) -> None:
+        """Write and commit ``state``, then prune.
 
         Raises:
             StorageError: on every rank, if any rank could not write. Earlier checkpoints are as they were.
         """
-        final = self._folder / f"step-{progress.steps:08d}"
+        final = self._folder / f"step-{state.progress.steps:08d}"
         temporary = final.with_suffix(".tmp")
-        self._world.on_first(lambda: self._clear(temporary))
-        tensors, starts = _tensors(engine.flats, ema)
+        self._world.on_first(lambda: self._drop_leftovers())
+        self._world.on_first(lambda: temporary.mkdir(parents=True))
+        tensors, starts = _tensors(state)
         self._check_space(sum(t.numel() * t.element_size() for t in tensors.values()))
         name = f"rank-{self._world.rank:05d}.safetensors"
         entry, error = attempt(lambda: _write(temporary / name, tensors, starts))
-        outcomes = self._world.gather((name, entry, error))
-        if any(error for _, _, error in outcomes):
-            self._world.on_first(lambda: shutil.rmtree(temporary, ignore_errors=True))
-        self._world.agree(error)
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "progress": {"samples": progress.samples, "steps": progress.steps, "skipped": progress.skipped},
-            "world_size": self._world.size,
-            "zero_stage": engine.stage,
-            "layout": layout_digest(self._world, engine.flats),
-            "parameters": engine.shapes,
-            "sliced_state": _sliced_keys(engine.flats),
-            "loss_scale": engine.loss_scale,
-            "ema_rates": list(ema.rates),
-            "files": {name: entry for name, entry, _ in outcomes},
-            **facts,
-        }
-        self._world.on_first(lambda: _commit(temporary, final, manifest))
+        files = dict(self._world.gather((name, entry)))
+        self._or_drop(lambda: self._world.agree(error))
+        manifest = _manifest(state) | {"files": files}
+        self._or_drop(lambda: self._world.on_first(lambda: _commit(temporary, final, manifest)))
         self._verified.add(final)
         self._world.on_first(self._prune)
-        return final
-
-    def restore(self, saved: Saved, engine: Engine, ema: Ema, optimizer: str) -> Progress:
-        """Copy a checkpoint into a freshly built engine, whose module already has the saved weights.
-
-        Sliceable state goes to any number of ranks and any ZeRO stage; 8-bit blocks only to the same layout.
-        """
-        manifest = saved.manifest
-        progress = Progress(**manifest["progress"])
-        same_layout = layout_digest(self._world, engine.flats) == manifest["layout"]
-        for index, flat in enumerate(engine.flats):
-            for fragment in flat.fragments:
-                fragment.of(flat.master).copy_(saved.slice("master", fragment))
-            flat.states[flat.key] = _restored_state(saved, flat, index, self._world.rank, same_layout)
-            flat.states[flat.key]["step"] = step_count(optimizer, progress.applied)
-        for rate, averages in ema.averages.items():
-            for flat, average in zip(engine.flats, averages, strict=True):
-                if average is not None:
-                    for fragment in flat.fragments:
-                        fragment.of(average).copy_(saved.slice(f"ema/{rate}", fragment))
-        engine.restore(progress.applied, manifest["loss_scale"])
-        return progress
-
-    def _problems(self, folder: Path) -> list[str]:
-        """Verify ``folder``, each rank a share of the files; return all ranks' findings on every rank."""
-        manifest, error = attempt(lambda: read_manifest(folder))
-        found = [str(error)] if error else []
-        if manifest is not None:
-            files = sorted(manifest["files"].items())[self._world.rank :: self._world.size]
-            found = [p for name, entry in files if (p := problem_of(folder / name, entry)) is not None]
-        problems = [p for share in self._world.gather(found) for p in share]
-        if not problems:
-            self._verified.add(folder)
-        return problems
-
-    def _clear(self, temporary: Path) -> None:
-        for leftover in self._folder.glob("step-*.tmp"):
-            shutil.rmtree(leftover)
-        temporary.mkdir(parents=True)
 
     def _check_space(self, needed: int) -> None:
         total = sum(self._world.gather(needed))
         free = self._world.on_first(lambda: shutil.disk_usage(self._folder).free)
         if free < total:
-            self._world.on_first(lambda: self._drop_temporary())
-            raise _everywhere(
-                StorageError(
-                    f"no space on {self._folder}: a checkpoint needs {total / 2**20:.1f} MiB, {free / 2**20:.1f} MiB "
-                    "are free; the earlier checkpoints are intact: free some space and start the same command again"
-                )
+            self._world.on_first(self._drop_leftovers)
+            raise StorageError(
+                f"no space on {self._folder}: a checkpoint needs {total / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are "
+                "free; the earlier checkpoints are intact: free some space and start the same command again",
+                everywhere=True,
             )
 
-    def _drop_temporary(self) -> None:
+    def _or_drop(self, action: Callable[[], None]) -> None:
+        """Run ``action``; if it fails, which it does on all ranks, remove what was written."""
+        try:
+            action()
+        except StorageError:
+            self._world.on_first(self._drop_leftovers)
+            raise
+
+    def _drop_leftovers(self) -> None:
+        """Remove what a kill, a failed write or a half-done prune left; none of it counts as a checkpoint."""
         for leftover in self._folder.glob("step-*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            shutil.rmtree(leftover)
 
     def _prune(self) -> None:
         """Delete what is older than the ``keep`` newest, once two of the kept ones are known to be intact."""
         folders = committed(self._folder)
         kept, old = folders[: self._keep], folders[self._keep :]
-        if old and sum(self._is_intact(folder) for folder in kept) >= 2:
+        if old and self._two_are_intact(kept):
             for folder in old:
-                (folder / MANIFEST).unlink()  # first, so that a kill half-way leaves no checkpoint that looks whole
-                shutil.rmtree(folder)
+                folder.rename(folder.with_suffix(".tmp"))  # a kill half-way leaves nothing that looks whole
+            self._drop_leftovers()
 
-    def _is_intact(self, folder: Path) -> bool:
-        if folder not in self._verified:
-            manifest, _ = attempt(lambda: read_manifest(folder))
-            if manifest is None or any(problem_of(folder / n, e) for n, e in manifest["files"].items()):
-                return False
-            self._verified.add(folder)
-        return True
+    def _two_are_intact(self, folders: Sequence[Path]) -> bool:
+        intact = 0
+        for folder in folders:
+            if folder in self._verified or not problems(folder):
+                self._verified.add(folder)
+                intact += 1
+            if intact == 2:
+                return True
+        return False
 
 
-def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence[str]) -> list[str]:
-    """Return the differences between two configurations that would make it another run, one line each.
+def restore(saved: Saved, state: TrainState) -> Progress:
+    """Copy a checkpoint into a freshly built state, whose module already has the saved weights.
 
-    What does not change the numbers may differ: ``output.*``, where and how the data is read, ``batch.micro``, and the
-    length of the run while no learning-rate schedule depends on it. ``allowed`` names further keys.
+    Sliceable optimizer state goes to any number of ranks and any ZeRO stage; 8-bit blocks only to the same layout.
+    What the checkpoint does not have starts anew: an added EMA rate at the weights, another optimizer without state.
+
+    Raises:
+        ConfigError: on every rank, for 8-bit state of another layout.
     """
-    free = ["output.", "data.path", "data.loader", "data.prefetch", "batch.micro"]
-    if str(now["optim"]["schedule"]).startswith("constant"):
-        free.append("samples")
-    old, new = _flatten(saved), _flatten(now)
-    return [
-        f"  --{key}: {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in allowed and not any(key.startswith(f) for f in free)
-    ]
+    manifest, engine = saved.manifest, state.engine
+    progress = Progress(**manifest["progress"])
+    for flat in engine.flats:
+        for fragment in flat.fragments:
+            fragment.of(flat.master).copy_(saved.slice("master", fragment))
+    if progress.applied and manifest["config"]["optim"]["name"] == state.config.optim.name:
+        _restore_optimizer(saved, state, progress.applied)
+    for rate, averages in state.ema.averages.items():
+        kind = f"ema/{rate}" if rate in saved.ema_rates else "master"
+        for flat, average in zip(engine.flats, averages, strict=True):
+            if average is not None:
+                for fragment in flat.fragments:
+                    fragment.of(average).copy_(saved.slice(kind, fragment))
+    state.meters.restore(saved.meters(state.world.rank, state.world.size))
+    engine.restore(progress.applied, manifest["loss_scale"])
+    return progress
 
 
-def check_unchanged(saved: Saved, facts: dict[str, Any], allowed: Sequence[str]) -> None:
-    """Raise ConfigError with a diff if the configuration or the data set is not the saved one."""
-    changes = config_changes(saved.manifest["config"], facts["config"], allowed)
-    if saved.manifest["dataset"] != facts["dataset"] and "dataset" not in allowed:
-        changes.append(f"  dataset: {saved.manifest['dataset'][:12]} -> {facts['dataset'][:12]} (digest)")
-    if changes:
-        keys = " ".join(f"--allow-change {line.split(':')[0].strip(' -')}" for line in changes)
+def _restore_optimizer(saved: Saved, state: TrainState, applied: int) -> None:
+    manifest, world = saved.manifest, state.world
+    if manifest["has_raw_state"] and layout_digest(world, state.engine.flats) != manifest["layout"]:
         raise ConfigError(
-            f"the run in {saved.folder.parent.parent} was started with another configuration:\n"
-            + "\n".join(changes)
-            + f"\nchange it back, choose another --output.folder, or accept it with {keys}"
+            f"{saved.folder} holds 8-bit optimizer state of {manifest['world_size']} ranks at ZeRO stage "
+            f"{manifest['zero_stage']}, whose blocks cannot be cut anew; resume with the same ranks and stage"
         )
+    for index, flat in enumerate(state.engine.flats):
+        values: dict[str, Any] = {k: v.to(flat.key.device) for k, v in saved.raw(index, world.rank).items()}
+        for key in manifest["sliced_state"]:
+            if key not in values:
+                whole = torch.zeros_like(flat.key, requires_grad=False)
+                for fragment in flat.fragments:
+                    fragment.of(whole.view(-1)).copy_(saved.slice(key, fragment))
+                values[key] = whole
+        values["step"] = step_count(state.config.optim.name, applied)
+        flat.states[flat.key] = values
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in tree.items():
-        flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat
-
-
-def _everywhere(error: StorageError) -> StorageError:
-    error.everywhere = True
-    return error
+def _manifest(state: TrainState) -> dict[str, Any]:
+    progress, world, engine = state.progress, state.world, state.engine
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "progress": {name: getattr(progress, name) for name in ("samples", "steps", "skipped", "skipped_in_a_row")},
+        "world_size": world.size,
+        "zero_stage": engine.stage,
+        "layout": layout_digest(world, engine.flats),
+        "parameters": engine.shapes,
+        "sliced_state": sorted({key for keys in world.gather(_sliced_keys(engine.flats)) for key in keys}),
+        "has_raw_state": any(world.gather(any(True for _ in _raw_state(engine.flats)))),
+        "loss_scale": engine.loss_scale,
+        "ema_rates": list(state.ema.rates),
+        **state.facts,
+    }
 
 
 def _is_sliceable(value: Any, flat: Flat) -> bool:
@@ -234,39 +206,26 @@ def _sliced_keys(flats: Sequence[Flat]) -> list[str]:
     return sorted({key for flat in flats for key, value in flat.state.items() if _is_sliceable(value, flat)} - {"step"})
 
 
-def _tensors(flats: Sequence[Flat], ema: Ema) -> tuple[dict[str, Tensor], dict[str, int]]:
+def _raw_state(flats: Sequence[Flat]) -> Iterator[tuple[str, Tensor]]:
+    for index, flat in enumerate(flats):
+        for key, value in flat.state.items() if flat.owned else ():
+            if key != "step" and isinstance(value, Tensor) and not _is_sliceable(value, flat):
+                yield f"raw/{index}/{key}", value
+
+
+def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return this rank's share of a checkpoint and, for the sliced tensors, where each starts in its parameter."""
+    flats = state.engine.flats
     kinds: dict[str, Sequence[Tensor | None]] = {"master": [flat.master for flat in flats]}
-    kinds |= {f"ema/{rate}": averages for rate, averages in ema.averages.items()}
+    kinds |= {f"ema/{rate}": averages for rate, averages in state.ema.averages.items()}
     for key in _sliced_keys(flats):
         kinds[key] = [flat.state[key].view(-1) if _is_sliceable(flat.state.get(key), flat) else None for flat in flats]
-    tensors, starts = {}, {}
+    tensors, starts = {METERS: state.meters.sums}, {}
     for kind, flat_tensors in kinds.items():
         for fragment, values in owned_fragments(flats, flat_tensors):
             tensors[f"{kind}/{fragment.name}"] = values
             starts[f"{kind}/{fragment.name}"] = fragment.start
-    for index, flat in enumerate(flats):
-        for key, value in flat.state.items() if flat.owned else ():
-            if key != "step" and isinstance(value, Tensor) and not _is_sliceable(value, flat):
-                tensors[f"raw/{index}/{key}"] = value
-    return tensors, starts
-
-
-def _restored_state(saved: Saved, flat: Flat, index: int, rank: int, same_layout: bool) -> dict[str, Any]:
-    raw = saved.raw(index, rank)
-    if raw and not same_layout:
-        raise ConfigError(
-            f"{saved.folder} holds 8-bit optimizer state of {saved.manifest['world_size']} ranks at ZeRO stage "
-            f"{saved.manifest['zero_stage']}, and its blocks cannot be cut anew; resume with the same ranks and stage"
-        )
-    state: dict[str, Any] = {key: value.to(flat.key.device) for key, value in raw.items()}
-    for key in saved.manifest["sliced_state"]:
-        if key not in state:
-            whole = torch.zeros_like(flat.key, requires_grad=False)
-            for fragment in flat.fragments:
-                fragment.of(whole.view(-1)).copy_(saved.slice(key, fragment))
-            state[key] = whole
-    return state
+    return tensors | dict(_raw_state(flats)), starts
 
 
 def _write(path: Path, tensors: dict[str, Tensor], starts: dict[str, int]) -> dict[str, Any]:

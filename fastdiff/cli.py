@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -13,10 +14,23 @@ import tyro
 
 from fastdiff import config_file, deepspeed_config
 from fastdiff.config import RunConfig
-from fastdiff.errors import ConfigError, DataError, FastdiffError
+from fastdiff.errors import ConfigError, DataError, FastdiffError, StorageError
 from fastdiff.launch import Launch, as_json
 from fastdiff.presets import PRESETS, preset
 from fastdiff.quiet import quieten
+
+_STORAGE_ERRNOS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+)
 
 
 def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
@@ -59,8 +73,9 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
 
 
 def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> None:
-    """Print the resolved configuration and the DeepSpeed JSON as one JSON object."""
-    print(json.dumps({"config": as_json(config), "deepspeed": ds_config}, indent=2))
+    """Print the resolved configuration and the DeepSpeed JSON as one JSON object, on one rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps({"config": as_json(config), "deepspeed": ds_config}, indent=2))
 
 
 def report(error: FastdiffError) -> int:
@@ -70,6 +85,13 @@ def report(error: FastdiffError) -> int:
         where = f" (rank {rank})" if os.environ.get("WORLD_SIZE", "1") != "1" and not error.everywhere else ""
         print(f"fastdiff: error{where}: {error}", file=sys.stderr, flush=True)
     return error.exit_code
+
+
+def as_storage_error(error: OSError) -> StorageError:
+    """Return a file system's error as ours; raise anything else (a lost connection, a dead process) again."""
+    if error.errno not in _STORAGE_ERRNOS:
+        raise error
+    return StorageError(f"{error.filename or 'storage'}: {error.strerror}")
 
 
 def entry() -> None:
@@ -86,6 +108,8 @@ def main(argv: Sequence[str]) -> int:
         run(arguments)
     except FastdiffError as error:
         return report(error)
+    except OSError as error:
+        return report(as_storage_error(error))
     return 0
 
 

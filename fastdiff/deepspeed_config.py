@@ -54,8 +54,10 @@ def resolve(raw: Mapping[str, Any], config: RunConfig, ranks: int) -> DsConfig:
             raise ConfigError(f'the DeepSpeed JSON has "{section}", which {flag} decides; remove it from the file')
     resolved: DsConfig = json.loads(json.dumps(raw))
     for path, (value, flag) in _owned_by_run_config(config, ranks).items():
-        parent, _, key = path.rpartition(".")
-        place = resolved.setdefault(parent, {}) if parent else resolved
+        *parents, key = path.split(".")
+        place = resolved
+        for depth, parent in enumerate(parents, start=1):
+            place = _section(place, parent, ".".join(parents[:depth]))
         given = place.get(key, "auto")
         if given not in ("auto", value):
             raise ConfigError(
@@ -87,7 +89,17 @@ def _owned_by_run_config(config: RunConfig, ranks: int) -> dict[str, tuple[Any, 
         # 8-bit optimizers are not on DeepSpeed's list, and offload insists on its own Adam, unless told so.
         "zero_allow_untested_optimizer": (True, "fastdiff"),
         "zero_force_ds_cpu_optimizer": (False, "fastdiff"),
+        # Its timer waits for the GPU twice per micro-batch.
+        "timers.throughput.enabled": (False, "fastdiff"),
     }
+
+
+def _section(tree: DsConfig, key: str, path: str) -> DsConfig:
+    """Return the object ``tree[key]``, made if it is missing."""
+    section = tree.setdefault(key, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f'the DeepSpeed JSON has "{path}": {json.dumps(section)}; expected an object')
+    return section
 
 
 def _autos(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -99,10 +111,10 @@ def _autos(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _check_zero(resolved: DsConfig) -> None:
-    zero = resolved.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
+    zero = _section(resolved, "zero_optimization", "zero_optimization")
+    stage = zero.setdefault("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f'the DeepSpeed JSON has "zero_optimization.stage": {stage}; expected 0, 1, 2 or 3')
     for name in ("offload_optimizer", "offload_param"):
-        if zero.get(name, {}).get("device", "none") == "nvme":
+        if (zero.get(name) or {}).get("device", "none") == "nvme":
             raise ConfigError(f'"zero_optimization.{name}.device": "nvme" is not supported; use "cpu" or "none"')

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fastdiff.config import RunConfig
 from fastdiff.deepspeed_config import DsConfig, zero_stage
-from fastdiff.dist import World
-from fastdiff.errors import ConfigError
+from fastdiff.dist import World, attempt
+from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.fragments import Flat, Fragment, Shapes
 from fastdiff.optim import build_lr_schedule, build_optimizer, check_is_8bit, set_lr_step
 
@@ -48,6 +48,11 @@ class Engine:
     ) -> None:
         self.stage = zero_stage(ds_config)
         precision = config.performance.precision
+        if precision == "fp16" and self.stage == 0:
+            raise ConfigError(
+                "--performance.precision fp16 with ZeRO stage 0: DeepSpeed does not scale the loss there; "
+                "use deepspeed_configs/zero1.json, or --performance.precision bf16"
+            )
         if precision == "fp16" and not get_accelerator().is_fp16_supported():
             raise ConfigError("--performance.precision fp16: this device has no fp16 arithmetic; use bf16 or fp32")
         self.shapes: Shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
@@ -71,7 +76,10 @@ class Engine:
         self.optimizer = optimizer
         self.flats: list[Flat] = list(_flats(self._engine, optimizer, names, world))
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
+        self._world = world
         self._unchecked = config.optim.name == "adamw8bit-bnb"
+        self.lr = 0.0
+        """Learning rate of the last step."""
 
     def __call__(self, *inputs: Tensor | None) -> Tensor:
         """Run the model's forward pass."""
@@ -84,24 +92,33 @@ class Engine:
             self._engine.step()  # only counts the micro-batch
 
     def step(self) -> bool:
-        """Take the optimizer step; False, and nothing moves, if a gradient is not finite on any rank."""
-        self._engine.step()
+        """Take the optimizer step; False, and nothing moves, if a gradient is not finite on any rank.
+
+        Raises:
+            DivergedError: under fp16, when the loss scale is at its minimum and the gradient still overflows.
+            ConfigError: after the first step, if the state of an 8-bit optimizer is not 8-bit.
+        """
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
+        try:
+            self._engine.step()
+        except Exception as error:
+            if "already at minimum" not in str(error):
+                raise
+            raise DivergedError(
+                "the gradient overflows fp16 at the smallest loss scale; lower --optim.lr or use "
+                "--performance.precision bf16. The checkpoints before are intact"
+            ) from error
         applied = bool(self._engine.was_step_applied()) and not getattr(self._engine.optimizer, "overflow", False)
         if applied:
             self._schedule.step()
             if self._unchecked:
-                check_is_8bit(self.flats)
+                self._world.agree(attempt(lambda: check_is_8bit(self.flats))[1])
                 self._unchecked = False
         return applied
 
     def grad_norm(self) -> Tensor | float | None:
         """Return the norm of the last gradient before clipping, unread on its device; None before the first step."""
         return self._engine.get_global_grad_norm()  # type: ignore[no-any-return]
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return float(self.optimizer.param_groups[0]["lr"])
 
     @property
     def loss_scale(self) -> dict[str, float]:

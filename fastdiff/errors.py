@@ -10,15 +10,19 @@ class FastdiffError(Exception):
 
     exit_code = 70
 
-    everywhere = False
-    """True when every rank raises it, so that rank 0 alone prints it."""
+    def __init__(self, message: str, *, everywhere: bool | None = None) -> None:
+        super().__init__(message)
+        self.everywhere = self.usually_everywhere if everywhere is None else everywhere
+        """True when every rank raises it, so that rank 0 alone prints it."""
+
+    usually_everywhere = False
 
 
 class ConfigError(FastdiffError):
     """The command line, a configuration file or the run folder does not fit."""
 
     exit_code = 2
-    everywhere = True
+    usually_everywhere = True
 
 
 class DataError(FastdiffError):
@@ -31,7 +35,7 @@ class DivergedError(FastdiffError):
     """The training produced non-finite numbers and cannot go on."""
 
     exit_code = 70
-    everywhere = True
+    usually_everywhere = True
 
 
 class StorageError(FastdiffError):

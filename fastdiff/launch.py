@@ -62,7 +62,7 @@ def claim(folder: Path) -> Callable[[], None]:
     file: IO[str] = (folder / ".lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "unknown"
         file.close()

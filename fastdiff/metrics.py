@@ -26,7 +26,8 @@ class Meters:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # losses, samples with a finite loss
+        self.sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+        """Sum of the finite losses and their number since the last read, on this rank; part of a checkpoint."""
         self._reset_times()
         self.step: list[tuple[Tensor, Tensor]] = []
         """(position, loss), both ``[micro]``, of each micro-batch of the current step on this rank."""
@@ -35,7 +36,7 @@ class Meters:
         """Take in the per-sample losses ``[B]`` of one micro-batch and the samples' positions ``[B]``."""
         losses = losses.detach()
         finite = torch.isfinite(losses)
-        self._sums += torch.stack([torch.where(finite, losses, 0.0).sum(dtype=torch.float64), finite.sum()])
+        self.sums += torch.stack([torch.where(finite, losses, 0.0).sum(dtype=torch.float64), finite.sum()])
         self.step.append((position, losses))
 
     def start_step(self) -> None:
@@ -52,7 +53,7 @@ class Meters:
 
     def read(self) -> Record:
         """Return ``loss`` (mean over all ranks' samples since the last read) and times; start anew."""
-        total, samples = self._world.sum_(self._sums.clone()).tolist()
+        total, samples = self._world.sum_(self.sums.clone()).tolist()
         elapsed = time.perf_counter() - self._since
         steps = max(1, self._steps)
         record = {
@@ -60,9 +61,13 @@ class Meters:
             "step_ms": 1e3 * elapsed / steps,
             "data_wait_ms": 1e3 * self._data_wait / steps,
         }
-        self._sums.zero_()
+        self.sums.zero_()
         self._reset_times()
         return record
+
+    def restore(self, sums: Tensor) -> None:
+        """Go on with sums from a checkpoint."""
+        self.sums.copy_(sums)
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:

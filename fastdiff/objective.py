@@ -133,5 +133,5 @@ class Objective:
         if batch.label is None or not self.config.label_dropout:
             return batch.label
         drop = uniform(self.seed, Stream.LABEL_DROP, batch.position, 1)[:, 0] < self.config.label_dropout
-        # masked_fill takes the class as a kernel argument; torch.where would copy it to the device.
+        # masked_fill takes the class as an argument of its kernel: nothing is copied to the device.
         return batch.label.masked_fill(drop, self.null_class)

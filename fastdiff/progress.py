@@ -15,6 +15,8 @@ class Progress:
     """Optimizer steps taken, skipped ones included."""
     skipped: int = 0
     """Steps that were skipped because a gradient was not finite."""
+    skipped_in_a_row: int = 0
+    """How many of the last steps were skipped without one between them that was not."""
 
     @property
     def applied(self) -> int:
@@ -23,7 +25,12 @@ class Progress:
 
     def after(self, samples: int, *, applied: bool) -> Progress:
         """Return the progress after one more step of ``samples`` samples."""
-        return Progress(self.samples + samples, self.steps + 1, self.skipped + (not applied))
+        return Progress(
+            samples=self.samples + samples,
+            steps=self.steps + 1,
+            skipped=self.skipped + (not applied),
+            skipped_in_a_row=0 if applied else self.skipped_in_a_row + 1,
+        )
 
 
 @dataclass(frozen=True, slots=True)

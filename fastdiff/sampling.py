@@ -35,6 +35,21 @@ class Denoiser(Protocol):
         """``[B, C, H, W] fp32, [B] int64, [B] int64 -> [B, C or more, H, W]``; the first C predict."""
 
 
+def grid_classes(model: DiTConfig, trained: int | None, most: int = 10) -> Tensor:
+    """Classes for the columns of a grid: the first ones of the data, or the null class if the data had none.
+
+    Args:
+        model: Knows the null class.
+        trained: Number of classes in the data, None for data without classes.
+        most: Number of columns at the most.
+
+    Returns:
+        ``[columns]`` int64.
+    """
+    null = model.classes
+    return torch.arange(min(most, trained)) if trained else torch.full((most,), null)
+
+
 @torch.no_grad()
 def sample(
     model: Denoiser,

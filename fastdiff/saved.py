@@ -22,6 +22,7 @@ from fastdiff.errors import ConfigError, StorageError
 from fastdiff.fragments import Fragment
 
 MANIFEST = "MANIFEST.json"
+METERS = "meters"
 FORMAT = "fastdiff-checkpoint"
 VERSION = 1
 
@@ -48,8 +49,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest  # type: ignore[no-any-return]
 
 
-def problem_of(path: Path, entry: dict[str, Any]) -> str | None:
-    """Return what is wrong with one file of a checkpoint, compared with its manifest entry; None if nothing."""
+def problems(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+    """Return what is wrong with a checkpoint: its manifest, or any digest; empty if it is intact.
+
+    With ``shares`` ranks, rank ``share`` looks at every ``shares``-th file.
+    """
+    try:
+        files = sorted(read_manifest(folder)["files"].items())
+    except StorageError as error:
+        return [str(error)]
+    found = (_problem_of(folder / name, entry) for name, entry in files[share::shares])
+    return [problem for problem in found if problem is not None]
+
+
+def _problem_of(path: Path, entry: dict[str, Any]) -> str | None:
     try:
         size = path.stat().st_size
         if size != entry["bytes"]:
@@ -128,6 +141,15 @@ class Saved:
             if keys:
                 return {key.rsplit("/", 1)[1]: handle.get_tensor(key) for key in keys}
         return {}
+
+    def meters(self, rank: int, ranks: int) -> Tensor:
+        """Return the loss sums that ``rank`` of ``ranks`` goes on with; rank 0 takes all if the ranks are others."""
+        sums: list[Tensor] = [
+            self._handle(self.folder / name).get_tensor(METERS) for name in sorted(self.manifest["files"])
+        ]
+        if len(sums) == ranks:
+            return sums[rank]
+        return torch.stack(sums).sum(0) if rank == 0 else torch.zeros_like(sums[0])
 
     def _index(self, path: Path) -> None:
         handle = self._handle(path)

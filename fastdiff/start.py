@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from fastdiff import deepspeed_config
-from fastdiff.callbacks import Callback, Callbacks, Checkpointing, Log, NonFiniteGuard, SampleGrid, TrainState
-from fastdiff.checkpoint import Checkpoints, check_unchanged
+from fastdiff import deepspeed_config, resume
+from fastdiff.callbacks import Callback, Callbacks, Checkpointing, Log, NonFiniteGuard, SampleGrid
+from fastdiff.checkpoint import Checkpoints, restore
 from fastdiff.config import RunConfig
 from fastdiff.data import build_batches
 from fastdiff.data.batches import Batches
@@ -21,10 +21,12 @@ from fastdiff.ema import Ema
 from fastdiff.engine import Engine
 from fastdiff.errors import ConfigError
 from fastdiff.launch import Launch, as_json, claim, versions, write_run_json
+from fastdiff.metrics import Meters
 from fastdiff.models import build_model, load_model
 from fastdiff.models.dit import DiT, DiTBlock, compile_blocks
 from fastdiff.progress import Progress
 from fastdiff.saved import Saved
+from fastdiff.state import TrainState
 
 
 def build_run(
@@ -46,24 +48,32 @@ def build_run(
     order = Order(config.seed, reader.shard_sizes, config.data.shuffle_shards)
     folder = Path(config.output.folder)
     world.on_first(lambda: _claim(folder, stack))
-    facts: dict[str, Any] = {"config": as_json(config), "dataset": reader.info.digest, "versions": versions()}
+    facts = {
+        "config": as_json(config),
+        "dataset": reader.info.digest,
+        "classes": reader.info.classes,
+        "versions": versions(),
+    }
     checkpoints = Checkpoints(folder / "checkpoints", config.output.keep, world)
-    saved = _saved(checkpoints, launch, facts, folder)
+    saved = resume.find(checkpoints, launch, facts, folder)
 
     model = _build_model(config, world, saved)
     engine = Engine(model, config, ds_config, world, blocks=[DiTBlock])
-    ema = Ema(engine.flats, config.ema.rates)
-    progress = checkpoints.restore(saved, engine, ema, config.optim.name) if saved else Progress()
+    ema, meters = Ema(engine.flats, config.ema.rates), Meters(world)
+    state = TrainState(config, world, engine, ema, meters, reader, order, facts, Progress())
+    if saved is not None:
+        state.progress = restore(saved, state)
+        if world.is_first:
+            tqdm.write(f"resuming from step {state.progress.steps}")
     device_name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     world.on_first(lambda: write_run_json(folder, config, launch, ds_config, device_name))
 
-    state = TrainState(config, world, engine, ema, reader, order, facts, progress)
     batches = stack.enter_context(_open_batches(state))
     callbacks: list[Callback] = [
-        NonFiniteGuard(),
+        NonFiniteGuard(state),
         Log(state),
-        SampleGrid(state),
         Checkpointing(state, checkpoints),
+        SampleGrid(state),
     ]
     return state, batches, stack.enter_context(Callbacks(callbacks))
 
@@ -72,7 +82,9 @@ def _open_data(config: RunConfig, world: World) -> LatentReader:
     """Open the shards on every rank and check that the model is made for them."""
     if not config.data.path:
         raise ConfigError("--data.path is missing: the folder that `fastdiff encode` wrote")
-    reader, error = attempt(lambda: LatentReader(config.data.path))
+    # One window of shards is read at a time, and two at its border.
+    open_shards = 2 * config.data.shuffle_shards
+    reader, error = attempt(lambda: LatentReader(config.data.path, open_shards=open_shards))
     world.agree(error)
     assert reader is not None
     model, shape, classes = config.model, reader.info.latent.shape, reader.info.classes
@@ -91,23 +103,15 @@ def _claim(folder: Path, stack: ExitStack) -> None:
     stack.callback(claim(folder))
 
 
-def _saved(checkpoints: Checkpoints, launch: Launch, facts: dict[str, Any], folder: Path) -> Saved | None:
-    saved = checkpoints.newest() if launch.resume != "never" else None
-    if launch.resume == "must" and saved is None:
-        raise ConfigError(f"--resume must: {folder} has no checkpoint; use --resume auto to start a new run")
-    if launch.resume == "never" and (folder / "run.json").exists():
-        raise ConfigError(f"--resume never: {folder} holds a run already; delete it or choose another --output.folder")
-    if saved is not None:
-        check_unchanged(saved, facts, launch.allow_change)
-    return saved
-
-
 def _build_model(config: RunConfig, world: World, saved: Saved | None) -> DiT:
     recompute = config.performance.recompute
     if saved is None:
         model = build_model(config.model, recompute=recompute, seed=config.seed)
     else:  # before DeepSpeed casts and shards it: so the working copies are those of the restored master weights
-        model = load_model(config.model, saved.weights(), recompute=recompute)
+        try:
+            model = load_model(config.model, saved.weights(), recompute=recompute)
+        except RuntimeError as error:
+            raise ConfigError(f"{saved.folder} holds another model: {error}") from None
     compiled = config.performance.compile
     if compiled or (compiled is None and world.device.type == "cuda"):
         compile_blocks(model)
@@ -126,5 +130,4 @@ def _open_batches(state: TrainState) -> Batches:
         ranks=world.size,
         micro=config.batch.per_rank(world.size),
         global_batch=config.batch.samples,
-        on_cuda=world.device.type == "cuda",
     )

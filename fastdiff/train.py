@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,15 +9,12 @@ from contextlib import ExitStack
 from fastdiff import cli, deepspeed_config, dist
 from fastdiff.config import RunConfig
 from fastdiff.dist import World
-from fastdiff.errors import FastdiffError, StorageError
+from fastdiff.errors import FastdiffError
 from fastdiff.launch import Launch
-from fastdiff.metrics import Meters
 from fastdiff.objective import Objective
 from fastdiff.progress import Progress
 from fastdiff.quiet import quieten
 from fastdiff.start import build_run
-
-_STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 def train(config: RunConfig, launch: Launch, world: World) -> Progress:
@@ -34,10 +30,9 @@ def train(config: RunConfig, launch: Launch, world: World) -> Progress:
     """
     with ExitStack() as stack:
         state, batches, callbacks = build_run(config, launch, world, stack)
-        engine, ema = state.engine, state.ema
+        engine, ema, meters = state.engine, state.ema, state.meters
         objective = Objective(config.objective, seed=config.seed, classes=config.model.classes, device=world.device)
         accumulation = config.batch.accumulation(world.size)
-        meters = Meters(world)
 
         while state.progress.samples < config.samples:
             meters.start_step()
@@ -53,7 +48,7 @@ def train(config: RunConfig, launch: Launch, world: World) -> Progress:
             state.progress = state.progress.after(config.batch.samples, applied=state.applied)
             if state.applied:
                 ema.update()
-            callbacks.on_step(state, meters)
+            callbacks.on_step(state)
         callbacks.on_end(state)
         return state.progress
 
@@ -71,9 +66,7 @@ def main(argv: Sequence[str]) -> int:
     except FastdiffError as error:
         return cli.report(error)
     except OSError as error:
-        if error.errno not in _STORAGE_ERRNOS:
-            raise
-        return cli.report(StorageError(f"{error.filename or 'storage'}: {error.strerror}"))
+        return cli.report(cli.as_storage_error(error))
     return 0
 
 

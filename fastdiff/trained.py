@@ -15,8 +15,8 @@ from fastdiff.config_file import read_run
 from fastdiff.data.shards import DatasetInfo
 from fastdiff.errors import ConfigError
 from fastdiff.models import load_model
-from fastdiff.sampling import SchedulerName, sample
-from fastdiff.saved import Saved, committed, problem_of, read_manifest
+from fastdiff.sampling import SchedulerName, grid_classes, sample
+from fastdiff.saved import Saved, committed, problems
 
 
 class TrainedRun:
@@ -40,6 +40,7 @@ class TrainedRun:
         saved = _newest_intact(folder / "checkpoints")
         self.ema = ema if ema is not None else next(iter(saved.ema_rates), None)
         self.step = int(saved.manifest["progress"]["steps"])
+        self.classes: int | None = saved.manifest["classes"]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = load_model(self.config.model, saved.weights(self.ema)).to(device).eval()
 
@@ -79,12 +80,13 @@ class TrainedRun:
         """Write a PNG with one column per class."""
         from fastdiff.grid import image_grid
 
-        known = self.config.model.classes
-        chosen = list(range(min(known, 10))) if classes is None else list(classes)
-        wrong = [c for c in chosen if not 0 <= c < known]
+        known = self.classes or 0
+        wrong = [c for c in classes or () if not 0 <= c < known]
         if wrong:
-            raise ConfigError(f"--classes {wrong}: the model has classes 0-{known - 1}")
-        labels = torch.tensor(chosen).repeat(per_class)
+            has = f"classes 0-{known - 1}" if known else "no classes"
+            raise ConfigError(f"--classes {wrong}: the model was trained with {has}")
+        columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.classes)
+        labels = columns.repeat(per_class)
         images = self.draw(labels, scheduler=scheduler, steps=steps, cfg=cfg, seed=seed, progress=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         image_grid(images, rows=per_class).save(path)
@@ -111,9 +113,8 @@ class TrainedRun:
 def _newest_intact(checkpoints: Path) -> Saved:
     damage = []
     for folder in committed(checkpoints):
-        files = read_manifest(folder)["files"].items()
-        problems = [p for name, entry in files if (p := problem_of(folder / name, entry)) is not None]
-        if not problems:
+        found = problems(folder)
+        if not found:
             return Saved(folder)
-        damage += problems
+        damage += found
     raise ConfigError(f"{checkpoints}: no intact checkpoint{f' ({damage[0]})' if damage else ''}; train first")

@@ -17,8 +17,10 @@ from fastdiff.config import (
     RunConfig,
 )
 from fastdiff.dist import World
-from fastdiff.launch import Launch
+from fastdiff.launch import Launch, as_json
 from fastdiff.presets import preset
+from fastdiff.resume import flatten
+from fastdiff.saved import Saved, committed, problems
 from fastdiff.train import train
 
 STEPS = 6
@@ -60,6 +62,28 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in found]
 
 
+def intact(folder: Path) -> list[int]:
+    """Steps of the checkpoints of a run whose every digest is right, newest first."""
+    return [int(step.name.removeprefix("step-")) for step in committed(folder / "checkpoints") if not problems(step)]
+
+
+def newest(folder: Path) -> Saved:
+    """The newest checkpoint of a run."""
+    return Saved(committed(folder / "checkpoints")[0])
+
+
+def hexes(numbers: list[float]) -> list[str]:
+    """Every bit of every number."""
+    return [number.hex() for number in numbers]
+
+
+def assert_same_checkpoint(first: Path, second: Path) -> None:
+    """The last checkpoints hold equal bytes: weights, optimizer state, every EMA, the sums of the log."""
+    a, b = newest(first).manifest, newest(second).manifest
+    assert a["progress"] == b["progress"]
+    assert a["files"] == b["files"]
+
+
 def train_losses(world: World, config: RunConfig, start: Launch) -> list[float]:
     """Train, and return the losses of all steps."""
     train(config, start, world)
@@ -78,7 +102,4 @@ def flags(config: RunConfig) -> list[str]:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    from fastdiff.checkpoint import _flatten
-    from fastdiff.launch import as_json
-
-    return _flatten(as_json(config))
+    return flatten(as_json(config))

@@ -21,10 +21,10 @@ from fastdiff.data.shards import Provenance
 from fastdiff.data.sources import digits as real_digits
 from fastdiff.dist import World
 from fastdiff.errors import ConfigError, DataError, DivergedError, FastdiffError, StorageError
-from fastdiff.saved import committed, problem_of, read_manifest
 from fastdiff.train import main, train
 from tests.processes import deepspeed, fastdiff
-from tests.runs import flags, launch, losses, records, tiny, train_losses
+from tests.runs import flags, hexes, intact, launch, losses, records, tiny, train_losses
+from tests.tiny_disk import tiny_disk
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +38,6 @@ def trained(world: World, digits: Path, tmp_path: Path) -> RunConfig:
     config = tiny(digits, tmp_path / "run", steps=4, output__checkpoint_every=2)
     train(config, launch(), world)
     return config
-
-
-def intact(folder: Path) -> list[int]:
-    """Steps of the checkpoints whose every digest is right."""
-    return [
-        int(step.name.removeprefix("step-"))
-        for step in committed(folder / "checkpoints")
-        if not any(problem_of(step / name, entry) for name, entry in read_manifest(step)["files"].items())
-    ]
 
 
 def grown(config: RunConfig, steps: int) -> RunConfig:
@@ -161,8 +152,9 @@ def test_a_nan_sample_skips_its_step_and_moves_nothing(world: World, tmp_path: P
         step = entry["step"]
         assert entry["keys"]
         assert all(".tar:" in key and int(key.split(":")[1]) % 100 == 0 for key in entry["keys"])
+        if step < len(found):
+            assert found[step]["lr"] == found[step - 1]["lr"], "the learning rate waits"
         if step > 1:
-            assert found[step - 1]["lr"] == found[step - 2]["lr"], "the learning rate waits"
             before, after = (tmp_path / "run" / "checkpoints" / f"step-{n:08d}" for n in (step - 1, step))
             assert same_tensors(before, after), "weights, optimizer state and EMA stay"
         assert found[step - 1]["loss"] is not None, "the mean is over the finite samples"
@@ -173,6 +165,18 @@ def same_tensors(before: Path, after: Path) -> bool:
 
     a, b = (load_file(folder / "rank-00000.safetensors") for folder in (before, after))
     return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
+
+
+def test_a_run_that_has_not_moved_yet_resumes(world: World, tmp_path: Path) -> None:
+    """The first step is skipped and saved: there is no optimizer state to restore."""
+    data = with_nans(tmp_path / "nan", 1)
+    for stage, optimizer in ((0, "adamw"), (1, "adamw"), (3, "adamw8bit-bnb")):
+        folder = tmp_path / f"{stage}{optimizer}"
+        train(tiny(data, folder, steps=1, optim__name=optimizer), launch(stage), world)
+        train(tiny(data, folder, steps=2, optim__name=optimizer), launch(stage), world)
+        assert [r["skipped"] for r in records(folder)] == [1, 2]
+        with pytest.raises(DivergedError):  # the third in a row, counted across the restarts
+            train(tiny(data, folder, steps=3, optim__name=optimizer), launch(stage), world)
 
 
 def test_three_non_finite_steps_in_a_row_stop_the_run(
@@ -222,6 +226,30 @@ def test_a_changed_configuration_is_refused_with_a_diff(world: World, trained: R
     assert len(losses(Path(trained.output.folder))) == 6
 
 
+@pytest.mark.parametrize(
+    ("changes", "allowed", "message"),
+    [
+        ({}, ("optim.lrr",), r"--allow-change optim.lrr: .*did you mean optim.lr\?"),
+        ({"model__hidden": 64}, ("model.hidden",), "holds another model"),
+    ],
+)
+def test_what_cannot_be_allowed_is_explained(
+    world: World, trained: RunConfig, changes: dict[str, int], allowed: tuple[str, ...], message: str
+) -> None:
+    config = tiny(Path(trained.data.path), Path(trained.output.folder), steps=6, **changes)
+    with pytest.raises(ConfigError, match=message):
+        train(config, launch(allow_change=allowed), world)
+    assert intact(Path(trained.output.folder)) == [4, 2]
+
+
+@pytest.mark.parametrize("changes", [{"ema__rates": (0.9, 0.7)}, {"optim__name": "adamw8bit-bnb"}])
+def test_an_allowed_change_starts_what_is_new(world: World, trained: RunConfig, changes: dict[str, object]) -> None:
+    """An added average starts at the weights, another optimizer without state."""
+    config = tiny(Path(trained.data.path), Path(trained.output.folder), steps=6, **changes)
+    train(config, launch(allow_change=("ema.rates", "optim.name")), world)
+    assert len(losses(Path(trained.output.folder))) == 6
+
+
 def test_another_data_set_is_refused(world: World, trained: RunConfig, tmp_path: Path) -> None:
     data = with_nans(tmp_path / "other", 10**6)
     with pytest.raises(ConfigError, match=r"dataset: .*digest"):
@@ -231,21 +259,18 @@ def test_another_data_set_is_refused(world: World, trained: RunConfig, tmp_path:
 def test_resume_must_and_never(world: World, trained: RunConfig, tmp_path: Path, digits: Path) -> None:
     with pytest.raises(ConfigError, match="no checkpoint"):
         train(tiny(digits, tmp_path / "fresh"), launch(resume="must"), world)
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="holds a run; delete it"):
         train(grown(trained, 6), launch(resume="never"), world)
 
 
 # --- storage -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(params=[None, True], ids=["as it may", "without privileges"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A file system with room for about one checkpoint of the tiny model."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with tiny_disk(tmp_path / "small", 2, stand_in=request.param) as folder:
+        yield folder
 
 
 def test_a_full_disk_exits_74_and_keeps_the_good_checkpoint(
@@ -281,7 +306,9 @@ def test_a_disk_that_fills_during_the_write_is_reported(world: World, digits: Pa
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
-def test_a_damaged_checkpoint_is_passed_over(world: World, trained: RunConfig, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over(
+    world: World, trained: RunConfig, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = train_losses(world, tiny(Path(trained.data.path), tmp_path / "whole", steps=6), launch())
     newest = Path(trained.output.folder) / "checkpoints" / "step-00000004"
     file = newest / ("MANIFEST.json" if damage == "manifest" else "rank-00000.safetensors")
@@ -293,8 +320,10 @@ def test_a_damaged_checkpoint_is_passed_over(world: World, trained: RunConfig, t
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 255
         file.write_bytes(content)
+    capsys.readouterr()
     resumed = train_losses(world, grown(trained, 6), launch())
-    assert [x.hex() for x in resumed] == [x.hex() for x in whole]
+    assert "resuming from step 2" in capsys.readouterr().out
+    assert hexes(resumed) == hexes(whole)
 
 
 def test_no_intact_checkpoint_is_an_error_and_not_a_new_start(world: World, trained: RunConfig) -> None:

@@ -131,6 +131,8 @@ def test_every_deepspeed_file_resolves_for_every_preset(name: str, file: Path, r
         ({"optimizer": {"type": "Adam"}}, r"--optim\.\* decides"),
         ({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}, "which fastdiff does not fill"),
         ({"zero_optimization": {"stage": 4}}, "expected 0, 1, 2 or 3"),
+        ({"bf16": True}, r'"bf16": true; expected an object'),
+        ({"zero_optimization": True}, r'"zero_optimization": true; expected an object'),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "not supported"),
     ],
 )

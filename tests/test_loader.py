@@ -3,13 +3,15 @@
 import itertools
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import fastdiff.data
-from fastdiff.config import DataConfig
+from fastdiff.config import DataConfig, DiTConfig
 from fastdiff.data import build_batches
 from fastdiff.data.index import ShardIndex
 from fastdiff.data.order import Order
@@ -17,10 +19,13 @@ from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.writer import ShardWriter
 from fastdiff.errors import ConfigError, DataError
+from fastdiff.presets import preset
+from fastdiff.start import _open_data
 
 LOADERS = ("dali", "prefetch")
 SHIFT, SCALE = (0.25, -1.0), (2.0, 0.18215)
 SAMPLES = 40
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def encode(folder, *, classes, dtype="float16"):
@@ -51,18 +56,22 @@ def no_thread_is_left():
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("fastdiff-")]
 
 
-def batches(reader, order, loader, *, start=0, rank=0, ranks=1, micro=6, batch=12, prefetch=4):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return torch.device(request.param)
+
+
+def batches(reader, order, loader, *, device=CPU, start=0, rank=0, ranks=1, micro=6, batch=12, prefetch=4):
     return build_batches(
         reader,
         order,
         config=DataConfig(loader=loader, prefetch=prefetch),
-        device=torch.device("cpu"),
+        device=device,
         start_samples=start,
         rank=rank,
         ranks=ranks,
         micro=micro,
         global_batch=batch,
-        on_cuda=False,
     )
 
 
@@ -73,9 +82,9 @@ def take(count, *args, **kwargs):
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_batches_are_the_normalised_samples_at_their_positions(latents, loader, prefetch):
+def test_batches_are_the_normalised_samples_at_their_positions(latents, loader, prefetch, device):
     reader, order, values = latents
-    taken = take(15, reader, order, loader, prefetch=prefetch)
+    taken = take(15, reader, order, loader, prefetch=prefetch, device=device)
     for index, batch in enumerate(taken):
         positions = np.arange(index * 6, index * 6 + 6)
         ids = order.samples(positions)
@@ -83,51 +92,55 @@ def test_batches_are_the_normalised_samples_at_their_positions(latents, loader, 
         scale = np.array(SCALE, np.float32)[:, None, None]
         expected = (values[ids].astype(np.float32) - shift) * scale
         assert batch.latents.dtype == torch.float32
-        assert np.array_equal(batch.latents.numpy(), expected)
+        assert {part.device.type for part in (batch.latents, batch.position, batch.label)} == {device.type}
+        assert np.array_equal(batch.latents.cpu().numpy(), expected)
         assert batch.position.dtype == batch.label.dtype == torch.int64
         assert batch.position.tolist() == positions.tolist()
         assert batch.label.tolist() == (ids % 11).tolist()
 
 
 @pytest.mark.parametrize("where", [{}, {"start": 24}, {"rank": 1, "ranks": 2, "micro": 3, "start": 36}])
-def test_dali_and_prefetch_give_identical_batches(latents, where):
+def test_dali_and_prefetch_give_identical_batches(latents, where, device):
     reader, order, _ = latents
-    for dali, plain in zip(*(take(12, reader, order, loader, **where) for loader in LOADERS), strict=True):
+    taken = [take(12, reader, order, loader, device=device, **where) for loader in LOADERS]
+    for dali, plain in zip(*taken, strict=True):
         assert torch.equal(dali.latents, plain.latents)
         assert torch.equal(dali.position, plain.position)
         assert torch.equal(dali.label, plain.label)
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_start_in_the_middle_continues_the_stream(latents, loader):
+def test_a_start_in_the_middle_continues_the_stream(latents, loader, device):
     reader, order, _ = latents
-    for whole, tail in zip(take(12, reader, order, loader)[8:], take(4, reader, order, loader, start=48), strict=True):
+    from_start = take(12, reader, order, loader, device=device)
+    from_middle = take(4, reader, order, loader, start=48, device=device)
+    for whole, tail in zip(from_start[8:], from_middle, strict=True):
         assert torch.equal(whole.latents, tail.latents)
         assert torch.equal(whole.position, tail.position)
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_two_ranks_see_what_one_rank_sees(latents, loader):
+def test_two_ranks_see_what_one_rank_sees(latents, loader, device):
     reader, order, _ = latents
-    one = take(6, reader, order, loader, micro=6)
-    two = [take(6, reader, order, loader, rank=rank, ranks=2, micro=3) for rank in (0, 1)]
+    one = take(6, reader, order, loader, micro=6, device=device)
+    two = [take(6, reader, order, loader, rank=rank, ranks=2, micro=3, device=device) for rank in (0, 1)]
     for index, batch in enumerate(one):
         assert torch.equal(batch.latents, torch.cat([two[0][index].latents, two[1][index].latents]))
 
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_unconditional_data_has_no_label(tmp_path, loader, dtype):
+def test_unconditional_data_has_no_label(tmp_path, loader, dtype, device):
     encode(tmp_path, classes=None, dtype=dtype)
     with LatentReader(tmp_path) as reader:
-        [batch] = take(1, reader, Order(0, reader.shard_sizes, 1), loader)
+        [batch] = take(1, reader, Order(0, reader.shard_sizes, 1), loader, device=device)
     assert batch.label is None
     assert batch.latents.shape == (6, 2, 4, 4)
 
 
 @pytest.mark.parametrize("prefetch", [1, 4])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_damaged_sample_is_a_data_error_at_its_micro_batch(latents, loader, prefetch):
+def test_a_damaged_sample_is_a_data_error_at_its_micro_batch(latents, loader, prefetch, device):
     reader, order, _ = latents
     shard, row = (int(part[0]) for part in order.locate(order.samples([3 * 6 + 2])))
     path = reader.folder / reader.info.shards[shard].name
@@ -135,7 +148,7 @@ def test_a_damaged_sample_is_a_data_error_at_its_micro_batch(latents, loader, pr
     with path.open("r+b") as file:
         file.seek(place.offset + 130)
         file.write(b"\x99\x99")
-    with batches(reader, order, loader, prefetch=prefetch) as stream:
+    with batches(reader, order, loader, prefetch=prefetch, device=device) as stream:
         for index in range(3):
             assert next(stream).position[0] == index * 6
         for _ in range(2):
@@ -144,9 +157,9 @@ def test_a_damaged_sample_is_a_data_error_at_its_micro_batch(latents, loader, pr
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_batches_stay_as_they_are(latents, loader):
+def test_batches_stay_as_they_are(latents, loader, device):
     reader, order, _ = latents
-    with batches(reader, order, loader) as stream:
+    with batches(reader, order, loader, device=device) as stream:
         first = next(stream)
         tensors = (first.latents, first.position, first.label)
         copies = [tensor.clone() for tensor in tensors]
@@ -156,12 +169,12 @@ def test_batches_stay_as_they_are(latents, loader):
 
 @pytest.mark.parametrize("prefetch", [1, 2, 4])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_reading_ahead_is_bounded(latents, loader, prefetch, monkeypatch):
+def test_reading_ahead_is_bounded(latents, loader, prefetch, monkeypatch, device):
     reader, order, _ = latents
     reads = []
     read = reader.read
     monkeypatch.setattr(reader, "read", lambda *args: reads.append(1) or read(*args))
-    with batches(reader, order, loader, prefetch=prefetch) as stream:
+    with batches(reader, order, loader, prefetch=prefetch, device=device) as stream:
         list(itertools.islice(stream, 10))
         until = time.monotonic() + 20
         while len(reads) < 10 + prefetch and time.monotonic() < until:
@@ -171,11 +184,11 @@ def test_reading_ahead_is_bounded(latents, loader, prefetch, monkeypatch):
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_closing_ends_the_thread_at_any_time(latents, loader):
+def test_closing_ends_the_thread_at_any_time(latents, loader, device):
     reader, order, _ = latents
-    batches(reader, order, loader).close()
+    batches(reader, order, loader, device=device).close()
     for count in (1, 3):
-        with batches(reader, order, loader) as stream:
+        with batches(reader, order, loader, device=device) as stream:
             list(itertools.islice(stream, count))
         stream.close()
         with pytest.raises(RuntimeError, match=r"closed"):
@@ -219,7 +232,51 @@ def test_wrong_settings_are_refused(latents, change, problem):
         batches(reader, order, **change)
 
 
-def test_the_reader_keeps_all_shards_of_a_window_open(latents):
+def test_the_reader_of_the_caller_is_not_changed(latents):
     reader, _, _ = latents
+    before = reader.open_shards
     batches(reader, Order(0, reader.shard_sizes, 100), "prefetch").close()
-    assert reader.open_shards >= 100
+    assert reader.open_shards == before
+
+
+def test_a_run_keeps_two_windows_of_shards_open(tmp_path):
+    encode(tmp_path, classes=11)
+    model = DiTConfig(depth=1, hidden=32, heads=2, patch=2, channels=2, size=4, classes=11)
+    config = replace(preset("digits"), model=model, data=DataConfig(path=str(tmp_path), shuffle_shards=70))
+    with _open_data(config, SimpleNamespace(agree=lambda error: None)) as reader:
+        assert reader.open_shards == 140
+
+
+def test_a_thread_that_hangs_is_left_with_a_warning(latents, monkeypatch):
+    reader, order, _ = latents
+    monkeypatch.setattr("fastdiff.data.batches._JOIN_SECONDS", 0.05)
+    stream, reading, hanging = batches(reader, order, "prefetch"), threading.Event(), threading.Event()
+    monkeypatch.setattr(reader, "read", lambda *_: (reading.set(), hanging.wait(60)))
+    stream._thread.start()
+    reading.wait(60)
+    try:
+        with pytest.warns(RuntimeWarning, match=rf"thread fastdiff-prefetch did not end .* storage of {reader.folder}"):
+            stream.close()
+    finally:
+        hanging.set()
+        stream._thread.join()
+    assert stream._thread.daemon
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [1, 4])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_memory_of_a_dropped_batch_is_not_used_again_before_its_consumer_is_done(latents, loader, prefetch):
+    reader, order, _ = latents
+    expected = take(20, reader, order, loader)
+    results, consumer = [], torch.cuda.Stream()
+    with torch.cuda.stream(consumer), batches(reader, order, loader, device=CUDA, prefetch=prefetch) as stream:
+        for batch in itertools.islice(stream, len(expected)):
+            # The GPU reads this batch long after the host has dropped it and the thread has made the next ones.
+            torch.cuda._sleep(20_000_000)
+            results.append((batch.latents.clone(), batch.position.clone(), batch.label.clone()))
+            del batch
+    consumer.synchronize()
+    for found, batch in zip(results, expected, strict=True):
+        for tensor, wanted in zip(found, (batch.latents, batch.position, batch.label), strict=True):
+            assert torch.equal(tensor.cpu(), wanted)

@@ -1,6 +1,7 @@
 """Corruption and loss: against fp64 oracles and closed forms, and what they must never do."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastdiff.batch import Batch
 from fastdiff.config import DiffusionConfig
 from fastdiff.errors import ConfigError
+from fastdiff.metrics import Meters
 from fastdiff.objective import Objective, loss_weights
 from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import betas
@@ -20,8 +22,8 @@ EPS = 2.0**-24
 """Rounding error of fp32."""
 
 
-def _objective(seed=0, **values):
-    return Objective(DiffusionConfig(**values), seed=seed, classes=CLASSES, device="cpu")
+def _objective(seed=0, device="cpu", **values):
+    return Objective(DiffusionConfig(**values), seed=seed, classes=CLASSES, device=device)
 
 
 def _batch(size=16, dtype=torch.float32, position=None):
@@ -216,6 +218,7 @@ class _NoSync(TorchDispatchMode):
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_neither_corrupt_nor_loss_waits_for_the_device(prediction, monkeypatch):
+    """On a CPU, so only what the torch reference of each op does; the kernels' launches are seen on a GPU, below."""
     objective = _objective(
         prediction=prediction, noise_offset=0.1, input_perturbation=0.1, min_snr_gamma=5.0, label_dropout=0.5
     )
@@ -235,3 +238,33 @@ def test_neither_corrupt_nor_loss_waits_for_the_device(prediction, monkeypatch):
     assert calls == ["item"]
     with pytest.raises(AssertionError, match="waits for the device"), _NoSync():
         losses[0].item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_no_step_on_a_gpu_waits_for_it(prediction):
+    """CUDA itself reports every synchronising call, in the kernels as well."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    objective = _objective(
+        device=device, prediction=prediction, noise_offset=0.1, input_perturbation=0.1, min_snr_gamma=5.0,
+        label_dropout=0.5,
+    )  # fmt: skip
+    host, meters = _batch(dtype=torch.bfloat16), Meters(SimpleNamespace(device=device))
+    batch = Batch(host.latents.to(device), host.position.to(device), host.label.to(device))
+    guess = torch.zeros(16, 8, 8, 8, dtype=torch.bfloat16, device=device)
+
+    def step():
+        losses = objective.loss(guess, batch, objective.corrupt(batch))
+        meters.add(losses, batch.position)
+        return losses
+
+    step()  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            losses = step()
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            losses[0].item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert losses.isfinite().all()

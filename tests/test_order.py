@@ -1,6 +1,7 @@
 """The order of the samples: a permutation per epoch, the same for any number of ranks and any start."""
 
-import itertools
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ SIZES = [5, 3, 7, 1, 6, 2]
 
 def take(order, count, **share):
     """The sample ids of the first micro-batches of one rank."""
-    return [order.samples(n) for n in itertools.islice(RankPositions(**share), count)]
+    own = RankPositions(**share)
+    return [order.samples(own[index]) for index in range(count)]
 
 
 def test_every_epoch_is_another_permutation():
@@ -108,6 +110,37 @@ def test_a_huge_data_set_needs_the_memory_of_a_window():
     assert ids.max() < 10**8
     assert max(len(window) for window in order._windows.values()) == 40_000
     assert len(order._windows) <= 3
+
+
+def test_threads_share_an_order(monkeypatch):
+    order, epochs = Order(2, SIZES, 2), range(8)
+    expected = {epoch: Order(2, SIZES, 2).samples(epoch * 24 + np.arange(24)).tolist() for epoch in epochs}
+    inside, most, found, errors = [], [], [], []
+    shuffle = order._shuffle
+
+    def slow_shuffle(*args):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.002)  # lets the other thread in, if it may
+        inside.pop()
+        return shuffle(*args)
+
+    def work(epochs):
+        try:
+            found.extend((epoch, order.samples(epoch * 24 + np.arange(24)).tolist()) for epoch in epochs)
+        except BaseException as error:
+            errors.append(error)
+
+    monkeypatch.setattr(order, "_shuffle", slow_shuffle)
+    threads = [threading.Thread(target=work, args=(order_of,)) for order_of in (epochs, reversed(epochs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(found) == 16
+    assert all(ids == expected[epoch] for epoch, ids in found)
+    assert max(most) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,12 +12,13 @@ from deepspeed.accelerator import get_accelerator
 
 from fastdiff import dist
 from fastdiff.dist import World
-from fastdiff.errors import ConfigError
+from fastdiff.engine import Engine
+from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.fragments import Flat, Fragment
 from fastdiff.optim import check_is_8bit
-from fastdiff.saved import Saved, committed
 from fastdiff.train import train
-from tests.runs import launch, losses, tiny, train_losses
+from tests.runs import hexes, launch, losses, newest, tiny, train_losses
+from tests.test_train import check_clipping
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,38 @@ def test_fp16_without_fp16_arithmetic_is_refused(
         train(tiny(digits, tmp_path / "run", performance__precision="fp16"), launch(), world)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_clips_the_true_gradient(
+    world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
+) -> None:
+    """Adam does not see the scale of a gradient, so only its first moment tells that the loss scale is taken out."""
+    check_clipping(world, tiny(digits, tmp_path / "run", steps=1, performance__precision="fp16"), stage)
+
+
+def test_fp16_under_zero0_is_refused(world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None) -> None:
+    with pytest.raises(ConfigError, match=r"use deepspeed_configs/zero1\.json"):
+        train(tiny(digits, tmp_path / "run", performance__precision="fp16"), launch(0), world)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp16_stops_at_the_smallest_loss_scale(
+    world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
+) -> None:
+    """Finite losses, but a gradient that overflows at any scale."""
+    config = tiny(digits, tmp_path / "run", steps=60, performance__precision="fp16")
+
+    class Overflowing(Engine):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss * 1e30)
+
+    with mock.patch("fastdiff.start.Engine", Overflowing), pytest.raises(DivergedError, match="smallest loss scale"):
+        train(config, launch(stage), world)
+    lines = (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()
+    scales = [json.loads(line)["cur_scale"] for line in lines]
+    assert scales[0] > scales[-1]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp16_follows_fp32_and_resumes_with_its_loss_scale(
     world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
 ) -> None:
@@ -47,8 +81,8 @@ def test_fp16_follows_fp32_and_resumes_with_its_loss_scale(
     assert whole != exact
     for steps in (3, 6):
         train(tiny(digits, tmp_path / "parts", steps=steps, performance__precision="fp16"), launch(stage), world)
-    assert [x.hex() for x in losses(tmp_path / "parts")] == [x.hex() for x in whole]
-    manifests = [Saved(committed(tmp_path / n / "checkpoints")[0]).manifest for n in ("whole", "parts")]
+    assert hexes(losses(tmp_path / "parts")) == hexes(whole)
+    manifests = [newest(tmp_path / name).manifest for name in ("whole", "parts")]
     assert manifests[0]["loss_scale"] == manifests[1]["loss_scale"]
     assert manifests[0]["loss_scale"]["cur_scale"] > 1
     assert manifests[0]["files"] == manifests[1]["files"]
@@ -70,7 +104,7 @@ def test_fp32_state_of_an_8bit_optimizer_stops_the_run() -> None:
 
 def test_8bit_state_takes_two_bytes_per_parameter(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", steps=2, optim__name="adamw8bit-bnb"), launch(3), world)
-    saved = Saved(committed(tmp_path / "run" / "checkpoints")[0])
+    saved = newest(tmp_path / "run")
     raw = saved.raw(0, 0)
     parameters = sum(torch.Size(shape).numel() for shape in saved.manifest["parameters"].values())
     assert raw["state1"].dtype == raw["state2"].dtype == torch.uint8

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fastdiff.data.order import RankPositions
 from fastdiff.randomness import Stream, normal, uniform
 from fastdiff.timesteps import uniform_timesteps
 
@@ -33,8 +34,10 @@ def test_the_numbers_of_a_run_are_frozen():
 
 
 def _positions(step, micro_batch, rank, ranks, micro, accumulation):
+    """Those of one micro-batch of a step, as the loader takes them."""
     batch = ranks * micro * accumulation
-    return step * batch + (micro_batch * ranks + rank) * micro + torch.arange(micro)
+    own = RankPositions(start_samples=step * batch, rank=rank, ranks=ranks, micro=micro, global_batch=batch)
+    return torch.from_numpy(own[micro_batch])
 
 
 def test_two_ranks_draw_different_noise():

@@ -5,18 +5,21 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from fastdiff.data.encode import encode_digits, encode_synthetic
 from fastdiff.data.index import ShardIndex
+from fastdiff.data.integrity import check_index
 from fastdiff.data.reader import LatentReader
-from fastdiff.data.shards import DatasetInfo
+from fastdiff.data.shards import DatasetInfo, canonical_json
 from fastdiff.data.verify import verify
-from fastdiff.errors import DataError
+from fastdiff.errors import DataError, StorageError
 
 SHAPE, SAMPLES, PER_SHARD = (2, 4, 4), 24, 8
 BAD = "train-000001.tar"
@@ -146,6 +149,79 @@ def test_threads_share_a_reader(intact, truth):
     assert not wrong
 
 
+def test_a_read_that_brings_less_than_was_asked_for_is_continued(intact, truth, monkeypatch):
+    preadv, calls = os.preadv, []
+
+    def seven_bytes(descriptor, buffers, offset):
+        calls.append(offset)
+        first = next(buffer for buffer in buffers if len(buffer))
+        return preadv(descriptor, [first[:7]], offset)
+
+    monkeypatch.setattr(os, "preadv", seven_bytes)
+    with LatentReader(intact) as reader:
+        read = reader.read(np.arange(SAMPLES))
+    assert read["latent"].tobytes() == truth["latent"].tobytes()
+    assert read["label"].tolist() == truth["label"].tolist()
+    # 128 bytes of header, 64 of values, 1 of the class; no piece crosses a buffer.
+    assert len(calls) == SAMPLES * (19 + 10 + 1)
+
+
+def test_a_read_that_ends_inside_the_header_is_continued_there(intact, truth, monkeypatch):
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, _first(buffers, 150), offset))
+    with LatentReader(intact) as reader:
+        assert reader.read(np.arange(SAMPLES))["latent"].tobytes() == truth["latent"].tobytes()
+
+
+def _first(buffers, count):
+    taken = []
+    for buffer in buffers:
+        taken.append(buffer[:count])
+        count -= len(taken[-1])
+    return taken
+
+
+def test_a_shard_is_streamed_in_when_it_is_opened(intact, truth, monkeypatch):
+    advice = []
+
+    def refuse(descriptor, *what):
+        advice.append((os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")), *what))
+        raise OSError(22, "Invalid argument")  # a file system that takes no advice must not matter
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    with LatentReader(intact) as reader:
+        for _ in range(2):
+            assert reader.read(np.arange(SAMPLES))["latent"].tobytes() == truth["latent"].tobytes()
+    assert advice == [(f"train-00000{number}.tar", 0, 0, os.POSIX_FADV_WILLNEED) for number in range(3)]
+
+
+def test_too_many_open_files_name_the_setting(tmp_path):
+    encode_synthetic(tmp_path, SHAPE, 40, samples_per_shard=1)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with LatentReader(tmp_path, open_shards=64) as reader:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 20, before[1]))
+        try:
+            with pytest.raises(StorageError, match=r"Too many open files; lower --data.shuffle_shards .*ulimit -n"):
+                reader.read(np.arange(40))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_closing_does_not_wait_for_a_read_that_hangs(intact, monkeypatch):
+    monkeypatch.setattr("fastdiff.data.reader._CLOSE_SECONDS", 0.05)
+    reader = LatentReader(intact)
+    reader.read([0])
+    before = time.monotonic()
+    with reader._lock:
+        reader.close()
+    assert time.monotonic() - before < 1
+    assert len(reader._open) == 1
+    reader.close()
+    assert not reader._open
+
+
 def test_an_intact_data_set_has_no_problems(intact):
     report = verify(intact)
     assert report.ok
@@ -192,6 +268,35 @@ def test_verify_lists_all_damage(folder):
     ]  # fmt: skip
     for place in places:
         assert_named(str(report), place)
+
+
+@pytest.mark.parametrize("unreadable", [BAD, "train-000001.index.json", "train-000001.idx"])
+def test_verify_goes_on_after_a_file_that_cannot_be_read(folder, unreadable):
+    damaged = [index_of(folder, f"train-00000{n}.tar").place("latent.npy", 2) for n in (0, 2)]
+    for number, place in zip((0, 2), damaged, strict=True):
+        flip(folder / f"train-00000{number}.tar", place.offset + 140)
+    (folder / unreadable).unlink()
+    (folder / unreadable).mkdir()  # reading it is an OSError, also for root
+    problems = verify(folder).problems
+    assert [problem.shard for problem in problems] == ["train-000000.tar", BAD, "train-000002.tar"]
+    assert [problems[0].place, problems[2].place] == damaged
+    assert re.search(rf"cannot read .*{unreadable}: Is a directory; check its permissions", problems[1].what)
+
+
+def test_a_shard_that_cannot_be_read_is_not_taken_for_an_empty_one(folder):
+    info = DatasetInfo.read(folder).shards[1]
+    (folder / BAD).unlink()
+    (folder / BAD).mkdir()
+    for damage in (b"", b'{"format": "another"}', None):
+        index = (folder / BAD).with_suffix(".index.json")
+        index.unlink() if damage is None else index.write_bytes(damage)
+        with pytest.raises(StorageError, match=rf"cannot read .*{BAD}: Is a directory"):
+            check_index(folder / BAD, info)
+    with pytest.raises(StorageError, match=rf"cannot read .*{BAD}"):
+        LatentReader(folder)
+    (folder / BAD).rmdir()
+    _, problem = check_index(folder / BAD, info)
+    assert problem.what == "train-000001.index.json is missing"
 
 
 def test_damage_beside_the_samples_is_found_by_verify(folder):
@@ -360,6 +465,8 @@ def declare(folder, **changes):
     info = json.loads((folder / "dataset.json").read_bytes())
     info["shards"][1]["index_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     info.update(changes)
+    del info["sha256"]
+    info["sha256"] = hashlib.sha256(canonical_json(info)).hexdigest()
     (folder / "dataset.json").write_text(json.dumps(info))
 
 

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,16 +15,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import webdataset
 from nvidia.dali import Pipeline, fn, types
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from fastdiff.data.encode import encode_digits, encode_synthetic, pixels_template
 from fastdiff.data.reader import LatentReader
-from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
+from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance, canonical_json
 from fastdiff.data.sources import digits, synthetic
 from fastdiff.data.verify import verify
 from fastdiff.data.writer import ShardWriter
 from fastdiff.errors import ConfigError, DataError, StorageError
+from tests.tiny_disk import tiny_disk
 
 TEMPLATE = pixels_template((1, 2, 2), 3, Provenance(source="test", transform="none"))
 
@@ -35,13 +40,10 @@ def folder(tmp_path_factory):
     return out
 
 
-@pytest.fixture
-def tiny_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], check=True)
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+@pytest.fixture(params=[None, True], ids=["as_this_user_may", "stand_in"])
+def disk(request, tmp_path):
+    with tiny_disk(tmp_path / "disk", 0.375, stand_in=request.param) as folder:
+        yield folder
 
 
 def write(folder, count, per_shard=2, template=TEMPLATE):
@@ -54,6 +56,13 @@ def write_all(folder, *samples):
     with ShardWriter(folder, TEMPLATE, samples_per_shard=5) as writer:
         for sample in samples:
             writer.add(*sample)
+
+
+def read_or_refusal(folder):
+    try:
+        return DatasetInfo.read(folder), None
+    except DataError as error:
+        return None, str(error)
 
 
 def contents(folder):
@@ -147,6 +156,60 @@ def test_digest_names_the_contents(tmp_path):
     assert len(a) == 64
 
 
+def test_digest_is_that_of_what_a_run_reads_and_not_of_how_it_was_made(folder):
+    info = DatasetInfo.read(folder)
+    other_numpy = replace(info.provenance, versions={"numpy": "3.0"})
+    assert replace(info, provenance=other_numpy).digest == info.digest
+    shard = info.shards[0]
+    changes = [
+        {"normalisation": Normalisation(shift=(0.0,), scale=(3.0,))},
+        {"columns": {"latent": Column(dtype="float32", shape=(1, 8, 8))}},
+        {"classes": 11},
+        {"kind": "mean_std"},
+        {"shards": info.shards[::-1]},
+        *({"shards": (replace(shard, **{name: value}),)} for name, value in (("name", "x.tar"), ("sha256", "0" * 64))),
+        *({"shards": (replace(shard, **{name: 1}),)} for name in ("samples", "bytes")),
+    ]
+    digests = [info.digest, *(replace(info, **change).digest for change in changes)]
+    assert len(set(digests)) == 1 + len(changes)
+
+
+def test_a_changed_byte_of_dataset_json_is_refused(folder, tmp_path):
+    before, path = DatasetInfo.read(folder), tmp_path / "dataset.json"
+    content = (folder / "dataset.json").read_bytes()
+    generator = np.random.default_rng(0)
+    for offset in range(0, len(content), 2):
+        changed = bytearray(content)
+        changed[offset] ^= int(generator.integers(1, 256))
+        path.write_bytes(changed)
+        read, refusal = read_or_refusal(tmp_path)
+        if read is None:
+            assert refusal.startswith(f"{path} is not usable (")
+            assert "fastdiff encode" in refusal
+        else:
+            assert json.loads(changed) == json.loads(content), f"offset {offset}"
+            assert read == before
+
+
+def test_a_changed_scale_is_refused_by_the_digest(folder, tmp_path):
+    content = (folder / "dataset.json").read_text()
+    (tmp_path / "dataset.json").write_text(content.replace('"scale":[1.0]', '"scale":[3.0]'))
+    with pytest.raises(
+        DataError, match=r"sha256 is '\w{64}', its other fields have '\w{64}': it was changed\); restore"
+    ):
+        DatasetInfo.read(tmp_path)
+    (tmp_path / "dataset.json").write_text(json.dumps(json.loads(content), indent=4))
+    assert DatasetInfo.read(tmp_path) == DatasetInfo.read(folder)
+
+
+def test_the_sha256_of_dataset_json_is_that_of_its_other_fields(folder):
+    fields = json.loads((folder / "dataset.json").read_bytes())
+    declared = fields.pop("sha256")
+    assert declared == hashlib.sha256(canonical_json(fields)).hexdigest()
+    # The canonical text, spelled out: another encoder must be able to write it.
+    assert canonical_json({"b": (1.0, None), "a": "ä"}) == b'{"a":"\\u00e4","b":[1.0,null]}'
+
+
 def test_all_columns_and_meta_come_back(tmp_path):
     template = replace(
         TEMPLATE,
@@ -182,6 +245,8 @@ def test_all_columns_and_meta_come_back(tmp_path):
         (lambda d: d["shards"][0].update(name="../../etc/passwd.tar"), "no name of a shard"),
         (lambda d: d["shards"][1].update(name="train-000000.tar"), "same name"),
         (lambda d: d.update(shards=[], samples=0), "0 shards"),
+        (lambda d: d.pop("sha256"), "sha256 is None"),
+        (lambda d: d.update(note=float("nan")), "not JSON compliant"),
     ],
 )
 def test_a_broken_dataset_json_is_a_data_error(folder, tmp_path, change, problem):
@@ -259,10 +324,11 @@ def test_a_killed_encode_leaves_nothing_that_counts(tmp_path):
     assert verify(out).ok
 
 
-def test_a_full_disk_is_a_storage_error_and_finished_shards_stay(tiny_disk):
-    out = tiny_disk / "out"
-    with pytest.raises(StorageError, match=rf"{out}/train-\d+.*No space left on device.*bytes free"):
+def test_a_full_disk_is_a_storage_error_and_the_next_run_replaces_what_was_written(disk):
+    out = disk / "out"
+    with pytest.raises(StorageError, match=rf"{out}/train-\d+.*No space left on device.*bytes free") as caught:
         encode_synthetic(out, (4, 32, 32), 100, samples_per_shard=8)
+    assert "replaces what was written so far" in str(caught.value)
     assert not (out / "dataset.json").exists()
     assert not list(out.glob("*.tmp"))
     assert (out / "train-000000.tar").exists()
@@ -270,6 +336,23 @@ def test_a_full_disk_is_a_storage_error_and_finished_shards_stay(tiny_disk):
         LatentReader(out)
     encode_synthetic(out, (4, 32, 32), 10, samples_per_shard=8)
     assert verify(out).ok
+
+
+def test_a_tiny_disk_is_full_for_every_writer(disk):
+    assert 300_000 < shutil.disk_usage(disk).free <= 0.375 * 2**20
+    save_file({"a": torch.ones(50_000)}, disk / "fits.safetensors")
+    assert load_file(disk / "fits.safetensors")["a"].sum() == 50_000
+    with pytest.raises(SafetensorError, match=r"No space left on device \(os error 28\)"):
+        save_file({"a": torch.ones(60_000)}, disk / "too_large.safetensors")
+    assert not (disk / "too_large.safetensors").exists()
+    with pytest.raises(OSError, match=r"Errno 28"):
+        (disk / "rest").write_bytes(bytes(400_000))
+    with pytest.raises(OSError, match=r"Errno 28"), (disk / "text").open("w") as file:
+        file.write("x" * 10_000)
+    assert shutil.disk_usage(disk).free < 4096
+    (disk / "fits.safetensors").unlink()
+    assert shutil.disk_usage(disk).free > 190_000
+    assert (disk / "more").write_bytes(bytes(100_000)) == 100_000
 
 
 def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):

@@ -39,14 +39,13 @@ def build_batches(
     ranks: int,
     micro: int,
     global_batch: int,
-    on_cuda: bool,
 ) -> Batches:
     """Open the endless stream of one rank's micro-batches; a context manager that must be closed.
 
     Both loaders give the same batches; which one it is stands in ``name`` of the result.
 
     Args:
-        reader: Stays open and belongs to the caller.
+        reader: Stays open and belongs to the caller; it should keep two windows of ``order`` open.
         order: Made from ``reader.shard_sizes``.
         config: Its ``loader`` and ``prefetch`` count here.
         device: Where the batches shall be.
@@ -55,7 +54,6 @@ def build_batches(
         ranks: Number of ranks.
         micro: Samples per micro-batch.
         global_batch: Samples per optimizer step over all ranks.
-        on_cuda: Whether ``device`` is a CUDA device.
 
     Raises:
         ConfigError: DALI is asked for and not installed, the batch does not divide, or an unknown loader.
@@ -66,12 +64,10 @@ def build_batches(
     if config.prefetch < 1:
         raise ConfigError(f"--data.prefetch {config.prefetch}: at least 1 micro-batch")
     own = RankPositions(start_samples=start_samples, rank=rank, ranks=ranks, micro=micro, global_batch=global_batch)
-    # One window of shards is read at a time, and two at its border.
-    reader.open_shards = max(reader.open_shards, 2 * order.window_shards)
     if name == "prefetch":
         from fastdiff.data.prefetch import PrefetchBatches
 
-        return PrefetchBatches(reader, order, own, device=device, on_cuda=on_cuda, prefetch=config.prefetch)
+        return PrefetchBatches(reader, order, own, device=device, prefetch=config.prefetch)
     if name != "dali":
         raise ConfigError(f"--data.loader {name}: auto, dali or prefetch")
     if not dali_installed():
@@ -81,4 +77,4 @@ def build_batches(
         )
     from fastdiff.data.dali import DaliBatches
 
-    return DaliBatches(reader, order, own, device=device, on_cuda=on_cuda, prefetch=config.prefetch)
+    return DaliBatches(reader, order, own, device=device, prefetch=config.prefetch)

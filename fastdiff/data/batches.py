@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import queue
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import TracebackType
@@ -21,6 +22,8 @@ from fastdiff.data.reader import Arrays, LatentReader
 
 Tensors = dict[str, Tensor]
 
+_JOIN_SECONDS = 10.0
+
 
 class Batches(ABC):
     """Endless iterator of ``Batch``; close it, or use it as a context manager, to end its thread.
@@ -34,7 +37,6 @@ class Batches(ABC):
         order: Which sample stands at which position.
         own: The positions of this rank.
         device: Where the batches shall be.
-        on_cuda: Whether that is a CUDA device.
         prefetch: Micro-batches that are ready, or being made, before they are asked for.
     """
 
@@ -47,11 +49,10 @@ class Batches(ABC):
         own: RankPositions,
         *,
         device: torch.device,
-        on_cuda: bool,
         prefetch: int,
     ) -> None:
         self.reader, self.order, self.own = reader, order, own
-        self.device, self.on_cuda = device, on_cuda
+        self.device, self.on_cuda = device, device.type == "cuda"
         # The thread takes a slot before it makes a batch and the consumer gives it back: no polling, bounded
         # memory.
         self._slots = threading.Semaphore(prefetch)
@@ -96,8 +97,17 @@ class Batches(ABC):
         """End the thread, and drop what it has ready."""
         self._stop.set()
         self._slots.release()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._thread.ident is None:
+            return
+        self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive():
+            # A read from storage that hangs cannot be cut short; the process must be able to end all the same.
+            warnings.warn(
+                f"the thread {self._thread.name} did not end within {_JOIN_SECONDS:g} s and is left to the end of the "
+                f"process; check the storage of {self.reader.folder}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def __enter__(self) -> Self:
         return self

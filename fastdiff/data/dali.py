@@ -37,13 +37,12 @@ class DaliBatches(Batches):
         own: RankPositions,
         *,
         device: torch.device,
-        on_cuda: bool,
         prefetch: int,
     ) -> None:
         # A pipeline of depth d holds d - 1 micro-batches when run returns; the thread's slots are the rest.
         self._depth = min(2, prefetch)
         slots = prefetch - self._depth + 1
-        super().__init__(reader, order, own, device=device, on_cuda=on_cuda, prefetch=slots)
+        super().__init__(reader, order, own, device=device, prefetch=slots)
         self._columns = ["position", *reader.empty(0)]
         self._source_failure: tuple[int, BaseException] | None = None
         self._pipeline: Any = None

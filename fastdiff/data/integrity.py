@@ -7,6 +7,7 @@ disagree.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import tarfile
 import zlib
@@ -57,14 +58,18 @@ def load_index(shard: Path, info: ShardInfo) -> ShardIndex:
 
 
 def check_index(shard: Path, info: ShardInfo) -> tuple[ShardIndex | None, Problem | None]:
-    """The index of a shard, or what is wrong with it; exactly one of the two."""
+    """The index of a shard, or what is wrong with it; exactly one of the two.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
     path = index_path(shard)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None, Problem(info.name, f"{path.name} is missing", next(scan(shard), None))
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        raise unreadable(path, error) from error
     try:
         index = ShardIndex.from_bytes(content)
     except ValueError as error:
@@ -89,7 +94,7 @@ def check_size(shard: Path, info: ShardInfo) -> Problem | None:
     except FileNotFoundError:
         return Problem(info.name, "the file is missing")
     except OSError as error:
-        raise StorageError(f"cannot read {shard}: {error.strerror}") from error
+        raise unreadable(shard, error) from error
     if size == info.bytes:
         return None
     sizes = f"the shard has {size} bytes, dataset.json says {info.bytes}"
@@ -105,7 +110,7 @@ def check_size(shard: Path, info: ShardInfo) -> Problem | None:
 
 
 def difference(index: ShardIndex, shard: Path, info: ShardInfo) -> Problem | None:
-    """The first component at which an index and a tar disagree; reads the tar."""
+    """The first component at which an index and a tar disagree; reads the tar (StorageError if it cannot)."""
     found = scan(shard)
     for expected in index.places():
         actual = next(found, None)
@@ -122,7 +127,11 @@ def difference(index: ShardIndex, shard: Path, info: ShardInfo) -> Problem | Non
 
 
 def scan(shard: Path) -> Iterator[Place]:
-    """Walk through a tar and say what is there; ends at the first header that is not readable."""
+    """Walk through a tar and say what is there; ends at the first header that is damaged.
+
+    Raises:
+        StorageError: The tar cannot be read: that says nothing about what is in it.
+    """
     try:
         with shard.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
@@ -130,5 +139,15 @@ def scan(shard: Path) -> Iterator[Place]:
                 file.seek(member.offset_data)
                 crc32 = zlib.crc32(file.read(member.size))
                 yield Place(key, component, member.offset_data, member.size, crc32)
-    except (tarfile.TarError, OSError):
+    except (tarfile.TarError, FileNotFoundError):
         return
+    except OSError as error:
+        raise unreadable(shard, error) from error
+
+
+def unreadable(path: Path, error: OSError, where: str = "") -> StorageError:
+    """The error for a file that is there and cannot be read, with the remedy."""
+    remedy = "check its permissions and the disk or network it is on"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "lower --data.shuffle_shards (twice as many shards are kept open), or raise `ulimit -n`"
+    return StorageError(f"cannot read {error.filename or path}{where}: {error.strerror or error}; {remedy}")

@@ -1,14 +1,15 @@
 """In which order the samples are seen: a pure function of the seed and the sizes of the shards.
 
-Position n = 0, 1, 2, ... counts samples over the whole run; nothing here has state, so any rank of any number
-of ranks can ask for any position. Random numbers are the raw 64-bit words of Philox, a generator that is
+Position n = 0, 1, 2, ... counts samples over the whole run; nothing here has state but a cache, so any rank of any
+number of ranks can ask for any position. Random numbers are the raw 64-bit words of Philox, a generator that is
 specified to the bit; ``numpy.random.Generator.permutation`` may change with numpy.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ class Order:
 
     Every epoch is a permutation of all samples: the shards are shuffled, then the samples inside windows of
     ``window_shards`` consecutive shuffled shards, so that reads stay within few files. Memory is that of a
-    few windows.
+    few windows. Usable from several threads: the loader's asks for what comes, the callbacks for what was.
 
     Args:
         seed: Seed of the run, any integer; its low 64 bits count.
@@ -54,6 +55,7 @@ class Order:
         self._seed = seed & (2**64 - 1)
         self._epochs: OrderedDict[tuple[int, ...], tuple[Int64, Int64]] = OrderedDict()
         self._windows: OrderedDict[tuple[int, ...], Int64] = OrderedDict()
+        self._lock = threading.Lock()  # of both caches
 
     def __len__(self) -> int:
         """Samples of one epoch."""
@@ -71,6 +73,10 @@ class Order:
         n = np.asarray(positions, np.int64)
         if n.size and n.min() < 0:
             raise ValueError("positions count from 0")
+        with self._lock:
+            return self._samples(n)
+
+    def _samples(self, n: Int64) -> Int64:
         ids = np.empty_like(n)
         epochs, offsets = np.divmod(n, len(self))
         for epoch in np.unique(epochs).tolist():
@@ -137,7 +143,7 @@ def positions(step: int, micro_index: int, rank: int, ranks: int, micro: int, gl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPositions:
-    """The micro-batches that one rank takes from ``start_samples`` on; iterating never ends.
+    """The micro-batches that one rank takes from ``start_samples`` on, by number and without end.
 
     Raises:
         ConfigError: The batch does not divide over the ranks, or the start is no multiple of it.
@@ -169,9 +175,3 @@ class RankPositions:
         step, micro_index = divmod(index, self.global_batch // (self.micro * self.ranks))
         step += self.start_samples // self.global_batch
         return positions(step, micro_index, self.rank, self.ranks, self.micro, self.global_batch)
-
-    def __iter__(self) -> Iterator[Int64]:
-        index = 0
-        while True:
-            yield self[index]
-            index += 1

@@ -7,6 +7,7 @@ shrinks under a mapping kills the process with SIGBUS, while a short read is an 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import os
 import threading
@@ -22,11 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdiff.data.index import Place, ShardIndex
-from fastdiff.data.integrity import Problem, check_size, load_index
+from fastdiff.data.integrity import Problem, check_size, load_index, unreadable
 from fastdiff.data.shards import Column, DatasetInfo, ShardInfo
-from fastdiff.errors import DataError, StorageError
+from fastdiff.errors import DataError
 
 Arrays = dict[str, npt.NDArray[Any]]
+
+_CLOSE_SECONDS = 1.0
 
 
 class LatentReader:
@@ -34,7 +37,7 @@ class LatentReader:
 
     Args:
         folder: Where `fastdiff encode` wrote.
-        open_shards: How many shards, file and index, are kept open.
+        open_shards: How many shards, file and index, are kept open; two windows of the order, where one is used.
 
     Raises:
         DataError: dataset.json or a shard is missing, truncated or damaged.
@@ -105,9 +108,13 @@ class LatentReader:
 
     def close(self) -> None:
         """Close all files; a later read opens them again."""
-        with self._lock:
+        if not self._lock.acquire(timeout=_CLOSE_SECONDS):
+            return  # the read of another thread hangs in its storage; the files close with the process
+        try:
             while self._open:
                 os.close(self._open.popitem()[1].descriptor)
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -149,9 +156,14 @@ class _OpenShard:
         _require_size(path, info)
         index = load_index(path, info)
         try:
-            return cls(path, info, index, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+            raise unreadable(path, error) from error
+        # All of it will be read, in small pieces and in random order: the kernel streams it in, which a cold disk or
+        # a network serves far better. Only advice: where it is refused, or unknown to the system, reads still work.
+        with contextlib.suppress(OSError, AttributeError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        return cls(path, info, index, descriptor)
 
     def read_array(self, name: str, sample: int, column: Column, row: npt.NDArray[Any]) -> None:
         """Read one row of a batch; the crc32 of the index covers the npy header and the values."""
@@ -159,8 +171,8 @@ class _OpenShard:
         header = bytearray(len(column.header))
         if place.length != len(header) + row.nbytes:
             raise self._damage(place, f"{place.length} bytes, expected {len(header) + row.nbytes} for {column}")
-        values = row.view(np.uint8).data
-        self._read(place, [header, values])
+        values = row.data.cast("B")
+        self._read(place, [memoryview(header), values])
         self._check_crc(place, zlib.crc32(values, zlib.crc32(header)))
         if header != column.header:
             raise self._damage(place, f"the npy header {bytes(header)!r} is not that of {column}")
@@ -168,7 +180,7 @@ class _OpenShard:
     def read_class(self, sample: int, classes: int) -> int:
         place = self._place("cls", sample)
         text = bytearray(place.length)
-        self._read(place, [text])
+        self._read(place, [memoryview(text)])
         self._check_crc(place, zlib.crc32(text))
         if not text.isdigit() or int(text) >= classes:
             raise self._damage(place, f"{bytes(text)!r} is none of the {classes} classes")
@@ -179,13 +191,18 @@ class _OpenShard:
             raise Problem(self.info.name, f"there are no {component} components").error(self.path.parent)
         return self.index.place(component, sample)
 
-    def _read(self, place: Place, buffers: list[Any]) -> None:
-        try:
-            count = os.preadv(self.descriptor, buffers, place.offset)
-        except OSError as error:
-            raise StorageError(f"cannot read {self.path}, {place}: {error.strerror}") from error
-        if count != place.length:
-            raise self._damage(place, f"the file ends after {count} of {place.length} bytes; it was truncated")
+    def _read(self, place: Place, buffers: list[memoryview]) -> None:
+        """Fill the buffers, ``place.length`` bytes together; a read may bring less than was asked for."""
+        done = 0
+        while done < place.length:
+            try:
+                count = os.preadv(self.descriptor, buffers, place.offset + done)
+            except OSError as error:
+                raise unreadable(self.path, error, f", {place}") from error
+            if count == 0:
+                raise self._damage(place, f"the file ends after {done} of {place.length} bytes; it was truncated")
+            done += count
+            buffers = _without(buffers, count)
 
     def _check_crc(self, place: Place, found: int) -> None:
         if found != place.crc32:
@@ -193,6 +210,17 @@ class _OpenShard:
 
     def _damage(self, place: Place, what: str) -> DataError:
         return Problem(self.info.name, what, place).error(self.path.parent)
+
+
+def _without(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What of the buffers comes after their first ``count`` bytes."""
+    rest = []
+    for buffer in buffers:
+        taken = min(count, len(buffer))
+        count -= taken
+        if taken < len(buffer):
+            rest.append(buffer[taken:])
+    return rest
 
 
 def _require_size(path: Path, info: ShardInfo) -> None:

@@ -1,6 +1,7 @@
 """The format of a folder of latent shards: ``dataset.json`` and the names of the files beside it.
 
-``dataset.json`` is written last, so a folder that has one is complete. Each shard is ``train-000000.tar``
+``dataset.json`` is written last, so a folder that has one is complete; its ``sha256`` is that of the canonical JSON
+of all its other fields. Each shard is ``train-000000.tar``
 (plain WebDataset), ``train-000000.idx`` (the index of DALI's ``wds2idx`` v1.2) and
 ``train-000000.index.json`` (ours: offset, length and crc32 of every component, see ``index.py``).
 """
@@ -16,7 +17,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -105,8 +106,18 @@ class DatasetInfo:
 
     @cached_property
     def digest(self) -> str:
-        """Sha256 of the canonical JSON; it identifies the data set in a checkpoint."""
-        return hashlib.sha256(canonical_json(dataclasses.asdict(self))).hexdigest()
+        """Sha256 of what a run reads; it identifies the data set in a checkpoint.
+
+        Without the provenance: the same bytes, encoded with another numpy, are the same data set.
+        """
+        content = {
+            "columns": {name: dataclasses.asdict(column) for name, column in self.columns.items()},
+            "normalisation": dataclasses.asdict(self.normalisation),
+            "classes": self.classes,
+            "kind": self.kind,
+            "shards": [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in self.shards],
+        }
+        return _sha256_of(content)
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> DatasetInfo:
@@ -129,13 +140,14 @@ class DatasetInfo:
             info = TypeAdapter(cls).validate_json(text, strict=True)
         except ValidationError as error:
             raise _broken(path, _first_problem(error)) from error
-        if problem := info.problem():
+        if problem := info.problem() or _problem_of_digest(text):
             raise _broken(path, problem)
         return info
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write ``dataset.json`` under a temporary name, fsync, rename, fsync the folder; raises OSError."""
-        publish(Path(folder) / INFO_FILE, canonical_json(dataclasses.asdict(self)) + b"\n")
+        fields = dataclasses.asdict(self)
+        publish(Path(folder) / INFO_FILE, canonical_json(fields | {"sha256": _sha256_of(fields)}) + b"\n")
 
     def problem(self) -> str | None:
         """What in here contradicts itself, or None."""
@@ -190,6 +202,21 @@ def temporary(path: Path) -> Path:
 def canonical_json(value: object) -> bytes:
     """The one JSON text of a value: sorted keys, no spaces, ASCII, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _sha256_of(value: object) -> str:
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def _problem_of_digest(text: bytes) -> str | None:
+    """Compare the digest in a ``dataset.json`` with its other fields, also with those that nobody reads."""
+    fields: dict[str, Any] = json.loads(text)
+    declared = fields.pop("sha256", None)
+    try:
+        found = _sha256_of(fields)
+    except ValueError as error:  # a number that JSON does not have
+        return str(error)
+    return None if declared == found else f"sha256 is {declared!r}, its other fields have {found!r}: it was changed"
 
 
 def publish(path: Path, content: bytes) -> None:

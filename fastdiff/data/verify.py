@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fastdiff.data.index import Place, ShardIndex
-from fastdiff.data.integrity import Problem, check_index, check_size, difference
+from fastdiff.data.integrity import Problem, check_index, check_size, difference, unreadable
 from fastdiff.data.shards import DatasetInfo, ShardInfo, idx_path
 from fastdiff.errors import StorageError
 
@@ -48,7 +48,7 @@ def verify(folder: str | os.PathLike[str]) -> VerifyReport:
 
     Raises:
         DataError: dataset.json is missing or not usable.
-        StorageError: A file cannot be read.
+        StorageError: dataset.json cannot be read. A shard that cannot be read is a problem like any other.
     """
     folder = Path(folder)
     info = DatasetInfo.read(folder)
@@ -60,7 +60,9 @@ def verify(folder: str | os.PathLike[str]) -> VerifyReport:
             count += path.stat().st_size if path.exists() else 0
             problems.extend(_check_shard(path, shard, info))
         except OSError as error:
-            raise StorageError(f"cannot read {error.filename or path}: {error.strerror}") from error
+            problems.append(Problem(shard.name, str(unreadable(path, error))))
+        except StorageError as error:
+            problems.append(Problem(shard.name, str(error)))
     return VerifyReport(folder, info.samples, count, tuple(problems))
 
 

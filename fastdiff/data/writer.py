@@ -40,7 +40,8 @@ class ShardWriter:
     Raises:
         ConfigError: The folder is taken.
         DataError: A sample or the template does not fit.
-        StorageError: No space, no permission or an input/output error, from any method. Finished shards stay.
+        StorageError: No space, no permission or an input/output error, from any method. What was written so far is no
+            data set, and the next run into this folder replaces it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], template: DatasetInfo, *, samples_per_shard: int) -> None:
@@ -181,5 +182,6 @@ def _storage(path: Path) -> Iterator[None]:
             free = str(shutil.disk_usage(path if path.is_dir() else path.parent).free)
         raise StorageError(
             f"cannot write to {error.filename or path}: {error.strerror or error} ({free} bytes free); "
-            "make room or choose another folder, then run the same command again"
+            "make room or choose another folder, then run the same command again: it starts anew and replaces what "
+            "was written so far"
         ) from error

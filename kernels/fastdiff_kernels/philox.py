@@ -167,9 +167,11 @@ def _philox_triton(position: Tensor, seed: int, stream: int, count: int, kind: s
     out = _empty(position, count, kind)
     if out.numel():
         tiles = triton.cdiv(count, 4 * _GROUPS_PER_PROGRAM)
-        _philox_kernel[(position.shape[0] * tiles,)](
-            out, position.contiguous(), seed & _SEED, stream, count, tiles, kind, _GROUPS_PER_PROGRAM
-        )
+        # Triton launches on the current device, which need not be that of the tensors.
+        with torch.cuda.device_of(position):  # type: ignore[no-untyped-call]
+            _philox_kernel[(position.shape[0] * tiles,)](
+                out, position.contiguous(), seed & _SEED, stream, count, tiles, kind, _GROUPS_PER_PROGRAM
+            )
     return out
 
 

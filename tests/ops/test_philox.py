@@ -122,6 +122,35 @@ def test_torch_compile_makes_one_graph_of_it(backend):
     assert torch.equal(compiled(POSITIONS), noise(POSITIONS))
 
 
+@kernel
+def test_the_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
+    entered, device_of, inside = [], torch.cuda.device_of, []
+
+    class Recorded(device_of):
+        def __init__(self, tensor):
+            entered.append(tensor.data_ptr())
+            super().__init__(tensor)
+
+        def __enter__(self):
+            inside.append(1)
+            return super().__enter__()
+
+        def __exit__(self, *error):
+            inside.pop()
+            return super().__exit__(*error)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            assert inside == [1]
+            return launched[grid]
+
+    launched = philox._philox_kernel
+    monkeypatch.setattr(torch.cuda, "device_of", Recorded)
+    monkeypatch.setattr(philox, "_philox_kernel", Kernel())
+    philox.bits(0, 0, POSITIONS, 3, "triton")
+    assert entered == [POSITIONS.data_ptr()]
+
+
 def test_an_empty_batch_gives_no_numbers():
     assert philox.normal(0, 0, POSITIONS[:0], 5).shape == (0, 5)
 
