@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from types import TracebackType
-from typing import Protocol
 
 import torch
 from tqdm import tqdm
@@ -23,8 +22,8 @@ from fastdiff.sampling import grid_classes, sample
 from fastdiff.state import TrainState
 
 
-class Callback(Protocol):
-    """Something that is called after every optimizer step and once at the end of a run that ended well."""
+class Callback:
+    """Something that is called after every optimizer step, and once at the end of a run that ended well."""
 
     def on_step(self, state: TrainState) -> None:
         """Act after a step, if due. Reads from the device only then."""
@@ -60,7 +59,7 @@ class Callbacks(AbstractContextManager["Callbacks"]):
             callback.close()
 
 
-class Log:
+class Log(Callback):
     """Progress bar, ``metrics.jsonl`` and TensorBoard, on rank 0."""
 
     def __init__(self, state: TrainState) -> None:
@@ -118,9 +117,6 @@ class Log:
             "skipped": state.progress.skipped,
         }
 
-    def on_end(self, state: TrainState) -> None:
-        """Nothing more to write."""
-
     def close(self) -> None:
         """Close the files and leave the bar as it stands."""
         if self._is_first:
@@ -129,7 +125,7 @@ class Log:
             self._board.close()
 
 
-class NonFiniteGuard:
+class NonFiniteGuard(Callback):
     """Tells which samples made a step non-finite, and stops the run after three such steps in a row.
 
     The engine has skipped the step already; here it is only explained. Under fp16 a skipped step whose losses are all
@@ -161,12 +157,6 @@ class NonFiniteGuard:
                 "the same command resumes from the newest"
             )
 
-    def on_end(self, state: TrainState) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to release."""
-
 
 def _non_finite_keys(state: TrainState) -> list[str]:
     bad = [position[~torch.isfinite(losses)].cpu() for position, losses in state.meters.step]
@@ -174,7 +164,7 @@ def _non_finite_keys(state: TrainState) -> list[str]:
     return state.reader.keys(state.order.samples(positions)) if len(positions) else []
 
 
-class SampleGrid:
+class SampleGrid(Callback):
     """Draws a grid of images with the averaged weights: one column per class, on all ranks together."""
 
     rows = 8
@@ -192,9 +182,6 @@ class SampleGrid:
         """Draw the last grid."""
         if self._every.steps > 0 and self._drawn != state.progress.steps:
             self._draw(state)
-
-    def close(self) -> None:
-        """Nothing to release."""
 
     def _draw(self, state: TrainState) -> None:
         self._drawn = state.progress.steps
@@ -231,7 +218,7 @@ def _averaged_model(state: TrainState) -> DiT:
     return load_model(state.config.model, assemble(state.world, flats, averages, state.engine.shapes)).eval()
 
 
-class Checkpointing:
+class Checkpointing(Callback):
     """Commits a checkpoint when due and at the end."""
 
     def __init__(self, state: TrainState, checkpoints: Checkpoints) -> None:
@@ -248,9 +235,6 @@ class Checkpointing:
         """Save the last step, unless it is saved."""
         if self._saved != state.progress.steps:
             self._save(state)
-
-    def close(self) -> None:
-        """Nothing to release."""
 
     def _save(self, state: TrainState) -> None:
         self._checkpoints.save(state)

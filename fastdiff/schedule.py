@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fastdiff.config import DiffusionConfig
-from fastdiff.errors import ConfigError
 
 LARGEST_BETA = 0.999
 """Cap of the cosine schedule's last betas (Nichol & Dhariwal 2021, section 3.2)."""
@@ -33,17 +32,9 @@ def betas(config: DiffusionConfig) -> Tensor:
 
     Returns:
         ``[timesteps]`` float64 on the CPU, each in (0, 1); the last is 1 with ``zero_terminal_snr``.
-
-    Raises:
-        ConfigError: a linear schedule with so few timesteps that a beta would reach 1.
     """
     build = {"linear": _linear, "scaled_linear": _scaled_linear, "cosine": _cosine}[config.schedule]
     table = build(config.timesteps)
-    if table[-1] >= 1.0:
-        raise ConfigError(
-            f"--objective.timesteps {config.timesteps}: the last beta of the {config.schedule} schedule "
-            f"would be {table[-1]:.3g}, expected below 1; use more than 20 timesteps, or cosine"
-        )
     return zero_terminal_snr(table) if config.zero_terminal_snr else table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from fastdiff import deepspeed_config, resume
 from fastdiff.callbacks import Callback, Callbacks, Checkpointing, Log, NonFiniteGuard, SampleGrid
 from fastdiff.checkpoint import Checkpoints, restore
 from fastdiff.config import RunConfig
-from fastdiff.data import build_batches
+from fastdiff.data import build_batches, loader_name
 from fastdiff.data.batches import Batches
 from fastdiff.data.order import Order
 from fastdiff.data.reader import LatentReader
@@ -44,6 +45,7 @@ def build_run(
         FastdiffError: a part does not fit the others, the folder is in use, or the data are damaged.
     """
     ds_config = deepspeed_config.resolve(launch.deepspeed, config, world.size)
+    loader_name(config.data)  # refuses a missing loader before anything is built
     reader = stack.enter_context(_open_data(config, world))
     order = Order(config.seed, reader.shard_sizes, config.data.shuffle_shards)
     folder = Path(config.output.folder)
@@ -63,12 +65,12 @@ def build_run(
     state = TrainState(config, world, engine, ema, meters, reader, order, facts, Progress())
     if saved is not None:
         state.progress = restore(saved, state)
-        if world.is_first:
-            tqdm.write(f"resuming from step {state.progress.steps}")
     device_name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     world.on_first(lambda: write_run_json(folder, config, launch, ds_config, device_name))
 
     batches = stack.enter_context(_open_batches(state))
+    if world.is_first:
+        tqdm.write(_summary(state, batches))
     callbacks: list[Callback] = [
         NonFiniteGuard(state),
         Log(state),
@@ -112,10 +114,29 @@ def _build_model(config: RunConfig, world: World, saved: Saved | None) -> DiT:
             model = load_model(config.model, saved.weights(), recompute=recompute)
         except RuntimeError as error:
             raise ConfigError(f"{saved.folder} holds another model: {error}") from None
-    compiled = config.performance.compile
-    if compiled or (compiled is None and world.device.type == "cuda"):
+    if _compiles(config, world):
         compile_blocks(model)
     return model
+
+
+def _compiles(config: RunConfig, world: World) -> bool:
+    compiled = config.performance.compile
+    return world.device.type == "cuda" if compiled is None else compiled
+
+
+def _summary(state: TrainState, batches: Batches) -> str:
+    """Say what runs, above all what was chosen automatically."""
+    config, world, engine = state.config, state.world, state.engine
+    parameters = sum(math.prod(shape) for shape in engine.shapes.values())
+    micro, accumulation = config.batch.per_rank(world.size), config.batch.accumulation(world.size)
+    parts = [
+        f"{parameters / 1e6:.2f} M parameters",
+        f"{world.size} ranks x {micro} samples x {accumulation} micro-batches on {world.device.type}",
+        f"ZeRO-{engine.stage}, {config.performance.precision}, {config.optim.name}",
+        f"loader {batches.name}, blocks {'compiled' if _compiles(config, world) else 'eager'}",
+    ]
+    resumed = f"resuming from step {state.progress.steps}; " if state.progress.steps else ""
+    return f"{state.folder}: {resumed}{'; '.join(parts)}"
 
 
 def _open_batches(state: TrainState) -> Batches:

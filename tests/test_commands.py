@@ -80,7 +80,7 @@ def test_sample_and_evaluate(world: World, digits: Path, tmp_path: Path) -> None
     ("options", "message"),
     [
         (["--scheduler", "euler"], "ddim"),
-        (["--classes", "8-12"], "the model has classes 0-9"),
+        (["--classes", "8-12"], "trained with classes 0-9"),
         (["--classes", "zero"], "--classes"),
         (["--ema", "0.123"], "no EMA of rate 0.123"),
     ],

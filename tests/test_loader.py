@@ -220,7 +220,6 @@ def test_dali_is_looked_for_without_importing_it(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"loader": "torch"}, "auto, dali or prefetch"),
         ({"loader": "prefetch", "prefetch": 0}, "--data.prefetch 0"),
         ({"loader": "prefetch", "start": 5}, "multiple of --batch.samples"),
         ({"loader": "dali", "micro": 5}, "does not divide"),

@@ -28,6 +28,22 @@ def dali_installed() -> bool:
         return False  # nothing named nvidia at all
 
 
+def loader_name(config: DataConfig) -> str:
+    """``dali`` or ``prefetch``: the loader that ``config`` comes to on this machine.
+
+    Raises:
+        ConfigError: DALI is asked for and not installed.
+    """
+    if config.loader == "auto":
+        return "dali" if dali_installed() else "prefetch"
+    if config.loader == "dali" and not dali_installed():
+        raise ConfigError(
+            "--data.loader dali: NVIDIA DALI is not installed; pip install 'nvidia-dali-cuda130>=2.4,<3', "
+            "or use --data.loader prefetch, which gives the same batches"
+        )
+    return config.loader
+
+
 def build_batches(
     reader: LatentReader,
     order: Order,
@@ -56,25 +72,13 @@ def build_batches(
         global_batch: Samples per optimizer step over all ranks.
 
     Raises:
-        ConfigError: DALI is asked for and not installed, the batch does not divide, or an unknown loader.
+        ConfigError: DALI is asked for and not installed, or the batch does not divide.
     """
-    name = config.loader
-    if name == "auto":
-        name = "dali" if dali_installed() else "prefetch"
-    if config.prefetch < 1:
-        raise ConfigError(f"--data.prefetch {config.prefetch}: at least 1 micro-batch")
     own = RankPositions(start_samples=start_samples, rank=rank, ranks=ranks, micro=micro, global_batch=global_batch)
-    if name == "prefetch":
+    if loader_name(config) == "prefetch":
         from fastdiff.data.prefetch import PrefetchBatches
 
         return PrefetchBatches(reader, order, own, device=device, prefetch=config.prefetch)
-    if name != "dali":
-        raise ConfigError(f"--data.loader {name}: auto, dali or prefetch")
-    if not dali_installed():
-        raise ConfigError(
-            "--data.loader dali: NVIDIA DALI is not installed; pip install 'nvidia-dali-cuda130>=2.4,<3', "
-            "or use --data.loader prefetch, which gives the same batches"
-        )
     from fastdiff.data.dali import DaliBatches
 
     return DaliBatches(reader, order, own, device=device, prefetch=config.prefetch)
