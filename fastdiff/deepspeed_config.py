@@ -17,8 +17,17 @@ from fastdiff.errors import ConfigError
 
 DsConfig = dict[str, Any]
 
-DEFAULT: DsConfig = {"zero_optimization": {"stage": 1}}
-"""Used when no file is given: shards the optimizer state, costs no communication over plain data parallelism."""
+DEFAULT: DsConfig = {
+    "zero_optimization": {
+        "stage": 1,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 100_000_000,
+        "allgather_bucket_size": 100_000_000,
+    }
+}
+"""Used when no file is given, and equal to ``deepspeed_configs/zero1.json``: shards the optimizer state, and costs no
+communication over plain data parallelism."""
 
 _FOREIGN = {
     "optimizer": "--optim.*",

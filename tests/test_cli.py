@@ -123,6 +123,12 @@ def test_every_deepspeed_file_resolves_for_every_preset(name: str, file: Path, r
     assert "auto" not in json.dumps(resolved)
 
 
+def test_without_a_file_it_is_zero1() -> None:
+    file = deepspeed_config.read(str(ROOT / "deepspeed_configs" / "zero1.json"))
+    config = preset("digits")
+    assert deepspeed_config.resolve(deepspeed_config.DEFAULT, config, 1) == deepspeed_config.resolve(file, config, 1)
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
