@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
-from types import TracebackType
+from contextlib import closing, suppress
 
 import torch
 from tqdm import tqdm
@@ -35,7 +34,7 @@ class Callback:
         """Release files; called on every way out."""
 
 
-class Callbacks(AbstractContextManager["Callbacks"]):
+class Callbacks:
     """All callbacks of a run, in order."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -51,12 +50,6 @@ class Callbacks(AbstractContextManager["Callbacks"]):
         """Call every callback's ``on_end``."""
         for callback in self._callbacks:
             callback.on_end(state)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for callback in self._callbacks:
-            callback.close()
 
 
 class Log(Callback):
@@ -121,8 +114,9 @@ class Log(Callback):
         """Close the files and leave the bar as it stands."""
         if self._is_first:
             self._bar.close()
-            self._lines.close()
-            self._board.close()
+            for file in (self._lines, self._board):
+                with suppress(OSError):  # what could not be written has been reported when it was tried
+                    file.close()
 
 
 class NonFiniteGuard(Callback):

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import tyro
 
@@ -113,8 +114,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+class _QuietParser(argparse.ArgumentParser):
+    """Raises instead of printing, because every rank parses and one should speak."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
 def _pre_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = _QuietParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with fields of the run, or a run.json")
     parser.add_argument("--deepspeed_config", metavar="JSON", help="DeepSpeed configuration; default: ZeRO-1")
@@ -145,8 +153,8 @@ def _parser() -> argparse.ArgumentParser:
     encode.add_argument("source", choices=("digits", "synthetic"), help="digits: scikit-learn's 1,797 real scans")
     encode.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not hold a data set yet")
     encode.add_argument("--shape", type=_shape, default=(4, 32, 32), metavar="C,H,W", help="synthetic: latent shape")
-    encode.add_argument("--samples", type=int, default=10_000, help="synthetic: number of samples")
-    encode.add_argument("--classes", type=int, default=1000, help="synthetic: number of classes")
+    encode.add_argument("--samples", type=_count, default=10_000, help="synthetic: number of samples")
+    encode.add_argument("--classes", type=_count, default=1000, help="synthetic: number of classes")
     encode.set_defaults(run=_encode)
 
     verify = commands.add_parser("verify", help="check every byte of latent shards")
@@ -156,10 +164,10 @@ def _parser() -> argparse.ArgumentParser:
     sample = commands.add_parser("sample", help="draw images from a run")
     sample.add_argument("folder", type=Path, metavar="RUN", help="run folder; its newest checkpoint is used")
     sample.add_argument("--scheduler", default="ddim", help="ddim, dpmsolver++ or ddpm")
-    sample.add_argument("--steps", type=int, default=50, help="denoising steps")
+    sample.add_argument("--steps", type=_count, default=50, help="denoising steps")
     sample.add_argument("--cfg", type=float, default=1.5, help="classifier-free guidance scale; 1: none")
     sample.add_argument("--classes", type=_classes, default=None, metavar="0-9", help="classes, as 0-9 or 1,5,7")
-    sample.add_argument("--per-class", type=int, default=8, help="images per class")
+    sample.add_argument("--per-class", type=_count, default=8, help="images per class")
     sample.add_argument("--ema", type=float, default=None, metavar="RATE", help="which average; default: the first")
     sample.add_argument("--seed", type=int, default=0)
     sample.add_argument("--grid", type=Path, default=Path("grid.png"), metavar="PNG", help="picture to write")
@@ -174,19 +182,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _shape(text: str) -> tuple[int, ...]:
-    parts = tuple(int(part) for part in text.split(","))
-    if len(parts) != 3 or min(parts) < 1:
+def _shape(text: str) -> tuple[int, int, int]:
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text}: expected C,H,W, for example 4,32,32")
-    return parts
+    channels, height, width = map(int, parts)
+    return channels, height, width
 
 
 def _classes(text: str) -> list[int]:
     classes: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) < int(low):
+            raise argparse.ArgumentTypeError(f"{text}: expected classes as 0-9 or 1,5,7")
         classes += range(int(low), int(high or low) + 1)
     return classes
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
+    return int(text)
 
 
 def _encode(arguments: argparse.Namespace) -> None:

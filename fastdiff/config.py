@@ -44,6 +44,8 @@ class DiTConfig:
     """Twice the output channels, the second half for the variance, as in the published checkpoints."""
 
     def __post_init__(self) -> None:
+        for name in ("depth", "hidden", "heads", "patch", "channels", "size", "classes"):
+            _require(getattr(self, name) >= 1, f"--model.{name} {getattr(self, name)}: at least 1")
         _require(
             self.hidden % self.heads == 0,
             f"--model.hidden {self.hidden} is not divisible by --model.heads {self.heads}; "
@@ -170,6 +172,10 @@ class BatchConfig:
     micro: int | None = None
     """Samples per rank per forward pass. None: samples / ranks, without accumulation."""
 
+    def __post_init__(self) -> None:
+        _require(self.samples >= 1, f"--batch.samples {self.samples}: at least 1")
+        _require(self.micro is None or self.micro >= 1, f"--batch.micro {self.micro}: at least 1, or None")
+
     def per_rank(self, ranks: int) -> int:
         """Samples per rank per forward pass with ``ranks`` ranks."""
         return self.micro if self.micro is not None else max(1, self.samples // ranks)
@@ -178,7 +184,7 @@ class BatchConfig:
         """Forward passes per optimizer step with ``ranks`` ranks; ConfigError if the batch does not divide."""
         micro = self.per_rank(ranks)
         together = micro * ranks
-        if self.samples < 1 or micro < 1 or self.samples % together:
+        if self.samples % together:
             below = self.samples // together * together
             near = [str(n) for n in (below, below + together) if n > 0]
             given = f"{micro} (--batch.micro) x {ranks} ranks" if self.micro is not None else f"{ranks} ranks"
@@ -213,8 +219,11 @@ class OptimConfig:
     """Optimizer steps of linear warm-up."""
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, f"--optim.lr {self.lr}: above 0")
-        _require(self.clip >= 0, f"--optim.clip {self.clip}: 0 (no clipping) or above")
+        _require(0 < self.lr < math.inf, f"--optim.lr {self.lr}: above 0")
+        _require(all(0 <= b < 1 for b in self.betas), f"--optim.betas {self.betas}: each from 0 to below 1")
+        for name in ("eps", "weight_decay", "clip", "warmup_steps"):
+            value = getattr(self, name)
+            _require(0 <= value < math.inf, f"--optim.{name} {value}: 0 or above")
         _require(
             self.warmup_steps == 0 or self.schedule != "constant",
             "--optim.warmup_steps has no effect with --optim.schedule constant; "
@@ -269,7 +278,8 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         _require(self.keep >= 2, f"--output.keep {self.keep}: at least 2, so that one verified checkpoint is left")
-        _require(self.log_every >= 1, f"--output.log_every {self.log_every}: at least 1")
+        for name, least in (("log_every", 1), ("checkpoint_every", 0), ("sample_every", 0), ("sample_steps", 1)):
+            _require(getattr(self, name) >= least, f"--output.{name} {getattr(self, name)}: at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,12 +301,27 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require(0 <= self.seed < 2**64, f"--seed {self.seed}: from 0 to 2**64 - 1")
+        if self.output.sample_every:
+            self._check_sampling()
         if self.samples < 1 or self.samples % self.batch.samples:
             steps = max(1, round(self.samples / self.batch.samples))
             raise ConfigError(
                 f"--samples {self.samples} does not divide by --batch.samples {self.batch.samples}; "
                 f"nearest value: {steps * self.batch.samples} ({steps} steps)"
             )
+
+    def _check_sampling(self) -> None:
+        """Refuse now what would otherwise fail at the first grid, hours later."""
+        _require(
+            self.output.sample_steps <= self.objective.timesteps,
+            f"--output.sample_steps {self.output.sample_steps}: at most --objective.timesteps "
+            f"{self.objective.timesteps}",
+        )
+        _require(
+            not self.objective.zero_terminal_snr or self.objective.prediction != "epsilon",
+            "no image can be drawn from pure noise by predicting it: with --objective.zero_terminal_snr use "
+            "--objective.prediction v or x0, or draw no grids with --output.sample_every 0",
+        )
 
     @property
     def steps(self) -> int:

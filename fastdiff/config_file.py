@@ -39,27 +39,31 @@ def overlay(base: RunConfig, path: str) -> RunConfig:
         given = given["config"]
     if not isinstance(given, dict):
         raise ConfigError(f"--config {path}: expected a mapping of fields, found {type(given).__name__}")
-    merged = _merge(asdict(base), given, path)
+    return _lay_over(base, given, f"--config {path}")
+
+
+def from_mapping(fields: dict[str, Any], source: str) -> RunConfig:
+    """Return the configuration that a checkpoint's manifest records; ``source`` names it in errors."""
+    return _lay_over(RunConfig(), fields, source)
+
+
+def _lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
+    merged = _merge(asdict(base), given, source)
     try:
         return TypeAdapter(RunConfig).validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"--config {path}: {field}: {first['msg']}, given {first['input']!r}") from None
+        raise ConfigError(f"{source}: {field}: {first['msg']}, given {first['input']!r}") from None
 
 
-def read_run(path: Path) -> RunConfig:
-    """Return the configuration that a ``run.json`` records."""
-    return overlay(RunConfig(), str(path))
-
-
-def _merge(base: dict[str, Any], given: dict[str, Any], path: str, prefix: str = "") -> dict[str, Any]:
+def _merge(base: dict[str, Any], given: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
     merged = dict(base)
     for key, value in given.items():
         if key not in base:
             near = difflib.get_close_matches(str(key), base, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"fields: {', '.join(base)}"
-            raise ConfigError(f"--config {path}: unknown field {prefix}{key}; {hint}")
+            raise ConfigError(f"{source}: unknown field {prefix}{key}; {hint}")
         nested = isinstance(base[key], dict) and isinstance(value, dict)
-        merged[key] = _merge(base[key], value, path, f"{prefix}{key}.") if nested else value
+        merged[key] = _merge(base[key], value, source, f"{prefix}{key}.") if nested else value
     return merged

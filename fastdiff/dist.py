@@ -22,7 +22,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
 
     @property
@@ -90,7 +89,7 @@ def start() -> World:
         _share_cores()
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("nccl" if on_cuda else "gloo")
-    return World(rank=rank, size=size, local_rank=local_rank, device=device)
+    return World(rank=rank, size=size, device=device)
 
 
 def size() -> int:

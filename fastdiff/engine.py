@@ -47,7 +47,7 @@ class Engine:
         blocks: Iterable[type[nn.Module]],
     ) -> None:
         self.stage = zero_stage(ds_config)
-        precision = config.performance.precision
+        self._precision = precision = config.performance.precision
         if precision == "fp16" and self.stage == 0:
             raise ConfigError(
                 "--performance.precision fp16 with ZeRO stage 0: DeepSpeed does not scale the loss there; "
@@ -123,19 +123,16 @@ class Engine:
     @property
     def loss_scale(self) -> dict[str, float]:
         """State of the dynamic fp16 loss scale; empty in other precisions."""
-        scaler = self._loss_scaler()
+        if self._precision != "fp16":
+            return {}
+        scaler = self._engine.optimizer.loss_scaler
         return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
 
     def restore(self, applied: int, loss_scale: dict[str, float]) -> None:
-        """Put learning rate and loss scale where they stood after ``applied`` steps."""
+        """Put learning rate and, under fp16, loss scale where they stood after ``applied`` steps."""
         set_lr_step(self._schedule, applied)
-        scaler = self._loss_scaler()
-        for name, value in loss_scale.items():
-            setattr(scaler, name, value)
-
-    def _loss_scaler(self) -> Any:
-        wrapper = self._engine.optimizer
-        return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+        for name, value in loss_scale.items() if self._precision == "fp16" else ():
+            setattr(self._engine.optimizer.loss_scaler, name, value)
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -7,7 +7,7 @@ import warnings
 
 
 def quieten() -> None:
-    """Call once per process, before the libraries are imported."""
+    """Call once per process, after DeepSpeed is imported, which sets the level of its logger."""
     # DeepSpeed: dozens of lines of its own settings; what matters of them stands in run.json.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # bitsandbytes: its 4-bit inference kernels for CPUs, which nothing here uses.

@@ -106,7 +106,10 @@ class Saved:
         """Return the full fp32 parameters on the CPU: the weights, or their average of decay rate ``ema``."""
         if ema is not None and ema not in self.ema_rates:
             raise ConfigError(f"{self.folder} has no EMA of rate {ema}; it has {list(self.ema_rates)}")
-        kind = "master" if ema is None else f"ema/{ema}"
+        return self.full("master" if ema is None else f"ema/{ema}")
+
+    def full(self, kind: str) -> dict[str, Tensor]:
+        """Return ``kind`` (``master``, ``ema/<rate>``, ``exp_avg`` ...) of every parameter, on the CPU."""
         return {
             name: self.slice(kind, Fragment(name, 0, math.prod(shape), 0)).view(shape)
             for name, shape in self.manifest["parameters"].items()

@@ -65,19 +65,20 @@ def build_run(
     state = TrainState(config, world, engine, ema, meters, reader, order, facts, Progress())
     if saved is not None:
         state.progress = restore(saved, state)
-    device_name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
-    world.on_first(lambda: write_run_json(folder, config, launch, ds_config, device_name))
-
     batches = stack.enter_context(_open_batches(state))
     if world.is_first:
         tqdm.write(_summary(state, batches))
+    device_name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
+    world.on_first(lambda: write_run_json(folder, config, launch, ds_config, device_name))
     callbacks: list[Callback] = [
         NonFiniteGuard(state),
         Log(state),
         Checkpointing(state, checkpoints),
         SampleGrid(state),
     ]
-    return state, batches, stack.enter_context(Callbacks(callbacks))
+    for callback in callbacks:
+        stack.callback(callback.close)
+    return state, batches, Callbacks(callbacks)
 
 
 def _open_data(config: RunConfig, world: World) -> LatentReader:
@@ -135,8 +136,11 @@ def _summary(state: TrainState, batches: Batches) -> str:
         f"ZeRO-{engine.stage}, {config.performance.precision}, {config.optim.name}",
         f"loader {batches.name}, blocks {'compiled' if _compiles(config, world) else 'eager'}",
     ]
-    resumed = f"resuming from step {state.progress.steps}; " if state.progress.steps else ""
-    return f"{state.folder}: {resumed}{'; '.join(parts)}"
+    if state.progress.steps:
+        parts.insert(0, f"resuming from step {state.progress.steps}")
+    elif (state.folder / "run.json").exists():
+        parts.insert(0, "starting anew, the run that is here has no checkpoint")
+    return f"{state.folder}: {'; '.join(parts)}"
 
 
 def _open_batches(state: TrainState) -> Batches:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -15,6 +17,8 @@ from fastdiff.objective import Objective
 from fastdiff.progress import Progress
 from fastdiff.quiet import quieten
 from fastdiff.start import build_run
+
+_GRACE_S = 10.0
 
 
 def train(config: RunConfig, launch: Launch, world: World) -> Progress:
@@ -67,8 +71,19 @@ def main(argv: Sequence[str]) -> int:
         return cli.report(error)
     except OSError as error:
         return cli.report(cli.as_storage_error(error))
+    except RuntimeError:
+        if dist.size() > 1:
+            # Most likely another rank ended and cut the connection. Its message and exit code are the ones to show:
+            # the launcher sees them first and ends this rank.
+            time.sleep(_GRACE_S)
+        raise
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code and dist.size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # the ordinary end would wait for the other ranks, or abort in the process group
+    sys.exit(code)

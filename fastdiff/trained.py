@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from fastdiff.config_file import read_run
+from fastdiff.config_file import from_mapping
 from fastdiff.data.shards import DatasetInfo
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, StorageError
 from fastdiff.models import load_model
 from fastdiff.sampling import SchedulerName, grid_classes, sample
 from fastdiff.saved import Saved, committed, problems
@@ -28,6 +29,7 @@ class TrainedRun:
 
     Raises:
         ConfigError: no run, or no checkpoint, in ``folder``.
+        StorageError: there are checkpoints, and none is intact.
     """
 
     def __init__(self, folder: Path, ema: float | None = None) -> None:
@@ -36,8 +38,8 @@ class TrainedRun:
             hint = f"runs there: {', '.join(near)}" if near else "start one with `deepspeed fastdiff/train.py`"
             raise ConfigError(f"{folder}: no run (no run.json); {hint}")
         self.folder = folder
-        self.config = read_run(folder / "run.json")
         saved = _newest_intact(folder / "checkpoints")
+        self.config = from_mapping(saved.manifest["config"], str(saved.folder))
         self.ema = ema if ema is not None else next(iter(saved.ema_rates), None)
         self.step = int(saved.manifest["progress"]["steps"])
         self.classes: int | None = saved.manifest["classes"]
@@ -116,5 +118,8 @@ def _newest_intact(checkpoints: Path) -> Saved:
         found = problems(folder)
         if not found:
             return Saved(folder)
+        tqdm.write(f"warning: passing over a damaged checkpoint: {found[0]}")
         damage += found
-    raise ConfigError(f"{checkpoints}: no intact checkpoint{f' ({damage[0]})' if damage else ''}; train first")
+    if damage:
+        raise StorageError(f"{checkpoints}: no checkpoint is intact ({damage[0]}); restore one from a copy")
+    raise ConfigError(f"{checkpoints}: no checkpoint yet; the run must reach its first one")

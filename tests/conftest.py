@@ -1,24 +1,45 @@
 """What every test shares."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
+
+if TYPE_CHECKING:
+    from fastdiff.dist import World
 
 # Triton reads this when it is first imported; without a GPU its kernels run in the interpreter, on a CPU.
-if not Path("/dev/nvidiactl").exists():
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+_skipped_without_reason: list[str] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch
-
     if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and "gpu" not in report.keywords:
+        _skipped_without_reason.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A test that is skipped proves nothing: only those marked ``gpu`` may be."""
+    if _skipped_without_reason:
+        session.exitstatus = 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name in _skipped_without_reason:
+        terminalreporter.write_line(f"ERROR {name} was skipped; only tests marked gpu may be")
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +64,11 @@ def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     run_ranks(build_operators, ranks=1)
     return folder
+
+
+@pytest.fixture(scope="session")
+def world(torch_extensions: Path) -> World:
+    """This process as the only rank."""
+    from fastdiff import dist
+
+    return dist.start()

@@ -14,9 +14,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from fastdiff import cli, dist
+from fastdiff import cli
 from fastdiff.config import RunConfig
 from fastdiff.data.encode import pixels_template, write
+from fastdiff.data.integrity import load_index
+from fastdiff.data.order import Order
+from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import Provenance
 from fastdiff.data.sources import digits as real_digits
 from fastdiff.dist import World
@@ -25,11 +28,6 @@ from fastdiff.train import main, train
 from tests.processes import deepspeed, fastdiff
 from tests.runs import flags, hexes, intact, launch, losses, records, tiny, train_losses
 from tests.tiny_disk import tiny_disk
-
-
-@pytest.fixture(scope="module")
-def world(torch_extensions: Path) -> World:
-    return dist.start()
 
 
 @pytest.fixture
@@ -101,6 +99,47 @@ def test_a_damaged_shard_stops_the_run_and_names_the_place(
     assert "key" in message
     assert "offset" in message
     assert intact(Path(trained.output.folder)) == [4, 2]
+    mended = tiny(Path(trained.data.path), Path(trained.output.folder), steps=6)
+    assert len(train_losses(world, mended, launch())) == 6, "the same command goes on once the data are right"
+
+
+@pytest.mark.parametrize("damage", ["missing", "foreign index"])
+def test_a_wrong_shard_exits_65(
+    world: World, digits: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(digits, tmp_path / "damaged")
+    first, second, *_ = sorted((tmp_path / "damaged").glob("*.index.json"))
+    if damage == "missing":
+        (tmp_path / "damaged" / "train-000000.tar").unlink()
+    else:
+        shutil.copy(second, first)
+    assert main(flags(tiny(tmp_path / "damaged", tmp_path / "run", steps=200))) == 65
+    assert "train-000000" in capsys.readouterr().err
+
+
+def test_an_error_on_one_rank_is_the_message_and_the_exit_code(
+    torch_extensions: Path, digits: Path, tmp_path: Path
+) -> None:
+    """Only rank 1 reads the damaged sample; rank 0 loses its peer and must not have the last word."""
+    shutil.copytree(digits, tmp_path / "damaged")
+    config = tiny(tmp_path / "damaged", tmp_path / "run", steps=40)
+    with LatentReader(config.data.path) as reader:
+        order = Order(config.seed, reader.shard_sizes, config.data.shuffle_shards)
+        of_rank_1 = order.samples([5 * 16 + 8 + 3])  # step 5, rank 1 of 2
+        shard, row = (int(part[0]) for part in order.locate(of_rank_1))
+        place = load_index(reader.folder / reader.info.shards[shard].name, reader.info.shards[shard]).place(
+            "latent.npy", row
+        )
+    path = sorted((tmp_path / "damaged").glob("*.tar"))[shard]
+    content = bytearray(path.read_bytes())
+    content[place.offset + place.length - 1] ^= 1
+    path.write_bytes(content)
+    for _ in range(2):
+        done = deepspeed(*flags(config), ranks=2)
+        assert done.code == 65, done.output
+        assert done.output.count("fastdiff: error (rank 1)") == 1
+        assert place.key in done.output
+        assert "Traceback" not in done.output
 
 
 def test_a_truncated_shard_stops_the_run_before_the_first_step(
@@ -266,10 +305,20 @@ def test_resume_must_and_never(world: World, trained: RunConfig, tmp_path: Path,
 # --- storage -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[None, True], ids=["as it may", "without privileges"])
+BOTH_WAYS = {"params": [None, True], "ids": ["as it may", "without privileges"]}
+
+
+@pytest.fixture(**BOTH_WAYS)
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for about one checkpoint of the tiny model."""
+    """A file system with room for about two checkpoints of the tiny model."""
     with tiny_disk(tmp_path / "small", 2, stand_in=request.param) as folder:
+        yield folder
+
+
+@pytest.fixture(**BOTH_WAYS)
+def larger_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for the two checkpoints that stay and the one that is written."""
+    with tiny_disk(tmp_path / "larger", 4, stand_in=request.param) as folder:
         yield folder
 
 
@@ -285,15 +334,15 @@ def test_a_full_disk_exits_74_and_keeps_the_good_checkpoint(
     assert not list((small_disk / "run" / "checkpoints").glob("*.tmp"))
 
 
-def test_a_disk_that_fills_during_the_write_is_reported(world: World, digits: Path, small_disk: Path) -> None:
+def test_a_disk_that_fills_during_the_write_is_reported(world: World, digits: Path, larger_disk: Path) -> None:
     """The check before the write passes; the write itself fails."""
     from fastdiff.checkpoint import Checkpoints
 
-    config = tiny(digits, small_disk / "run", steps=2, output__checkpoint_every=1)
+    config = tiny(digits, larger_disk / "run", steps=2, output__checkpoint_every=1)
     train(config, launch(), world)
-    good = intact(small_disk / "run")
-    free = shutil.disk_usage(small_disk).free
-    (small_disk / "filler").write_bytes(bytes(max(0, free - 40_000)))
+    good = intact(larger_disk / "run")
+    free = shutil.disk_usage(larger_disk).free
+    (larger_disk / "filler").write_bytes(bytes(max(0, free - 40_000)))
     original = Checkpoints._check_space
     Checkpoints._check_space = lambda self, needed: None  # type: ignore[method-assign]
     try:
@@ -301,8 +350,18 @@ def test_a_disk_that_fills_during_the_write_is_reported(world: World, digits: Pa
             train(grown(config, 3), launch(), world)
     finally:
         Checkpoints._check_space = original  # type: ignore[method-assign]
-    assert intact(small_disk / "run") == good
-    assert not list((small_disk / "run" / "checkpoints").glob("*.tmp"))
+    assert intact(larger_disk / "run") == good
+    assert not list((larger_disk / "run" / "checkpoints").glob("*.tmp"))
+    (larger_disk / "filler").unlink()
+    assert len(train_losses(world, grown(config, 3), launch())) == 3, "the same command goes on once there is room"
+
+
+def test_a_disk_that_is_full_at_the_start_exits_74(
+    world: World, digits: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    assert main(flags(tiny(digits, small_disk / "run"))) == 74
+    assert "No space left on device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])

@@ -10,17 +10,12 @@ from typing import Any
 
 import pytest
 
-from fastdiff import checkpoint, dist
+from fastdiff import checkpoint
 from fastdiff.dist import World
 from fastdiff.saved import Saved, committed
 from fastdiff.train import train
 from tests.processes import run_ranks
 from tests.runs import hexes, intact, launch, losses, tiny, train_losses
-
-
-@pytest.fixture(scope="module")
-def world(torch_extensions: Path) -> World:
-    return dist.start()
 
 
 class Killed(BaseException):

@@ -107,6 +107,30 @@ def test_a_batch_that_does_not_divide_names_the_nearest_values() -> None:
         BatchConfig(samples=256, micro=8).accumulation(3)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch.samples", "0"], "at least 1"),
+        (["--batch.micro", "0"], "at least 1"),
+        (["--model.heads", "0"], "at least 1"),
+        (["--model.patch", "0"], "at least 1"),
+        (["--model.depth", "0"], "at least 1"),
+        (["--optim.betas", "1.5", "0.9"], "from 0 to below 1"),
+        (["--optim.eps", "-1"], "0 or above"),
+        (["--optim.lr", "inf"], "above 0"),
+        (["--optim.warmup_steps", "-5"], "0 or above"),
+        (["--output.checkpoint_every", "-3"], "at least 0"),
+        (["--output.sample_steps", "5000"], "at most --objective.timesteps 1000"),
+        (["--objective.zero_terminal_snr", "--objective.prediction", "epsilon"], "prediction v or x0"),
+        (["--seed", "-1"], "from 0"),
+        (["--resume", "yes"], "invalid choice"),
+    ],
+)
+def test_impossible_values_are_refused_at_once(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cli.parse(["--preset", "digits", *flags])
+
+
 def test_samples_must_be_whole_steps() -> None:
     with pytest.raises(ConfigError, match=r"nearest value: 1024 \(4 steps\)"):
         RunConfig(samples=1000, batch=BatchConfig(samples=256))

@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastdiff import dist
 from fastdiff.dist import World
 from fastdiff.doctor import examine
-from fastdiff.saved import Saved, committed
+from fastdiff.saved import committed
 from fastdiff.train import train
 from tests.processes import ROOT, deepspeed, fastdiff, run_ranks
-from tests.runs import flags, launch, losses, records, tiny, train_losses
-
-
-@pytest.fixture(scope="module")
-def world(torch_extensions: Path) -> World:
-    return dist.start()
+from tests.runs import flags, launch, losses, newest, records, tiny, train_losses
 
 
 def test_two_gloo_ranks_train_the_preset(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
@@ -81,7 +75,9 @@ def test_sample_and_evaluate(world: World, digits: Path, tmp_path: Path) -> None
     [
         (["--scheduler", "euler"], "ddim"),
         (["--classes", "8-12"], "trained with classes 0-9"),
-        (["--classes", "zero"], "--classes"),
+        (["--classes", "zero"], "expected classes as 0-9 or 1,5,7"),
+        (["--classes", "9-0"], "expected classes as 0-9 or 1,5,7"),
+        (["--per-class", "0"], "at least 1"),
         (["--ema", "0.123"], "no EMA of rate 0.123"),
     ],
 )
@@ -125,9 +121,9 @@ def test_dry_run_prints_and_writes_nothing(torch_extensions: Path, digits: Path,
 def test_a_finished_run_started_again_is_done_at_once(world: World, digits: Path, tmp_path: Path) -> None:
     config = tiny(digits, tmp_path / "run", steps=2)
     train(config, launch(), world)
-    before = Saved(committed(tmp_path / "run" / "checkpoints")[0]).manifest["files"]
+    before = newest(tmp_path / "run").manifest["files"]
     train(config, launch(), world)
-    assert Saved(committed(tmp_path / "run" / "checkpoints")[0]).manifest["files"] == before
+    assert newest(tmp_path / "run").manifest["files"] == before
     assert len(losses(tmp_path / "run")) == 2
 
 

@@ -133,7 +133,7 @@ def test_kernels_is_not_a_package() -> None:
     assert not (ROOT / "tests" / "kernels").exists()
 
 
-def test_import_of_the_pip_package_kernels_works_from_the_repository_root(tmp_path: Path) -> None:
+def test_a_pip_package_named_kernels_wins_over_our_folder(tmp_path: Path) -> None:
     """The regular package wins over our folder of the same name, which is at most a namespace portion."""
     package = tmp_path / "site" / "kernels"
     package.mkdir(parents=True)

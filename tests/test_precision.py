@@ -10,7 +10,6 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from fastdiff import dist
 from fastdiff.dist import World
 from fastdiff.engine import Engine
 from fastdiff.errors import ConfigError, DivergedError
@@ -19,11 +18,6 @@ from fastdiff.optim import check_is_8bit
 from fastdiff.train import train
 from tests.runs import hexes, launch, losses, newest, tiny, train_losses
 from tests.test_train import check_clipping
-
-
-@pytest.fixture(scope="module")
-def world(torch_extensions: Path) -> World:
-    return dist.start()
 
 
 @pytest.fixture
@@ -86,6 +80,17 @@ def test_fp16_follows_fp32_and_resumes_with_its_loss_scale(
     assert manifests[0]["loss_scale"] == manifests[1]["loss_scale"]
     assert manifests[0]["loss_scale"]["cur_scale"] > 1
     assert manifests[0]["files"] == manifests[1]["files"]
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "fp16")])
+def test_the_loss_scale_stays_with_fp16(
+    world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, before: str, after: str
+) -> None:
+    train(tiny(digits, tmp_path / "run", steps=2, performance__precision=before), launch(1), world)
+    changed = tiny(digits, tmp_path / "run", steps=3, performance__precision=after)
+    train(changed, launch(1, allow_change=("performance.precision",)), world)
+    scale = newest(tmp_path / "run").manifest["loss_scale"]
+    assert scale.get("cur_scale", 0) > 1 if after == "fp16" else scale == {}
 
 
 def _flat(state: dict[str, torch.Tensor], size: int = 8192) -> Flat:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import fastdiff
-from fastdiff import dist
 from fastdiff.config import dit_config
 from fastdiff.dist import World
 from fastdiff.flops import forward_flops, peak_flops, training_flops
@@ -23,11 +22,6 @@ from tests.runs import launch, records, tiny
 
 OURS = str(Path(fastdiff.__file__).parent)
 READS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
-
-
-@pytest.fixture(scope="module")
-def world(torch_extensions: Path) -> World:
-    return dist.start()
 
 
 @contextmanager

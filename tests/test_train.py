@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastdiff import dist
 from fastdiff.config import RunConfig
 from fastdiff.deepspeed_config import resolve
 from fastdiff.dist import World
 from fastdiff.ema import Ema
 from fastdiff.engine import Engine
 from fastdiff.errors import ConfigError
-from fastdiff.fragments import Fragment, assemble
+from fastdiff.fragments import assemble
 from fastdiff.models import build_model
 from fastdiff.models.dit import DiTBlock
 from fastdiff.train import train
@@ -25,18 +24,12 @@ from tests.processes import run_ranks
 from tests.runs import STEPS, assert_same_checkpoint, launch, newest, records, tiny, train_losses
 
 
-@pytest.fixture(scope="session")
-def alone(torch_extensions: Path) -> World:
-    """This process as the only rank."""
-    return dist.start()
-
-
 def close(a: list[float], b: list[float], relative: float) -> bool:
     return len(a) == len(b) and all(math.isclose(x, y, rel_tol=relative) for x, y in zip(a, b, strict=True))
 
 
-def test_one_rank_with_accumulation_equals_two_ranks(alone: World, digits: Path, tmp_path: Path) -> None:
-    accumulated = train_losses(alone, tiny(digits, tmp_path / "one", batch__micro=8), launch())
+def test_one_rank_with_accumulation_equals_two_ranks(world: World, digits: Path, tmp_path: Path) -> None:
+    accumulated = train_losses(world, tiny(digits, tmp_path / "one", batch__micro=8), launch())
     parallel = run_ranks(train_losses, tiny(digits, tmp_path / "two", batch__micro=8), launch(), ranks=2)[0]
     assert close(accumulated, parallel, 1e-6)
     assert accumulated[-1] < accumulated[0]
@@ -53,11 +46,11 @@ def test_zero_stages_agree(torch_extensions: Path, digits: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit-bnb"])
-def test_bf16_follows_fp32_at_every_stage(alone: World, digits: Path, tmp_path: Path, optimizer: str) -> None:
-    exact = train_losses(alone, tiny(digits, tmp_path / "fp32", optim__name=optimizer), launch(0))
+def test_bf16_follows_fp32_at_every_stage(world: World, digits: Path, tmp_path: Path, optimizer: str) -> None:
+    exact = train_losses(world, tiny(digits, tmp_path / "fp32", optim__name=optimizer), launch(0))
     for stage in range(4):
         changes = {"performance__precision": "bf16", "optim__name": optimizer}
-        found = train_losses(alone, tiny(digits, tmp_path / str(stage), **changes), launch(stage))
+        found = train_losses(world, tiny(digits, tmp_path / str(stage), **changes), launch(stage))
         assert close(found, exact, 0.02), stage
         assert found != exact, "the forward pass is really in bf16"
 
@@ -65,7 +58,7 @@ def test_bf16_follows_fp32_at_every_stage(alone: World, digits: Path, tmp_path: 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("optimizer", "precision"), [("adamw", "fp32"), ("adamw8bit-bnb", "fp32"), ("adamw", "bf16")])
 def test_resume_equals_the_uninterrupted_run(
-    alone: World,
+    world: World,
     digits: Path,
     tmp_path: Path,
     stage: int,
@@ -77,11 +70,11 @@ def test_resume_equals_the_uninterrupted_run(
     schedule = {"optim__schedule": "cosine", "optim__warmup_steps": 2, "optim__weight_decay": 0.1}
     cadence = {"output__checkpoint_every": 3, "output__log_every": 2}
     changes = {"optim__name": optimizer, "performance__precision": precision, **schedule, **cadence}
-    train(tiny(digits, tmp_path / "whole", **changes), launch(stage), alone)
+    train(tiny(digits, tmp_path / "whole", **changes), launch(stage), world)
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000006")
     capsys.readouterr()
-    train(tiny(digits, tmp_path / "parts", **changes), launch(stage), alone)
+    train(tiny(digits, tmp_path / "parts", **changes), launch(stage), world)
     assert "resuming from step 3" in capsys.readouterr().out
     whole, parts = (
         [(r["step"], r["loss"].hex(), r["lr"], r["grad_norm"]) for r in records(tmp_path / name)]
@@ -91,41 +84,44 @@ def test_resume_equals_the_uninterrupted_run(
     assert_same_checkpoint(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_adamw_resumes_with_another_number_of_ranks(alone: World, digits: Path, tmp_path: Path) -> None:
-    whole = train_losses(alone, tiny(digits, tmp_path / "whole"), launch(3))
+def test_adamw_resumes_with_another_number_of_ranks(world: World, digits: Path, tmp_path: Path) -> None:
+    whole = train_losses(world, tiny(digits, tmp_path / "whole"), launch(3))
     run_ranks(train_losses, tiny(digits, tmp_path / "parts", steps=STEPS // 2), launch(2), ranks=2)
-    continued = train_losses(alone, tiny(digits, tmp_path / "parts"), launch(3))
+    continued = train_losses(world, tiny(digits, tmp_path / "parts"), launch(3))
     assert close(continued, whole, 1e-6)
 
 
-def test_8bit_state_refuses_another_number_of_ranks(alone: World, digits: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_adamw_resumes_at_every_other_stage(world: World, digits: Path, tmp_path: Path, before: int) -> None:
+    train(tiny(digits, tmp_path / "start", steps=STEPS // 2), launch(before), world)
+    whole = train_losses(world, tiny(digits, tmp_path / "whole"), launch(before))
+    for after in range(4):
+        shutil.copytree(tmp_path / "start", tmp_path / str(after))
+        assert close(train_losses(world, tiny(digits, tmp_path / str(after)), launch(after)), whole, 1e-5), after
+
+
+def test_8bit_state_refuses_another_number_of_ranks(world: World, digits: Path, tmp_path: Path) -> None:
     config = tiny(digits, tmp_path / "parts", optim__name="adamw8bit-bnb")
     run_ranks(train_losses, config, launch(3), ranks=2)
     with pytest.raises(ConfigError, match=r"2 ranks at ZeRO stage 3.*resume with the same ranks"):
-        train_losses(alone, tiny(digits, tmp_path / "parts", optim__name="adamw8bit-bnb", steps=8), launch(3))
+        train_losses(world, tiny(digits, tmp_path / "parts", optim__name="adamw8bit-bnb", steps=8), launch(3))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradient_clipping_clips(alone: World, digits: Path, tmp_path: Path, stage: int, precision: str) -> None:
+def test_gradient_clipping_clips(world: World, digits: Path, tmp_path: Path, stage: int, precision: str) -> None:
     """After one step Adam's first moment is (1 - beta1) times the clipped gradient."""
-    check_clipping(alone, tiny(digits, tmp_path / "run", steps=1, performance__precision=precision), stage)
+    check_clipping(world, tiny(digits, tmp_path / "run", steps=1, performance__precision=precision), stage)
 
 
 def check_clipping(world: World, config: RunConfig, stage: int) -> None:
     clip = 1e-3
     train(replace(config, optim=replace(config.optim, clip=clip)), launch(stage), world)
     folder = Path(config.output.folder)
-    moments = _saved(folder, "exp_avg")
+    moments = newest(folder).full("exp_avg")
     norm = math.sqrt(sum(float(m.double().square().sum()) for m in moments.values()))
     assert norm == pytest.approx(0.1 * clip, rel=1e-2)
     assert records(folder)[0]["grad_norm"] > 100 * clip
-
-
-def _saved(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    saved = newest(folder)
-    shapes = saved.manifest["parameters"]
-    return {name: saved.slice(kind, Fragment(name, 0, math.prod(s), 0)).view(s) for name, s in shapes.items()}
 
 
 def test_sharded_ema_equals_a_gathered_ema_bitwise(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
