@@ -70,6 +70,7 @@ def build_run(
         tqdm.write(_summary(state, batches))
     device_name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     world.on_first(lambda: write_run_json(folder, config, launch, ds_config, device_name))
+    # The checkpoint before the grid: a failure while drawing must not cost the steps since the last one.
     callbacks: list[Callback] = [
         NonFiniteGuard(state),
         Log(state),

@@ -58,7 +58,7 @@ def train(config: RunConfig, launch: Launch, world: World) -> Progress:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code (design: 0, 2, 65, 70, 74)."""
+    """Run the command line and return the exit code: 0, 2, 65, 70 or 74 (see ``errors.py``)."""
     quieten()
     try:
         launch, config = cli.parse(argv)
