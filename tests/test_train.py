@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from fastdiff.config import RunConfig
+from fastdiff.data import build_batches
+from fastdiff.data.order import Order
+from fastdiff.data.reader import LatentReader
 from fastdiff.deepspeed_config import resolve
 from fastdiff.dist import World
 from fastdiff.ema import Ema
@@ -19,6 +22,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.fragments import assemble
 from fastdiff.models import build_model
 from fastdiff.models.dit import DiTBlock
+from fastdiff.objective import Objective
 from fastdiff.train import train
 from tests.processes import run_ranks
 from tests.runs import STEPS, assert_same_checkpoint, launch, newest, records, tiny, train_losses
@@ -33,6 +37,36 @@ def test_one_rank_with_accumulation_equals_two_ranks(world: World, digits: Path,
     parallel = run_ranks(train_losses, tiny(digits, tmp_path / "two", batch__micro=8), launch(), ranks=2)[0]
     assert close(accumulated, parallel, 1e-6)
     assert accumulated[-1] < accumulated[0]
+
+
+def _first_noise(world: World, digits: Path) -> tuple[list[int], list[float], list[float]]:
+    """Positions, and the first noise value and timestep of each sample, of this rank's first micro-batch."""
+    config = tiny(digits, digits)
+    with LatentReader(digits) as reader:
+        order = Order(config.seed, reader.shard_sizes, config.data.shuffle_shards)
+        objective = Objective(config.objective, seed=config.seed, classes=10, device=world.device)
+        with build_batches(
+            reader,
+            order,
+            config=config.data,
+            device=world.device,
+            start_samples=0,
+            rank=world.rank,
+            ranks=world.size,
+            micro=16 // world.size,
+            global_batch=16,
+        ) as batches:
+            batch = next(batches)
+    corruption = objective.corrupt(batch)
+    return batch.position.tolist(), corruption.noise[:, 0, 0, 0].tolist(), corruption.time.tolist()
+
+
+def test_two_real_ranks_draw_different_noise(world: World, digits: Path) -> None:
+    """And together exactly what one rank draws."""
+    first, second = run_ranks(_first_noise, digits, ranks=2)
+    assert not set(first[0]) & set(second[0])
+    assert not set(first[1]) & set(second[1])
+    assert tuple(a + b for a, b in zip(first, second, strict=True)) == _first_noise(world, digits)
 
 
 def _every_stage(world: World, digits: Path, folder: Path) -> dict[int, list[float]]:
