@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class Checkpoints:
         """
         final = self._folder / f"step-{state.progress.steps:08d}"
         temporary = final.with_suffix(".tmp")
-        self._world.on_first(lambda: self._drop_leftovers())
+        self._world.on_first(self._drop_leftovers)
         self._world.on_first(lambda: temporary.mkdir(parents=True))
         tensors, starts = _tensors(state)
         self._check_space(sum(t.numel() * t.element_size() for t in tensors.values()))
@@ -181,11 +182,11 @@ def _restore_optimizer(saved: Saved, state: TrainState, applied: int) -> None:
 
 
 def _manifest(state: TrainState) -> dict[str, Any]:
-    progress, world, engine = state.progress, state.world, state.engine
+    world, engine = state.world, state.engine
     return {
         "format": FORMAT,
         "version": VERSION,
-        "progress": {name: getattr(progress, name) for name in ("samples", "steps", "skipped", "skipped_in_a_row")},
+        "progress": asdict(state.progress),
         "world_size": world.size,
         "zero_stage": engine.stage,
         "layout": layout_digest(world, engine.flats),

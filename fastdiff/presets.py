@@ -31,6 +31,8 @@ def digits() -> RunConfig:
     fastdiff encode digits data/digits
     deepspeed fastdiff/train.py --preset digits --deepspeed_config deepspeed_configs/zero3.json
     fastdiff evaluate runs/digits
+
+    Measured (bench/results/cpu-2-cores/2026-11-21_digits): accuracy 1.000, Fréchet distance 0.25, 79 s for the steps.
     """
     steps, batch = 1000, 64
     return RunConfig(
@@ -50,6 +52,8 @@ def dit(letter: str, patch: int) -> RunConfig:
     """A published size of DiT on 256-pixel images: latents of 4 x 32 x 32, 1000 classes. L and XL with 8-bit Adam.
 
     deepspeed fastdiff/train.py --preset dit-xl-2 --data.path DATA --deepspeed_config deepspeed_configs/zero1.json
+
+    Not measured yet.
     """
     batch = 256
     return RunConfig(

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from fastdiff.config_file import from_mapping
 from fastdiff.data.shards import DatasetInfo
+from fastdiff.data.sources import DIGITS_SOURCE
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.models import load_model
 from fastdiff.sampling import SchedulerName, grid_classes, sample
@@ -98,7 +99,7 @@ class TrainedRun:
         from fastdiff.evaluation import evaluate_digits, evaluation_labels
 
         source = DatasetInfo.read(self.config.data.path).provenance.source
-        if source != "scikit-learn load_digits":
+        if source != DIGITS_SOURCE:
             raise ConfigError(
                 f"{self.folder}: there is no built-in evaluation for data from {source!r}, only for digits; "
                 "`fastdiff sample` draws images for your own"

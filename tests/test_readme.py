@@ -6,7 +6,11 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from fastdiff.cli import parse
+from fastdiff.evaluation import frechet_distance, real_digits
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,6 +37,16 @@ def test_the_numbers_of_the_readme_stand_in_the_record() -> None:
     assert accuracy == f"{result['accuracy']:.3f}"
     assert distance == f"{result['frechet_distance']:.2f}"
     assert step_ms == f"{sorted(r['step_ms'] for r in records)[len(records) // 2]:.0f} ms"
+
+
+def test_the_reference_of_the_distance_is_what_it_is() -> None:
+    folder = ROOT / "bench" / "results" / "cpu-2-cores" / "2026-11-21_digits"
+    recorded = json.loads((folder / "reference.json").read_text())["frechet_distance_of_500_real_scans"]
+    scans, _ = real_digits()
+    for seed, distance in enumerate(recorded):
+        drawn = scans[np.random.default_rng(seed).permutation(len(scans))[:500]]
+        assert frechet_distance(drawn, scans) == pytest.approx(distance, rel=1e-6)
+    assert f"{min(recorded):.2f} to {max(recorded):.2f} away" in README
 
 
 def test_the_training_commands_of_the_readme_parse() -> None:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 import fastdiff
 from fastdiff.data.shards import LATENT, Column, DatasetInfo, Normalisation, Provenance
-from fastdiff.data.sources import DIGITS, Sample, digits, synthetic
+from fastdiff.data.sources import DIGITS, DIGITS_SOURCE, Sample, digits, synthetic
 from fastdiff.data.writer import ShardWriter
 
 
@@ -26,9 +26,7 @@ def encode_digits(out: str | os.PathLike[str], *, samples_per_shard: int = 256) 
         ConfigError: The folder already holds a data set.
         StorageError: It cannot be written.
     """
-    provenance = Provenance(
-        source="scikit-learn load_digits", transform="pixel / 8 - 1", versions=versions("scikit-learn")
-    )
+    provenance = Provenance(source=DIGITS_SOURCE, transform="pixel / 8 - 1", versions=versions("scikit-learn"))
     template = pixels_template((1, 8, 8), 10, provenance)
     return write(digits(), out, template, total=DIGITS, samples_per_shard=samples_per_shard)
 

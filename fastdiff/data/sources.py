@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 DIGITS = 1797
+DIGITS_SOURCE = "scikit-learn load_digits"
+"""What the provenance of the encoded digits says; the evaluation knows them by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
