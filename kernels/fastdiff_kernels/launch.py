@@ -1,15 +1,18 @@
-"""Which implementation of an op runs: the plain torch reference or the Triton kernel.
+"""Triton as the kernel files use it: defining kernels, launching them, and recording launches instead.
 
 Triton has no wheel for some systems, and a CPU runs its kernels only under ``TRITON_INTERPRET=1``. The kernel
-files import ``triton``, ``tl`` and ``jit`` from here, so that they can be imported everywhere.
+files import ``triton``, ``tl``, ``jit`` and ``run`` from here, so that they can be imported everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import Any
 
+import torch
 from torch import Tensor
 
 triton: Any
@@ -22,10 +25,23 @@ try:
 except ImportError:
     triton = tl = None
 
-Backend = Literal["torch", "triton"]
-
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 """Whether Triton's kernels run in its interpreter, on a CPU. Fixed when a kernel is defined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch that was recorded and did not run."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    """Positional arguments: tensors and numbers."""
+    options: dict[str, Any]
+    """Keyword arguments: the kernel's constexprs, ``num_warps``, ``num_stages``."""
+
+
+_recorded: list[Launch] | None = None
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -33,26 +49,45 @@ def jit(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(function)
 
 
-def choose(backend: Backend | None, tensor: Tensor) -> Backend:
-    """The implementation that works on ``tensor``.
+def run(kernel: Any, grid: Sequence[int], *args: Any, **options: Any) -> None:
+    """Launch ``kernel`` on the device of its first tensor argument; an empty grid launches nothing.
 
     Args:
-        backend: what the caller asks for; None: Triton on a CUDA device where it is installed, else torch.
-        tensor: an argument of the op; its device decides.
-
-    Raises:
-        ValueError: no such backend.
-        RuntimeError: Triton was asked for and cannot run on this tensor.
+        kernel: what ``jit`` returned.
+        grid: number of programs along each of up to three axes.
+        args: the kernel's run-time arguments, in order; the first tensor decides the device.
+        options: the kernel's constexprs by name, ``num_warps``, ``num_stages``.
     """
-    if backend is None:
-        return "triton" if triton is not None and tensor.is_cuda else "torch"
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend {backend!r}: expected 'torch', 'triton' or None (choose by the device)")
-    if backend == "triton" and triton is None:
-        raise RuntimeError("backend 'triton': Triton is not installed; install it or use backend 'torch'")
-    if backend == "triton" and not (tensor.is_cuda or INTERPRETED):
-        raise RuntimeError(
-            f"backend 'triton': the tensor is on {tensor.device}, expected CUDA; use backend 'torch', "
-            "or set TRITON_INTERPRET=1 before the first import of triton"
-        )
-    return backend
+    grid = tuple(grid)
+    if 0 in grid:
+        return
+    if _recorded is not None:
+        _recorded.append(Launch(kernel, grid, args, options))
+        return
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(next(arg for arg in args if isinstance(arg, Tensor))):  # type: ignore[no-untyped-call]
+        kernel[grid](*args, **options)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collect launches instead of running them, so that they can be compiled without a GPU.
+
+    Inside, CPU tensors are taken for those of a GPU, and what the ops return is uninitialised.
+    """
+    global _recorded
+    outer, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = outer
+
+
+def runs_on(tensor: Tensor) -> bool:
+    """Whether a Triton kernel can work on ``tensor``: on CUDA, in the interpreter, or while recording."""
+    return triton is not None and (tensor.is_cuda or INTERPRETED or _recorded is not None)
+
+
+def processors(tensor: Tensor) -> int:
+    """Streaming multiprocessors of the tensor's device; those of an H200 where it has none."""
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 132

@@ -25,7 +25,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastdiff_kernels.launch import Backend, choose, jit, tl, triton
+from fastdiff_kernels.dispatch import Backend, choose, plain
+from fastdiff_kernels.launch import jit, run, tl, triton
 
 Kind = Literal["bits", "uniform", "normal"]
 
@@ -165,13 +166,11 @@ def _empty(position: Tensor, count: int, kind: str) -> Tensor:
 def _philox_triton(position: Tensor, seed: int, stream: int, count: int, kind: str) -> Tensor:
     """Launch the kernel; ``seed`` is folded into the signed int64 of the op's schema."""
     out = _empty(position, count, kind)
-    if out.numel():
-        tiles = triton.cdiv(count, 4 * _GROUPS_PER_PROGRAM)
-        # Triton launches on the current device, which need not be that of the tensors.
-        with torch.cuda.device_of(position):  # type: ignore[no-untyped-call]
-            _philox_kernel[(position.shape[0] * tiles,)](
-                out, position.contiguous(), seed & _SEED, stream, count, tiles, kind, _GROUPS_PER_PROGRAM
-            )
+    tiles = triton.cdiv(count, 4 * _GROUPS_PER_PROGRAM)
+    run(
+        _philox_kernel, (position.shape[0] * tiles,),
+        out, position.contiguous(), seed & _SEED, stream, count, tiles, KIND=kind, GROUPS=_GROUPS_PER_PROGRAM,
+    )  # fmt: skip
     return out
 
 
@@ -182,8 +181,10 @@ def _(position: Tensor, seed: int, stream: int, count: int, kind: str) -> Tensor
 
 def _draw(seed: int, stream: int, position: Tensor, count: int, kind: Kind, backend: Backend | None) -> Tensor:
     _validate(seed, stream, position, count)
-    if choose(backend, position) == "torch":
-        return _reference(seed, stream, position, count, kind)
+    chosen = choose("philox", position, backend)
+    if chosen != "triton":
+        drawn: Tensor = plain(_reference, chosen)(seed, stream, position, count, kind)
+        return drawn
     signed = seed - 2**64 if seed >= 2**63 else seed
     out: Tensor = _philox_triton(position, signed, stream, count, kind)
     return out
@@ -197,7 +198,7 @@ def bits(seed: int, stream: int, position: Tensor, count: int, backend: Backend 
         stream: purpose of the numbers, in [0, 2**32).
         position: ``[B]`` int64; each value has its own numbers.
         count: numbers per position, in [1, 2**34].
-        backend: implementation; None: Triton for a CUDA tensor where it is installed, else torch.
+        backend: implementation; None: the default of ``dispatch.choose``.
 
     Returns:
         ``[B, count]`` int64 of values in [0, 2**32), on the device of ``position``.

@@ -1,0 +1,144 @@
+"""Which implementation of an op runs, who decides it, and how to see it.
+
+Three implementations of each op: ``triton`` (the kernel), ``reference`` (plain torch next to it), ``compile`` (the
+reference through ``torch.compile``). The decision, strongest first: the ``backend`` argument of a call, ``force`` for
+the process, the default: the kernel on a CUDA device, the reference elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from fastdiff_kernels import launch
+
+Backend = Literal["triton", "reference", "compile"]
+
+OPS = ("philox", "noising", "loss", "group_norm", "adaln", "adamw8bit")
+"""Every op whose backend can be forced; attention has its own registry (``attention.py``)."""
+
+_forced: dict[str, Backend] = {}
+
+
+def force(backends: Mapping[str, Backend]) -> None:
+    """Set the backend of the named ops for the whole process; ops that are not named go back to their default.
+
+    Raises:
+        ValueError: an op or a backend that does not exist.
+    """
+    for op, backend in backends.items():
+        if op not in OPS:
+            raise ValueError(f"op {op!r}: expected one of {', '.join(OPS)}")
+        _check(backend)
+    _forced.clear()
+    _forced.update(backends)
+
+
+@contextmanager
+def forced(**backends: Backend) -> Iterator[None]:
+    """``force`` for the length of a ``with`` block, on top of what is forced already."""
+    before = dict(_forced)
+    force({**before, **backends})
+    try:
+        yield
+    finally:
+        force(before)
+
+
+def choose(op: str, tensor: Tensor, backend: Backend | None = None) -> Backend:
+    """The implementation of ``op`` that works on ``tensor``.
+
+    Args:
+        op: one of ``OPS``.
+        tensor: an argument of the op; its device decides.
+        backend: what the caller asks for; None: what is forced, else Triton on a CUDA device where it is installed,
+            else the reference.
+
+    Raises:
+        ValueError: no such backend.
+        RuntimeError: Triton was asked for and cannot run on this tensor.
+    """
+    return explained(op, tensor, backend)[0]
+
+
+def explained(op: str, tensor: Tensor, backend: Backend | None = None) -> tuple[Backend, str]:
+    """``choose``, and the reason in a few words."""
+    asked = backend or _forced.get(op)
+    if asked is not None:
+        _check(asked)
+        if asked == "triton":
+            _check_triton(tensor)
+        return asked, "asked for" if backend else "forced"
+    if launch.triton is None:
+        return "reference", "Triton is not installed"
+    if not tensor.is_cuda:
+        return "reference", f"the tensor is on {tensor.device.type}"
+    return "triton", "on CUDA"
+
+
+def _check(backend: str) -> None:
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend {backend!r}: expected 'triton', 'reference', 'compile' or None (the default)")
+
+
+def _check_triton(tensor: Tensor) -> None:
+    if launch.triton is None:
+        raise RuntimeError("backend 'triton': Triton is not installed; install it or use backend 'reference'")
+    if not launch.runs_on(tensor):
+        raise RuntimeError(
+            f"backend 'triton': the tensor is on {tensor.device}, expected CUDA; use backend 'reference', "
+            "or set TRITON_INTERPRET=1 before the first import of triton"
+        )
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
+
+
+def plain(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """A reference as ``backend`` runs it: compiled for ``compile``, unless it is being compiled already."""
+    return _compiled(function) if backend == "compile" and not torch.compiler.is_compiling() else function
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which implementation of an op one layer uses, and why."""
+
+    op: str
+    forward: str
+    backward: str
+    why: str
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A module that calls ops of this package directly (not through a child module)."""
+
+    def choices(self, example: Tensor) -> Iterator[Choice]:
+        """Yield what ``forward`` would use, op by op, for inputs of the device and dtype of ``example``."""
+        ...
+
+
+def explain(model: nn.Module, example: Tensor) -> list[tuple[str, Choice]]:
+    """Which implementation each layer of ``model`` uses, forward and backward.
+
+    Args:
+        model: its modules that call ops have a method ``choices`` (``Explains``).
+        example: a tensor of the device and dtype that the model will compute in; of any shape.
+
+    Returns:
+        The name of each layer (``""`` for the model itself) with one ``Choice`` per op, in the order of the modules.
+    """
+    return [
+        (name, choice)
+        for name, module in model.named_modules()
+        if isinstance(module, Explains)
+        for choice in module.choices(example)
+    ]

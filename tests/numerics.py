@@ -1,0 +1,96 @@
+"""The one rule of accuracy: at most twice the error of eager PyTorch in the same dtype, against fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Op = Callable[..., Tensor | Sequence[Tensor]]
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill whatever ``torch.empty`` returns with NaN (integers: their largest value), so that an element that a kernel
+    does not write is seen."""
+    before, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def evaluate(op: Op, inputs: dict[str, Any], upstream: Sequence[Tensor] | None) -> dict[str, Tensor]:
+    """Outputs ``out0 ...`` and, for each input that requires one, the gradient ``d<name>``.
+
+    Args:
+        op: called with ``inputs`` by name.
+        inputs: tensors and plain values; tensors keep their strides.
+        upstream: gradient of each output, in the order of the outputs; None: no backward pass.
+    """
+    leaves = {k: _leaf(v) for k, v in inputs.items()}
+    outputs = op(**leaves)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    results = {f"out{i}": output.detach() for i, output in enumerate(outputs)}
+    wanted = {k: v for k, v in leaves.items() if isinstance(v, Tensor) and v.requires_grad}
+    if upstream is not None and wanted:
+        seeds = [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)]
+        gradients = torch.autograd.grad(outputs, list(wanted.values()), seeds)
+        results |= {f"d{name}": g for name, g in zip(wanted, gradients, strict=True)}
+    return results
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def exact(inputs: dict[str, Any]) -> dict[str, Any]:
+    """``inputs`` with every floating tensor in fp64, same values."""
+    return {
+        k: v.detach().double().requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in inputs.items()
+    }
+
+
+def assert_as_accurate_as_eager(
+    op: Op, reference: Op, inputs: dict[str, Any], upstream: Sequence[Tensor] | None = None
+) -> None:
+    """Hold ``op`` to at most twice the error of ``reference`` in the dtype of ``inputs``, in maximum and RMS.
+
+    The error is measured against ``reference`` in fp64, for every output and every gradient. Rounding the exact result
+    to the output's dtype is the least error that anyone can have, so it is allowed even where eager is exact.
+    """
+    oracle = evaluate(reference, exact(inputs), None if upstream is None else [u.double() for u in upstream])
+    eager = evaluate(reference, inputs, upstream)
+    with poisoned_memory():
+        ours = evaluate(op, inputs, upstream)
+    assert ours.keys() == eager.keys()
+    for name, value in ours.items():
+        assert value.dtype == eager[name].dtype, f"{name}: {value.dtype}, eager gives {eager[name].dtype}"
+        assert value.shape == oracle[name].shape, f"{name}: {tuple(value.shape)}, eager {tuple(oracle[name].shape)}"
+        rounded = oracle[name].to(value.dtype)
+        for measure in (_maximum, _rms):
+            least = measure(rounded, oracle[name])
+            allowed = 2.0 * max(measure(eager[name], oracle[name]), least)
+            got = measure(value, oracle[name])
+            assert got <= allowed, f"{name}: {measure.__name__} error {got:.3e}, allowed {allowed:.3e}"
+
+
+def _maximum(value: Tensor, oracle: Tensor) -> float:
+    return _finite(value.double() - oracle).abs().max().item() if value.numel() else 0.0
+
+
+def _rms(value: Tensor, oracle: Tensor) -> float:
+    return _finite(value.double() - oracle).square().mean().sqrt().item() if value.numel() else 0.0
+
+
+def _finite(error: Tensor) -> Tensor:
+    assert error.isfinite().all(), "not finite: an element was not written, or overflowed"
+    return error
