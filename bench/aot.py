@@ -58,9 +58,14 @@ class Compiled:
         """What is wrong with it; empty: nothing."""
         found = [f"spills {self.spill_bytes} bytes per thread"] if self.spill_bytes else []
         for name, bits in (("loads", self.load_bits), ("stores", self.store_bits)) if self.streams else ():
-            if bits and wide_share(bits) < 0.5:
+            if _bytes_matter(bits) and wide_share(bits) < 0.5:
                 found.append(f"global {name} narrower than {WIDE_BITS} bits: {bits}")
         return found
+
+
+def _bytes_matter(bits: dict[int, int]) -> bool:
+    """Whether a thread moves more than one number of 8 bytes."""
+    return sum(width * count for width, count in bits.items()) > 64
 
 
 def wide_share(bits: dict[int, int]) -> float:

@@ -49,6 +49,11 @@ def jit(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(function)
 
 
+def constant(value: Any) -> Any:
+    """A global of a kernel file that kernels read: Triton takes no others than its own constants."""
+    return value if triton is None else tl.constexpr(value)
+
+
 def run(kernel: Any, grid: Sequence[int], *args: Any, **options: Any) -> None:
     """Launch ``kernel`` on the device of its first tensor argument; an empty grid launches nothing.
 

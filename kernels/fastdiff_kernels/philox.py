@@ -6,12 +6,15 @@ under the 64-bit key ``seed``; ``element % 4`` picks the word. One round maps ``
 key ``(k0, k1)`` to ``(high(M1*c2) ^ c1 ^ k0, low(M1*c2), high(M0*c0) ^ c3 ^ k1, low(M0*c0))`` and adds ``(W0,
 W1)`` to the key.
 
-A word becomes a uniform number by folding its signed value into 31 bits and scaling, and two words become two
-normal numbers by the method of Box & Muller 1958, with the constants of ``triton.language.rand`` and
-``randn4x``.
+A word becomes a uniform number by folding its signed value into 31 bits and scaling, as ``triton.language.rand``
+does, and two words become two normal numbers by the method of Box & Muller 1958.
 
-The words and the uniform numbers agree to the bit between torch and Triton. The normals agree to
-``NORMAL_ULPS`` units in the last place of fp32, because each library has its own log, cos and sin.
+Words, uniform and normal numbers agree to the bit between eager torch and Triton: logarithm, sine and cosine are
+written out in additions, products, one division and one square root, which every machine rounds alike as long as no
+product and sum are fused (the kernels are compiled without that). The libraries' own functions differ in the last
+places, and those of a GPU are fast, coarse (the logarithm near 1) and in need of a stack frame (sine and cosine). A
+normal number is within ``NORMAL_ULPS`` units in the last place of fp32 of the exact function of its two words.
+``torch.compile`` of the reference fuses products and sums and differs by as much.
 
 Bytes moved: 8 per position are read; 4 per number are written (8 for ``bits``). There is no backward pass.
 Limits: 2**34 numbers per position and stream.
@@ -26,12 +29,12 @@ import torch
 from torch import Tensor
 
 from fastdiff_kernels.dispatch import Backend, choose, plain
-from fastdiff_kernels.launch import jit, run, tl, triton
+from fastdiff_kernels.launch import constant, jit, run, tl, triton
 
 Kind = Literal["bits", "uniform", "normal"]
 
-NORMAL_ULPS = 8
-"""Largest difference of a normal number between two implementations, in units of the last place of fp32."""
+NORMAL_ULPS = 3
+"""Largest error of a normal number, in units of the last place of fp32."""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -40,6 +43,26 @@ _WORD = 0xFFFFFFFF
 _SEED = 0xFFFFFFFFFFFFFFFF
 _FOLDED_SCALE = 4.6566127342e-10  # the largest fp32 times which 2**31 - 1 stays below 1
 _SMALLEST = 1.0e-7  # keeps the logarithm finite
+
+
+# Constants of the logarithm: bits of the fp32 below sqrt(1/2), of the mantissa and of 1; ln 2 in two parts, of which
+# the first has so few bits that its product with an exponent is exact.
+_ROOT_HALF = 0x3F3504F3
+_MANTISSA = 0x7FFFFF
+_ONE = 0x3F800000
+_LN2_HIGH = 0.693145751953125
+_LN2_LOW = math.log(2.0) - _LN2_HIGH
+# Taylor coefficients in squares, highest power first: of log((1 + s) / (1 - s)) / s - 2, and of the sine and cosine of
+# quarter turns behind their first terms; that of the sine is an fp32 and the rest.
+_TURN = math.pi / 2
+_SIN_FIRST = 1.57079637050628662109375
+_LOG_SERIES = tuple(2.0 / (2 * k + 1) for k in (4, 3, 2, 1))
+_SIN_SERIES = (
+    *((-1) ** k * _TURN ** (2 * k + 1) / math.factorial(2 * k + 1) for k in (4, 3, 2, 1)),
+    _TURN - _SIN_FIRST,
+)
+_COS_SERIES = tuple((-1) ** k * _TURN ** (2 * k) / math.factorial(2 * k) for k in (5, 4, 3, 2, 1))
+
 _GROUPS_PER_PROGRAM = 256
 
 
@@ -88,13 +111,46 @@ def uniform_reference(words: Tensor) -> Tensor:
     return folded.to(torch.float32) * _FOLDED_SCALE
 
 
+def _polynomial(square: Tensor, series: tuple[float, ...]) -> Tensor:
+    value = square * series[0] + series[1]
+    for coefficient in series[2:]:
+        value = value * square + coefficient
+    return value
+
+
+def _log(number: Tensor) -> Tensor:
+    """Natural logarithm of normal fp32: ``m * 2**k`` with ``m`` around 1, ``log(m)`` by its series in (m-1)/(m+1)."""
+    shifted = number.view(torch.int32) + (_ONE - _ROOT_HALF)
+    exponent = ((shifted >> 23) - 127).to(torch.float32)
+    f = ((shifted & _MANTISSA) + _ROOT_HALF).view(torch.float32) - 1.0
+    s = f / (f + 2.0)
+    half_square = 0.5 * f * f
+    square = s * s
+    correction = s * (half_square + square * _polynomial(square, _LOG_SERIES)) + exponent * _LN2_LOW
+    return exponent * _LN2_HIGH - (half_square - correction - f)
+
+
+def _cos_sin(turns: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of ``turns`` in [0, 1) full turns: the nearest quarter is taken off exactly."""
+    quarters = turns * 4.0
+    quadrant = (quarters + 0.5).floor()
+    r = quarters - quadrant
+    square = r * r
+    sin = r * _SIN_FIRST + r * _polynomial(square, _SIN_SERIES)
+    cos = 1.0 + square * _polynomial(square, _COS_SERIES)
+    number = quadrant.to(torch.int32)
+    odd = (number & 1) == 1
+    c, s = torch.where(odd, sin, cos), torch.where(odd, cos, sin)
+    return torch.where(((number + 1) & 2) == 2, -c, c), torch.where((number & 2) == 2, -s, s)
+
+
 def normal_reference(words: Tensor) -> Tensor:
     """Standard normal fp32 of int64 words ``[..., 2k]``, same shape; each pair of neighbours makes a pair."""
     uniforms = uniform_reference(words)
-    first, second = uniforms[..., 0::2], uniforms[..., 1::2]
-    radius = (-2.0 * first.clamp(min=_SMALLEST).log()).sqrt()
-    angle = (2.0 * math.pi) * second
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(-2)
+    # By way of fp64, which rounds to the right fp32: torch.sqrt on a CPU (MKL) is off by one in a sixth of the cases.
+    radius = (-2.0 * _log(uniforms[..., 0::2].clamp(min=_SMALLEST))).double().sqrt().to(torch.float32)
+    cos, sin = _cos_sin(uniforms[..., 1::2])
+    return torch.stack([radius * cos, radius * sin], dim=-1).flatten(-2)
 
 
 def _reference(seed: int, stream: int, position: Tensor, count: int, kind: Kind) -> Tensor:
@@ -113,13 +169,57 @@ def philox_words(seed, stream, position, group):  # type: ignore[no-untyped-def]
     return tl.philox(seed, c0, c1, zero + position.to(tl.uint32), zero + (position >> 32).to(tl.uint32))
 
 
+ONE, ROOT_HALF, MANTISSA = constant(_ONE), constant(_ROOT_HALF), constant(_MANTISSA)
+LN2_HIGH, LN2_LOW, SIN_FIRST = constant(_LN2_HIGH), constant(_LN2_LOW), constant(_SIN_FIRST)
+LOG_SERIES, SIN_SERIES, COS_SERIES = constant(_LOG_SERIES), constant(_SIN_SERIES), constant(_COS_SERIES)
+
+
+@jit
+def _polynomial_block(square, SERIES: tl.constexpr, TERMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    value = square * SERIES[0] + SERIES[1]
+    for k in tl.static_range(2, TERMS):
+        value = value * square + SERIES[k]
+    return value
+
+
+@jit
+def _log_block(number):  # type: ignore[no-untyped-def]
+    """``_log`` of an fp32 block."""
+    shifted = number.to(tl.int32, bitcast=True) + (ONE - ROOT_HALF)
+    exponent = ((shifted >> 23) - 127).to(tl.float32)
+    f = ((shifted & MANTISSA) + ROOT_HALF).to(tl.float32, bitcast=True) - 1.0
+    s = tl.math.div_rn(f, f + 2.0)
+    half_square = 0.5 * f * f
+    square = s * s
+    correction = s * (half_square + square * _polynomial_block(square, LOG_SERIES, 4)) + exponent * LN2_LOW
+    return exponent * LN2_HIGH - (half_square - correction - f)
+
+
+@jit
+def _cos_sin_block(turns):  # type: ignore[no-untyped-def]
+    """``_cos_sin`` of an fp32 block."""
+    quarters = turns * 4.0
+    quadrant = tl.floor(quarters + 0.5)
+    r = quarters - quadrant
+    square = r * r
+    sin = r * SIN_FIRST + r * _polynomial_block(square, SIN_SERIES, 5)
+    cos = 1.0 + square * _polynomial_block(square, COS_SERIES, 5)
+    number = quadrant.to(tl.int32)
+    odd = (number & 1) == 1
+    c, s = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
+    return tl.where(((number + 1) & 2) == 2, -c, c), tl.where((number & 2) == 2, -s, s)
+
+
 @jit
 def box_muller(word1, word2):  # type: ignore[no-untyped-def]
-    """Two fp32 blocks of standard normal numbers from two uint32 blocks of words."""
+    """Two fp32 blocks of standard normal numbers from two uint32 blocks of words.
+
+    Equal to ``normal_reference`` to the bit in a kernel that is launched with ``enable_fp_fusion=False``.
+    """
     u1, u2 = tl.uint_to_uniform_float(word1), tl.uint_to_uniform_float(word2)
-    radius = tl.math.sqrt_rn(-2.0 * tl.log(tl.maximum(1.0e-7, u1)))
-    angle = 6.283185307179586 * u2
-    return radius * tl.cos(angle), radius * tl.sin(angle)
+    radius = tl.math.sqrt_rn(-2.0 * _log_block(tl.maximum(1.0e-7, u1)))
+    cos, sin = _cos_sin_block(u2)
+    return radius * cos, radius * sin
 
 
 @jit
@@ -170,6 +270,7 @@ def _philox_triton(position: Tensor, seed: int, stream: int, count: int, kind: s
     run(
         _philox_kernel, (position.shape[0] * tiles,),
         out, position.contiguous(), seed & _SEED, stream, count, tiles, KIND=kind, GROUPS=_GROUPS_PER_PROGRAM,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
