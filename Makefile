@@ -3,7 +3,7 @@ PYTHON ?= python3
 INSTALLED := .venv/installed
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo test lint
+.PHONY: demo test lint bench
 
 # Real digit scans -> latent shards -> a trained DiT -> new digits, measured.
 demo: $(INSTALLED)
@@ -18,6 +18,10 @@ lint: $(INSTALLED)
 	ruff check .
 	ruff format --check .
 	mypy
+
+# On a machine with a GPU: the kernels' tests and speed; the record goes to bench/results/.
+bench: $(INSTALLED)
+	bash bench/gpu.sh
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

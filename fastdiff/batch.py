@@ -21,13 +21,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Corruption:
-    """The noisy input of the model and what produced it: ``noisy = alpha * x0 + sigma * noise``."""
+    """The noisy input of the model, ``alpha * x0 + sigma * noise``. The noise is not kept: the loss draws it again."""
 
     noisy: Tensor
-    """``[B, C, H, W]`` fp32 x_t."""
+    """``[B, C, H, W]`` x_t, fp32 unless the objective was built with another dtype."""
     time: Tensor
     """``[B]`` int64 timestep t in [0, timesteps)."""
     label: Tensor | None
     """``[B]`` int64 class after the drop for classifier-free guidance (dropped: the null class)."""
-    noise: Tensor
-    """``[B, C, H, W]`` fp32 noise of the target; input perturbation is in ``noisy`` only."""

@@ -23,11 +23,12 @@ from tqdm import tqdm
 
 from fastdiff.dist import World, attempt
 from fastdiff.errors import ConfigError, StorageError
-from fastdiff.fragments import Flat, layout_digest, owned_fragments
-from fastdiff.optim import step_count
+from fastdiff.fragments import Flat, Fragment, layout_digest, owned_blocks, owned_fragments
+from fastdiff.optim import PER_BLOCK, PER_ELEMENT, step_count
 from fastdiff.progress import Progress
 from fastdiff.saved import FORMAT, MANIFEST, METERS, VERSION, Saved, committed, file_digest, problems
 from fastdiff.state import TrainState
+from fastdiff_kernels.adamw8bit import BLOCK
 
 
 class Checkpoints:
@@ -138,11 +139,11 @@ class Checkpoints:
 def restore(saved: Saved, state: TrainState) -> Progress:
     """Copy a checkpoint into a freshly built state, whose module already has the saved weights.
 
-    Sliceable optimizer state goes to any number of ranks and any ZeRO stage; 8-bit blocks only to the same layout.
+    Optimizer state goes to any number of ranks and any ZeRO stage, that of bitsandbytes only to the same layout.
     What the checkpoint does not have starts anew: an added EMA rate at the weights, another optimizer without state.
 
     Raises:
-        ConfigError: on every rank, for 8-bit state of another layout.
+        ConfigError: on every rank, for bitsandbytes' state of another layout.
     """
     manifest, engine = saved.manifest, state.engine
     progress = Progress(**manifest["progress"])
@@ -166,16 +167,18 @@ def _restore_optimizer(saved: Saved, state: TrainState, applied: int) -> None:
     manifest, world = saved.manifest, state.world
     if manifest["has_raw_state"] and layout_digest(world, state.engine.flats) != manifest["layout"]:
         raise ConfigError(
-            f"{saved.folder} holds 8-bit optimizer state of {manifest['world_size']} ranks at ZeRO stage "
+            f"{saved.folder} holds the state of bitsandbytes of {manifest['world_size']} ranks at ZeRO stage "
             f"{manifest['zero_stage']}, whose blocks cannot be cut anew; resume with the same ranks and stage"
         )
     for index, flat in enumerate(state.engine.flats):
         values: dict[str, Any] = {k: v.to(flat.key.device) for k, v in saved.raw(index, world.rank).items()}
         for key in manifest["sliced_state"]:
             if key not in values:
-                whole = torch.zeros_like(flat.key, requires_grad=False)
-                for fragment in flat.fragments:
-                    fragment.of(whole.view(-1)).copy_(saved.slice(key, fragment))
+                whole = flat.state.get(key)
+                if whole is None:
+                    whole = torch.zeros_like(flat.key, requires_grad=False)
+                for part in flat.blocks(BLOCK) if key in PER_BLOCK else flat.fragments:
+                    part.of(whole.view(-1)).copy_(saved.slice(key, part))
                 values[key] = whole
         values["step"] = step_count(state.config.optim.name, applied)
         flat.states[flat.key] = values
@@ -199,19 +202,19 @@ def _manifest(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _is_sliceable(value: Any, flat: Flat) -> bool:
-    return isinstance(value, Tensor) and value.numel() == flat.master.numel() and value.is_floating_point()
-
-
 def _sliced_keys(flats: Sequence[Flat]) -> list[str]:
-    return sorted({key for flat in flats for key, value in flat.state.items() if _is_sliceable(value, flat)} - {"step"})
+    return sorted({key for flat in flats for key in flat.state} & {*PER_ELEMENT, *PER_BLOCK})
 
 
 def _raw_state(flats: Sequence[Flat]) -> Iterator[tuple[str, Tensor]]:
     for index, flat in enumerate(flats):
         for key, value in flat.state.items() if flat.owned else ():
-            if key != "step" and isinstance(value, Tensor) and not _is_sliceable(value, flat):
+            if key not in ("step", *PER_ELEMENT, *PER_BLOCK) and isinstance(value, Tensor):
                 yield f"raw/{index}/{key}", value
+
+
+def _slices(flats: Sequence[Flat], kind: str, tensors: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
+    return owned_blocks(flats, tensors, BLOCK) if kind in PER_BLOCK else owned_fragments(flats, tensors)
 
 
 def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -220,10 +223,10 @@ def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
     kinds: dict[str, Sequence[Tensor | None]] = {"master": [flat.master for flat in flats]}
     kinds |= {f"ema/{rate}": averages for rate, averages in state.ema.averages.items()}
     for key in _sliced_keys(flats):
-        kinds[key] = [flat.state[key].view(-1) if _is_sliceable(flat.state.get(key), flat) else None for flat in flats]
+        kinds[key] = [flat.state[key].view(-1) if key in flat.state else None for flat in flats]
     tensors, starts = {METERS: state.meters.sums}, {}
     for kind, flat_tensors in kinds.items():
-        for fragment, values in owned_fragments(flats, flat_tensors):
+        for fragment, values in _slices(flats, kind, flat_tensors):
             tensors[f"{kind}/{fragment.name}"] = values
             starts[f"{kind}/{fragment.name}"] = fragment.start
     return tensors | dict(_raw_state(flats)), starts

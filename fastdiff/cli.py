@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -178,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(run=_evaluate)
 
     doctor = commands.add_parser("doctor", help="what this machine has, what is wrong and how to mend it")
+    doctor.add_argument("--preset", metavar="NAME", help="also list which kernels and attention this run would use")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -248,7 +250,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    from fastdiff.doctor import examine
+    from fastdiff.doctor import examine, explain
 
-    for line in examine():
+    hint = ["kernels and attention: `fastdiff doctor --preset NAME` lists what each layer would use"]
+    explained = list(explain(arguments.preset)) if arguments.preset else hint  # refuses before anything is said
+    for line in chain(examine(), explained):
         print(line)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from fastdiff.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16"]
+KernelBackend = Literal["triton", "reference", "compile"]
+KERNEL_OPS = ("philox", "noising", "loss", "group_norm", "adaln", "adamw8bit")
+"""The ops of ``fastdiff_kernels.dispatch``, without its torch."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -116,8 +119,12 @@ class DiffusionConfig:
     """Rescale the schedule so that the last step is pure noise (Lin et al. 2023, arXiv:2305.08891)."""
     prediction: Literal["epsilon", "v", "x0"] = "epsilon"
     """What the model predicts."""
+    weighting: Literal["auto", "none", "min_snr", "soft_min_snr", "p2", "debiased", "snr"] = "auto"
+    """Weight of the loss by timestep: none (plain MSE), min_snr, soft_min_snr, p2 (gamma 1, k 1), debiased, or snr
+    (plain MSE of the noise, whatever is predicted). auto: min_snr if its gamma is given, else none."""
     min_snr_gamma: float | None = None
-    """Clamp of the Min-SNR loss weight (Hang et al. 2023, arXiv:2303.09556); 5 is usual. None: plain MSE."""
+    """Clamp of Min-SNR (Hang et al. 2023, arXiv:2303.09556) and of its soft form. None: 5, as is usual, if one of them
+    is the weighting."""
     noise_offset: float = 0.0
     """Size of a noise constant over each channel, added to the noise; 0.05-0.1 is usual."""
     input_perturbation: float = 0.0
@@ -142,6 +149,11 @@ class DiffusionConfig:
         _require(
             self.min_snr_gamma is None or 0 < self.min_snr_gamma < math.inf,
             f"--objective.min_snr_gamma {self.min_snr_gamma}: above 0, or None for the plain MSE",
+        )
+        _require(
+            self.min_snr_gamma is None or self.weighting in ("auto", "min_snr", "soft_min_snr"),
+            f"--objective.min_snr_gamma {self.min_snr_gamma}: --objective.weighting {self.weighting} has no such clamp; "
+            "leave one of them out, or use min_snr or soft_min_snr",
         )
 
 
@@ -199,8 +211,9 @@ class BatchConfig:
 class OptimConfig:
     """Optimizer and learning rate."""
 
-    name: Literal["adamw", "adamw8bit-bnb"] = "adamw"
-    """adamw: torch; adamw8bit-bnb: bitsandbytes, 2 bytes of state per parameter instead of 8."""
+    name: Literal["adamw", "adamw8bit", "adamw8bit-bnb"] = "adamw"
+    """adamw: torch, 8 bytes of state per parameter; adamw8bit: fastdiff's own, 2 bytes, whose losses and checkpoints
+    do not depend on ranks and ZeRO stage; adamw8bit-bnb: bitsandbytes, 2 bytes, tied to both."""
     lr: float = 1e-4
     """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -224,6 +237,7 @@ class OptimConfig:
         for name in ("eps", "weight_decay", "clip", "warmup_steps"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"--optim.{name} {value}: 0 or above")
+        _require(self.eps > 0 or self.name != "adamw8bit", "--optim.eps 0: above 0 with --optim.name adamw8bit")
         _require(
             self.warmup_steps == 0 or self.schedule != "constant",
             "--optim.warmup_steps has no effect with --optim.schedule constant; "
@@ -255,6 +269,40 @@ class PerformanceConfig:
     """torch.compile of each block. None: on with CUDA, off on a CPU."""
     recompute: bool = False
     """Activation checkpointing: recompute each block in the backward pass, for memory."""
+    kernels: str = "auto"
+    """Who computes fastdiff's own ops: auto (Triton on a GPU, else plain torch), triton, reference (plain torch) or
+    compile (plain torch by torch.compile), then exceptions: auto,adaln=compile,loss=reference."""
+    attention: Literal["auto", "sdpa", "cudnn", "flash", "xformers", "reference"] = "auto"
+    """Who computes attention: auto (the fastest known for the GPU), sdpa (torch's choice), cudnn, flash, xformers, or
+    reference (matrix products and a softmax)."""
+
+    def __post_init__(self) -> None:
+        self.kernel_backends()
+
+    def kernel_backends(self) -> dict[str, KernelBackend]:
+        """What ``kernels`` forces, by op; an op that is not named has its default.
+
+        Raises:
+            ConfigError: an op or an implementation that does not exist, or an op that is named twice.
+        """
+        default, *exceptions = [part.strip() for part in self.kernels.split(",")]
+        if "=" in default:
+            default, exceptions = "auto", [default, *exceptions]
+        named = [part.partition("=")[::2] for part in exceptions]
+        for op, _ in named:
+            _require(op in KERNEL_OPS, f"{self._given()}: {op!r} is none of the ops {', '.join(KERNEL_OPS)}")
+            _require([o for o, _ in named].count(op) == 1, f"{self._given()}: {op} is named twice")
+        chosen = dict.fromkeys(KERNEL_OPS, default) | dict(named)
+        for backend in (default, *chosen.values()):
+            _require(
+                backend in ("auto", *get_args(KernelBackend)),
+                f"{self._given()}: {backend!r} is none of auto, {', '.join(get_args(KernelBackend))}; "
+                "write for example auto,adaln=compile",
+            )
+        return {op: cast(KernelBackend, backend) for op, backend in chosen.items() if backend != "auto"}
+
+    def _given(self) -> str:
+        return f"--performance.kernels {self.kernels}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -85,6 +85,12 @@ def zero_stage(resolved: Mapping[str, Any]) -> int:
     return int(resolved.get("zero_optimization", {}).get("stage", 0))
 
 
+def offloads_optimizer(resolved: DsConfig) -> bool:
+    """Whether the optimizer steps on the CPU."""
+    offload = resolved.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(offload.get("device", "none") == "cpu")
+
+
 def _owned_by_run_config(config: RunConfig, ranks: int) -> dict[str, tuple[Any, str]]:
     accumulation = config.batch.accumulation(ranks)
     precision = config.performance.precision

@@ -7,12 +7,20 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
+from fastdiff import backends
+from fastdiff.config import OptimConfig
 from fastdiff.data import dali_installed
+from fastdiff.fragments import Flat, Fragment
+from fastdiff.optim import build_optimizer, check_is_8bit
+from fastdiff.presets import preset
+from fastdiff_kernels import launch
+from fastdiff_kernels.dispatch import Choice
 
 _PACKAGES = (
     "torch", "triton", "deepspeed", "diffusers", "transformers", "bitsandbytes", "webdataset", "xformers",
@@ -26,11 +34,60 @@ def examine() -> Iterator[str]:
     for name in _PACKAGES:
         yield f"{name} {_version(name)}"
     yield from _devices()
+    yield from _kernels()
     yield f"data loader: {'DALI' if dali_installed() else 'plain prefetcher (DALI is not installed)'}"
     yield from _eight_bit_adam()
     yield from _build_tools()
     yield from _stale_locks()
     yield from _shared_memory()
+
+
+def explain(name: str) -> Iterator[str]:
+    """Yield which implementation the preset called ``name`` would use for each op on this machine, as a table.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    config = preset(name)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    blocks = "compiled" if backends.compiles(config, device) else "eager"
+    yield f"preset {name} on {device.type}, {config.performance.precision}, blocks {blocks}:"
+    yield from _table(backends.choices(config, device))
+
+
+def _table(rows: Iterable[backends.Row]) -> Iterator[str]:
+    cells = [("layer", "op", "forward", "backward", "why")]
+    cells += [(name, choice.op, choice.forward, choice.backward, choice.why) for name, choice in _merged(rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+def _merged(rows: Iterable[backends.Row]) -> Iterator[backends.Row]:
+    """Put layers that differ in one number, and in nothing that they choose, on one line: ``blocks.0-27.attn``."""
+    split = [(tuple(name.split(".")), choice) for name, choice in rows]
+    for place in range(max((len(parts) for parts, _ in split), default=0)):
+        numbers: dict[tuple[tuple[str, ...], Choice], list[str]] = defaultdict(list)
+        for parts, choice in split:
+            number = next((part for part in parts[place : place + 1] if part.isdecimal()), None)
+            open_parts = parts if number is None else (*parts[:place], "*", *parts[place + 1 :])
+            numbers[open_parts, choice] += [] if number is None else [number]
+        split = [
+            (tuple(_ranges(found) if part == "*" else part for part in parts), choice)
+            for (parts, choice), found in numbers.items()
+        ]
+    yield from ((".".join(parts), choice) for parts, choice in split)
+
+
+def _ranges(numbers: Iterable[str]) -> str:
+    """``0-3,7`` for 0, 1, 2, 3 and 7."""
+    runs: list[list[int]] = []
+    for number in sorted({int(number) for number in numbers}):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _version(package: str) -> str:
@@ -59,24 +116,25 @@ def _devices() -> Iterator[str]:
     yield f"attention: scaled_dot_product_attention with {', '.join(enabled)}"
 
 
-def _eight_bit_adam() -> Iterator[str]:
-    """Take one real step, because only that shows what the state is kept in."""
-    try:
-        import bitsandbytes
+def _kernels() -> Iterator[str]:
+    if launch.triton is None and torch.cuda.is_available():
+        yield "PROBLEM: Triton is not installed, so plain torch computes fastdiff's ops; pip install triton"
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+
+def _eight_bit_adam() -> Iterator[str]:
+    """Take one real step of each, because only that shows what the state is kept in."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, remedy in (("adamw8bit", "adamw"), ("adamw8bit-bnb", "adamw8bit, or reinstall bitsandbytes")):
         weight = torch.nn.Parameter(torch.zeros(4096, device=device))
-        optimizer = bitsandbytes.optim.AdamW8bit([weight])
         weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        dtype = optimizer.state[weight]["state1"].dtype
-    except Exception as error:
-        yield f"PROBLEM: 8-bit Adam does not run ({error}); use --optim.name adamw, or reinstall bitsandbytes"
-        return
-    if dtype is torch.uint8:
-        yield "8-bit Adam: runs, its state is 8-bit"
-    else:
-        yield f"PROBLEM: 8-bit Adam keeps its state in {dtype}; use --optim.name adamw"
+        try:
+            optimizer = build_optimizer([weight], OptimConfig(name=name), skip_non_finite=False)  # type: ignore[arg-type]
+            optimizer.step()
+            check_is_8bit(name, [Flat(weight, optimizer.state, (Fragment("weight", 0, 4096, 0),), owned=True)])
+        except Exception as error:
+            yield f"PROBLEM: 8-bit Adam, {name}, does not run ({error}); use --optim.name {remedy}"
+        else:
+            yield f"8-bit Adam, {name}: runs, its state is 8-bit"
 
 
 def _build_tools() -> Iterator[str]:

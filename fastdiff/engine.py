@@ -19,7 +19,7 @@ from fastdiff.deepspeed_config import DsConfig, zero_stage
 from fastdiff.dist import World, attempt
 from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.fragments import Flat, Fragment, Shapes
-from fastdiff.optim import build_lr_schedule, build_optimizer, check_is_8bit, set_lr_step
+from fastdiff.optim import build_lr_schedule, build_optimizer, create_8bit_state, set_lr_step
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -35,7 +35,8 @@ class Engine:
         blocks: module classes that ZeRO-3 gathers as one unit, so that a block can be compiled whole.
 
     Raises:
-        ConfigError: this device cannot compute in ``config.performance.precision``.
+        ConfigError: this device cannot compute in ``config.performance.precision``, or an 8-bit optimizer keeps its
+            moments in more than 8 bits.
     """
 
     def __init__(
@@ -75,9 +76,8 @@ class Engine:
         _set_lr(optimizer, config.optim.lr)
         self.optimizer = optimizer
         self.flats: list[Flat] = list(_flats(self._engine, optimizer, names, world))
+        world.agree(attempt(lambda: create_8bit_state(optimizer, config.optim.name, self.flats, world))[1])
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
-        self._world = world
-        self._unchecked = config.optim.name == "adamw8bit-bnb"
         self.lr = 0.0
         """Learning rate of the last step."""
 
@@ -96,7 +96,6 @@ class Engine:
 
         Raises:
             DivergedError: under fp16, when the loss scale is at its minimum and the gradient still overflows.
-            ConfigError: after the first step, if the state of an 8-bit optimizer is not 8-bit.
         """
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         try:
@@ -111,9 +110,6 @@ class Engine:
         applied = bool(self._engine.was_step_applied()) and not getattr(self._engine.optimizer, "overflow", False)
         if applied:
             self._schedule.step()
-            if self._unchecked:
-                self._world.agree(attempt(lambda: check_is_8bit(self.flats))[1])
-                self._unchecked = False
         return applied
 
     def grad_norm(self) -> Tensor | float | None:

@@ -32,6 +32,16 @@ class Fragment:
         """Return this fragment of ``flat`` (``[N]``) as a view ``[numel]``."""
         return flat.narrow(0, self.offset, self.numel)
 
+    def blocks(self, size: int, offset: int) -> Fragment:
+        """Return the blocks of ``size`` elements of the parameter that this fragment touches.
+
+        Args:
+            size: elements of a block; the parameter's last block may be shorter.
+            offset: where the first of these blocks lies in the tensor with one entry per block.
+        """
+        first, stop = self.start // size, -(-(self.start + self.numel) // size)
+        return Fragment(self.name, first, stop - first, offset)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
@@ -55,6 +65,13 @@ class Flat:
         """The optimizer's state of this tensor; empty before the first step."""
         return self.states.get(self.key, {})
 
+    def blocks(self, size: int) -> tuple[Fragment, ...]:
+        """The fragments in units of blocks, as they lie one after another in a tensor with one entry per block."""
+        found: list[Fragment] = []
+        for fragment in self.fragments:
+            found.append(fragment.blocks(size, found[-1].offset + found[-1].numel if found else 0))
+        return tuple(found)
+
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -71,6 +88,21 @@ def owned_fragments(flats: Sequence[Flat], tensors: Sequence[Tensor | None]) -> 
         if flat.owned and tensor is not None:
             for fragment in flat.fragments:
                 yield fragment, fragment.of(tensor)
+
+
+def owned_blocks(
+    flats: Sequence[Flat], tensors: Sequence[Tensor | None], size: int
+) -> Iterator[tuple[Fragment, Tensor]]:
+    """``owned_fragments`` in units of blocks; a block that several ranks touch belongs to the one that it starts on."""
+    for flat, tensor in zip(flats, tensors, strict=True):
+        if flat.owned and tensor is not None:
+            for fragment, touched in zip(flat.fragments, flat.blocks(size), strict=True):
+                others = int(fragment.start % size > 0)
+                if touched.numel > others:
+                    mine = Fragment(
+                        touched.name, touched.start + others, touched.numel - others, touched.offset + others
+                    )
+                    yield mine, mine.of(tensor)
 
 
 def assemble(

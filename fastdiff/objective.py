@@ -1,11 +1,13 @@
 """What the model sees and what it is asked for: ``corrupt`` before the model, ``loss`` after it.
 
-Nothing here waits for the device or copies to it: the tables are placed there once, and every random number
-is drawn there from (seed, stream, position). All arithmetic is fp32, whatever the dtype of the latents and of
-the prediction.
+Nothing here waits for the device or copies to it: the tables are placed there once, and every random number is drawn
+there from (seed, stream, position), the noise once in ``corrupt`` and again in ``loss``, so that it is never stored.
+All arithmetic is fp32, whatever the dtype of the latents and of the prediction.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,31 +15,93 @@ from torch import Tensor
 from fastdiff.batch import Batch, Corruption
 from fastdiff.config import DiffusionConfig
 from fastdiff.errors import ConfigError
-from fastdiff.randomness import Stream, normal, uniform
+from fastdiff.randomness import Stream, uniform
 from fastdiff.schedule import Schedule
-from fastdiff.timesteps import uniform_timesteps
+from fastdiff_kernels.loss import weighted_mse
+from fastdiff_kernels.noising import Streams, corrupt
+
+Weighting = Literal["none", "min_snr", "soft_min_snr", "p2", "debiased", "snr"]
+
+GAMMA = {"min_snr": 5.0, "soft_min_snr": 5.0, "p2": 1.0}
+"""The value that each paper recommends."""
+
+_STREAMS = Streams(
+    timestep=Stream.TIMESTEP,
+    noise=Stream.NOISE,
+    posterior=Stream.POSTERIOR,
+    perturbation=Stream.PERTURBATION,
+    offset=Stream.OFFSET,
+)
 
 
-def loss_weights(config: DiffusionConfig) -> Tensor:
+def loss_weights(
+    kind: Weighting,
+    snr: Tensor,
+    prediction: Literal["epsilon", "v", "x0", "flow"],
+    gamma: float | None = None,
+) -> Tensor:
     """Weight of the squared error at each timestep.
 
-    Min-SNR (Hang et al. 2023, arXiv:2303.09556, section 3.4) weights the squared error of x0 by min(snr,
-    gamma). The squared error of the noise is ``snr`` times that of x0, and that of v is ``snr + 1`` times.
+    A kind means the same for every prediction. It is stated for the squared error of the noise, w(snr):
+
+    * ``min_snr``: min(1, gamma / snr) (Hang et al. 2023, arXiv:2303.09556, section 3.4).
+    * ``soft_min_snr``: gamma / (snr + gamma) (Crowson et al. 2024, arXiv:2401.11605).
+    * ``p2``: 1 / (1 + snr)^gamma (Choi et al. 2022, arXiv:2204.00227, with k = 1).
+    * ``debiased``: 1 / sqrt(snr) (Yu et al. 2023, arXiv:2310.08442).
+    * ``snr``: 1, the plain loss of the noise whatever is predicted (Salimans & Ho 2022, arXiv:2202.00512).
+
+    The squared error of the noise is snr times that of x0, snr / (snr + 1) times that of v, and snr / (1 +
+    sqrt(snr))^2 times that of the velocity of flow matching. ``none`` is 1 for the squared error of what is predicted.
 
     Args:
-        config: ``prediction``, ``min_snr_gamma`` and the schedule are read.
+        kind: which weighting.
+        snr: ``[T]`` float64 signal-to-noise ratios alpha^2 / sigma^2, 0 (zero-terminal SNR) and above.
+        prediction: what the model predicts.
+        gamma: parameter of Min-SNR, soft Min-SNR and P2; None: 5, 5 and 1.
 
     Returns:
-        ``[timesteps]`` float64 on the CPU, finite: where snr is 0, the weight of the noise is its limit 1.
-        Those of x0 and v are 0 there, so that Min-SNR with them does not train a zero-terminal step.
+        ``[T]`` float64, finite. Where snr is 0, the weight is its limit, and 0 for ``debiased`` with epsilon, which has
+        none: there the weighted error of x0, sqrt(snr) times its square, vanishes. Then v, x0 and flow have a weight of
+        0 (but for ``none``), so that such a weighting does not train a zero-terminal step.
     """
-    snr = Schedule.build(config, "cpu", torch.float64).snr
-    if config.min_snr_gamma is None:
+    if kind == "none":
         return torch.ones_like(snr)
-    if config.prediction == "epsilon":
-        return (config.min_snr_gamma / snr).clamp(max=1.0)
-    clamped = snr.clamp(max=config.min_snr_gamma)
-    return clamped / (snr + 1.0) if config.prediction == "v" else clamped
+    parameter = GAMMA.get(kind, 1.0) if gamma is None else gamma
+    of_noise = {
+        "min_snr": (parameter / snr).clamp(max=1.0),
+        "soft_min_snr": parameter / (snr + parameter),
+        "p2": (1.0 + snr) ** -parameter,
+        "debiased": torch.where(snr > 0, snr.rsqrt(), 0.0),
+        "snr": torch.ones_like(snr),
+    }[kind]
+    noise_per_error = {
+        "epsilon": torch.ones_like(snr),
+        "v": snr / (snr + 1.0),
+        "x0": snr,
+        "flow": snr / (1.0 + snr.sqrt()) ** 2,
+    }[prediction]
+    return of_noise * noise_per_error
+
+
+def weighting(config: DiffusionConfig) -> Weighting:
+    """The weighting that ``config`` asks for: ``auto`` is Min-SNR if its gamma is given."""
+    if config.weighting == "auto":
+        return "none" if config.min_snr_gamma is None else "min_snr"
+    return config.weighting
+
+
+def coefficients(schedule: Schedule, prediction: Literal["epsilon", "v", "x0"]) -> Tensor:
+    """Table of ``fastdiff_kernels.noising``: ``[T, 4]`` rows (alpha, sigma, factors of x0 and of noise in the target).
+
+    Args:
+        schedule: in float64.
+        prediction: what the model predicts.
+    """
+    alpha, sigma = schedule.alpha, schedule.sigma
+    zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
+    # v: Salimans & Ho 2022, arXiv:2202.00512, section 4.
+    target = {"epsilon": (zero, one), "v": (-sigma, alpha), "x0": (one, zero)}[prediction]
+    return torch.stack([alpha, sigma, *target], dim=1)
 
 
 class Objective:
@@ -48,51 +112,60 @@ class Objective:
         seed: key of every random number, in [0, 2**64).
         classes: number of classes; a dropped label becomes this null class.
         device: where the batches will be.
+        dtype: of the noisy latents. That of a model whose first act is to round its input to it saves bytes, and
+            changes nothing else.
 
     Raises:
         ConfigError: ``seed`` out of range, or a schedule that does not exist (``schedule.betas``).
     """
 
-    def __init__(self, config: DiffusionConfig, *, seed: int, classes: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: DiffusionConfig,
+        *,
+        seed: int,
+        classes: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         if not 0 <= seed < 2**64:
             raise ConfigError(f"--seed {seed}: expected 0 or above and below 2**64")
         self.config = config
         self.seed = seed
         self.null_class = classes
-        self.schedule = Schedule.build(config, device)
-        self.weights = loss_weights(config).to(device=device, dtype=torch.float32)
+        self.dtype = dtype
+        schedule = Schedule.build(config, "cpu", torch.float64)
+        weights = loss_weights(weighting(config), schedule.snr, config.prediction, config.min_snr_gamma)
+        self.table = coefficients(schedule, config.prediction).to(device=device, dtype=torch.float32)
+        self.weights = weights.to(device=device, dtype=torch.float32)
 
     def corrupt(self, batch: Batch) -> Corruption:
         """Draw a timestep and noise for each sample and mix the noise in.
 
-        Args:
-            batch: latents of any float dtype, ``[B, C, H, W]``.
+        The noise offset is part of the noise, and so of the target; the input perturbation (Ning et al. 2023,
+        arXiv:2301.11706, eq. 10) is in ``noisy`` only.
 
-        Returns:
-            The corruption; ``noise`` includes the noise offset (it is part of the target) but not the input
-            perturbation (Ning et al. 2023, arXiv:2301.11706, eq. 10), which is in ``noisy`` only.
+        Args:
+            batch: latents of fp32, bf16 or fp16, ``[B, C, H, W]``, contiguous.
         """
-        shape = batch.latents.shape[1:]
-        time = uniform_timesteps(self.seed, batch.position, self.config.timesteps)
-        noise = normal(self.seed, Stream.NOISE, batch.position, shape)
-        if self.config.noise_offset:
-            offset = normal(self.seed, Stream.OFFSET, batch.position, (shape[0], 1, 1))
-            noise = noise + self.config.noise_offset * offset
-        added = noise
-        if self.config.input_perturbation:
-            extra = normal(self.seed, Stream.PERTURBATION, batch.position, shape)
-            added = noise + self.config.input_perturbation * extra
-        alpha, sigma = self._coefficients(time)
-        noisy = alpha * batch.latents.float() + sigma * added
-        return Corruption(noisy=noisy, time=time, label=self._drop_labels(batch), noise=noise)
+        noisy, time = corrupt(
+            batch.latents,
+            batch.position,
+            self.table,
+            seed=self.seed,
+            streams=_STREAMS,
+            offset=self.config.noise_offset,
+            perturbation=self.config.input_perturbation,
+            dtype=self.dtype,
+        )
+        return Corruption(noisy=noisy, time=time, label=self._drop_labels(batch))
 
     def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
         """Weighted squared error of each sample, averaged over its elements.
 
         Args:
-            prediction: ``[B, C, H, W]`` of any float dtype, or ``[B, 2C, H, W]`` of a model that also
-            predicts
-                a variance; that half is not trained here.
+            prediction: ``[B, C, H, W]`` of fp32, bf16 or fp16, or ``[B, 2C, H, W]`` of a model that also predicts a
+                variance; that half is not trained here.
             batch: the clean latents.
             corruption: what ``corrupt`` returned for ``batch``.
 
@@ -102,31 +175,24 @@ class Objective:
         Raises:
             ValueError: the shape of the prediction fits neither.
         """
-        channels = batch.latents.shape[1]
-        if prediction.shape[1] == 2 * channels:
-            prediction = prediction[:, :channels]
-        if prediction.shape != batch.latents.shape:
+        expected = tuple(batch.latents.shape)
+        if prediction.shape not in (expected, (expected[0], 2 * expected[1], *expected[2:])):
             raise ValueError(
-                f"the prediction has shape {tuple(prediction.shape)}, expected {tuple(batch.latents.shape)} "
+                f"the prediction has shape {tuple(prediction.shape)}, expected {expected} "
                 "or twice the channels; check --model.channels and --model.size against the data"
             )
-        error = (prediction.float() - self._target(batch, corruption)).square().mean(dim=(1, 2, 3))
-        return error * self.weights[corruption.time]
-
-    def _target(self, batch: Batch, corruption: Corruption) -> Tensor:
-        if self.config.prediction == "epsilon":
-            return corruption.noise
-        clean = batch.latents.float()
-        if self.config.prediction == "x0":
-            return clean
-        # Salimans & Ho 2022, arXiv:2202.00512, section 4.
-        alpha, sigma = self._coefficients(corruption.time)
-        return alpha * corruption.noise - sigma * clean
-
-    def _coefficients(self, time: Tensor) -> tuple[Tensor, Tensor]:
-        """Alpha and sigma of ``[B]`` timesteps, ``[B, 1, 1, 1]`` fp32."""
-        shape = (-1, 1, 1, 1)
-        return self.schedule.alpha[time].view(shape), self.schedule.sigma[time].view(shape)
+        return weighted_mse(
+            prediction,
+            batch.latents,
+            batch.position,
+            corruption.time,
+            self.table,
+            self.weights,
+            seed=self.seed,
+            streams=_STREAMS,
+            offset=self.config.noise_offset,
+            clean=self.config.prediction != "epsilon",
+        )
 
     def _drop_labels(self, batch: Batch) -> Tensor | None:
         """Labels for classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598, algorithm 1)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,16 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from fastdiff.config import OptimConfig
+from fastdiff.dist import World
 from fastdiff.errors import ConfigError
 from fastdiff.fragments import Flat
+from fastdiff_kernels.adamw8bit import AdamW8bit
+
+PER_ELEMENT = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_sq_codes")
+"""Optimizer state with one entry per element of a parameter (AdamW, AdamW8bit)."""
+PER_BLOCK = ("exp_avg_scales", "exp_avg_sq_scales")
+"""Optimizer state with one entry per block of a parameter (AdamW8bit)."""
+_MOMENTS_8BIT = {"adamw8bit": ("exp_avg_codes", "exp_avg_sq_codes"), "adamw8bit-bnb": ("state1", "state2")}
 
 
 class SkipNonFinite:
@@ -28,12 +36,19 @@ class SkipNonFinite:
 
     def step(self, closure: None = None) -> None:
         """Take the step unless the norm of the gradient is NaN or infinite."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.clip if self.clip > 0 else float("inf"))
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         self._global_grad_norm = norm
         self.overflow = not torch.isfinite(norm).item()
         if not self.overflow:
+            self._clip(parameters, norm)
             super().step(closure)  # type: ignore[misc]
+
+    def _clip(self, parameters: list[Tensor], norm: Tensor) -> None:
+        if self.clip > 0 and isinstance(self, AdamW8bit):  # in its own pass over the gradients, by the same factor
+            self.grad_scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        elif self.clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
 
 
 def build_optimizer(
@@ -53,8 +68,8 @@ def build_optimizer(
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    if name == "adamw":
-        return torch.optim.AdamW
+    if name != "adamw8bit-bnb":
+        return {"adamw": torch.optim.AdamW, "adamw8bit": AdamW8bit}[name]
     import bitsandbytes  # only where it is asked for: it looks for CUDA libraries on import
 
     return bitsandbytes.optim.AdamW8bit  # type: ignore[no-any-return]
@@ -84,20 +99,42 @@ def step_count(name: str, applied: int) -> Tensor | int:
     return torch.tensor(float(applied)) if name == "adamw" else applied
 
 
-def check_is_8bit(flats: Iterable[Flat]) -> None:
-    """Raise ConfigError unless the moments of every large tensor are one byte per element.
+def create_8bit_state(optimizer: torch.optim.Optimizer, name: str, flats: Sequence[Flat], world: World) -> None:
+    """Let the optimizer called ``name`` create its state if it is an 8-bit one, on all ranks, and check that it is.
+
+    Raises:
+        ConfigError: see ``check_is_8bit``.
+    """
+    if isinstance(optimizer, AdamW8bit):
+        # NCCL does not reach into host memory, where ZeRO's offload keeps the state.
+        offloaded = world.device.type == "cuda" and any(flat.key.device.type == "cpu" for flat in flats)
+        group = torch.distributed.new_group(backend="gloo") if offloaded else None
+        optimizer.cut({flat.key: flat.fragments for flat in flats}, group)
+    elif name == "adamw8bit-bnb":
+        options = optimizer.param_groups[0]
+        parameters = options["params"]
+        for flat in flats:
+            options["params"] = [flat.key]  # bitsandbytes looks it up there, where ZeRO-3 has it during a step only
+            optimizer.init_state(options, flat.key, 0, 0)  # type: ignore[attr-defined]
+        options["params"] = parameters
+    check_is_8bit(name, flats)
+
+
+def check_is_8bit(name: str, flats: Iterable[Flat]) -> None:
+    """Raise ConfigError unless every moment of the optimizer called ``name`` has one byte per element.
 
     Libraries fall back to fp32 state in silence (odd sizes, unsupported devices); then the memory plan is wrong.
-    Call it after the first step, when the state exists. bitsandbytes keeps tensors below 4096 elements in fp32
-    when they are optimized one by one (ZeRO-0), which is by design.
+    bitsandbytes keeps tensors below 4096 elements in fp32 when they are optimized one by one (ZeRO-0), by design.
+    An optimizer that is not 8-bit passes.
     """
+    keys = _MOMENTS_8BIT.get(name, ())
+    smallest = 4096 if name == "adamw8bit-bnb" else 1
     for flat in flats:
-        if flat.master.numel() < 4096:
-            continue
-        moments = [flat.state.get(key) for key in ("state1", "state2")]
-        dtypes = [getattr(moment, "dtype", None) for moment in moments]
-        if dtypes != [torch.uint8, torch.uint8]:
+        moments = [flat.state.get(key) for key in keys if flat.master.numel() >= smallest]
+        if any(m is None or m.element_size() != 1 or m.numel() != flat.master.numel() for m in moments):
+            found = [None if m is None else (str(m.dtype), m.numel()) for m in moments]
+            first = flat.fragments[0].name if flat.fragments else "padding"
             raise ConfigError(
-                f"--optim.name adamw8bit-bnb: the optimizer state of {flat.fragments[0].name} is {dtypes}, "
-                "expected uint8; use --optim.name adamw, or another version of bitsandbytes"
+                f"--optim.name {name}: the moments of {first} are kept in {found}, expected one byte for "
+                f"each of {flat.master.numel()} elements; use --optim.name adamw"
             )

@@ -61,7 +61,7 @@ def dit(letter: str, patch: int) -> RunConfig:
         model=dit_config(f"DiT-{letter}/{patch}"),
         data=DataConfig(path="data/imagenet256"),
         batch=BatchConfig(samples=batch),
-        optim=OptimConfig(name="adamw8bit-bnb" if letter in ("L", "XL") else "adamw", lr=1e-4),
+        optim=OptimConfig(name="adamw8bit" if letter in ("L", "XL") else "adamw", lr=1e-4),
         output=OutputConfig(folder=f"runs/dit-{letter.lower()}-{patch}", checkpoint_every=10_000, sample_every=10_000),
     )
 

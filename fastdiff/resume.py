@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fastdiff.checkpoint import Checkpoints
+from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError
-from fastdiff.launch import Launch
+from fastdiff.launch import Launch, as_json
 from fastdiff.saved import Saved
 
 Facts = dict[str, Any]
@@ -67,7 +68,9 @@ def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
     Not ``FREE`` or ``allowed`` ones, nor the length of the run while no learning-rate schedule depends on it.
     """
     free = (*FREE, "samples") if str(now["optim"]["schedule"]).startswith("constant") else FREE
-    old, new = flatten(saved), flatten(now)
+    defaults, new = flatten(as_json(RunConfig())), flatten(now)
+    # A field that is newer than the run had its default.
+    old = {key: value for key, value in defaults.items() if key in new} | flatten(saved)
     return {
         key: f"{json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
         for key in sorted(old.keys() | new.keys())

@@ -1,8 +1,10 @@
 """A committed checkpoint, read in parameter coordinates, whatever ranks and ZeRO stage wrote it.
 
 Every rank's file holds tensors named ``<kind>/<parameter>`` (kinds: ``master``, ``ema/<rate>``, and the optimizer's
-own, such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. State that cannot
-be sliced (8-bit blocks cross the borders of parameters) is kept whole as ``raw/<flat>/<key>``. No pickle anywhere.
+own, such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. The scales of
+8-bit moments (``exp_avg_scales``) are such slices too, counted not in elements but in blocks of the parameter. State
+that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is kept whole as ``raw/<flat>/<key>``. No
+pickle anywhere.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ MANIFEST = "MANIFEST.json"
 METERS = "meters"
 FORMAT = "fastdiff-checkpoint"
 VERSION = 1
+"""Raised when older checkpoints would be misread: also if the 8-bit moments get other codes or blocks."""
 
 
 def file_digest(path: Path) -> str:
@@ -109,14 +112,17 @@ class Saved:
         return self.full("master" if ema is None else f"ema/{ema}")
 
     def full(self, kind: str) -> dict[str, Tensor]:
-        """Return ``kind`` (``master``, ``ema/<rate>``, ``exp_avg`` ...) of every parameter, on the CPU."""
+        """Return ``kind`` (``master``, ``ema/<rate>``, ``exp_avg``; no scales) of every parameter, on the CPU."""
         return {
             name: self.slice(kind, Fragment(name, 0, math.prod(shape), 0)).view(shape)
             for name, shape in self.manifest["parameters"].items()
         }
 
     def slice(self, kind: str, fragment: Fragment) -> Tensor:
-        """Return elements ``[start, start + numel)`` of ``kind`` of a parameter, ``[numel]`` on the CPU."""
+        """Return entries ``[start, start + numel)`` of ``kind`` of a parameter, ``[numel]`` on the CPU.
+
+        Entries are elements, for scales blocks (``Flat.blocks``).
+        """
         stop = fragment.start + fragment.numel
         result, filled = None, 0
         for piece in self._pieces.get(f"{kind}/{fragment.name}", []):

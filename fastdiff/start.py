@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from fastdiff import deepspeed_config, resume
+from fastdiff import backends, deepspeed_config, resume
 from fastdiff.callbacks import Callback, Callbacks, Checkpointing, Log, NonFiniteGuard, SampleGrid
 from fastdiff.checkpoint import Checkpoints, restore
 from fastdiff.config import RunConfig
@@ -28,6 +28,7 @@ from fastdiff.models.dit import DiT, DiTBlock, compile_blocks
 from fastdiff.progress import Progress
 from fastdiff.saved import Saved
 from fastdiff.state import TrainState
+from fastdiff_kernels import dispatch
 
 
 def build_run(
@@ -46,6 +47,8 @@ def build_run(
     """
     ds_config = deepspeed_config.resolve(launch.deepspeed, config, world.size)
     loader_name(config.data)  # refuses a missing loader before anything is built
+    chosen = _choose_backends(config, ds_config, world)
+    stack.enter_context(dispatch.forced(**config.performance.kernel_backends()))
     reader = stack.enter_context(_open_data(config, world))
     order = Order(config.seed, reader.shard_sizes, config.data.shuffle_shards)
     folder = Path(config.output.folder)
@@ -67,7 +70,7 @@ def build_run(
         state.progress = restore(saved, state)
     batches = stack.enter_context(_open_batches(state))
     if world.is_first:
-        tqdm.write(_summary(state, batches))
+        tqdm.write(_summary(state, batches, chosen))
     device_name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     world.on_first(lambda: write_run_json(folder, config, launch, ds_config, device_name))
     # The checkpoint before the grid: a failure while drawing must not cost the steps since the last one.
@@ -103,30 +106,33 @@ def _open_data(config: RunConfig, world: World) -> LatentReader:
     return reader
 
 
+def _choose_backends(config: RunConfig, ds_config: deepspeed_config.DsConfig, world: World) -> str:
+    """Say what computes each op; refuse on all ranks what is forced and cannot run on one of them."""
+    optimizer_device = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
+    chosen, error = attempt(lambda: backends.choices(config, world.device, optimizer_device=optimizer_device))
+    world.agree(error)
+    return backends.in_words(chosen or ())
+
+
 def _claim(folder: Path, stack: ExitStack) -> None:
     stack.callback(claim(folder))
 
 
 def _build_model(config: RunConfig, world: World, saved: Saved | None) -> DiT:
-    recompute = config.performance.recompute
+    recompute, attention = config.performance.recompute, config.performance.attention
     if saved is None:
-        model = build_model(config.model, recompute=recompute, seed=config.seed)
+        model = build_model(config.model, recompute=recompute, attention=attention, seed=config.seed)
     else:  # before DeepSpeed casts and shards it: so the working copies are those of the restored master weights
         try:
-            model = load_model(config.model, saved.weights(), recompute=recompute)
+            model = load_model(config.model, saved.weights(), recompute=recompute, attention=attention)
         except RuntimeError as error:
             raise ConfigError(f"{saved.folder} holds another model: {error}") from None
-    if _compiles(config, world):
+    if backends.compiles(config, world.device):
         compile_blocks(model)
     return model
 
 
-def _compiles(config: RunConfig, world: World) -> bool:
-    compiled = config.performance.compile
-    return world.device.type == "cuda" if compiled is None else compiled
-
-
-def _summary(state: TrainState, batches: Batches) -> str:
+def _summary(state: TrainState, batches: Batches, chosen: str) -> str:
     """Say what runs, above all what was chosen automatically."""
     config, world, engine = state.config, state.world, state.engine
     parameters = sum(math.prod(shape) for shape in engine.shapes.values())
@@ -135,7 +141,8 @@ def _summary(state: TrainState, batches: Batches) -> str:
         f"{parameters / 1e6:.2f} M parameters",
         f"{world.size} ranks x {micro} samples x {accumulation} micro-batches on {world.device.type}",
         f"ZeRO-{engine.stage}, {config.performance.precision}, {config.optim.name}",
-        f"loader {batches.name}, blocks {'compiled' if _compiles(config, world) else 'eager'}",
+        f"loader {batches.name}, blocks {'compiled' if backends.compiles(config, world.device) else 'eager'}",
+        chosen,
     ]
     if state.progress.steps:
         parts.insert(0, f"resuming from step {state.progress.steps}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fastdiff.randomness import Stream, uniform
+from fastdiff_kernels.noising import uniform_time
 
 
 def uniform_timesteps(seed: int, position: Tensor, timesteps: int) -> Tensor:
@@ -19,6 +19,4 @@ def uniform_timesteps(seed: int, position: Tensor, timesteps: int) -> Tensor:
     Returns:
         ``[B]`` int64 in [0, T), on the device of ``position``.
     """
-    share = uniform(seed, Stream.TIMESTEP, position, 1)[:, 0]
-    # The product of the largest fp32 below 1 and T <= 2**24 rounds to a number below T, so it needs no clamp.
-    return (share * timesteps).floor().to(torch.int64)
+    return uniform_time(uniform(seed, Stream.TIMESTEP, position, 1)[:, 0], timesteps)

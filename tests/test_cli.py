@@ -85,6 +85,8 @@ def test_help_lists_every_field_with_its_docstring(capsys: pytest.CaptureFixture
         "--objective.min-snr-gamma",
         "--performance.precision",
         "--performance.compile",
+        "--performance.kernels",
+        "--performance.attention",
     ):
         assert flag in text or flag.replace("-", "_").replace("__", "--") in text, flag
     assert "Samples per optimizer step" in text
@@ -123,6 +125,7 @@ def test_a_batch_that_does_not_divide_names_the_nearest_values() -> None:
         (["--output.sample_steps", "5000"], "at most --objective.timesteps 1000"),
         (["--objective.zero_terminal_snr", "--objective.prediction", "epsilon"], "prediction v or x0"),
         (["--seed", "-1"], "from 0"),
+        (["--performance.kernels", "auto,adalm=triton"], "'adalm' is none of the ops philox, noising"),
         (["--resume", "yes"], "invalid choice"),
     ],
 )

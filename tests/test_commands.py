@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fastdiff.cli import main
 from fastdiff.dist import World
 from fastdiff.doctor import examine
 from fastdiff.saved import committed
@@ -131,7 +132,8 @@ def test_doctor_names_the_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     healthy = list(examine())
     assert any(line.startswith("torch ") for line in healthy)
-    assert "8-bit Adam: runs, its state is 8-bit" in healthy
+    for name in ("adamw8bit", "adamw8bit-bnb"):
+        assert f"8-bit Adam, {name}: runs, its state is 8-bit" in healthy
     assert not [line for line in healthy if line.startswith("PROBLEM") and "lock" in line]
     (tmp_path / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)
     (tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock").touch()
@@ -139,6 +141,15 @@ def test_doctor_names_the_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_doctor_command(torch_extensions: Path) -> None:
-    done = fastdiff("doctor")
+    done = fastdiff("doctor", "--preset", "digits")
     assert done.code == 0, done.output
     assert "data loader: DALI" in done.output
+    assert "preset digits on cpu, fp32, blocks eager:" in done.output
+    assert "blocks.0-3.attn  attention  sdpa (" in done.output
+
+
+def test_doctor_refuses_an_unknown_preset_before_it_says_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--preset", "digist"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "did you mean digits?" in printed.err

@@ -15,7 +15,10 @@ from fastdiff.errors import ConfigError
 from fastdiff.models import build_model, load_model
 from fastdiff.models.dit import DiT, DiTBlock, compile_blocks
 from fastdiff.models.embeddings import position_table, timestep_sinusoids
+from fastdiff_kernels import adaln, dispatch
+from fastdiff_kernels.dispatch import Choice
 from tests.dit_reference import reference_forward, reference_position
+from tests.numerics import assert_no_worse
 
 SMALL = DiTConfig(depth=2, hidden=24, heads=3, patch=2, size=6, channels=3, classes=5, learn_sigma=True)
 
@@ -242,6 +245,65 @@ def test_blocks_compile_to_one_whole_graph() -> None:
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
     assert model.state_dict().keys() == eager.state_dict().keys()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_kernels_give_the_gradients_of_the_reference(
+    compiled: bool, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+    run = adaln.run
+
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.append(kernel.__name__)
+        run(kernel, *args, **options)
+
+    monkeypatch.setattr(adaln, "run", noted)
+    exact, eager = gradients(trained().double()), gradients(trained())
+    assert not launched
+    model = trained(recompute=recompute)
+    if compiled:
+        torch._dynamo.reset()
+        compile_blocks(model, backend="aot_eager")
+    with dispatch.forced(adaln="triton"):
+        ours = gradients(model)
+    assert_no_worse(ours, eager, exact)
+    # Two per block and one in the last layer, which is neither compiled nor recomputed.
+    blocks = 2 * SMALL.depth
+    assert launched.count("_forward_kernel") == 1 + (0 if compiled else blocks * (2 if recompute else 1))
+    assert launched.count("_backward_kernel") == 1 + blocks
+
+
+def test_layers_say_what_they_use() -> None:
+    model, example = build_model(SMALL, attention="reference"), torch.zeros(1)
+    plain = Choice("adaln", "reference", "reference", "the tensor is on cpu")
+    attention = Choice("attention", "reference", "reference", "asked for")
+    assert dispatch.explain(model, example) == [
+        ("blocks.0", plain),
+        ("blocks.0.attn", attention),
+        ("blocks.1", plain),
+        ("blocks.1.attn", attention),
+        ("final_layer", plain),
+    ]
+    compile_blocks(model)
+    names = dict(dispatch.explain(model, example))
+    inductor = "compile (Inductor)"
+    assert names["blocks.0"] == Choice("adaln", inductor, inductor, "the tensor is on cpu")
+    with dispatch.forced(adaln="triton"):
+        names = dict(dispatch.explain(model, example))
+    assert names["blocks.1"] == Choice("adaln", inductor, "triton", "forced")
+    assert names["final_layer"] == Choice("adaln", "triton", "triton", "forced")
+
+
+def test_attention_is_what_was_asked_for() -> None:
+    expected = trained()(*inputs())
+    weights = {name: parameter.detach() for name, parameter in trained().named_parameters()}
+    for model in (trained(attention="reference"), load_model(SMALL, weights, attention="reference")):
+        torch.testing.assert_close(model(*inputs()), expected, rtol=1e-4, atol=1e-4)
+        assert dict(dispatch.explain(model, torch.zeros(1)))["blocks.1.attn"].forward == "reference"
+    with pytest.raises(RuntimeError, match="flash"):
+        trained(attention="flash")(*inputs())
 
 
 def test_load_model_gives_the_network_of_these_weights_and_refuses_others() -> None:

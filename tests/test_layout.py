@@ -6,13 +6,14 @@ import ast
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "fastdiff").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
+BENCH = sorted((ROOT / "bench").rglob("*.py"))
 
 # What a module may import of fastdiff; "*" anything but the entry points.
 ENTRY_POINTS = {"fastdiff.train", "fastdiff.cli"}
@@ -36,7 +37,9 @@ def imports(path: Path, *, type_checking: bool = True) -> Iterator[str]:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield ast.literal_eval(node.args[0])
+            # Of a name that is put together, what stands before the first part that varies.
+            name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+            yield ast.literal_eval(name).rstrip(".")
 
 
 def _guards_types(node: ast.AST) -> bool:
@@ -50,10 +53,10 @@ def _walk(node: ast.AST, skipped: set[int]) -> Iterator[ast.AST]:
             yield from _walk(child, skipped)
 
 
-def importers(of: str) -> set[str]:
+def importers(of: str, paths: Sequence[Path] = SOURCES) -> set[str]:
     """Modules that import ``of`` or something below it."""
     return {
-        module_name(path) for path in SOURCES if any(name == of or name.startswith(f"{of}.") for name in imports(path))
+        module_name(path) for path in paths if any(name == of or name.startswith(f"{of}.") for name in imports(path))
     }
 
 
@@ -71,11 +74,21 @@ def test_nobody_imports_the_entry_point_bench_or_tests() -> None:
     assert importers("fastdiff.cli") == {"fastdiff.train"}
 
 
+def test_bench_uses_the_program_and_not_its_commands() -> None:
+    assert importers("bench", BENCH), "else nothing is looked at"
+    assert importers("fastdiff.train", BENCH) == importers("fastdiff.cli", BENCH) == set()
+
+
 def test_kernels_depend_on_torch_and_triton_only() -> None:
+    """And attention on xformers, where it is installed; no import of the package reaches it."""
     allowed = set(sys.stdlib_module_names) | {"torch", "triton", "fastdiff_kernels"}
     for path in SOURCES:
         if "kernels" in path.relative_to(ROOT).parts:
-            assert {name.split(".")[0] for name in imports(path)} <= allowed, path
+            optional = {"xformers"} if path.stem == "attention" else set()
+            assert {name.split(".")[0] for name in imports(path)} <= allowed | optional, path
+    attention = ast.parse((ROOT / "kernels" / "fastdiff_kernels" / "attention.py").read_text())
+    at_import = [ast.unparse(node) for node in attention.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not any("xformers" in line for line in at_import)
 
 
 @pytest.mark.parametrize("name", sorted(FREE_OF_SIBLINGS))
@@ -157,7 +170,7 @@ def test_the_loop_reads_as_prose() -> None:
 
 
 def test_files_and_functions_stay_small() -> None:
-    for path in SOURCES:
+    for path in [*SOURCES, *BENCH]:
         tree = ast.parse(path.read_text())
         assert len(path.read_text().splitlines()) <= 400, path
         for node in ast.walk(tree):
@@ -166,4 +179,4 @@ def test_files_and_functions_stay_small() -> None:
 
 
 def test_no_junk_drawers() -> None:
-    assert not {path.stem for path in SOURCES} & {"utils", "common", "helpers", "misc"}
+    assert not {path.stem for path in [*SOURCES, *BENCH]} & {"utils", "common", "helpers", "misc"}

@@ -1,39 +1,106 @@
-"""Weights of the loss by timestep: Min-SNR in closed form, and at its limits."""
+"""Weights of the loss by timestep: against what each does to the error of x0, and at their limits."""
+
+import math
+from typing import get_args
 
 import pytest
 import torch
 
 from fastdiff.config import DiffusionConfig
-from fastdiff.objective import Objective, loss_weights
+from fastdiff.errors import ConfigError
+from fastdiff.objective import Objective, Weighting, loss_weights
 from fastdiff.schedule import Schedule
 
+PREDICTIONS = ("epsilon", "v", "x0", "flow")
+KINDS = [kind for kind in get_args(Weighting) if kind != "none"]
+OF_X0 = {
+    "min_snr": lambda snr, gamma: min(snr, gamma),
+    "soft_min_snr": lambda snr, gamma: snr * gamma / (snr + gamma),
+    "p2": lambda snr, gamma: snr / (1 + snr) ** gamma,
+    "debiased": lambda snr, gamma: math.sqrt(snr),
+    "snr": lambda snr, gamma: snr,
+}
+"""Weight of the squared error of x0."""
+USUAL = {"min_snr": 5.0, "soft_min_snr": 5.0, "p2": 1.0}
 
-def _weights(config):
-    """The fp32 table that the loss gathers from."""
-    return Objective(config, seed=0, classes=10, device="cpu").weights
+
+def of_x0_from(prediction, snr):
+    """Squared error of a prediction for an error of 1 in x0 at the same noisy latents, by solving for it."""
+    flow = prediction == "flow"
+    sigma = 1 / (1 + math.sqrt(snr)) if flow else 1 / math.sqrt(1 + snr)
+    alpha = math.sqrt(snr) * sigma
+    noise = -alpha / sigma  # alpha * 1 + sigma * noise = 0
+    return {"epsilon": noise, "v": alpha * noise - sigma, "x0": 1.0, "flow": noise - 1.0}[prediction] ** 2
+
+
+def tables(config):
+    """The fp32 weights that the loss gathers from, and the fp64 signal-to-noise ratios."""
+    weights = Objective(config, seed=0, classes=10, device="cpu").weights
+    return weights, Schedule.build(config, "cpu", torch.float64).snr
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gamma", [None, 0.7])
+def test_a_weighting_means_the_same_for_every_prediction(kind, prediction, gamma):
+    snr = torch.logspace(-6, 5, 89, dtype=torch.float64)
+    weights = loss_weights(kind, snr, prediction, gamma)
+    assert weights.dtype == torch.float64
+    for weight, ratio in zip(weights.tolist(), snr.tolist(), strict=True):
+        expected = OF_X0[kind](ratio, USUAL.get(kind) if gamma is None else gamma)
+        assert weight * of_x0_from(prediction, ratio) == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_there_is_no_signal_a_weight_is_its_limit(kind, prediction):
+    weight, close = loss_weights(kind, torch.tensor([0.0, 1e-30], dtype=torch.float64), prediction).tolist()
+    if (kind, prediction) == ("debiased", "epsilon"):
+        assert weight == 0.0, "the one without a limit: that of the weighted error of x0"
+    else:
+        assert weight == pytest.approx(close, abs=1e-14)
+    assert weight == (1.0 if prediction == "epsilon" and kind != "debiased" else 0.0)
+
+
+@pytest.mark.parametrize("kind", get_args(Weighting))
+@pytest.mark.parametrize("prediction", PREDICTIONS[:3])
+def test_weights_are_finite_under_zero_terminal_snr(kind, prediction):
+    for schedule in ("linear", "scaled_linear", "cosine"):
+        config = DiffusionConfig(schedule=schedule, prediction=prediction, weighting=kind, zero_terminal_snr=True)
+        weights, snr = tables(config)
+        assert snr[-1] == 0
+        assert weights.isfinite().all()
+        assert (weights[:-1] > 0).all()
+        assert torch.equal(weights, loss_weights(kind, snr, prediction).float())
 
 
 @pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "cosine"])
 @pytest.mark.parametrize("prediction", ["epsilon", "v", "x0"])
 def test_min_snr_weights_are_their_closed_form(schedule, prediction):
-    config = DiffusionConfig(schedule=schedule, prediction=prediction, min_snr_gamma=5.0)
-    snr = Schedule.build(config, "cpu", torch.float64).snr
-    weights = loss_weights(config)
+    """Its gamma on its own asks for it."""
+    weights, snr = tables(DiffusionConfig(schedule=schedule, prediction=prediction, min_snr_gamma=5.0))
     for step in range(0, 1000, 37):
         clamped = min(float(snr[step]), 5.0)
         divisor = {"epsilon": float(snr[step]), "v": float(snr[step]) + 1, "x0": 1.0}[prediction]
-        assert weights[step].item() == pytest.approx(clamped / divisor, rel=1e-14)
-    assert torch.equal(_weights(config), weights.float())
+        assert weights[step].item() == pytest.approx(clamped / divisor, rel=1e-7)
 
 
-@pytest.mark.parametrize(("prediction", "last"), [("epsilon", 1.0), ("v", 0.0), ("x0", 0.0)])
-def test_min_snr_weights_are_finite_under_zero_terminal_snr(prediction, last):
-    weights = _weights(DiffusionConfig(prediction=prediction, min_snr_gamma=5.0, zero_terminal_snr=True))
-    assert weights.isfinite().all()
-    assert weights[-1] == last
-    assert (weights[:-1] > 0).all()
+def test_the_gamma_of_the_configuration_is_used():
+    for kind in ("auto", "min_snr", "soft_min_snr"):
+        weights, snr = tables(DiffusionConfig(weighting=kind, min_snr_gamma=2.5))
+        expected = loss_weights("min_snr" if kind == "auto" else kind, snr, "epsilon", 2.5)
+        assert torch.equal(weights, expected.float())
 
 
-def test_without_min_snr_every_weight_is_one():
+def test_without_a_weighting_every_weight_is_one():
     for zero_terminal in (False, True):
-        assert (_weights(DiffusionConfig(zero_terminal_snr=zero_terminal)) == 1).all()
+        for kind in ("auto", "none"):
+            weights, _ = tables(DiffusionConfig(zero_terminal_snr=zero_terminal, weighting=kind))
+            assert (weights == 1).all()
+
+
+@pytest.mark.parametrize("kind", ["none", "p2", "debiased", "snr"])
+def test_a_gamma_for_a_weighting_that_has_none_is_refused(kind):
+    message = rf"--objective.min_snr_gamma 5.0: --objective.weighting {kind} has no such clamp; leave one of them out"
+    with pytest.raises(ConfigError, match=message):
+        DiffusionConfig(weighting=kind, min_snr_gamma=5.0)

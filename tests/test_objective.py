@@ -8,13 +8,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff.batch import Batch
-from fastdiff.config import DiffusionConfig
+from fastdiff.config import DiffusionConfig, DiTConfig
 from fastdiff.errors import ConfigError
 from fastdiff.metrics import Meters
-from fastdiff.objective import Objective, loss_weights
+from fastdiff.models.dit import DiT
+from fastdiff.objective import Objective, loss_weights, weighting
 from fastdiff.randomness import Stream, normal
-from fastdiff.schedule import betas
+from fastdiff.schedule import Schedule, betas
 from fastdiff.timesteps import uniform_timesteps
+from fastdiff_kernels import dispatch
 
 PREDICTIONS = ("epsilon", "v", "x0")
 CLASSES = 10
@@ -40,9 +42,17 @@ def _exact(config, time):
     return abar.sqrt(), (1 - abar).sqrt()
 
 
+def _noise(objective, batch):
+    """Noise of the target, in fp64."""
+    shape = batch.latents.shape[1:]
+    offset = normal(objective.seed, Stream.OFFSET, batch.position, (shape[0], 1, 1)).double()
+    noise = normal(objective.seed, Stream.NOISE, batch.position, shape).double()
+    return noise + objective.config.noise_offset * offset
+
+
 def _exact_target(objective, batch, corruption):
     alpha, sigma = _exact(objective.config, corruption.time)
-    clean, noise = batch.latents.double(), corruption.noise.double()
+    clean, noise = batch.latents.double(), _noise(objective, batch)
     return {"epsilon": noise, "v": alpha * noise - sigma * clean, "x0": clean}[objective.config.prediction]
 
 
@@ -56,7 +66,8 @@ def test_sigma_at_time_zero_is_positive_for_bf16_latents():
         corruption = objective.corrupt(batch)
         assert corruption.noisy.dtype == torch.float32
         added = corruption.noisy - (1 - sigma**2) ** 0.5 * batch.latents.float()
-        ratio = (added * corruption.noise).sum() / corruption.noise.square().sum()
+        noise = _noise(objective, batch)
+        ratio = (added * noise).sum() / noise.square().sum()
         assert ratio.item() == pytest.approx(sigma, rel=1e-3)
 
 
@@ -67,17 +78,23 @@ def test_noisy_latents_are_within_rounding_of_fp64(dtype, zero_terminal):
     batch = _batch(256, dtype)
     corruption = objective.corrupt(batch)
     alpha, sigma = _exact(objective.config, corruption.time)
-    clean, added = alpha * batch.latents.double(), sigma * corruption.noise.double()
+    clean, added = alpha * batch.latents.double(), sigma * _noise(objective, batch)
     # A factor, its product and the sum are rounded: 3 roundings of each term.
     bound = 3.01 * EPS * (clean.abs() + added.abs())
     assert ((corruption.noisy.double() - clean - added).abs() <= bound).all()
 
 
-def test_noise_and_time_come_from_their_streams():
-    objective, batch = _objective(seed=77), _batch()
-    corruption = objective.corrupt(batch)
-    assert torch.equal(corruption.noise, normal(77, Stream.NOISE, batch.position, (4, 8, 8)))
-    assert torch.equal(corruption.time, uniform_timesteps(77, batch.position, 1000))
+def test_the_time_comes_from_its_stream():
+    batch = _batch()
+    assert torch.equal(_objective(seed=77).corrupt(batch).time, uniform_timesteps(77, batch.position, 1000))
+
+
+def test_noisy_latents_of_another_dtype_are_the_same_ones_rounded():
+    batch, config = _batch(), DiffusionConfig(noise_offset=0.1)
+    objective = Objective(config, seed=0, classes=CLASSES, device="cpu", dtype=torch.bfloat16)
+    noisy = objective.corrupt(batch).noisy
+    assert noisy.dtype == torch.bfloat16
+    assert torch.equal(noisy, _objective(noise_offset=0.1).corrupt(batch).noisy.bfloat16())
 
 
 def test_a_corruption_does_not_depend_on_the_split_of_the_batch():
@@ -88,24 +105,22 @@ def test_a_corruption_does_not_depend_on_the_split_of_the_batch():
         objective.corrupt(Batch(whole.latents[rows], whole.position[rows], whole.label[rows]))
         for rows in (slice(0, 5), slice(5, 6), slice(6, 16))
     ]
-    for name in ("noisy", "time", "label", "noise"):
+    for name in ("noisy", "time", "label"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(expected, name))
 
 
-def test_noise_offset_is_one_constant_per_sample_and_channel_and_in_the_target():
+def test_noise_offset_is_one_constant_per_sample_and_channel():
     batch = _batch(500)
     plain, shifted = _objective().corrupt(batch), _objective(noise_offset=0.1).corrupt(batch)
-    offset = (shifted.noise - plain.noise).double()
     constant = 0.1 * normal(0, Stream.OFFSET, batch.position, (4, 1, 1)).double()
-    torch.testing.assert_close(offset, constant.expand_as(offset), rtol=0, atol=8 * EPS)
     sigma = _exact(DiffusionConfig(), plain.time)[1]
-    torch.testing.assert_close((shifted.noisy - plain.noisy).double(), sigma * offset, rtol=0, atol=64 * EPS)
+    difference = (shifted.noisy - plain.noisy).double()
+    torch.testing.assert_close(difference, (sigma * constant).expand_as(difference), rtol=0, atol=64 * EPS)
 
 
-def test_input_perturbation_is_in_the_input_only():
+def test_input_perturbation_is_added_to_the_noise():
     batch = _batch(64)
     plain, perturbed = _objective().corrupt(batch), _objective(input_perturbation=0.2).corrupt(batch)
-    assert torch.equal(plain.noise, perturbed.noise)
     extra = normal(0, Stream.PERTURBATION, batch.position, (4, 8, 8)).double()
     sigma = _exact(DiffusionConfig(), plain.time)[1]
     difference = (perturbed.noisy - plain.noisy).double()
@@ -115,15 +130,18 @@ def test_input_perturbation_is_in_the_input_only():
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("zero_terminal", [False, True])
 def test_a_perfect_prediction_has_no_loss(prediction, zero_terminal):
-    objective = _objective(prediction=prediction, zero_terminal_snr=zero_terminal, input_perturbation=0.1)
+    """The target has the noise offset, and not the input perturbation."""
+    objective = _objective(
+        prediction=prediction, zero_terminal_snr=zero_terminal, input_perturbation=0.1, noise_offset=0.125
+    )
     batch = _batch(64)
     corruption = objective.corrupt(batch)
     perfect = _exact_target(objective, batch, corruption).float()
     losses = objective.loss(perfect, batch, corruption)
     assert losses.shape == (64,)
     assert losses.dtype == torch.float32
-    # Only the target of v is computed; its error is a few roundings of numbers below 8.
-    assert losses.max() <= (0.0 if prediction != "v" else (4 * 8 * EPS) ** 2)
+    # The target of x0 is not computed; the others are, with a few roundings of numbers below 8.
+    assert losses.max() <= (0.0 if prediction == "x0" else (4 * 8 * EPS) ** 2)
 
 
 @pytest.mark.parametrize("zero_terminal", [False, True])
@@ -136,12 +154,37 @@ def test_the_loss_and_its_gradient_agree_with_fp64(prediction, gamma, zero_termi
     guess = torch.randn(batch.latents.shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
     losses = objective.loss(guess, batch, corruption)
     (gradient,) = torch.autograd.grad(losses.sum(), guess)
-    weight = loss_weights(objective.config)[corruption.time]
+    snr = Schedule.build(objective.config, "cpu", torch.float64).snr
+    weight = loss_weights(weighting(objective.config), snr, prediction, gamma)[corruption.time]
     error = guess.detach().double() - _exact_target(objective, batch, corruption)
     expected = weight * error.square().mean(dim=(1, 2, 3))
     torch.testing.assert_close(losses.double(), expected, rtol=16 * EPS, atol=0)
     slope = 2 * weight.view(-1, 1, 1, 1) * error / error[0].numel()
     torch.testing.assert_close(gradient.double(), slope, rtol=8 * EPS, atol=slope.abs().max() * 8 * EPS)
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_a_training_step_with_kernels_equals_that_of_the_references(prediction):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    objective = _objective(
+        device=device, prediction=prediction, weighting="soft_min_snr", noise_offset=0.1, input_perturbation=0.1
+    )
+    host = _batch(2)
+    batch = Batch(host.latents.to(device), host.position.to(device), host.label.to(device))
+    torch.manual_seed(0)
+    model = DiT(DiTConfig(depth=1, hidden=16, heads=2, patch=2, size=8, channels=4, classes=CLASSES)).to(device)
+    for parameter in model.parameters():  # the layers that start at zero, too
+        torch.nn.init.normal_(parameter, std=0.1)
+    losses, gradients = {}, {}
+    for backend in ("triton", "reference"):
+        with dispatch.forced(noising=backend, loss=backend, philox=backend):
+            corruption = objective.corrupt(batch)
+            prediction = model(corruption.noisy, corruption.time, corruption.label)
+            losses[backend] = objective.loss(prediction, batch, corruption)
+        gradients[backend] = torch.autograd.grad(losses[backend].mean(), model.parameters())
+    torch.testing.assert_close(losses["triton"], losses["reference"], rtol=4 * EPS, atol=0)
+    for kernel, reference in zip(gradients["triton"], gradients["reference"], strict=True):
+        torch.testing.assert_close(kernel, reference, rtol=0, atol=16 * EPS * reference.abs().max().item())
 
 
 def test_the_variance_half_of_a_prediction_is_not_trained():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import bitsandbytes
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -15,7 +18,9 @@ from fastdiff.engine import Engine
 from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.fragments import Flat, Fragment
 from fastdiff.optim import check_is_8bit
+from fastdiff.start import build_run
 from fastdiff.train import train
+from fastdiff_kernels.adamw8bit import AdamW8bit
 from tests.runs import hexes, launch, losses, newest, tiny, train_losses
 from tests.test_train import check_clipping
 
@@ -93,25 +98,50 @@ def test_the_loss_scale_stays_with_fp16(
     assert scale.get("cur_scale", 0) > 1 if after == "fp16" else scale == {}
 
 
-def _flat(state: dict[str, torch.Tensor], size: int = 8192) -> Flat:
+class _Unquantised(AdamW8bit):
+    """Keeps one of its moments in fp32."""
+
+    def cut(self, *args: Any, **options: Any) -> None:
+        super().cut(*args, **options)
+        for state in self.state.values():
+            state["exp_avg_sq_codes"] = state["exp_avg_sq_codes"].float()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw8bit-bnb"])
+def test_a_moment_that_is_not_8bit_stops_the_run_before_it_starts(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stage: int
+) -> None:
+    monkeypatch.setattr("fastdiff.optim.AdamW8bit", _Unquantised)
+    monkeypatch.setattr(bitsandbytes.optim, "AdamW8bit", bitsandbytes.optim.AdamW32bit)
+    message = rf"--optim.name {name}: the moments of .*float32.*expected one byte.*; use --optim.name adamw"
+    with pytest.raises(ConfigError, match=message):
+        train(tiny(digits, tmp_path / "run", optim__name=name), launch(stage), world)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def _flat(state: dict[str, torch.Tensor], size: int) -> Flat:
     key = torch.zeros(size)
     return Flat(key, {key: state}, (Fragment("weight", 0, size, 0),), owned=True)
 
 
-def test_fp32_state_of_an_8bit_optimizer_stops_the_run() -> None:
-    check_is_8bit([_flat({k: torch.zeros(8192, dtype=torch.uint8) for k in ("state1", "state2")})])
-    check_is_8bit([_flat({k: torch.zeros(100) for k in ("state1", "state2")}, size=100)])
-    with pytest.raises(ConfigError, match=r"weight.*float32.*expected uint8; use --optim.name adamw"):
-        check_is_8bit([_flat({k: torch.zeros(8192) for k in ("state1", "state2")})])
-    with pytest.raises(ConfigError, match="expected uint8"):
-        check_is_8bit([_flat({})])
+def test_bitsandbytes_may_keep_small_tensors_in_fp32() -> None:
+    check_is_8bit("adamw8bit-bnb", [_flat({k: torch.zeros(4095) for k in ("state1", "state2")}, 4095)])
+    for name, size in (("adamw8bit-bnb", 4096), ("adamw8bit", 1)):
+        with pytest.raises(ConfigError, match="expected one byte"):
+            check_is_8bit(name, [_flat({}, size)])
 
 
-def test_8bit_state_takes_two_bytes_per_parameter(world: World, digits: Path, tmp_path: Path) -> None:
-    train(tiny(digits, tmp_path / "run", steps=2, optim__name="adamw8bit-bnb"), launch(3), world)
-    saved = newest(tmp_path / "run")
-    raw = saved.raw(0, 0)
-    parameters = sum(torch.Size(shape).numel() for shape in saved.manifest["parameters"].values())
-    assert raw["state1"].dtype == raw["state2"].dtype == torch.uint8
-    held = sum(t.numel() * t.element_size() for key, t in raw.items() if not key.startswith("qmap"))
-    assert held < 2.1 * parameters
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw8bit-bnb"])
+def test_8bit_state_takes_two_bytes_per_parameter(world: World, digits: Path, tmp_path: Path, name: str) -> None:
+    config = tiny(digits, tmp_path / "run", steps=2, optim__name=name)
+    with ExitStack() as stack:
+        engine = build_run(config, launch(3), world, stack)[0].engine
+        parameters = sum(torch.Size(shape).numel() for shape in engine.shapes.values())
+        held = sum(
+            value.numel() * value.element_size()
+            for flat in engine.flats
+            for key, value in flat.state.items()
+            if isinstance(value, torch.Tensor) and not key.startswith("qmap")
+        )
+        assert 2 * parameters < held < 2.1 * parameters

@@ -40,7 +40,7 @@ def test_one_rank_with_accumulation_equals_two_ranks(world: World, digits: Path,
 
 
 def _first_noise(world: World, digits: Path) -> tuple[list[int], list[float], list[float]]:
-    """Positions, and the first noise value and timestep of each sample, of this rank's first micro-batch."""
+    """Positions, and the first noisy value and timestep of each sample, of this rank's first micro-batch."""
     config = tiny(digits, digits)
     with LatentReader(digits) as reader:
         order = Order(config.seed, reader.shard_sizes, config.data.shuffle_shards)
@@ -58,7 +58,7 @@ def _first_noise(world: World, digits: Path) -> tuple[list[int], list[float], li
         ) as batches:
             batch = next(batches)
     corruption = objective.corrupt(batch)
-    return batch.position.tolist(), corruption.noise[:, 0, 0, 0].tolist(), corruption.time.tolist()
+    return batch.position.tolist(), corruption.noisy[:, 0, 0, 0].tolist(), corruption.time.tolist()
 
 
 def test_two_real_ranks_draw_different_noise(world: World, digits: Path) -> None:
@@ -69,17 +69,23 @@ def test_two_real_ranks_draw_different_noise(world: World, digits: Path) -> None
     assert tuple(a + b for a, b in zip(first, second, strict=True)) == _first_noise(world, digits)
 
 
-def _every_stage(world: World, digits: Path, folder: Path) -> dict[int, list[float]]:
-    return {stage: train_losses(world, tiny(digits, folder / str(stage)), launch(stage)) for stage in range(4)}
+def _every_stage(world: World, digits: Path, folder: Path) -> dict[str, list[list[float]]]:
+    return {
+        optimizer: [
+            train_losses(world, tiny(digits, folder / f"{optimizer}{stage}", optim__name=optimizer), launch(stage))
+            for stage in range(4)
+        ]
+        for optimizer in ("adamw", "adamw8bit")
+    }
 
 
 def test_zero_stages_agree(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
-    stages = run_ranks(_every_stage, digits, tmp_path, ranks=2)[0]
-    for stage in (1, 2, 3):
-        assert close(stages[stage], stages[0], 1e-5), stage
+    for optimizer, stages in run_ranks(_every_stage, digits, tmp_path, ranks=2)[0].items():
+        for stage in (1, 2, 3):
+            assert close(stages[stage], stages[0], 1e-5), (optimizer, stage)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit-bnb"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adamw8bit-bnb"])
 def test_bf16_follows_fp32_at_every_stage(world: World, digits: Path, tmp_path: Path, optimizer: str) -> None:
     exact = train_losses(world, tiny(digits, tmp_path / "fp32", optim__name=optimizer), launch(0))
     for stage in range(4):
@@ -89,8 +95,17 @@ def test_bf16_follows_fp32_at_every_stage(world: World, digits: Path, tmp_path: 
         assert found != exact, "the forward pass is really in bf16"
 
 
+_OPTIMIZERS = [
+    ("adamw", "fp32"),
+    ("adamw8bit", "fp32"),
+    ("adamw8bit-bnb", "fp32"),
+    ("adamw", "bf16"),
+    ("adamw8bit", "bf16"),
+]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("optimizer", "precision"), [("adamw", "fp32"), ("adamw8bit-bnb", "fp32"), ("adamw", "bf16")])
+@pytest.mark.parametrize(("optimizer", "precision"), _OPTIMIZERS)
 def test_resume_equals_the_uninterrupted_run(
     world: World,
     digits: Path,

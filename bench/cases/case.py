@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from fastdiff_kernels.dispatch import Backend
 
 Inputs = dict[str, Any]
+Outputs = Tensor | Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +25,31 @@ class Case:
     """Name of the shape, after the model that has it."""
     dtype: torch.dtype
     build: Callable[[str], Inputs]
-    """Fresh random inputs on a device; the tensors that get a gradient require one."""
-    call: Callable[[Inputs, Backend], Tensor | Sequence[Tensor]]
+    """Fresh random inputs on a device, a few MB; the tensors that get a gradient require one."""
+    build_large: Callable[[str], Inputs] | None = None
+    """The same with the batch of a training step on one GPU, which is what is timed there; None: ``build``."""
+    call: Callable[[Inputs, Backend], Outputs]
     """The op on these inputs by the given backend."""
+    exact: Callable[[Inputs], Outputs] | None = None
+    """The op in fp64, of inputs in fp64; None: that is what the reference computes of them."""
     narrow: tuple[str, ...] = ()
     """Kernels whose accesses may be narrower than 128 bits at this shape: those that move next to nothing."""
+    forward_bytes: Callable[[Inputs], int] | None = None
+    """Least bytes that the forward pass can move; None: every input read once and every output written once."""
+    backward_bytes: Callable[[Inputs], int] | None = None
+    """Likewise the backward pass; None: upstream gradients and inputs read once, gradients written once."""
+    rivals: Mapping[str, Callable[[Inputs], Callable[[], Outputs]]] = field(default_factory=dict)
+    """Implementations of other libraries by name: each prepares itself for the inputs and returns the call that is
+    timed. It raises ImportError where its library is not installed, and returns no outputs if they cannot be compared.
+    """
+
+    def in_fp64(self, inputs: Inputs) -> Outputs:
+        """The exact outputs of inputs in fp64."""
+        return self.exact(inputs) if self.exact else self.call(inputs, "reference")
 
     def gradients(self, inputs: Inputs, outputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> Sequence[Tensor]:
         """The gradients of the inputs that require one; none if none does."""
-        wanted = [v for v in inputs.values() if isinstance(v, Tensor) and v.requires_grad]
+        wanted = list(differentiable(inputs).values())
         reached = [(o, u) for o, u in zip(outputs, upstream, strict=True) if o.requires_grad]
         if not wanted or not reached:
             return ()
@@ -41,3 +58,13 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.op} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+
+def as_sequence(outputs: Outputs) -> Sequence[Tensor]:
+    """Outputs as a sequence also where there is one."""
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
+def differentiable(inputs: Inputs) -> dict[str, Tensor]:
+    """The inputs that get a gradient, by name."""
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.requires_grad}

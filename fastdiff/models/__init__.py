@@ -10,11 +10,14 @@ from torch import Tensor
 from fastdiff.config import DiTConfig
 from fastdiff.models.dit import DiT
 from fastdiff.models.embeddings import position_table
+from fastdiff_kernels.attention import AttentionBackend
 
 __all__ = ["build_model", "load_model"]
 
 
-def build_model(config: DiTConfig, *, recompute: bool = False, seed: int = 0) -> DiT:
+def build_model(
+    config: DiTConfig, *, recompute: bool = False, attention: AttentionBackend = "auto", seed: int = 0
+) -> DiT:
     """A DiT whose initial weights are a pure function of ``config`` and ``seed``.
 
     The global random state of torch is left as it was, so building a model before or after anything else
@@ -23,6 +26,7 @@ def build_model(config: DiTConfig, *, recompute: bool = False, seed: int = 0) ->
     Args:
         config: Shape of the network.
         recompute: Recompute each block in the backward pass instead of storing its activations.
+        attention: Implementation of attention, see ``fastdiff_kernels.attention``.
         seed: Any integer; its low 64 bits count.
 
     Raises:
@@ -34,22 +38,29 @@ def build_model(config: DiTConfig, *, recompute: bool = False, seed: int = 0) ->
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed: that would also re-seed the CUDA generators, which the fork does not restore.
         torch.default_generator.manual_seed(seed & (2**64 - 1))
-        return DiT(config, recompute=recompute)
+        return DiT(config, recompute=recompute, attention=attention)
 
 
-def load_model(config: DiTConfig, weights: Mapping[str, Tensor], *, recompute: bool = False) -> DiT:
+def load_model(
+    config: DiTConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    recompute: bool = False,
+    attention: AttentionBackend = "auto",
+) -> DiT:
     """A DiT with given parameters, on their device; nothing is initialised first.
 
     Args:
         config: Shape of the network.
         weights: Every parameter by name; not the position table, which the shape decides.
         recompute: As in ``build_model``.
+        attention: As in ``build_model``.
 
     Raises:
         RuntimeError: A parameter is missing, unknown or of another shape.
     """
     with torch.device("meta"):
-        model = DiT(config, recompute=recompute)
+        model = DiT(config, recompute=recompute, attention=attention)
     device = next(iter(weights.values())).device
     table = position_table(config.hidden, config.size // config.patch).to(device)
     model.load_state_dict({**weights, "pos_embed": table}, assign=True)

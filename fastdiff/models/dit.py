@@ -7,6 +7,8 @@ own module runs; nothing here reads one at any other time, except its dtype.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,6 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fastdiff.config import DiTConfig
 from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedder, position_table
+from fastdiff_kernels import attention as attention_op
+from fastdiff_kernels import dispatch
+from fastdiff_kernels.adaln import gated_modulated_norm, modulated_norm, residual_modulated_norm
+from fastdiff_kernels.attention import AttentionBackend
 
 _NORM_EPS = 1e-6
 
@@ -30,12 +36,13 @@ class DiT(nn.Module):
     Args:
         config: Shape of the network.
         recompute: Recompute each block in the backward pass instead of storing its activations.
+        attention: Implementation of attention, see ``fastdiff_kernels.attention``.
     """
 
     pos_embed: Tensor
     """``[1, T, D]``, a buffer: part of every checkpoint, never trained."""
 
-    def __init__(self, config: DiTConfig, *, recompute: bool = False) -> None:
+    def __init__(self, config: DiTConfig, *, recompute: bool = False, attention: AttentionBackend = "auto") -> None:
         super().__init__()
         self.config = config
         self.recompute = recompute
@@ -43,7 +50,7 @@ class DiT(nn.Module):
         self.t_embedder = TimestepEmbedder(config.hidden)
         self.y_embedder = LabelEmbedder(config.classes, config.hidden)
         self.register_buffer("pos_embed", position_table(config.hidden, config.size // config.patch))
-        self.blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(DiTBlock(config, attention) for _ in range(config.depth))
         self.final_layer = FinalLayer(config)
         self._initialise()
 
@@ -97,21 +104,26 @@ class DiTBlock(nn.Module):
     The unit of ``torch.compile``, of recomputation and of ZeRO-3's gathering.
     """
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, attention: AttentionBackend = "auto") -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.hidden, elementwise_affine=False, eps=_NORM_EPS)
-        self.attn = Attention(config.hidden, config.heads)
-        self.norm2 = nn.LayerNorm(config.hidden, elementwise_affine=False, eps=_NORM_EPS)
+        self.attn = Attention(config.hidden, config.heads, (config.size // config.patch) ** 2, attention)
         self.mlp = Mlp(config.hidden, int(config.hidden * config.mlp_ratio))
         self.adaLN_modulation = AdaLNModulation(config.hidden, 6)
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         """``tokens [B, T, D], condition [B, D] -> [B, T, D]``."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(6, dim=1)
-        attended = self.attn(modulate(self.norm1(tokens), shift_a, scale_a))
-        tokens = tokens + gate_a.unsqueeze(1) * attended
-        tokens = tokens + gate_m.unsqueeze(1) * self.mlp(modulate(self.norm2(tokens), shift_m, scale_m))
-        return tokens
+        tokens, normed = residual_modulated_norm(tokens, shift_a, scale_a, eps=_NORM_EPS)
+        tokens, normed = gated_modulated_norm(tokens, self.attn(normed), gate_a, shift_m, scale_m, eps=_NORM_EPS)
+        return cast(Tensor, tokens + gate_m.unsqueeze(1) * self.mlp(normed))
+
+    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
+        """Both of its adaLN ops, which run alike; see ``fastdiff_kernels.dispatch.Explains``."""
+        chosen = dispatch.choice("adaln", example)
+        if "forward" in self.__dict__:  # compile_blocks was here
+            compiled = "compile (Inductor)"
+            chosen = replace(chosen, forward=compiled, backward="triton" if chosen.backward == "triton" else compiled)
+        yield chosen
 
 
 class FinalLayer(nn.Module):
@@ -120,14 +132,17 @@ class FinalLayer(nn.Module):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         channels = config.channels * (2 if config.learn_sigma else 1)
-        self.norm_final = nn.LayerNorm(config.hidden, elementwise_affine=False, eps=_NORM_EPS)
         self.linear = nn.Linear(config.hidden, config.patch**2 * channels)
         self.adaLN_modulation = AdaLNModulation(config.hidden, 2)
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         """``tokens [B, T, D], condition [B, D] -> [B, T, p * p * C_out]``."""
         shift, scale = self.adaLN_modulation(condition).chunk(2, dim=1)
-        return cast(Tensor, self.linear(modulate(self.norm_final(tokens), shift, scale)))
+        return cast(Tensor, self.linear(modulated_norm(tokens, shift, scale, eps=_NORM_EPS)))
+
+    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
+        """Its adaLN; see ``fastdiff_kernels.dispatch.Explains``."""
+        yield dispatch.choice("adaln", example)
 
 
 class AdaLNModulation(nn.Sequential):
@@ -138,11 +153,11 @@ class AdaLNModulation(nn.Sequential):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention over all tokens; query, key and value come from one packed projection."""
+    """Multi-head self-attention over all ``length`` tokens; query, key and value come from one packed projection."""
 
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, length: int, backend: AttentionBackend = "auto") -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.length, self.backend = heads, length, backend
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.proj = nn.Linear(hidden, hidden)
 
@@ -151,8 +166,13 @@ class Attention(nn.Module):
         batch, length, hidden = tokens.shape
         packed = self.qkv(tokens).view(batch, length, 3, self.heads, hidden // self.heads)
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value)
+        mixed = attention_op.attention(query, key, value, backend=self.backend)
         return cast(Tensor, self.proj(mixed.transpose(1, 2).reshape(batch, length, hidden)))
+
+    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
+        """Its attention; see ``fastdiff_kernels.dispatch.Explains``."""
+        head_dim = self.proj.in_features // self.heads
+        yield attention_op.choice(head_dim, self.length, self.length, example, self.backend)
 
 
 class Mlp(nn.Module):
@@ -166,11 +186,6 @@ class Mlp(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """``[B, T, D] -> [B, T, D]``."""
         return cast(Tensor, self.fc2(F.gelu(self.fc1(tokens), approximate="tanh")))
-
-
-def modulate(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``tokens * (1 + scale) + shift``; ``tokens [B, T, D]``, one shift and scale ``[B, D]`` per sample."""
-    return tokens * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
 def compile_blocks(model: DiT, **options: Any) -> DiT:

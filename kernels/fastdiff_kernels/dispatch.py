@@ -33,8 +33,7 @@ def force(backends: Mapping[str, Backend]) -> None:
         ValueError: an op or a backend that does not exist.
     """
     for op, backend in backends.items():
-        if op not in OPS:
-            raise ValueError(f"op {op!r}: expected one of {', '.join(OPS)}")
+        _check_op(op)
         _check(backend)
     _forced.clear()
     _forced.update(backends)
@@ -61,7 +60,7 @@ def choose(op: str, tensor: Tensor, backend: Backend | None = None) -> Backend:
             else the reference.
 
     Raises:
-        ValueError: no such backend.
+        ValueError: no such op or backend.
         RuntimeError: Triton was asked for and cannot run on this tensor.
     """
     return explained(op, tensor, backend)[0]
@@ -69,6 +68,7 @@ def choose(op: str, tensor: Tensor, backend: Backend | None = None) -> Backend:
 
 def explained(op: str, tensor: Tensor, backend: Backend | None = None) -> tuple[Backend, str]:
     """``choose``, and the reason in a few words."""
+    _check_op(op)
     asked = backend or _forced.get(op)
     if asked is not None:
         _check(asked)
@@ -80,6 +80,11 @@ def explained(op: str, tensor: Tensor, backend: Backend | None = None) -> tuple[
     if not tensor.is_cuda:
         return "reference", f"the tensor is on {tensor.device.type}"
     return "triton", "on CUDA"
+
+
+def _check_op(op: str) -> None:
+    if op not in OPS:
+        raise ValueError(f"op {op!r}: expected one of {', '.join(OPS)}")
 
 
 def _check(backend: str) -> None:
@@ -114,7 +119,24 @@ class Choice:
     op: str
     forward: str
     backward: str
+    """``-`` where no gradient flows."""
     why: str
+
+
+def choice(op: str, example: Tensor, *, differentiated: bool = True) -> Choice:
+    """The ``Choice`` of an op whose forward and backward have the same implementation.
+
+    Args:
+        op: one of ``OPS``.
+        example: a tensor of the device that the op will work on.
+        differentiated: False for an op through which no gradient flows.
+
+    Raises:
+        ValueError: no such op.
+        RuntimeError: Triton is forced and cannot run there.
+    """
+    chosen, why = explained(op, example)
+    return Choice(op, chosen, chosen if differentiated else "-", why)
 
 
 @runtime_checkable

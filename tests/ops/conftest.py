@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,3 +16,24 @@ def device() -> str:
     """Where kernels run: the GPU, else the CPU by Triton's interpreter."""
     assert torch.cuda.is_available() or launch.INTERPRETED
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nearest_even() -> Iterator[None]:
+    """Round fp32 to the nearest bf16, as every GPU does; Triton's interpreter cuts the low bits off."""
+    if not launch.INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    convert = interpreter.InterpreterBuilder.cast_impl
+
+    def rounded(self: Any, source: Any, target: Any) -> Any:
+        if (source.dtype.scalar, target.scalar) != (launch.tl.float32, launch.tl.bfloat16):
+            return convert(self, source, target)
+        bits = torch.tensor(source.data).bfloat16().view(torch.int16).numpy().view("uint16")
+        return interpreter.TensorHandle(bits, target.scalar)
+
+    interpreter.InterpreterBuilder.cast_impl = rounded
+    yield
+    interpreter.InterpreterBuilder.cast_impl = convert

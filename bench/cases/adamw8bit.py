@@ -1,0 +1,81 @@
+"""One step of the optimizer over a flat tensor with the parameters of DiT-XL/2, whole or as ZeRO cuts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bench.cases.case import Case, Inputs
+from fastdiff_kernels.adamw8bit_kernel import adamw8bit, largest
+from fastdiff_kernels.adamw8bit_reference import Extras, Moments, Step
+from fastdiff_kernels.blocks import Blocks, Whole, build_blocks
+from fastdiff_kernels.dispatch import Backend
+
+_WIDTH = 1152
+_SIZES = (_WIDTH * _WIDTH, _WIDTH, 16 * _WIDTH, 6 * _WIDTH)
+_STEP = Step(number=10, beta1=0.9, beta2=0.999, shrink=1 - 1e-6, rate=1e-4 / (1 - 0.9**10), correction=10.0, eps=1e-8)
+
+
+def _blocks(device: str, straddle: bool) -> Blocks:
+    """The parameters one after the other; the first lacks its beginning if they straddle."""
+    cut, slices, offset = 80 if straddle else 0, [], 0
+    for index, size in enumerate(_SIZES):
+        numel = size - (cut if index == 0 else 0)
+        slices.append(Whole(f"p{index}", numel, size - numel, offset))
+        offset += numel
+    return build_blocks(slices, torch.device(device), [("p0", 0)] if straddle else [])
+
+
+def _build(param: torch.dtype, grad: torch.dtype, *, extras: bool, straddle: bool) -> Callable[[str], Inputs]:
+    def build(device: str) -> Inputs:
+        blocks = _blocks(device, straddle)
+        numel = sum(s.numel for s in blocks.slices)
+        moments = Moments(
+            torch.zeros(numel, dtype=torch.int8, device=device),
+            torch.zeros(numel, dtype=torch.uint8, device=device),
+            torch.zeros(blocks.pieces, device=device),
+            torch.zeros(blocks.pieces, device=device),
+        )
+        return {
+            "param": torch.randn(numel, device=device).to(param),
+            "grad": torch.randn(numel, device=device).to(grad),
+            "moments": moments,
+            "blocks": blocks,
+            "scale": torch.ones((), device=device),
+            "copy": torch.empty(numel, dtype=torch.bfloat16, device=device) if extras else None,
+            "average": torch.zeros(numel, device=device) if extras else None,
+        }
+
+    return build
+
+
+def _call(inputs: Inputs, backend: Backend) -> Tensor:
+    param, grad, moments, blocks, scale = (inputs[k] for k in ("param", "grad", "moments", "blocks", "scale"))
+    shared = largest(grad, moments, blocks, _STEP, scale, backend) if blocks.straddling else None
+    extras = Extras(
+        grad_scale=scale, shared=shared, copy=inputs["copy"], average=inputs["average"], average_rate=0.999
+    )  # fmt: skip
+    adamw8bit(param, grad, moments, blocks, _STEP, extras, backend)
+    result: Tensor = param
+    return result
+
+
+CASES = [
+    Case(
+        op="adamw8bit",
+        shape=shape,
+        dtype=grad,
+        call=_call,
+        narrow=("_masked_kernel", "_largest_kernel"),
+        build=_build(param, grad, extras=extras, straddle=straddle),
+    )
+    for shape, param, grad, extras, straddle in (
+        ("DiT-XL-fp32-copy-ema", torch.float32, torch.bfloat16, True, False),
+        ("DiT-XL-fp32", torch.float32, torch.float32, False, False),
+        ("DiT-XL-fp32-straddling", torch.float32, torch.float32, False, True),
+        ("DiT-XL-fp32-fp16-grad", torch.float32, torch.float16, False, False),
+        ("DiT-XL-bf16", torch.bfloat16, torch.bfloat16, False, False),
+    )
+]

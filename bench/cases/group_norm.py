@@ -1,0 +1,62 @@
+"""Group normalisation at the shapes of Stable Diffusion 1.5 (64x64 latents), 32 groups; batch cut down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bench.cases.case import Case, Inputs
+from fastdiff_kernels.dispatch import Backend
+from fastdiff_kernels.group_norm import group_norm
+
+
+def _case(
+    shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, extra: str = "", silu: bool = True,
+    memory: torch.memory_format = torch.channels_last,
+) -> Case:  # fmt: skip
+    samples, channels, side = shape
+
+    def build(device: str) -> Inputs:
+        def image() -> Tensor:
+            image = torch.randn(samples, channels, side, side, device=device, dtype=dtype)
+            return image.to(memory_format=memory).requires_grad_()
+
+        inputs: Inputs = {
+            "x": image(),
+            "weight": torch.randn(channels, device=device).requires_grad_(),
+            "bias": torch.randn(channels, device=device).requires_grad_(),
+        }
+        if extra == "shift":
+            inputs["shift"] = torch.randn(samples, channels, device=device, dtype=dtype).requires_grad_()
+        if extra == "residual":
+            inputs["residual"] = image()
+        return inputs
+
+    def call(inputs: Inputs, backend: Backend) -> Tensor | Sequence[Tensor]:
+        return group_norm(groups=32, silu=silu, backend=backend, **inputs)
+
+    order = "nhwc" if memory == torch.channels_last else "nchw"
+    name = "-".join(filter(None, [f"{channels}x{side}x{side}", order, extra, "" if silu else "linear"]))
+    return Case(op="group_norm", shape=name, dtype=dtype, build=build, call=call)
+
+
+CASES = [
+    _case((2, 320, 64)),
+    _case((1, 960, 64)),
+    _case((2, 640, 32)),
+    _case((2, 1920, 16)),
+    _case((4, 1280, 16)),
+    _case((16, 1280, 8)),
+    _case((2, 320, 64), torch.float32),
+    _case((4, 1280, 16), torch.float32),
+    _case((2, 320, 64), torch.float16),
+    _case((2, 320, 64), memory=torch.contiguous_format),
+    _case((4, 1280, 16), memory=torch.contiguous_format),
+    _case((2, 320, 64), extra="shift"),
+    _case((4, 1280, 16), extra="shift"),
+    _case((2, 320, 64), extra="residual"),
+    _case((4, 1280, 16), extra="residual"),
+    _case((2, 320, 64), silu=False),
+]

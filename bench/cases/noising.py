@@ -1,0 +1,54 @@
+"""Noise-add of cached latents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.cases.case import Case, Inputs
+from fastdiff_kernels.dispatch import Backend
+from fastdiff_kernels.noising import corrupt
+
+TIMESTEPS = 1000
+
+
+def latents(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Inputs:
+    """Arguments that noise-add and the loss share: a v-prediction table of a linear signal-to-noise ratio."""
+    angle = torch.linspace(0.01, 1.56, TIMESTEPS, device=device)
+    alpha, sigma = angle.cos(), angle.sin()
+    return {
+        "latents": torch.randn(shape, device=device).to(dtype),
+        "position": torch.arange(shape[0], device=device),
+        "table": torch.stack([alpha, sigma, -sigma, alpha], 1),
+    }
+
+
+def _call(inputs: Inputs, backend: Backend, noisy: torch.dtype, **options: float) -> Sequence[Tensor]:
+    return corrupt(**inputs, seed=1234567, dtype=noisy, backend=backend, **options)
+
+
+def _case(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], noisy: torch.dtype | None = None, **options: float
+) -> Case:
+    return Case(
+        op="noising",
+        shape=name,
+        dtype=dtype,
+        build=partial(latents, dtype=dtype, shape=shape),
+        call=partial(_call, noisy=noisy or dtype, **options),
+    )
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+CASES = [
+    _case("sd-4x64x64", BF16, (64, 4, 64, 64)),
+    _case("sd-4x64x64-offset", BF16, (64, 4, 64, 64), offset=0.1, perturbation=0.1),
+    _case("sd-4x64x64-posterior", BF16, (64, 8, 64, 64), posterior=True),
+    _case("dit-4x32x32-fp32-out", BF16, (64, 4, 32, 32), noisy=FP32),
+    _case("sdxl-4x128x128", FP16, (16, 4, 128, 128)),
+    _case("sd3-16x64x64", FP32, (16, 16, 64, 64)),
+]

@@ -1,0 +1,396 @@
+"""adaLN: layer norm whose shift and scale come from a condition, alone or where a residual stream passes by.
+
+With one shift, scale and gate per sample and channel (Peebles & Xie 2023, "Scalable Diffusion Models with
+Transformers", section 3.2; layer norm: Ba et al. 2016, without affine parameters)::
+
+    y = normed(h) * (1 + scale) + shift,   normed(h) = (h - mean) * rstd,   rstd = 1 / sqrt(var + eps)
+
+    modulated_norm            h = x                        returns y
+    residual_modulated_norm   h = x                        returns h, y
+    gated_modulated_norm      h = x + gate * branch        returns h, y
+
+Gradient, with g = dy * (1 + scale), means over the channels of a token and sums over the tokens of a sample::
+
+    dx = dh + rstd * (g - mean(g) - normed * mean(g * normed)),   dbranch = gate * dx
+    dshift = sum(dy),   dscale = sum(dy * normed),   dgate = sum(branch * dx)
+
+Bytes moved per element of ``x`` in 16 bits, and 8 / D each way for the statistics; next to them the least possible
+and what Inductor's kernels move (the residual one: with the addition of dh fused)::
+
+                forward      backward       least      Inductor
+    modulated   4 + 4 / R    6 + 18 / R     4 / 6      4.02 / 10.04
+    residual    4 + 4 / R    8 + 18 / R     4 / 8      4.02 / 12.05
+    gated       8 + 6 / R    12 + 28 / R    8 / 12     8.03 / 18.05
+
+R is the number of tokens that one program handles: 32 for 64 samples of 256 x 1152 on an H200, never below 16 unless
+a sample is shorter. What is divided by it, modulations and the partial sums of their gradients (fp32), is small
+enough for the L2 cache. The gated backward makes ``h`` again from ``x`` and ``branch``, which are stored anyway.
+
+Inductor's forward is already at the limit and fuses with its neighbours, which a custom op would prevent. So in code
+that is being compiled the forward stays plain torch and only the backward is a kernel; in eager mode both are.
+
+Limits: the kernels take fp32, bf16 and fp16, all tensors alike, and up to 4096 channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastdiff_kernels.dispatch import Backend, choose, plain
+from fastdiff_kernels.launch import jit, processors, run, tl, triton
+
+_MAX_WIDTH = 4096
+_WARPS_PER_PROCESSOR = 16  # enough loads in flight to reach the bandwidth; more would only add partial sums
+_LEAST_ROWS = 16
+
+
+def modulate(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """``tokens * (1 + scale) + shift``; ``tokens [B, T, D]``, one shift and scale ``[B, D]`` per sample."""
+    return tokens * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def modulated_norm_reference(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
+    """``modulated_norm`` in plain torch, differentiable, in any floating dtype."""
+    return modulate(F.layer_norm(x, x.shape[-1:], eps=eps), shift, scale)
+
+
+def gated_modulated_norm_reference(
+    x: Tensor, branch: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """``gated_modulated_norm`` in plain torch, differentiable, in any floating dtype."""
+    h = x + gate.unsqueeze(1) * branch
+    return h, modulated_norm_reference(h, shift, scale, eps)
+
+
+# A row is held as two parts, because blocks have power-of-two sizes: 1152 columns as 1024 (_a) and 128 (_b). In one
+# part they would cost as many instructions as 2048.
+
+
+@jit
+def _columns(HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
+
+
+@jit
+def _load(row, head, tail, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both parts of the row that starts at the pointer ``row``, in fp32; 0 past its end."""
+    a = tl.load(row + head)
+    b = tl.load(row + tail, mask=tail < D, other=0.0)
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@jit
+def _store(row, head, tail, a, b, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(row + head, a.to(row.dtype.element_ty))
+    tl.store(row + tail, b.to(row.dtype.element_ty), mask=tail < D)
+
+
+@jit
+def _row_mean(a, b, D: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Mean over both parts of a row. Each lane adds up its own columns first: one exchange between lanes."""
+    lanes = tl.sum(tl.reshape(a, (LANES, a.shape[0] // LANES)), 1)
+    lanes += tl.sum(tl.reshape(b, (LANES, b.shape[0] // LANES)), 1)
+    return tl.sum(lanes, 0) / D
+
+
+@jit
+def _stream(x, branch, at, gate_a, gate_b, head, tail, D: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row that is normalised: ``x``, or ``x + gate * branch`` as it is stored."""
+    a, b = _load(x + at, head, tail, D)
+    if GATED:
+        branch_a, branch_b = _load(branch + at, head, tail, D)
+        a = (a + gate_a * branch_a).to(x.dtype.element_ty).to(tl.float32)
+        b = (b + gate_b * branch_b).to(x.dtype.element_ty).to(tl.float32)
+        return a, b, branch_a, branch_b
+    else:
+        return a, b, a, b
+
+
+@jit
+def _forward_kernel(  # type: ignore[no-untyped-def]
+    y, h, means, rstds, x, branch, gate, shift, scale, gate_stride, shift_stride, scale_stride, length, rows, blocks,
+    eps, D: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """One program does ``rows`` tokens of one sample."""
+    program = tl.program_id(0).to(tl.int64)
+    sample, start = program // blocks, program % blocks * rows
+    stop = tl.minimum(start + rows, length)
+    head, tail = _columns(HEAD, TAIL)
+    shift_a, shift_b = _load(shift + sample * shift_stride, head, tail, D)
+    scale_a, scale_b = _load(scale + sample * scale_stride, head, tail, D)
+    if GATED:
+        gate_a, gate_b = _load(gate + sample * gate_stride, head, tail, D)
+    else:
+        gate_a, gate_b = scale_a, scale_b
+    for row in range(sample * length + start, sample * length + stop):
+        at = row * D
+        a, b, _, _ = _stream(x, branch, at, gate_a, gate_b, head, tail, D, GATED)
+        if GATED:
+            _store(h + at, head, tail, a, b, D)
+        mean = _row_mean(a, b, D, LANES)
+        a, b = a - mean, tl.where(tail < D, b - mean, 0.0)
+        rstd = tl.rsqrt(_row_mean(a * a, b * b, D, LANES) + eps)
+        tl.store(means + row, mean)
+        tl.store(rstds + row, rstd)
+        a, b = a * rstd * (1 + scale_a) + shift_a, b * rstd * (1 + scale_b) + shift_b
+        _store(y + at, head, tail, a, b, D)
+
+
+@jit
+def _backward_kernel(  # type: ignore[no-untyped-def]
+    dx, dbranch, partials, dy, dh, x, branch, gate, scale, means, rstds, gate_stride, scale_stride, length, rows,
+    blocks, D: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """One program does ``rows`` tokens of one sample, and one row of partial sums for each of the modulations."""
+    program = tl.program_id(0).to(tl.int64)
+    sample, start = program // blocks, program % blocks * rows
+    stop = tl.minimum(start + rows, length)
+    head, tail = _columns(HEAD, TAIL)
+    scale_a, scale_b = _load(scale + sample * scale_stride, head, tail, D)
+    if GATED:
+        gate_a, gate_b = _load(gate + sample * gate_stride, head, tail, D)
+    else:
+        gate_a, gate_b = scale_a, scale_b
+    dshift_a, dshift_b = tl.zeros((HEAD,), tl.float32), tl.zeros((TAIL,), tl.float32)
+    dscale_a, dscale_b, dgate_a, dgate_b = dshift_a, dshift_b, dshift_a, dshift_b
+    for row in range(sample * length + start, sample * length + stop):
+        at = row * D
+        a, b, branch_a, branch_b = _stream(x, branch, at, gate_a, gate_b, head, tail, D, GATED)
+        up_a, up_b = _load(dy + at, head, tail, D)
+        if RESIDUAL:  # read here, so that it does not wait for the means
+            dh_a, dh_b = _load(dh + at, head, tail, D)
+        mean, rstd = tl.load(means + row), tl.load(rstds + row)
+        a, b = (a - mean) * rstd, (b - mean) * rstd
+        dshift_a, dshift_b = dshift_a + up_a, dshift_b + up_b
+        dscale_a, dscale_b = dscale_a + up_a * a, dscale_b + up_b * b
+        up_a, up_b = up_a * (1 + scale_a), up_b * (1 + scale_b)
+        offset, slope = _row_mean(up_a, up_b, D, LANES), _row_mean(up_a * a, up_b * b, D, LANES)
+        a, b = rstd * (up_a - offset - a * slope), rstd * (up_b - offset - b * slope)
+        if RESIDUAL:
+            a, b = a + dh_a, b + dh_b
+        if GATED:
+            _store(dbranch + at, head, tail, a * gate_a, b * gate_b, D)
+            dgate_a, dgate_b = dgate_a + a * branch_a, dgate_b + b * branch_b
+        _store(dx + at, head, tail, a, b, D)
+    step = tl.num_programs(0).to(tl.int64) * D
+    _store(partials + program * D, head, tail, dshift_a, dshift_b, D)
+    _store(partials + step + program * D, head, tail, dscale_a, dscale_b, D)
+    if GATED:
+        _store(partials + 2 * step + program * D, head, tail, dgate_a, dgate_b, D)
+
+
+@jit
+def _fold_kernel(out, partials, blocks, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program adds up the partial sums of one modulation of one sample, in order."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < D
+    total = tl.zeros((BLOCK,), tl.float32)
+    for block in range(blocks):
+        total += tl.load(partials + (row * blocks + block) * D + column, mask=exists, other=0.0)
+    tl.store(out + row * D + column, total.to(out.dtype.element_ty), mask=exists)
+
+
+def _plan(x: Tensor, gated: bool) -> tuple[int, int, dict[str, Any]]:
+    """Tokens per program, programs per sample, and the constants and warps of a kernel."""
+    batch, length, width = x.shape
+    head = max(int(triton.next_power_of_2(width)) // 2, 1)
+    warps = max(head // 256, 1)  # a thread reads 8 columns of the head
+    lanes = min(32 * warps, head)
+    tail = max(int(triton.next_power_of_2(max(width - head, 1))), lanes)
+    # As many programs as keep every processor busy, no more.
+    programs = processors(x) * (_WARPS_PER_PROCESSOR // warps)
+    blocks = min(max(programs // max(batch, 1), 1), triton.cdiv(length, _LEAST_ROWS))
+    rows = triton.cdiv(length, max(blocks, 1))
+    constants = {"D": width, "HEAD": head, "TAIL": tail, "LANES": lanes, "GATED": gated, "num_warps": warps}
+    return rows, triton.cdiv(length, max(rows, 1)), constants
+
+
+def _strided(modulation: Tensor | None) -> tuple[Any, int]:
+    """A ``[B, D]`` tensor whose rows are contiguous, usually as it is, and the distance between rows."""
+    if modulation is None:
+        return None, 0
+    rows = modulation if modulation.stride(1) == 1 else modulation.contiguous()
+    return rows, rows.stride(0)
+
+
+@torch.library.custom_op("fastdiff::adaln_forward", mutates_args=())
+def _forward_triton(
+    x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
+) -> list[Tensor]:
+    """``[y, mean, rstd]``, for a gated pair ``[y, mean, rstd, h]``; statistics are ``[B, T]`` fp32."""
+    outputs: list[Tensor] = _forward_empty(x, branch, gate, shift, scale, eps)
+    y, mean, rstd, *h = outputs
+    rows, blocks, constants = _plan(x, branch is not None)
+    branch = None if branch is None else branch.contiguous()
+    (gate, gate_stride), (shift, shift_stride) = _strided(gate), _strided(shift)
+    scale, scale_stride = _strided(scale)
+    run(
+        _forward_kernel, (x.shape[0] * blocks,),
+        y, h[0] if h else None, mean, rstd, x.contiguous(), branch, gate, shift, scale, gate_stride, shift_stride,
+        scale_stride, x.shape[1], rows, blocks, eps, **constants,
+    )  # fmt: skip
+    return outputs
+
+
+@_forward_triton.register_fake
+def _forward_empty(
+    x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
+) -> list[Tensor]:
+    mean, rstd = (x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2))
+    return [x.new_empty(x.shape), mean, rstd, *([] if branch is None else [x.new_empty(x.shape)])]
+
+
+@torch.library.custom_op("fastdiff::adaln_backward", mutates_args=())
+def _backward_triton(
+    dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, gate: Tensor | None, scale: Tensor, mean: Tensor,
+    rstd: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """``[dx, modulations]``, for a gated pair ``[dx, modulations, dbranch]``.
+
+    ``modulations`` is ``[K, B, D]``: the gradients of shift and scale, for a gated pair also of the gate.
+    """
+    outputs: list[Tensor] = _backward_empty(dy, dh, x, branch, gate, scale, mean, rstd)
+    dx, modulations, *dbranch = outputs
+    batch, length, width = x.shape
+    rows, blocks, constants = _plan(x, branch is not None)
+    partials = x.new_empty((len(modulations), batch, blocks, width), dtype=torch.float32)
+    dh, branch = (None if t is None else t.contiguous() for t in (dh, branch))
+    (gate, gate_stride), (scale, scale_stride) = _strided(gate), _strided(scale)
+    # 128 is what fits _WARPS_PER_PROCESSOR; left alone, the assembler spills to fit more.
+    registers = 128 if branch is None else None
+    run(
+        _backward_kernel, (batch * blocks,),
+        dx, dbranch[0] if dbranch else None, partials, dy.contiguous(), dh, x.contiguous(), branch, gate, scale,
+        mean.contiguous(), rstd.contiguous(), gate_stride, scale_stride, length, rows, blocks,
+        RESIDUAL=dh is not None, maxnreg=registers, **constants,
+    )  # fmt: skip
+    grid = (len(modulations) * batch, triton.cdiv(width, 256))
+    run(_fold_kernel, grid, modulations, partials, blocks, D=width, BLOCK=256, num_warps=1)
+    return outputs
+
+
+@_backward_triton.register_fake
+def _backward_empty(
+    dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, gate: Tensor | None, scale: Tensor, mean: Tensor,
+    rstd: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    modulations = scale.new_empty((2 if branch is None else 3, *scale.shape))
+    return [x.new_empty(x.shape), modulations, *([] if branch is None else [x.new_empty(x.shape)])]
+
+
+class _AdaLN(torch.autograd.Function):
+    """``h`` (unless it is ``x`` and not asked for) and ``y``. While compiling, the forward is plain torch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float,
+        residual: bool,
+    ) -> Any:  # fmt: skip
+        forward = _forward_plain if torch.compiler.is_compiling() else _forward_triton
+        y, mean, rstd, *h = forward(x, branch, gate, shift, scale, eps)
+        ctx.save_for_backward(x, branch, gate, scale, mean, rstd)
+        return (*(h or [x.view_as(x)]), y) if residual else y
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        *dh, dy = upstream
+        x, branch, gate, scale, mean, rstd = ctx.saved_tensors
+        residual = dh[0] if dh else None
+        dx, modulations, *dbranch = _backward_triton(dy, residual, x, branch, gate, scale, mean, rstd)
+        dshift, dscale, *dgate = modulations.unbind(0)
+        return dx, dbranch[0] if dbranch else None, dgate[0] if dgate else None, dshift, dscale, None, None
+
+
+def _forward_plain(
+    x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
+) -> list[Tensor]:
+    """What ``_forward_triton`` returns, by plain torch ops."""
+    h = x if branch is None or gate is None else x + gate.unsqueeze(1) * branch
+    # In fp32, because on a CPU the statistics come in the dtype of the argument.
+    normed, mean, rstd = torch.native_layer_norm(h.float(), h.shape[-1:], None, None, eps)
+    y = modulate(normed.to(x.dtype), shift, scale)
+    return [y, mean, rstd] if branch is None else [y, mean, rstd, h]
+
+
+def _validate(kernel: bool, x: Tensor, shift: Tensor, scale: Tensor, **gated: Tensor) -> None:
+    if x.dim() != 3 or x.shape[2] == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected [B, T, D] with D > 0")
+    if kernel and x.shape[2] > _MAX_WIDTH:
+        raise ValueError(f"x has {x.shape[2]} channels, expected at most {_MAX_WIDTH}; use backend 'reference'")
+    if kernel and x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"x is {x.dtype}, expected float32, bfloat16 or float16; use backend 'reference'")
+    for name, tensor in {"shift": shift, "scale": scale, **gated}.items():
+        expected = tuple(x.shape) if name == "branch" else (x.shape[0], x.shape[2])
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected} as x is {tuple(x.shape)}")
+        if tensor.dtype != x.dtype or tensor.device != x.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, expected that of x, {x.dtype} on {x.device}; "
+                f"use {name}.to(x)"
+            )
+
+
+def modulated_norm(
+    x: Tensor, shift: Tensor, scale: Tensor, *, eps: float = 1e-6, backend: Backend | None = None
+) -> Tensor:
+    """``layer_norm(x) * (1 + scale) + shift``.
+
+    Args:
+        x: ``[B, T, D]`` fp32, bf16 or fp16, D at most 4096; the reference takes any floating dtype and D.
+        shift: ``[B, D]``, dtype and device of ``x``; rows may lie apart, as those of a chunk do.
+        scale: likewise.
+        eps: added to the variance.
+        backend: implementation; None: the default of ``dispatch.choose``.
+
+    Returns:
+        ``[B, T, D]``, contiguous by the kernel, in the dtype of ``x``.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device, or no such backend.
+        RuntimeError: Triton was asked for and cannot run here.
+    """
+    chosen = choose("adaln", x, backend)
+    _validate(chosen == "triton", x, shift, scale)
+    if chosen == "triton":
+        y: Tensor = _AdaLN.apply(x, None, None, shift, scale, eps, False)  # type: ignore[no-untyped-call]
+    else:
+        y = plain(modulated_norm_reference, chosen)(x, shift, scale, eps)
+    return y
+
+
+def residual_modulated_norm(
+    x: Tensor, shift: Tensor, scale: Tensor, *, eps: float = 1e-6, backend: Backend | None = None
+) -> tuple[Tensor, Tensor]:
+    """``x`` itself and ``modulated_norm(x, shift, scale)``, for a residual stream that passes by the norm.
+
+    Going on with the ``x`` that is returned lets the backward kernel add the stream's gradient, which otherwise
+    costs a pass of its own. Arguments and errors as for ``modulated_norm``.
+    """
+    if choose("adaln", x, backend) != "triton":
+        return x, modulated_norm(x, shift, scale, eps=eps, backend=backend)
+    _validate(True, x, shift, scale)
+    pair: tuple[Tensor, Tensor] = _AdaLN.apply(x, None, None, shift, scale, eps, True)  # type: ignore[no-untyped-call]
+    return pair
+
+
+def gated_modulated_norm(
+    x: Tensor, branch: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, *, eps: float = 1e-6,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``h = x + gate * branch`` and ``modulated_norm(h, shift, scale)``, each ``[B, T, D]`` in the dtype of ``x``.
+
+    Arguments and errors as for ``modulated_norm``; ``branch`` has the shape of ``x``, ``gate`` that of ``shift``.
+    """
+    chosen = choose("adaln", x, backend)
+    _validate(chosen == "triton", x, shift, scale, branch=branch, gate=gate)
+    if chosen == "triton":
+        pair: tuple[Tensor, Tensor] = _AdaLN.apply(x, branch, gate, shift, scale, eps, True)  # type: ignore[no-untyped-call]
+    else:
+        pair = plain(gated_modulated_norm_reference, chosen)(x, branch, gate, shift, scale, eps)
+    return pair

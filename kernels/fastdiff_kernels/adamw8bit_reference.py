@@ -1,0 +1,165 @@
+"""One step of AdamW with 8-bit moments in plain torch, and the types of its arguments (``adamw8bit_kernel``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastdiff_kernels import companding
+from fastdiff_kernels.blocks import Blocks, Slice
+from fastdiff_kernels.companding import BLOCK
+from fastdiff_kernels.rounding import round_to_bf16_reference
+
+_ROWS_AT_ONCE = 512  # few, so that the temporaries stay in the cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The numbers of one step, computed in fp64 on the host."""
+
+    number: int
+    """From 1."""
+    beta1: float
+    beta2: float
+    shrink: float
+    """``1 - lr * weight_decay``."""
+    rate: float
+    """``lr / (1 - beta1^number)``."""
+    correction: float
+    """``1 / sqrt(1 - beta2^number)``."""
+    eps: float
+    seed: int = 0
+    """Of the stochastic rounding, in [0, 2**63)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """The state of one flat tensor."""
+
+    m_codes: Tensor
+    """int8 ``[N]``."""
+    v_codes: Tensor
+    """uint8 ``[N]``."""
+    m_scales: Tensor
+    """fp32 ``[pieces]``: largest magnitude of m in each block."""
+    v_scales: Tensor
+    """fp32 ``[pieces]``: largest root of v in each block."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extras:
+    """What else a pass reads and writes."""
+
+    grad_scale: Tensor | None = None
+    """fp32 scalar that multiplies the gradient."""
+    shared: Tensor | None = None
+    """Scales of straddling blocks, fp32 ``[straddling, 2]``, from ``largest`` and a MAX over the ranks."""
+    copy: Tensor | None = None
+    """Receives the new parameters, ``[N]``, rounded to its dtype."""
+    average: Tensor | None = None
+    """fp32 ``[N]``, moved towards the new parameters."""
+    average_rate: float = 1.0
+    """Of the average that is kept."""
+
+
+def _advance(
+    grad: Tensor, m_codes: Tensor, v_codes: Tensor, m_scales: Tensor, v_scales: Tensor, step: Step, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """New m and root of v, fp32 ``[blocks, BLOCK]``."""
+    g = grad.to(torch.float32) if scale is None else grad.to(torch.float32) * scale
+    m = companding.decode_m_reference(m_codes, m_scales[:, None]).mul_(step.beta1)
+    m.add_(g * (1 - step.beta1))
+    v = companding.decode_root_v_reference(v_codes, v_scales[:, None]).square_().mul_(step.beta2)
+    v.add_((g * (1 - step.beta2)).mul_(g))
+    return m, companding.root_(v)
+
+
+def largest_reference(grad: Tensor, moments: Moments, blocks: Blocks, step: Step, scale: Tensor | None) -> Tensor:
+    """``largest`` in plain torch."""
+    straddles = blocks.slots >= 0
+    piece, slot = blocks.others[straddles].long(), blocks.slots[straddles].long()
+    lane = torch.arange(BLOCK, device=grad.device) - blocks.lanes[straddles, None]
+    inside = (lane >= 0) & (lane < blocks.lengths[straddles, None])
+    index = torch.where(inside, blocks.offsets[piece, None] + lane, 0)
+    g, m, v = (torch.where(inside, flat[index], 0) for flat in (grad, moments.m_codes, moments.v_codes))
+    m, root = _advance(g, m, v, moments.m_scales[piece], moments.v_scales[piece], step, scale)
+    shared = torch.zeros(blocks.straddling, 2, dtype=torch.float32, device=grad.device)
+    shared[slot] = _largest(m, root)
+    return shared
+
+
+def _largest(m: Tensor, root: Tensor) -> Tensor:
+    return torch.stack([m.abs().amax(1), root.amax(1)], 1)
+
+
+def adamw8bit_reference(
+    param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, step: Step, extras: Extras
+) -> None:
+    """``adamw8bit`` in plain torch."""
+    flats = [param, moments.m_codes, moments.v_codes]
+    flats += [flat for flat in (extras.average, extras.copy) if flat is not None]
+    rows = [_rows(flat, blocks.slices) for flat in flats]
+    grads = _rows(grad, blocks.slices)
+    fixed = _fixed_scales(blocks, extras.shared)
+    for first in range(0, blocks.pieces, _ROWS_AT_ONCE):
+        some = slice(first, first + _ROWS_AT_ONCE)
+        w, m_codes, v_codes, *others = (row[some] for row in rows)
+        m_scales, v_scales, phase = moments.m_scales[some], moments.v_scales[some], blocks.phases[some, None]
+        m, root = _advance(grads[some], m_codes, v_codes, m_scales, v_scales, step, extras.grad_scale)
+        scales = _largest(m, root)
+        if fixed is not None:
+            scales = torch.where(fixed[0][some, None], fixed[1][some], scales)
+        m_scales.copy_(scales[:, 0])
+        v_scales.copy_(scales[:, 1])
+        m_dither, v_dither = companding.dither_reference(phase, step.number)
+        m_codes.copy_(companding.encode_m_reference(m, scales[:, :1], m_dither))
+        v_codes.copy_(companding.encode_root_v_reference(root, scales[:, 1:], v_dither))
+        new = (w.to(torch.float32) * step.shrink).sub_(m.mul_(step.rate).div_(root.mul_(step.correction).add_(step.eps)))
+        w.copy_(new if w.dtype == torch.float32 else round_to_bf16_reference(new, phase, step.number, step.seed))
+        if extras.average is not None:
+            average = others.pop(0)
+            average.add_((new - average).mul_(1 - extras.average_rate))
+        if extras.copy is not None:
+            others.pop(0).copy_(new)
+    for flat, row in zip(flats, rows, strict=True):
+        _write(flat, row, blocks.slices)
+
+
+def _fixed_scales(blocks: Blocks, shared: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Which pieces have scales that were agreed on, bool ``[pieces]``, and those, fp32 ``[pieces, 2]``."""
+    if shared is None:
+        return None
+    straddles = blocks.slots >= 0
+    piece = blocks.others[straddles].long()
+    which = torch.zeros(blocks.pieces, dtype=torch.bool, device=shared.device)
+    values = torch.zeros(blocks.pieces, 2, dtype=torch.float32, device=shared.device)
+    which[piece] = True
+    values[piece] = shared[blocks.slots[straddles].long()]
+    return which, values
+
+
+def _rows(flat: Tensor, slices: Sequence[Slice]) -> Tensor:
+    """The blocks ``[pieces, BLOCK]`` of a flat tensor, zero outside of the pieces; a view if there is no outside."""
+    if len(slices) == 1 and slices[0].start % BLOCK == 0 and slices[0].numel % BLOCK == 0:
+        return flat.narrow(0, slices[0].offset, slices[0].numel).view(-1, BLOCK)
+    zeros = flat.new_zeros(BLOCK)
+    parts = [zeros[:0]]
+    for piece in slices:
+        head, tail = piece.start % BLOCK, -(piece.start + piece.numel) % BLOCK
+        parts += [zeros[:head], flat.narrow(0, piece.offset, piece.numel), zeros[:tail]]
+    return torch.cat(parts).view(-1, BLOCK)
+
+
+def _write(flat: Tensor, rows: Tensor, slices: Sequence[Slice]) -> None:
+    """Copy blocks back to where ``_rows`` took them from."""
+    if rows.data_ptr() == flat.data_ptr() + slices[0].offset * flat.element_size() if slices else True:
+        return
+    targets, values, begin = [], [], 0
+    for piece in slices:
+        targets.append(flat.narrow(0, piece.offset, piece.numel))
+        values.append(rows.view(-1).narrow(0, begin + piece.start % BLOCK, piece.numel))
+        begin += BLOCK * (-(-(piece.start + piece.numel) // BLOCK) - piece.start // BLOCK)
+    torch._foreach_copy_(targets, values)

@@ -1,0 +1,288 @@
+"""Weighted squared error of a diffusion model's prediction; the noise of the target is drawn again, not read.
+
+``loss_b = weights[t_b] * mean((prediction_b - target_b)^2)`` over the elements of a sample, and its gradient ``2 *
+weights[t_b] / elements * (prediction_b - target_b)`` times that of ``loss_b``. The target is ``target_x0[t] * x0 +
+target_noise[t] * noise`` with the table, the noise and the x0 of ``noising.py`` (Ho et al. 2020, arXiv:2006.11239,
+eq. 14; for v Salimans & Ho 2022, arXiv:2202.00512, section 4).
+
+Nothing is stored between the passes: the backward kernel reads the prediction that the model has written anyway and
+draws the noise a third time. To store the gradient in the forward pass instead would move 8 bytes, not 6, and round
+twice: once when it is stored and once when it is multiplied by the gradient of ``loss_b``. In bf16 and fp16 that is up
+to 2.7 times the error of eager PyTorch. Here it is fp32 until it is rounded once, and nothing can overflow or underflow
+on the way, whatever the loss scale.
+
+Bytes moved per element in bf16, forward and backward:
+* epsilon (no x0 in the target): 2 and 4, 6 together. The limit is 4, for a kernel that knows the gradient of
+  ``loss_b`` already in the forward pass. Inductor: 6 and 8, with fp32 noise that is stored.
+* v, x0 and flow matching: 4 and 6; a posterior has 2 more in each pass. Inductor: 12 and 6.
+The sum of a sample is folded from one partial sum per program, in a fixed order, and in fp64 above four elements: a
+loss is rounded to fp32 once, so that it hardly depends on how the elements are split.
+Limits: contiguous latents. A prediction whose samples are not contiguous (channels_last) is copied first; a slice of
+its channels is not. A prediction of twice the channels gets a gradient of 0 in its second half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdiff_kernels.dispatch import Backend, choose, plain
+from fastdiff_kernels.launch import jit, run, tl, triton
+from fastdiff_kernels.noising import (
+    COLUMNS,
+    Streams,
+    check_argument,
+    check_latents,
+    clean_block,
+    clean_reference,
+    noise_block,
+    noise_reference,
+    signed,
+    span,
+    tiling,
+)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SEED = 0xFFFFFFFFFFFFFFFF
+
+
+def weighted_mse_reference(
+    prediction: Tensor,
+    latents: Tensor,
+    position: Tensor,
+    time: Tensor,
+    table: Tensor,
+    weights: Tensor,
+    seed: int,
+    streams: Streams,
+    offset: float = 0.0,
+    posterior: bool = False,
+    clean: bool = True,
+) -> Tensor:
+    """``weighted_mse`` in plain torch: in fp32, or in fp64 for a prediction, a table and weights in fp64."""
+    dtype = torch.promote_types(prediction.dtype, torch.float32)
+    channels = latents.shape[1] // 2 if posterior else latents.shape[1]
+    prediction = prediction[:, :channels].to(dtype)
+    of_clean, of_noise = table[time, 2:, None, None, None].unbind(1)
+    target = of_noise * noise_reference(seed, streams, position, prediction.shape[1:], offset, dtype)
+    if clean:
+        target = of_clean * clean_reference(latents, seed, streams, position, posterior) + target
+    return (prediction - target).square().mean(dim=(1, 2, 3)) * weights[time]
+
+
+@jit
+def _difference(  # type: ignore[no-untyped-def]
+    prediction, latents, position, table, step, seed, offset, stride, elements, row, index, group, element, mask,
+    NOISE: tl.constexpr, POSTERIOR: tl.constexpr, OFFSET: tl.constexpr, CLEAN: tl.constexpr,
+):  # fmt: skip
+    """fp32 block of prediction minus target, 0 where masked."""
+    place = tl.load(position + row)
+    target = tl.load(table + 4 * step + 3) * noise_block(seed, place, index, group, offset, NOISE, OFFSET)
+    if CLEAN:
+        clean = clean_block(latents, row, elements, element, mask, seed, place, group, POSTERIOR)
+        target = tl.load(table + 4 * step + 2) * clean + target
+    guess = tl.load(prediction + row * stride + element, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(mask, guess - target, 0.0)
+
+
+@jit
+def _partial_sums_kernel(  # type: ignore[no-untyped-def]
+    partials, prediction, latents, position, time, table,
+    seed, offset, stride, elements, segment, segments, tiles,
+    NOISE: tl.constexpr, POSTERIOR: tl.constexpr, OFFSET: tl.constexpr, CLEAN: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One program sums the squared error of a tile of one sample: groups of four in fp32, these in fp64."""
+    program = tl.program_id(0)
+    row, index, group, element, mask = span(program, segment, segments, tiles, GROUPS)
+    error = _difference(
+        prediction, latents, position, table, tl.load(time + row), seed, offset, stride, elements,
+        row, index, group, element, mask, NOISE, POSTERIOR, OFFSET, CLEAN,
+    )  # fmt: skip
+    of_group = tl.sum(tl.reshape(error * error, [GROUPS, 4]), axis=1)
+    tl.store(partials + program, tl.sum(of_group.to(tl.float64)))
+
+
+@jit
+def _fold_kernel(losses, partials, time, weights, elements, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program folds the partial sums of one sample into its loss."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(partials + row * programs + column, mask=column < programs, other=0.0))
+    weight = tl.load(weights + tl.load(time + row)).to(tl.float64)
+    tl.store(losses + row, (total / elements * weight).to(tl.float32))
+
+
+@jit
+def _gradient_kernel(  # type: ignore[no-untyped-def]
+    gradient, upstream, prediction, latents, position, time, table, weights,
+    seed, offset, upstream_stride, stride, elements, segment, segments, parts, tiles,
+    NOISE: tl.constexpr, POSTERIOR: tl.constexpr, OFFSET: tl.constexpr, CLEAN: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One program writes the gradient of a tile of one sample: 0 in the ``parts - segments`` that have no target."""
+    row, index, group, element, mask = span(tl.program_id(0), segment, parts, tiles, GROUPS)
+    out = gradient + row * (segment * parts) + element
+    if index < segments:
+        step = tl.load(time + row)
+        error = _difference(
+            prediction, latents, position, table, step, seed, offset, stride, elements,
+            row, index, group, element, mask, NOISE, POSTERIOR, OFFSET, CLEAN,
+        )  # fmt: skip
+        share = tl.div_rn(tl.load(upstream + row * upstream_stride) * tl.load(weights + step), elements * 1.0)
+        tl.store(out, (share * (2.0 * error)).to(gradient.dtype.element_ty), mask=mask)
+    else:
+        tl.store(out, tl.zeros([4 * GROUPS], gradient.dtype.element_ty), mask=mask)
+
+
+def _by_sample(prediction: Tensor, channels: int) -> Tensor:
+    """``prediction``, copied unless the first ``channels`` of each sample are contiguous among themselves."""
+    return (
+        prediction if prediction.numel() == 0 or prediction[0, :channels].is_contiguous() else prediction.contiguous()
+    )
+
+
+@torch.library.custom_op("fastdiff::weighted_mse", mutates_args=())
+def _weighted_mse_triton(
+    prediction: Tensor, latents: Tensor, position: Tensor, time: Tensor, table: Tensor, weights: Tensor,
+    seed: int, streams: Sequence[int], offset: float, posterior: bool, clean: bool,
+) -> Tensor:  # fmt: skip
+    batch, channels, height, width = latents.shape
+    channels = channels // 2 if posterior else channels
+    prediction, named = _by_sample(prediction, channels), Streams(*streams)
+    split = tiling(channels, height * width, by_channel=bool(offset))
+    programs, elements = split.segments * split.tiles, channels * height * width
+    partials, losses = table.new_empty(batch, programs, dtype=torch.float64), table.new_empty(batch)
+    run(
+        _partial_sums_kernel, (batch * programs,),
+        partials, prediction, latents, position, time, table,
+        seed & _SEED, offset, prediction.stride(0), elements, split.segment, split.segments, split.tiles,
+        NOISE=named.noise, POSTERIOR=named.posterior if posterior else None, OFFSET=named.offset if offset else None,
+        CLEAN=clean, GROUPS=split.groups, num_warps=split.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    run(
+        _fold_kernel, (batch,), losses, partials, time, weights, elements, programs,
+        BLOCK=triton.next_power_of_2(programs), num_warps=1,
+    )  # fmt: skip
+    return losses
+
+
+@_weighted_mse_triton.register_fake
+def _(
+    prediction: Tensor, latents: Tensor, position: Tensor, time: Tensor, table: Tensor, weights: Tensor,
+    seed: int, streams: Sequence[int], offset: float, posterior: bool, clean: bool,
+) -> Tensor:  # fmt: skip
+    return table.new_empty(latents.shape[0])
+
+
+@torch.library.custom_op("fastdiff::weighted_mse_backward", mutates_args=())
+def _weighted_mse_backward_triton(
+    upstream: Tensor, prediction: Tensor, latents: Tensor, position: Tensor, time: Tensor, table: Tensor,
+    weights: Tensor, seed: int, streams: Sequence[int], offset: float, posterior: bool, clean: bool,
+) -> Tensor:  # fmt: skip
+    batch, channels, height, width = latents.shape
+    channels = channels // 2 if posterior else channels
+    gradient = torch.empty_like(prediction, memory_format=torch.contiguous_format)
+    prediction, named = _by_sample(prediction, channels), Streams(*streams)
+    split = tiling(channels, height * width, by_channel=bool(offset))
+    parts = split.segments * (prediction.shape[1] // channels)
+    run(
+        _gradient_kernel, (batch * parts * split.tiles,),
+        gradient, upstream, prediction, latents, position, time, table, weights,
+        seed & _SEED, offset, upstream.stride(0), prediction.stride(0), channels * height * width,
+        split.segment, split.segments, parts, split.tiles,
+        NOISE=named.noise, POSTERIOR=named.posterior if posterior else None, OFFSET=named.offset if offset else None,
+        CLEAN=clean, GROUPS=split.groups, num_warps=split.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return gradient
+
+
+@_weighted_mse_backward_triton.register_fake
+def _(
+    upstream: Tensor, prediction: Tensor, latents: Tensor, position: Tensor, time: Tensor, table: Tensor,
+    weights: Tensor, seed: int, streams: Sequence[int], offset: float, posterior: bool, clean: bool,
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(prediction, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.settings = inputs[6:]
+
+
+def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    gradient = _weighted_mse_backward_triton(upstream, *ctx.saved_tensors, *ctx.settings)
+    return gradient, *(None,) * 10
+
+
+_weighted_mse_triton.register_autograd(_backward, setup_context=_save)
+
+
+def _check_prediction(prediction: Tensor, latents: Tensor, channels: int) -> None:
+    expected = (latents.shape[0], channels, *latents.shape[2:])
+    if prediction.shape not in (expected, (expected[0], 2 * channels, *expected[2:])):
+        raise ValueError(
+            f"prediction has shape {tuple(prediction.shape)}, expected {expected} or twice the channels: "
+            "those of the latents"
+        )
+    if prediction.dtype not in _DTYPES:
+        raise ValueError(f"prediction is {prediction.dtype}, expected float32, bfloat16 or float16")
+    if prediction.device != latents.device:
+        raise ValueError(f"prediction is on {prediction.device}, the latents on {latents.device}: expected one device")
+
+
+def weighted_mse(
+    prediction: Tensor,
+    latents: Tensor,
+    position: Tensor,
+    time: Tensor,
+    table: Tensor,
+    weights: Tensor,
+    *,
+    seed: int,
+    streams: Streams = Streams(),  # noqa: B008 - immutable
+    offset: float = 0.0,
+    posterior: bool = False,
+    clean: bool = True,
+    backend: Backend | None = None,
+) -> Tensor:
+    """Weighted squared error of each sample, averaged over its elements.
+
+    Args:
+        prediction: ``[B, C, H, W]`` of fp32, bf16 or fp16, any strides, or ``[B, 2C, H, W]``, of which only the first
+            half is compared. The gradient flows here and nowhere else.
+        latents: what ``noising.corrupt`` was given, likewise the next four.
+        position: ``[B]`` int64.
+        time: ``[B]`` int64 rows of ``table`` and ``weights``, as ``corrupt`` returned them.
+        table: ``[T, 4]`` fp32 rows (alpha, sigma, target_x0, target_noise).
+        weights: ``[T]`` fp32 weight of the squared error.
+        seed: key of every random number, in [0, 2**64); the next three as for ``corrupt`` too.
+        streams: stream of each purpose.
+        offset: size of the constant that each channel's noise is shifted by.
+        posterior: whether ``latents`` are mean and std.
+        clean: False if ``target_x0`` is 0 in every row: the latents are then not read.
+        backend: implementation; None: the default of ``dispatch.choose``.
+
+    Returns:
+        ``[B]`` fp32; NaN or infinite only for a sample whose prediction or latents are, or overflow fp32 squared.
+
+    Raises:
+        ValueError: shape, dtype, device, strides or a value that does not fit; the message says which.
+        RuntimeError: Triton was asked for and cannot run here.
+    """
+    check_latents(latents, posterior)
+    batch, rows = latents.shape[0], table.shape[0]
+    _check_prediction(prediction, latents, latents.shape[1] // 2 if posterior else latents.shape[1])
+    for name, index in (("position", position), ("time", time)):
+        check_argument(name, index, torch.int64, (batch,), latents)
+    check_argument("table", table, torch.float32, (None, COLUMNS), latents)
+    check_argument("weights", weights, torch.float32, (rows,), latents)
+    arguments = (prediction, latents, position, time, table, weights)
+    folded = signed(seed)
+    chosen = choose("loss", latents, backend)
+    if chosen != "triton":
+        plainly: Tensor = plain(weighted_mse_reference, chosen)(*arguments, seed, streams, offset, posterior, clean)
+        return plainly
+    losses: Tensor = _weighted_mse_triton(*arguments, folded, list(streams), offset, posterior, clean)
+    return losses

@@ -1,0 +1,341 @@
+"""Group normalisation: the kernels against eager in both memory orders and both forms, and what the op promises."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastdiff_kernels import dispatch
+from fastdiff_kernels import group_norm as op
+from fastdiff_kernels.group_norm import group_norm, group_norm_reference
+from tests.numerics import assert_as_accurate_as_eager, evaluate
+from tests.traffic import counting
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP32, BF16, FP16 = DTYPES
+
+
+@pytest.fixture(params=["one pass", "two passes"])
+def form(request, monkeypatch):
+    """Both forms whatever the size; two passes in several chunks of several tiles."""
+    if request.param == "one pass":
+        monkeypatch.setattr(op, "_ONE_PASS_BYTES", 2**30)
+    else:
+        monkeypatch.setattr(op, "_ONE_PASS_BYTES", 0)
+        monkeypatch.setattr(op, "_TILE", 1024)
+        monkeypatch.setattr(op, "_PROGRAMS_PER_SAMPLE", 6)
+    return request.param
+
+
+def channels_last(x):
+    """The same values with channels as the fastest axis, for any number of axes."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def problem(shape, dtype, device, *, order=channels_last, extras="", parameters=FP32, mean=0.0):
+    """Inputs that all require gradients, and upstream gradients."""
+    make = torch.Generator().manual_seed(sum(shape))
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(shape, generator=make).to(device, dtype)
+
+    inputs = {
+        "x": order(normal(*shape, dtype=FP32) + mean).to(dtype),
+        "weight": normal(shape[1], dtype=parameters),
+        "bias": normal(shape[1], dtype=parameters),
+    }
+    if "shift" in extras:
+        inputs["shift"] = normal(*shape[:2])
+    upstream = [order(normal(*shape))]
+    if "residual" in extras:
+        inputs["residual"] = order(normal(*shape))
+        upstream.append(order(normal(*shape)))
+    return {name: value.requires_grad_() for name, value in inputs.items()}, upstream
+
+
+def kernel(groups, **options):
+    return partial(group_norm, groups=groups, backend="triton", **options)
+
+
+def check(groups, inputs, upstream, silu=True):
+    reference = partial(group_norm_reference, groups=groups, silu=silu)
+    assert_as_accurate_as_eager(kernel(groups, silu=silu), reference, inputs, upstream)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
+@pytest.mark.parametrize("extras", ["", "shift", "residual", "shift and residual"])
+def test_it_is_as_accurate_as_eager_in_both_orders_and_forms(extras, order, dtype, form, device):
+    check(4, *problem((2, 40, 12, 16), dtype, device, order=order, extras=extras))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "order"),
+    [
+        ((1, 640, 16, 16), BF16, channels_last),
+        ((1, 320, 8, 8), FP16, channels_last),
+        ((1, 320, 8, 8), BF16, torch.Tensor.contiguous),
+        ((1, 960, 16, 12), BF16, channels_last),
+    ],
+)
+def test_channel_counts_of_stable_diffusion(shape, dtype, order, device):
+    check(32, *problem(shape, dtype, device, order=order, extras="shift"))
+
+
+@pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((2, 7, 5, 3), 7),
+        ((2, 7, 5, 3), 1),
+        ((3, 30, 13, 11), 10),
+        ((2, 6, 1, 1), 3),
+        ((2, 1, 17, 1), 1),
+        ((3, 10), 2),
+        ((1, 12, 19), 4),
+        ((2, 8, 3, 2, 5), 2),
+    ],
+)
+def test_awkward_shapes(shape, groups, order, form, device):
+    check(groups, *problem(shape, FP16, device, order=order, extras="shift and residual"))
+
+
+def test_groups_of_more_channels_than_a_fold_reads_at_once(device):
+    check(1, *problem((1, 1100, 3, 5), BF16, device, extras="shift"))
+
+
+@pytest.mark.parametrize("groups", [10, 8, 4, 2, 1])
+def test_every_number_of_channels_per_group(groups, form, device):
+    check(groups, *problem((1, 80, 4, 5), BF16, device), silu=False)
+
+
+@pytest.mark.parametrize("parameters", [FP32, BF16])
+def test_parameters_may_have_the_dtype_of_the_input(parameters, form, device):
+    check(4, *problem((2, 16, 4, 4), BF16, device, parameters=parameters, extras="shift"))
+
+
+@pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
+@pytest.mark.parametrize("mean", [1e3, -1e4])
+def test_a_mean_that_is_large_against_the_spread_costs_no_accuracy(mean, order, form, device):
+    check(4, *problem((1, 40, 16, 24), FP32, device, order=order, mean=mean))
+
+
+def test_channels_and_regions_of_different_means_cost_no_accuracy(form, device):
+    inputs, upstream = problem((1, 40, 16, 24), FP32, device)
+    with torch.no_grad():
+        inputs["x"] += 1e3 * torch.arange(40, device=device)[:, None, None]
+        inputs["x"][:, :, 0] += 1e5
+    check(4, inputs, upstream)
+
+
+@pytest.mark.parametrize("gradient", ["other order", "expanded", "sliced"])
+@pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
+def test_upstream_gradients_of_any_strides(order, gradient, form, device):
+    inputs, upstream = problem((2, 8, 4, 6), FP32, device, order=order, extras="residual")
+    other = torch.Tensor.contiguous if order is channels_last else channels_last
+    upstream = {
+        "other order": [other(u) for u in upstream],
+        "expanded": [torch.ones((), device=device).expand(u.shape) for u in upstream],
+        "sliced": [u.repeat(1, 1, 1, 2)[..., ::2] for u in upstream],
+    }[gradient]
+    check(2, inputs, upstream)
+
+
+@pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
+def test_outputs_and_gradients_keep_the_strides_of_the_input(order, form, device):
+    inputs, upstream = problem((2, 8, 4, 6), BF16, device, order=order, extras="residual")
+    results = evaluate(kernel(2), inputs, upstream)
+    for name in ("out0", "out1", "dx", "dresidual"):
+        assert results[name].stride() == inputs["x"].stride(), name
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_either_output_may_go_unused(used, form, device):
+    inputs, upstream = problem((2, 8, 4, 6), FP32, device, extras="shift and residual")
+    reference = partial(group_norm_reference, groups=2)
+    assert_as_accurate_as_eager(
+        lambda **given: kernel(2)(**given)[used], lambda **given: reference(**given)[used] + 0 * given["weight"].sum(),
+        inputs, upstream[:1],
+    )  # fmt: skip
+
+
+def test_two_runs_agree_to_the_bit(form, device):
+    inputs, upstream = problem((2, 40, 12, 16), BF16, device, extras="shift and residual")
+    first, second = (evaluate(kernel(4), inputs, upstream) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_sample_does_not_depend_on_its_batch(form, device):
+    inputs, upstream = problem((3, 40, 12, 16), FP32, device)
+    alone = {**inputs, "x": inputs["x"][1:2].detach().requires_grad_()}
+    whole, part = evaluate(kernel(4), inputs, upstream), evaluate(kernel(4), alone, [upstream[0][1:2]])
+    assert all(torch.equal(whole[name][1:2], part[name]) for name in ("out0", "dx"))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_number_that_is_not_finite_spoils_its_group_and_no_other(bad, form, device):
+    inputs, upstream = problem((2, 12, 5, 7), FP32, device, extras="shift")
+    clean = evaluate(kernel(4), inputs, upstream)
+    with torch.no_grad():
+        inputs["x"][1, 4, 2, 3] = bad
+    results = evaluate(kernel(4), inputs, upstream)
+    for name in ("out0", "dx", "dshift"):
+        assert results[name][1, 3:6].isnan().all(), name
+        results[name][1, 3:6] = clean[name][1, 3:6]
+        assert torch.equal(results[name], clean[name]), name
+
+
+@pytest.mark.parametrize("value", [0.0, 3.7, 1e12])
+def test_a_constant_input_gives_the_bias(value, form, device):
+    inputs, upstream = problem((1, 8, 5, 7), FP32, device)
+    inputs["x"] = channels_last(torch.full((1, 8, 5, 7), value, device=device)).requires_grad_()
+    results = evaluate(kernel(2), inputs, upstream)
+    expected = F.silu(inputs["bias"].detach())[:, None, None].expand(8, 5, 7)
+    assert torch.equal(results["out0"][0], results["out0"][0, :, :1, :1].expand(8, 5, 7))
+    torch.testing.assert_close(results["out0"][0], expected)
+    assert all(value.isfinite().all() for value in results.values())
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0, 4)])
+def test_empty_inputs_give_empty_outputs_and_zero_gradients(shape, form, device):
+    inputs, upstream = problem(shape, FP32, device, extras="shift")
+    results = evaluate(kernel(2), inputs, upstream)
+    assert results["out0"].shape == results["dx"].shape == shape
+    for name in ("dweight", "dbias", "dshift"):
+        assert torch.equal(results[name], torch.zeros_like(inputs[name[1:]]))
+
+
+def test_only_the_input_and_statistics_are_kept_for_the_backward_pass(device):
+    inputs, _ = problem((2, 32, 16, 16), BF16, device)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        kernel(8)(**inputs)
+    assert [tuple(tensor.shape) for tensor in kept] == [(2, 32, 16, 16), (32,), (32,), (2, 8), (2, 8)]
+    assert kept[0].data_ptr() == inputs["x"].data_ptr()
+
+
+def _bytes(shape, groups, device, **options):
+    inputs, upstream = problem(shape, BF16, device, **options)
+    with counting() as forward:
+        outputs = kernel(groups)(**inputs)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    with counting() as backward:
+        torch.autograd.grad(outputs, list(inputs.values()), upstream)
+    return forward.bytes, backward.bytes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter does")
+@pytest.mark.parametrize("extras", ["", "residual"])
+def test_bytes_moved_in_two_passes(extras, device):
+    channels, hw, rows, groups = 640, 32 * 32, 256, 32
+    elements, numbers = channels * hw, channels * hw // rows
+    more = len(extras) // 8
+    forward, backward = _bytes((1, channels, 32, 32), groups, device, extras=extras)
+    assert forward == (6 + 4 * more) * elements + 36 * numbers + 8 * groups
+    assert backward == (10 + 2 * more) * elements + 68 * numbers + 16 * channels + 4 * groups
+    assert forward <= 1.03 * (6 + 4 * more) * elements
+    assert backward <= 1.03 * (10 + 2 * more) * elements
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter does")
+@pytest.mark.parametrize("extras", ["", "residual"])
+def test_bytes_moved_in_one_pass(extras, device):
+    channels, hw, groups = 1280, 16 * 16, 32
+    more = len(extras) // 8
+    forward, backward = _bytes((1, channels, 16, 16), groups, device, extras=extras)
+    assert forward == (4 + 4 * more) * channels * hw + 8 * channels + 8 * groups
+    assert backward == (6 + 2 * more) * channels * hw + 40 * channels
+
+
+@pytest.mark.parametrize("extras", ["", "shift", "residual"])
+def test_the_ops_pass_opcheck(extras, device):
+    inputs, upstream = problem((2, 8, 2, 3), FP32, device, extras=extras)
+    x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
+    shift, residual = inputs.get("shift"), inputs.get("residual")
+    torch.library.opcheck(op._group_norm_triton, (x, shift, residual, weight, bias, 4, 1e-5, True))
+    _, h, mean, rstd = (t.detach() for t in op._group_norm_triton(x, shift, residual, weight, bias, 4, 1e-5, True))
+    dh = upstream[1] if residual is not None else None
+    state = [None if t is None else t.detach() for t in (shift, weight, bias)]
+    arguments = (upstream[0], dh, x.detach() if residual is None else h, *state, mean, rstd, True)
+    torch.library.opcheck(op._group_norm_backward_triton, arguments)
+
+
+@pytest.mark.parametrize("extras", ["shift", "residual"])
+def test_torch_compile_makes_one_graph_with_equal_results(extras, device):
+    inputs, upstream = problem((2, 8, 4, 6), FP32, device, extras=extras)
+
+    def block(**given):
+        outputs = kernel(2)(**given)
+        return [2 * y for y in (outputs if isinstance(outputs, tuple) else (outputs,))]
+
+    eager = evaluate(block, inputs, upstream)
+    compiled = evaluate(torch.compile(block, fullgraph=True, backend="aot_eager"), inputs, upstream)
+    for name in eager:
+        assert torch.equal(eager[name], compiled[name]), name
+        assert eager[name].stride() == compiled[name].stride(), name
+
+
+def test_the_reference_is_eager_pytorch_and_differentiable(device):
+    inputs, _ = problem((2, 6, 2, 3), FP32, device, extras="shift and residual")
+    x, weight, bias, shift, residual = inputs.values()
+    expected = F.silu(F.group_norm(x + shift[:, :, None, None] + residual, 3, weight, bias, 1e-3))
+    y, h = group_norm(x, 3, weight, bias, eps=1e-3, shift=shift, residual=residual, backend="reference")
+    assert torch.equal(y, expected)
+    assert torch.equal(h, x + shift[:, :, None, None] + residual)
+    exact = [value.detach().double().requires_grad_() for value in (x, weight, bias, shift, residual)]
+    assert torch.autograd.gradcheck(
+        lambda x, weight, bias, shift, residual: group_norm_reference(x, 3, weight, bias, 1e-5, True, shift, residual),
+        exact,
+    )
+
+
+def test_eps_and_backend_reach_the_implementation(form, device):
+    inputs, _ = problem((2, 6, 2, 3), FP32, device)
+    reference = partial(group_norm, groups=3, eps=0.5, backend="reference")
+    assert_as_accurate_as_eager(kernel(3, eps=0.5), reference, inputs)
+    with counting() as traffic, dispatch.forced(group_norm="triton"):
+        group_norm(groups=3, **inputs)
+    assert traffic.bytes
+    with counting() as traffic, dispatch.forced(group_norm="reference"):
+        group_norm(groups=3, **inputs)
+    assert not traffic.bytes
+
+
+X = torch.zeros(2, 6, 4, 4)
+P = torch.ones(6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": X[0, 0, 0]}, r"x has shape \(4,\), expected \[N, C, ...\]; use x.reshape"),
+        ({"x": X.double()}, r"x is torch.float64, expected float32, bfloat16 or float16; use x.float\(\)"),
+        ({"x": X[..., ::2]}, r"x of shape \(2, 6, 4, 2\) has strides \(96, 16, 4, 2\), expected .*use x.contiguous\("),
+        ({"x": torch.zeros(2, 12, 4, 4)[:, ::2]}, "expected those of contiguous or channels_last memory"),
+        ({"x": X[:, :0]}, r"groups 3: .*"),
+        ({"x": torch.zeros(1, device="meta").expand(1, 6, 2**15, 2**14)}, "has strides"),
+        ({"x": torch.empty(1, 6, 2**15, 2**14, device="meta")}, r"2\*\*31 or more elements per sample"),
+        ({"groups": 4}, "groups 4: expected a divisor of the 6 channels of x"),
+        ({"groups": 0}, "groups 0: expected a divisor"),
+        ({"groups": -3}, "groups -3: expected a divisor"),
+        ({"eps": -1e-5}, "eps -1e-05: expected a number that is not negative"),
+        ({"eps": float("nan")}, "eps nan: expected"),
+        ({"weight": P[:5]}, r"weight has shape \(5,\), expected \(6,\) for x \(2, 6, 4, 4\)"),
+        ({"bias": P[None]}, r"bias has shape \(1, 6\), expected \(6,\)"),
+        ({"weight": P.half()}, r"weight is torch.float16, expected torch.float32; use weight.to\(x.dtype\)"),
+        ({"x": X.half(), "bias": P.bfloat16()}, "bias is torch.bfloat16, expected torch.float16 or torch.float32"),
+        ({"bias": P.to("meta")}, r"bias is on meta, expected cpu like x; use bias.to\(x.device\)"),
+        ({"shift": P}, r"shift has shape \(6,\), expected \(2, 6\)"),
+        ({"shift": X[..., 0, 0].double()}, "shift is torch.float64, expected torch.float32"),
+        ({"residual": X[:1]}, r"residual has shape \(1, 6, 4, 4\), expected \(2, 6, 4, 4\)"),
+        ({"residual": X.half()}, "residual is torch.float16, expected torch.float32"),
+        ({"residual": channels_last(X)}, r"residual has strides .* expected those of x, .*empty_like\(x\).copy_"),
+        ({"x": channels_last(X), "residual": X}, "residual has strides"),
+        ({"backend": "cuda"}, "backend 'cuda': expected 'triton', 'reference'"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_refusals_say_what_was_given_and_what_to_do(backend, change, message):
+    with pytest.raises(ValueError, match=message):
+        group_norm(**{"x": X, "groups": 3, "weight": P, "bias": P, "backend": backend} | change)
