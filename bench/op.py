@@ -1,7 +1,8 @@
 """Times every op by every implementation: the kernel, eager PyTorch, ``torch.compile`` and other libraries.
 
 An implementation is timed only if it is right: forward and every gradient at most twice as far from fp64 as eager
-PyTorch is, the rule of the tests.
+PyTorch is, the rule of the tests. Only ``torch.compile``, which the others are compared with, is timed even if it is
+further away.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Prepare = Callable[[Inputs], Callable[[], Outputs]]
 
 _NAMES: dict[dispatch.Backend, str] = {"triton": "triton", "reference": "eager", "compile": "compile"}
 _OURS = {"triton", "compile"}
-_LINE = "{:<40}  {:<16} {:<8} {:>10} {:>21} {:>8} {:>6} {:>10}  {}"
+_LINE = "{:<50}  {:<16} {:<8} {:>10} {:>21} {:>8} {:>6} {:>10}  {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +60,18 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An implementation that was not timed, or could not be."""
+    """An implementation that is wrong or does not run."""
 
     op: str
     shape: str
     dtype: str
     provider: str
     reason: str
-    missing: bool = False
-    """Whether its library is just not installed."""
+    timed: bool = False
 
 
 def main(cases: Sequence[Case], device: str, path: Path | None, quick: bool) -> int:
-    """Time the cases and print a line each; 1 if an implementation of ours is wrong or fails.
+    """Time the cases and print a line each; 1 if a kernel or its reference is wrong or fails.
 
     Raises:
         BenchError: the device is not there, or Triton would interpret its kernels on a CPU instead of running them.
@@ -96,13 +96,14 @@ def main(cases: Sequence[Case], device: str, path: Path | None, quick: bool) -> 
                     print(_line(row), flush=True)
                 else:
                     failures.append(row)
-                    print(f"{case!s:<40}  {row.provider:<16} not timed: {row.reason}", flush=True)
+                    timed = "timed, but" if row.timed else "not timed:"
+                    print(f"{case!s:<50}  {row.provider:<16} {timed} {row.reason}", flush=True)
     print(_verdict(results))
-    return 1 if any(f.provider.split()[0] in _NAMES.values() for f in failures) else 0
+    return 1 if any(f.provider.split()[0] in ("triton", "eager", "every") for f in failures) else 0
 
 
 def run(case: Case, device: str, stopwatch: Stopwatch, copy: float, *, large: bool) -> Iterator[Result | Failure]:
-    """Check and time one case.
+    """Check and time one case; if that is not possible at all, one failure of provider ``every``.
 
     Args:
         case: what to time.
@@ -111,6 +112,17 @@ def run(case: Case, device: str, stopwatch: Stopwatch, copy: float, *, large: bo
         copy: bandwidth to compare with, in bytes per second.
         large: with the batch of a training step.
     """
+    try:
+        yield from _run(case, device, stopwatch, copy, large)
+    except Exception as error:  # the other cases are measured
+        yield Failure(*_about(case), "every", _reason(error))
+
+
+def _about(case: Case) -> tuple[str, str, str]:
+    return case.op, case.shape, str(case.dtype).removeprefix("torch.")
+
+
+def _run(case: Case, device: str, stopwatch: Stopwatch, copy: float, large: bool) -> Iterator[Result | Failure]:
     torch._dynamo.reset()  # the second shape that a compiled function meets would be compiled for all shapes
     gc.collect()
 
@@ -119,14 +131,13 @@ def run(case: Case, device: str, stopwatch: Stopwatch, copy: float, *, large: bo
         return (case.build_large if large and case.build_large else case.build)(device)
 
     right, failures = _right(case, inputs, _providers(case, device))
-    about = (case.op, case.shape, str(case.dtype).removeprefix("torch."))
-    yield from (
-        Failure(*about, name, _reason(error), isinstance(error, ImportError)) for name, error in failures.items()
-    )
+    about = _about(case)
+    yield from (Failure(*about, name, _reason(error), timed=name in right) for name, error in failures.items())
     if not right:
         return
-    timings, moved = _timings(case, inputs(), right, stopwatch)
-    default = _NAMES[dispatch.choose(case.op, next(v for v in inputs().values() if isinstance(v, Tensor)))]
+    given = inputs()
+    timings, moved = _timings(case, given, right, stopwatch)
+    default = _NAMES[dispatch.choose(case.op, next(v for v in given.values() if isinstance(v, Tensor)))]
     for direction, times in timings.items():
         compiled = times.get("compile")
         for name, time in times.items():
@@ -161,19 +172,17 @@ def _right(
         try:
             with poisoned_memory() if name.startswith("triton") else nullcontext():
                 got = _results(case, inputs(), provider)
-            if got or name not in case.rivals:
-                _check(got, eager, oracle)
-            right[name] = provider
         except Exception as error:  # whatever is wrong with one, the others are measured
             failures[name] = error
+            continue
+        try:
+            if got or name not in case.rivals:
+                assert_no_worse(got, eager, oracle)
+        except AssertionError as error:
+            failures[name] = error
+        if name not in failures or name == "compile":
+            right[name] = provider
     return right, failures
-
-
-def _check(got: dict[str, Tensor], eager: dict[str, Tensor], oracle: dict[str, Tensor]) -> None:
-    try:
-        assert_no_worse(got, eager, oracle)
-    except AssertionError as error:
-        raise ValueError(f"wrong: {error}") from None
 
 
 def _results(case: Case, inputs: Inputs, provider: Prepare) -> dict[str, Tensor]:
@@ -185,12 +194,13 @@ def _results(case: Case, inputs: Inputs, provider: Prepare) -> dict[str, Tensor]
 
 
 def _upstream(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Random upstream gradients, of the same values for the same outputs in every dtype up to rounding."""
-    generator = torch.Generator(outputs[0].device).manual_seed(1) if outputs else None
-    return [
-        torch.empty_like(output, dtype=torch.bfloat16).normal_(generator=generator).to(output.dtype)
-        for output in outputs
-    ]
+    """Random upstream gradients: the same number for the same element, whatever the dtype and strides of the output."""
+    gradients = []
+    for output in outputs:
+        generator = torch.Generator(output.device).manual_seed(1)
+        values = torch.randn(output.shape, generator=generator, device=output.device).bfloat16()
+        gradients.append(torch.empty_like(output).copy_(values))
+    return gradients
 
 
 def _timings(
@@ -225,7 +235,8 @@ def _least_bytes(case: Case, inputs: Inputs, outputs: Sequence[Tensor], gradient
 
 
 def _reason(error: Exception) -> str:
-    name = "not installed" if isinstance(error, ImportError) else type(error).__name__
+    known = {ImportError: "not installed", AssertionError: "wrong"}
+    name = next((text for kind, text in known.items() if isinstance(error, kind)), type(error).__name__)
     return f"{name}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 

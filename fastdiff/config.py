@@ -152,8 +152,8 @@ class DiffusionConfig:
         )
         _require(
             self.min_snr_gamma is None or self.weighting in ("auto", "min_snr", "soft_min_snr"),
-            f"--objective.min_snr_gamma {self.min_snr_gamma}: --objective.weighting {self.weighting} has no such clamp; "
-            "leave one of them out, or use min_snr or soft_min_snr",
+            f"--objective.min_snr_gamma {self.min_snr_gamma}: --objective.weighting {self.weighting} has no such "
+            "clamp; leave one of them out, or use min_snr or soft_min_snr",
         )
 
 

@@ -19,11 +19,7 @@ from fastdiff.randomness import Stream, uniform
 from fastdiff.schedule import Schedule
 from fastdiff_kernels.loss import weighted_mse
 from fastdiff_kernels.noising import Streams, corrupt
-
-Weighting = Literal["none", "min_snr", "soft_min_snr", "p2", "debiased", "snr"]
-
-GAMMA = {"min_snr": 5.0, "soft_min_snr": 5.0, "p2": 1.0}
-"""The value that each paper recommends."""
+from fastdiff_kernels.weights import Weighting, loss_weights
 
 _STREAMS = Streams(
     timestep=Stream.TIMESTEP,
@@ -32,55 +28,6 @@ _STREAMS = Streams(
     perturbation=Stream.PERTURBATION,
     offset=Stream.OFFSET,
 )
-
-
-def loss_weights(
-    kind: Weighting,
-    snr: Tensor,
-    prediction: Literal["epsilon", "v", "x0", "flow"],
-    gamma: float | None = None,
-) -> Tensor:
-    """Weight of the squared error at each timestep.
-
-    A kind means the same for every prediction. It is stated for the squared error of the noise, w(snr):
-
-    * ``min_snr``: min(1, gamma / snr) (Hang et al. 2023, arXiv:2303.09556, section 3.4).
-    * ``soft_min_snr``: gamma / (snr + gamma) (Crowson et al. 2024, arXiv:2401.11605).
-    * ``p2``: 1 / (1 + snr)^gamma (Choi et al. 2022, arXiv:2204.00227, with k = 1).
-    * ``debiased``: 1 / sqrt(snr) (Yu et al. 2023, arXiv:2310.08442).
-    * ``snr``: 1, the plain loss of the noise whatever is predicted (Salimans & Ho 2022, arXiv:2202.00512).
-
-    The squared error of the noise is snr times that of x0, snr / (snr + 1) times that of v, and snr / (1 +
-    sqrt(snr))^2 times that of the velocity of flow matching. ``none`` is 1 for the squared error of what is predicted.
-
-    Args:
-        kind: which weighting.
-        snr: ``[T]`` float64 signal-to-noise ratios alpha^2 / sigma^2, 0 (zero-terminal SNR) and above.
-        prediction: what the model predicts.
-        gamma: parameter of Min-SNR, soft Min-SNR and P2; None: 5, 5 and 1.
-
-    Returns:
-        ``[T]`` float64, finite. Where snr is 0, the weight is its limit, and 0 for ``debiased`` with epsilon, which has
-        none: there the weighted error of x0, sqrt(snr) times its square, vanishes. Then v, x0 and flow have a weight of
-        0 (but for ``none``), so that such a weighting does not train a zero-terminal step.
-    """
-    if kind == "none":
-        return torch.ones_like(snr)
-    parameter = GAMMA.get(kind, 1.0) if gamma is None else gamma
-    of_noise = {
-        "min_snr": (parameter / snr).clamp(max=1.0),
-        "soft_min_snr": parameter / (snr + parameter),
-        "p2": (1.0 + snr) ** -parameter,
-        "debiased": torch.where(snr > 0, snr.rsqrt(), 0.0),
-        "snr": torch.ones_like(snr),
-    }[kind]
-    noise_per_error = {
-        "epsilon": torch.ones_like(snr),
-        "v": snr / (snr + 1.0),
-        "x0": snr,
-        "flow": snr / (1.0 + snr.sqrt()) ** 2,
-    }[prediction]
-    return of_noise * noise_per_error
 
 
 def weighting(config: DiffusionConfig) -> Weighting:

@@ -147,5 +147,6 @@ def test_offloaded_state_is_agreed_on_through_gloo(world: World) -> None:
     for device in ("cpu", "cuda"):
         create_8bit_state(optimizer, "adamw8bit", [flat], World(rank=0, size=1, device=torch.device(device)))
         groups.append(optimizer._group)
-    assert groups[0] is None
+    assert groups[0] is None, "the group of all ranks"
+    assert groups[1] is not None
     assert torch.distributed.get_backend(groups[1]) == "gloo"

@@ -8,8 +8,9 @@ import torch
 
 from fastdiff.config import DiffusionConfig
 from fastdiff.errors import ConfigError
-from fastdiff.objective import Objective, Weighting, loss_weights
+from fastdiff.objective import Objective
 from fastdiff.schedule import Schedule
+from fastdiff_kernels.weights import Weighting, loss_weights
 
 PREDICTIONS = ("epsilon", "v", "x0", "flow")
 KINDS = [kind for kind in get_args(Weighting) if kind != "none"]

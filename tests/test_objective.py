@@ -12,11 +12,12 @@ from fastdiff.config import DiffusionConfig, DiTConfig
 from fastdiff.errors import ConfigError
 from fastdiff.metrics import Meters
 from fastdiff.models.dit import DiT
-from fastdiff.objective import Objective, loss_weights, weighting
+from fastdiff.objective import Objective, weighting
 from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import Schedule, betas
 from fastdiff.timesteps import uniform_timesteps
 from fastdiff_kernels import dispatch
+from fastdiff_kernels.weights import loss_weights
 
 PREDICTIONS = ("epsilon", "v", "x0")
 CLASSES = 10

@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from fastdiff.config import OptimConfig
 from fastdiff.dist import World
 from fastdiff.engine import Engine
 from fastdiff.errors import ConfigError, DivergedError
@@ -130,6 +131,12 @@ def test_bitsandbytes_may_keep_small_tensors_in_fp32() -> None:
     for name, size in (("adamw8bit-bnb", 4096), ("adamw8bit", 1)):
         with pytest.raises(ConfigError, match="expected one byte"):
             check_is_8bit(name, [_flat({}, size)])
+
+
+def test_adamw8bit_needs_an_eps() -> None:
+    OptimConfig(eps=0.0)
+    with pytest.raises(ConfigError, match=r"--optim\.eps 0: above 0 with --optim\.name adamw8bit"):
+        OptimConfig(name="adamw8bit", eps=0.0)
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "adamw8bit-bnb"])

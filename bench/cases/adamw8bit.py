@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.cases.case import Case, Inputs
 from fastdiff_kernels.adamw8bit_kernel import adamw8bit, largest
@@ -15,22 +17,25 @@ from fastdiff_kernels.dispatch import Backend
 
 _WIDTH = 1152
 _SIZES = (_WIDTH * _WIDTH, _WIDTH, 16 * _WIDTH, 6 * _WIDTH)
+_COPIES_LARGE = 64
 _STEP = Step(number=10, beta1=0.9, beta2=0.999, shrink=1 - 1e-6, rate=1e-4 / (1 - 0.9**10), correction=10.0, eps=1e-8)
 
 
-def _blocks(device: str, straddle: bool) -> Blocks:
+def _blocks(device: str, straddle: bool, copies: int) -> Blocks:
     """The parameters one after the other; the first lacks its beginning if they straddle."""
     cut, slices, offset = 80 if straddle else 0, [], 0
-    for index, size in enumerate(_SIZES):
+    for index, size in enumerate(_SIZES * copies):
         numel = size - (cut if index == 0 else 0)
         slices.append(Whole(f"p{index}", numel, size - numel, offset))
         offset += numel
     return build_blocks(slices, torch.device(device), [("p0", 0)] if straddle else [])
 
 
-def _build(param: torch.dtype, grad: torch.dtype, *, extras: bool, straddle: bool) -> Callable[[str], Inputs]:
+def _build(
+    param: torch.dtype, grad: torch.dtype, *, extras: bool, straddle: bool, copies: int = 1
+) -> Callable[[str], Inputs]:
     def build(device: str) -> Inputs:
-        blocks = _blocks(device, straddle)
+        blocks = _blocks(device, straddle, copies)
         numel = sum(s.numel for s in blocks.slices)
         moments = Moments(
             torch.zeros(numel, dtype=torch.int8, device=device),
@@ -62,14 +67,55 @@ def _call(inputs: Inputs, backend: Backend) -> Tensor:
     return result
 
 
+def _optimizer(module: str) -> Callable[[Inputs], Callable[[], tuple[()]]]:
+    """AdamW8bit of another library; its moments are coded otherwise, so that its outputs cannot be compared."""
+
+    def prepare(inputs: Inputs) -> Callable[[], tuple[()]]:
+        parameter = nn.Parameter(inputs["param"])
+        parameter.grad = inputs["grad"].to(parameter.dtype)
+        optimizer: Any = import_module(module).AdamW8bit([parameter], lr=1e-4)
+
+        def step() -> tuple[()]:
+            optimizer.step()
+            return ()
+
+        return step
+
+    return prepare
+
+
+_RIVALS = {"bitsandbytes": _optimizer("bitsandbytes.optim"), "torchao": _optimizer("torchao.optim")}
+
+
+def _exact(inputs: Inputs) -> Tensor:
+    """The parameters after a step from moments of zero."""
+    grad: Tensor = inputs["grad"] * inputs["scale"]
+    m, root = (1 - _STEP.beta1) * grad, (1 - _STEP.beta2) ** 0.5 * grad.abs()
+    result: Tensor = inputs["param"] * _STEP.shrink - _STEP.rate * m / (root * _STEP.correction + _STEP.eps)
+    return result
+
+
+def _bytes(inputs: Inputs) -> int:
+    """Parameters, codes, scales and average read and written, gradient and table read, copy written."""
+    param, grad, blocks, moments = (inputs[name] for name in ("param", "grad", "blocks", "moments"))
+    both = [param, inputs["average"], moments.m_codes, moments.v_codes, moments.m_scales, moments.v_scales]
+    table = [blocks.offsets, blocks.phases, blocks.aligned, blocks.others, blocks.lanes, blocks.lengths]
+    once = [grad, inputs["copy"], *table]
+    return sum(int(t.nbytes) for t in (*both, *both, *once) if t is not None)
+
+
 CASES = [
     Case(
         op="adamw8bit",
         shape=shape,
         dtype=grad,
         call=_call,
+        exact=_exact,
+        forward_bytes=_bytes,
         narrow=("_masked_kernel", "_largest_kernel"),
         build=_build(param, grad, extras=extras, straddle=straddle),
+        build_large=_build(param, grad, extras=extras, straddle=straddle, copies=_COPIES_LARGE),
+        rivals={} if extras or straddle else _RIVALS,
     )
     for shape, param, grad, extras, straddle in (
         ("DiT-XL-fp32-copy-ema", torch.float32, torch.bfloat16, True, False),

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from bench.cases.case import Case, Inputs
+from bench.cases.case import Case, Inputs, Outputs
 from fastdiff_kernels.dispatch import Backend
-from fastdiff_kernels.group_norm import group_norm
+from fastdiff_kernels.group_norm import group_norm, group_norm_reference
+
+_BATCH = 64
+_GROUPS = 32
+
+
+def _liger(inputs: Inputs) -> Callable[[], Tensor]:
+    from liger_kernel.ops.group_norm import LigerGroupNormFunction
+
+    x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
+    return lambda: F.silu(LigerGroupNormFunction.apply(x, weight, bias, x.shape[1], _GROUPS, 1e-5))
+
+
+def _apex(inputs: Inputs) -> Callable[[], Tensor]:
+    from apex.contrib.group_norm import GroupNorm
+
+    x = inputs["x"]
+    norm = GroupNorm(_GROUPS, x.shape[1], device=x.device, act="silu")
+    for name in ("weight", "bias"):  # its own make way for the inputs, which must get the gradients
+        delattr(norm, name)
+        setattr(norm, name, inputs[name])
+    return lambda: norm(x)
+
+
+_RIVALS = {torch.channels_last: {"apex": _apex}, torch.contiguous_format: {"liger": _liger}}
 
 
 def _case(
@@ -18,7 +44,7 @@ def _case(
 ) -> Case:  # fmt: skip
     samples, channels, side = shape
 
-    def build(device: str) -> Inputs:
+    def build(device: str, samples: int = samples) -> Inputs:
         def image() -> Tensor:
             image = torch.randn(samples, channels, side, side, device=device, dtype=dtype)
             return image.to(memory_format=memory).requires_grad_()
@@ -35,11 +61,25 @@ def _case(
         return inputs
 
     def call(inputs: Inputs, backend: Backend) -> Tensor | Sequence[Tensor]:
-        return group_norm(groups=32, silu=silu, backend=backend, **inputs)
+        return group_norm(groups=_GROUPS, silu=silu, backend=backend, **inputs)
+
+    def exact(inputs: Inputs) -> Outputs:
+        return group_norm_reference(groups=_GROUPS, silu=silu, **inputs)
 
     order = "nhwc" if memory == torch.channels_last else "nchw"
     name = "-".join(filter(None, [f"{channels}x{side}x{side}", order, extra, "" if silu else "linear"]))
-    return Case(op="group_norm", shape=name, dtype=dtype, build=build, call=call)
+    return Case(
+        op="group_norm",
+        shape=name,
+        dtype=dtype,
+        build=build,
+        build_large=partial(build, samples=_BATCH),
+        call=call,
+        exact=exact,
+        # The sum and three gradients or outputs: the gradients of both summands are one.
+        backward_bytes=(lambda inputs: 4 * inputs["x"].nbytes) if extra == "residual" else None,
+        rivals=(_RIVALS[memory] if silu and not extra else {}),
+    )
 
 
 CASES = [

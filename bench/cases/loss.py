@@ -3,37 +3,61 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.cases.case import Case, Inputs
-from bench.cases.noising import TIMESTEPS
+from bench.cases.noising import BATCH, TIMESTEPS
 from bench.cases.noising import latents as corruption
 from fastdiff_kernels.dispatch import Backend
-from fastdiff_kernels.loss import weighted_mse
+from fastdiff_kernels.loss import weighted_mse, weighted_mse_reference
+from fastdiff_kernels.noising import Streams
+
+_SEED = 1234567
 
 
 def _build(device: str, dtype: torch.dtype, shape: tuple[int, ...], channels: int) -> Inputs:
     batch, _, height, width = shape
     return corruption(device, dtype, shape) | {
         "prediction": torch.randn(batch, channels, height, width, device=device).to(dtype).requires_grad_(),
-        "time": torch.arange(batch, device=device),
+        "time": torch.arange(batch, device=device) % TIMESTEPS,
         "weights": torch.linspace(0.1, 1, TIMESTEPS, device=device),
     }
 
 
-def _call(inputs: Inputs, backend: Backend, **options: float) -> Tensor:
-    return weighted_mse(**inputs, seed=1234567, backend=backend, **options)
+def _call(inputs: Inputs, backend: Backend, **options: Any) -> Tensor:
+    return weighted_mse(**inputs, seed=_SEED, backend=backend, **options)
 
 
-def _case(name: str, dtype: torch.dtype, shape: tuple[int, ...], channels: int | None = None, **options: float) -> Case:
+def _exact(inputs: Inputs, **options: Any) -> Tensor:
+    return weighted_mse_reference(**inputs, seed=_SEED, streams=Streams(), **options)
+
+
+def _read(inputs: Inputs, clean: bool = True, posterior: bool = False, **_: Any) -> int:
+    """Bytes that either pass reads: the latents unless only noise is predicted, and what is compared with them."""
+    latents: Tensor = inputs["latents"]
+    compared: int = inputs["prediction"][:, : latents.shape[1] // (1 + posterior)].nbytes
+    return compared + latents.nbytes * clean
+
+
+def _backward_bytes(inputs: Inputs, **options: Any) -> int:
+    written: int = inputs["prediction"].nbytes
+    return _read(inputs, **options) + written
+
+
+def _case(name: str, dtype: torch.dtype, shape: tuple[int, ...], channels: int | None = None, **options: Any) -> Case:
     return Case(
         op="loss",
         shape=name,
         dtype=dtype,
         build=partial(_build, dtype=dtype, shape=shape, channels=channels or shape[1]),
+        build_large=partial(_build, dtype=dtype, shape=(BATCH, *shape[1:]), channels=channels or shape[1]),
         call=partial(_call, **options),
+        exact=partial(_exact, **options),
+        forward_bytes=partial(_read, **options),
+        backward_bytes=partial(_backward_bytes, **options),
     )
 
 

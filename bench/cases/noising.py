@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.cases.case import Case, Inputs
 from fastdiff_kernels.dispatch import Backend
-from fastdiff_kernels.noising import corrupt
+from fastdiff_kernels.noising import Streams, corrupt, corrupt_reference
 
 TIMESTEPS = 1000
+BATCH = 1024
+_SEED = 1234567
 
 
 def latents(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Inputs:
@@ -26,19 +29,25 @@ def latents(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Inputs:
     }
 
 
-def _call(inputs: Inputs, backend: Backend, noisy: torch.dtype, **options: float) -> Sequence[Tensor]:
-    return corrupt(**inputs, seed=1234567, dtype=noisy, backend=backend, **options)
+def _call(inputs: Inputs, backend: Backend, noisy: torch.dtype, **options: Any) -> Sequence[Tensor]:
+    return corrupt(**inputs, seed=_SEED, dtype=noisy, backend=backend, **options)
+
+
+def _exact(inputs: Inputs, **options: Any) -> Sequence[Tensor]:
+    return corrupt_reference(**inputs, seed=_SEED, streams=Streams(), **options)
 
 
 def _case(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...], noisy: torch.dtype | None = None, **options: float
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], noisy: torch.dtype | None = None, **options: Any
 ) -> Case:
     return Case(
         op="noising",
         shape=name,
         dtype=dtype,
         build=partial(latents, dtype=dtype, shape=shape),
+        build_large=partial(latents, dtype=dtype, shape=(BATCH, *shape[1:])),
         call=partial(_call, noisy=noisy or dtype, **options),
+        exact=partial(_exact, **options),
     )
 
 

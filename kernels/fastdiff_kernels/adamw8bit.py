@@ -172,15 +172,21 @@ class AdamW8bit(torch.optim.Optimizer):
         for index, (key, p) in enumerate(zip(keys, tensors, strict=True)):
             self.state.pop(p, None)
             saved = state_dict["state"].get(key)
-            for name, value in self._state_of(p, index).items() if saved else ():
-                if isinstance(value, Tensor) and value.shape != saved[name].shape:
-                    raise ValueError(
-                        f"{name} of tensor {index} is {tuple(saved[name].shape)}, expected {tuple(value.shape)}; "
-                        "the state is of another layout"
-                    )
-                self.state[p][name] = value.copy_(saved[name]) if isinstance(value, Tensor) else saved[name]
-            if not saved:
-                del self.state[p]
+            if saved:
+                self._restore(self._state_of(p, index), saved, index)
+
+    @staticmethod
+    def _restore(state: dict[str, Any], saved: Mapping[str, Any], index: int) -> None:
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                state[name] = saved[name]
+            elif value.shape == saved[name].shape:
+                value.copy_(saved[name])
+            else:
+                raise ValueError(
+                    f"{name} of tensor {index} is {tuple(saved[name].shape)}, expected {tuple(value.shape)}; "
+                    "the state is of another layout"
+                )
 
 
 def _numbers(group: dict[str, Any], number: int, seed: int) -> Step:

@@ -117,7 +117,9 @@ def adamw8bit_reference(
         m_dither, v_dither = companding.dither_reference(phase, step.number)
         m_codes.copy_(companding.encode_m_reference(m, scales[:, :1], m_dither))
         v_codes.copy_(companding.encode_root_v_reference(root, scales[:, 1:], v_dither))
-        new = (w.to(torch.float32) * step.shrink).sub_(m.mul_(step.rate).div_(root.mul_(step.correction).add_(step.eps)))
+        new = (w.to(torch.float32) * step.shrink).sub_(
+            m.mul_(step.rate).div_(root.mul_(step.correction).add_(step.eps))
+        )
         w.copy_(new if w.dtype == torch.float32 else round_to_bf16_reference(new, phase, step.number, step.seed))
         if extras.average is not None:
             average = others.pop(0)
@@ -141,9 +143,13 @@ def _fixed_scales(blocks: Blocks, shared: Tensor | None) -> tuple[Tensor, Tensor
     return which, values
 
 
+def _whole_blocks(slices: Sequence[Slice]) -> bool:
+    return len(slices) == 1 and slices[0].start % BLOCK == 0 and slices[0].numel % BLOCK == 0
+
+
 def _rows(flat: Tensor, slices: Sequence[Slice]) -> Tensor:
     """The blocks ``[pieces, BLOCK]`` of a flat tensor, zero outside of the pieces; a view if there is no outside."""
-    if len(slices) == 1 and slices[0].start % BLOCK == 0 and slices[0].numel % BLOCK == 0:
+    if _whole_blocks(slices):
         return flat.narrow(0, slices[0].offset, slices[0].numel).view(-1, BLOCK)
     zeros = flat.new_zeros(BLOCK)
     parts = [zeros[:0]]
@@ -155,7 +161,7 @@ def _rows(flat: Tensor, slices: Sequence[Slice]) -> Tensor:
 
 def _write(flat: Tensor, rows: Tensor, slices: Sequence[Slice]) -> None:
     """Copy blocks back to where ``_rows`` took them from."""
-    if rows.data_ptr() == flat.data_ptr() + slices[0].offset * flat.element_size() if slices else True:
+    if not slices or _whole_blocks(slices):  # a view
         return
     targets, values, begin = [], [], 0
     for piece in slices:

@@ -73,7 +73,7 @@ def explained(op: str, tensor: Tensor, backend: Backend | None = None) -> tuple[
     if asked is not None:
         _check(asked)
         if asked == "triton":
-            _check_triton(tensor)
+            _check_triton(op, tensor)
         return asked, "asked for" if backend else "forced"
     if launch.triton is None:
         return "reference", "Triton is not installed"
@@ -92,12 +92,12 @@ def _check(backend: str) -> None:
         raise ValueError(f"backend {backend!r}: expected 'triton', 'reference', 'compile' or None (the default)")
 
 
-def _check_triton(tensor: Tensor) -> None:
+def _check_triton(op: str, tensor: Tensor) -> None:
     if launch.triton is None:
-        raise RuntimeError("backend 'triton': Triton is not installed; install it or use backend 'reference'")
+        raise RuntimeError(f"{op}, backend 'triton': Triton is not installed; install it or use backend 'reference'")
     if not launch.runs_on(tensor):
         raise RuntimeError(
-            f"backend 'triton': the tensor is on {tensor.device}, expected CUDA; use backend 'reference', "
+            f"{op}, backend 'triton': the tensor is on {tensor.device}, expected CUDA; use backend 'reference', "
             "or set TRITON_INTERPRET=1 before the first import of triton"
         )
 

@@ -51,15 +51,9 @@ _SMALLEST_ONE_PASS_TILE = 2048
 
 
 def group_norm_reference(
-    x: Tensor,
-    groups: int,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float = 1e-5,
-    silu: bool = True,
-    shift: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float = 1e-5, silu: bool = True,
+    shift: Tensor | None = None, residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``group_norm`` in plain torch, of any floating dtype and strides; arguments as there."""
     h = x
     if shift is not None:
@@ -153,7 +147,7 @@ def _one_pass(shape: _Shape) -> dict[str, int] | None:
     while 2 * span <= shape.groups and tile(2 * span) <= _SMALLEST_ONE_PASS_TILE:
         span *= 2
     span = min(span, shape.groups)
-    if tile(span) * shape.itemsize > _ONE_PASS_BYTES:
+    if tile(span) * shape.itemsize > _ONE_PASS_BYTES or shape.hw == 0:
         return None
     return {
         "SPAN": span, "GROUPS": _power_of_2(span), "BLOCK_HW": block_hw, "BLOCK_C": _power_of_2(span * shape.per_group),
@@ -194,9 +188,7 @@ def _group_norm_triton(
     cut = _Cut.of(shape)
     grid = (shape.samples * cut.chunks * cut.blocks,)
     partial = mean.new_empty(shape.samples, cut.chunks, 2, shape.channels)
-    run(
-        kernels.statistics_kernel, grid, x, shift, residual, summed, partial, *shape.sizes, *cut.sizes, **cut.options
-    )  # fmt: skip
+    run(kernels.statistics_kernel, grid, x, shift, residual, summed, partial, *shape.sizes, *cut.sizes, **cut.options)
     run(
         kernels.fold_statistics_kernel, (shape.samples * groups,),
         partial, mean, rstd, shape.hw, shape.channels, cut.rows, cut.chunks, groups, eps, **_fold(shape, cut.chunks),
@@ -330,7 +322,7 @@ def _validate(
             f"x of shape {tuple(x.shape)} has strides {x.stride()}, expected those of contiguous or channels_last "
             "memory; use x.contiguous(memory_format=torch.channels_last) or x.contiguous()"
         )
-    if groups < 1 or x.shape[1] % groups:
+    if not 1 <= groups <= x.shape[1] or x.shape[1] % groups:
         raise ValueError(f"groups {groups}: expected a divisor of the {x.shape[1]} channels of x")
     if x.shape[1:].numel() >= 2**31:
         raise ValueError(f"x of shape {tuple(x.shape)} has 2**31 or more elements per sample, expected fewer")

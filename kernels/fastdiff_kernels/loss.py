@@ -138,9 +138,8 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 def _by_sample(prediction: Tensor, channels: int) -> Tensor:
     """``prediction``, copied unless the first ``channels`` of each sample are contiguous among themselves."""
-    return (
-        prediction if prediction.numel() == 0 or prediction[0, :channels].is_contiguous() else prediction.contiguous()
-    )
+    by_sample = prediction.shape[0] == 0 or prediction[0, :channels].is_contiguous()
+    return prediction if by_sample else prediction.contiguous()
 
 
 @torch.library.custom_op("fastdiff::weighted_mse", mutates_args=())

@@ -56,7 +56,7 @@ def arguments(form, shape, device, dtype=torch.float32):
 
 
 def upstream(form, shape, device):
-    return [normal(shape, device, seed=4 + i) for i in range(1 if form == "modulated" else 2)]
+    return [normal(shape, device, seed=6 + i) for i in range(1 if form == "modulated" else 2)]
 
 
 def by_triton(form):
@@ -80,12 +80,12 @@ def test_a_mean_far_from_zero_costs_no_accuracy(form, device):
 
 @forms
 def test_strides_do_not_matter(form, device):
-    shape = (2, 5, 48)
+    shape = (2, 7, 48)
     inputs = arguments(form, shape, device)
     for name, tensor in inputs.items():
         inputs[name] = tensor.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
         assert not inputs[name].is_contiguous()
-    seeds = [normal(shape[::-1], device).permute(2, 1, 0), torch.ones((), device=device).expand(shape)]
+    seeds = [normal(shape[::-1], device, seed=6).permute(2, 1, 0), torch.ones((), device=device).expand(shape)]
     assert_as_accurate_as_eager(by_triton(form), FORMS[form][1], inputs, seeds[: 1 if form == "modulated" else 2])
 
 

@@ -111,7 +111,7 @@ def test_one_step_from_known_moments_is_as_accurate_as_eager_adamw(device, backe
     grad, average = gradient(4096, 2).to(device, grad_dtype), torch.zeros(4096, device=device)
 
     def exactly(dtype):
-        p, g = nn.Parameter(param.to(dtype)), grad.to(dtype) * torch.tensor(0.7, device=device).to(dtype)
+        p, g = nn.Parameter(param.to(dtype, copy=True)), grad.to(dtype) * torch.tensor(0.7, device=device).to(dtype)
         optimizer = torch.optim.AdamW([p], lr=1e-2, weight_decay=0.1)
         p.grad = torch.zeros_like(p)
         optimizer.step()
@@ -167,7 +167,7 @@ def test_codes_are_off_by_less_than_one_step_between_codes():
 def test_the_largest_element_and_zero_are_kept():
     m = torch.zeros(3, BLOCK)
     m[0, 5], m[1, 6] = -3.0, 1e-20
-    codes_m, codes_v, m_hat, root = encoded(m, m.square())
+    codes_m, _, m_hat, root = encoded(m, m.square())
     assert codes_m[0, 5] == -127
     assert codes_m[1, 6] == 127
     assert codes_m.ne(0).sum() == 2
@@ -268,16 +268,15 @@ def zero3(numels, ranks):
     return layouts
 
 
-def sharded(world, cut, backend, steps, poisoned):
+def sharded(rank, size, group, cut, backend, steps, *, poisoned):
     """Trajectory of this rank's fragments: by tensor, name and first element, the values and the scales by block."""
-    size, rank = (1, 0) if world is None else (world.size, world.rank)
-    tensors = [(torch.zeros(numel), fragments) for numel, fragments in cut(SIZES, size)[rank]]
+    tensors = [(torch.zeros(numel), fragments) for numel, fragments in CUTS[cut](SIZES, size)[rank]]
     optimizer = AdamW8bit([tensor for tensor, _ in tensors], lr=1e-2, weight_decay=0.1)
     for tensor, fragments in tensors:
         for f in fragments:
             f.of(tensor).copy_(gradient(SIZES[f.name], 99, f.name)[f.start : f.start + f.numel])
-    optimizer.cut(dict(tensors))
-    group = optimizer.param_groups[0]
+    optimizer.cut(dict(tensors), group)
+    options = optimizer.param_groups[0]
     with dispatch.forced(adamw8bit=backend):
         for step in range(1, steps + 1):
             for tensor, fragments in tensors:  # one call for each, as ZeRO-3 does
@@ -287,7 +286,7 @@ def sharded(world, cut, backend, steps, poisoned):
                     if poisoned and step == 2 and f.name == "f":
                         full[0] = torch.nan
                     f.of(tensor.grad).copy_(full[f.start : f.start + f.numel])
-                group["params"] = [tensor]
+                options["params"] = [tensor]
                 optimizer.step()
     return [found for tensor, fragments in tensors for found in _fragments(tensor, fragments, optimizer.state[tensor])]
 
@@ -326,43 +325,52 @@ def joined(ranks):
     return full
 
 
-def _cuts(world, backend):
-    return [sharded(world, cut, backend, 3, False) for cut in (zero12, zero3)]
+CUTS = {"zero12": zero12, "zero3": zero3}
+
+
+def _on_four_ranks(world):
+    """Trajectories of the first 2, 3 and all 4 ranks, by both cuts and implementations; and those with a NaN."""
+    found = {}
+    for size in (2, 3, 4):
+        group = torch.distributed.new_group(list(range(size)))
+        if world.rank < size:
+            for cut in CUTS:
+                for backend in BACKENDS:
+                    found[size, cut, backend] = sharded(world.rank, size, group, cut, backend, 3, poisoned=False)
+    for backend in BACKENDS:
+        for steps in (2, 3):
+            found[backend, steps] = sharded(world.rank, 4, None, "zero3", backend, steps, poisoned=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    return run_ranks(_on_four_ranks, ranks=4)
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return joined([sharded(None, zero12, "reference", 3, False)])
+    return joined([sharded(0, 1, None, "zero12", "reference", 3, poisoned=False)])
 
 
-@pytest.mark.parametrize(("ranks", "backend"), [(2, "triton"), (3, "reference"), (4, "triton"), (4, "reference")])
-def test_the_trajectory_does_not_depend_on_the_cut_into_ranks(alone, ranks, backend):
-    results = run_ranks(_cuts, backend, ranks=ranks)
-    for index in range(2):
-        assert_same(joined([result[index] for result in results]), alone)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_trajectory_does_not_depend_on_the_cut_into_ranks(alone, four_ranks, cut, backend):
+    assert_same(joined([sharded(0, 1, None, cut, backend, 3, poisoned=False)]), alone)
+    for size in (2, 3, 4):
+        assert_same(joined([rank[size, cut, backend] for rank in four_ranks[:size]]), alone)
 
 
-def test_both_cuts_of_one_rank_are_the_same(alone):
-    for backend in BACKENDS:
-        assert_same(joined([sharded(None, zero3, backend, 3, False)]), alone)
-
-
-def _poisoned(world):
-    return [sharded(world, zero3, backend, steps, True) for backend in BACKENDS for steps in (2, 3)]
-
-
-def test_a_nan_poisons_its_block_on_all_ranks_and_nothing_else():
-    results = run_ranks(_poisoned, ranks=4)
-    for index in (0, 2):
-        after, later = (joined([result[index + more] for result in results]) for more in (0, 1))
-        assert after["f.exp_avg_scales"].isnan().tolist() == [True, False, False, False]
-        assert after["f.exp_avg_sq_scales"].isnan().tolist() == [True, False, False, False]
-        assert after["f.param"].isnan().nonzero().tolist() == [[0]]
-        assert later["f.param"][:BLOCK].isnan().all()
-        for name, values in later.items():
-            if values.is_floating_point() and not name.startswith("f."):
-                assert values.isfinite().all()
-        assert later["f.param"][BLOCK:].isfinite().all()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_poisons_its_block_on_all_ranks_and_nothing_else(four_ranks, backend):
+    after, later = (joined([rank[backend, steps] for rank in four_ranks]) for steps in (2, 3))
+    assert after["f.exp_avg_scales"].isnan().tolist() == [True, False, False, False]
+    assert after["f.exp_avg_sq_scales"].isnan().tolist() == [True, False, False, False]
+    assert after["f.param"].isnan().nonzero().tolist() == [[0]]
+    assert later["f.param"][:BLOCK].isnan().all()
+    assert later["f.param"][BLOCK:].isfinite().all()
+    for name, values in later.items():
+        assert name.startswith("f.") or not values.is_floating_point() or values.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 1e30])
@@ -414,7 +422,7 @@ def model():
     return nn.Sequential(nn.Linear(64, 257), nn.GELU(), nn.Linear(257, 130), nn.GELU(), nn.Linear(130, 64))
 
 
-def trained(make, steps=400):
+def trained(make, steps=300):
     """Mean loss of the last steps and parameters of a small flow-matching model of the digits."""
     from sklearn.datasets import load_digits
 
@@ -495,6 +503,7 @@ def test_state_is_there_after_cut_and_has_at_most_2_1_bytes_per_parameter():
     optimizer.cut({p: [Fragment("p", 0, p.numel(), 0)]})
     state, blocks = optimizer.state[p], optimizer._blocks[p]
     assert state["step"] == 0
+    assert blocks.phases.unique().numel() == blocks.pieces, "blocks are dithered differently"
     used = sum(state[name].nbytes for name in STATE) + sum(table.nbytes for table in _table(blocks))
     assert used == p.numel() * (2 + 24 / BLOCK)
     assert used / p.numel() <= 2.1
@@ -544,9 +553,8 @@ def test_stochastic_rounding_takes_a_neighbour_and_keeps_what_is_not_finite():
     lower = value.view(torch.int32) & -65536
     up = (rounded.float().view(torch.int32) - lower)[rest]
     assert set(up.tolist()) == {0, 65536}
-    assert up.double().mean() / 65536 == pytest.approx(
-        ((value.view(torch.int32) & 65535) / 65536)[rest].mean(), abs=0.05
-    )
+    place = ((value.view(torch.int32) & 65535) / 65536)[rest]
+    assert up.double().mean().item() / 65536 == pytest.approx(place.mean().item(), abs=0.05)
     others = [
         rounding.round_to_bf16_reference(value, *key) for key in ((phase, 2, 0), (phase, 1, 1), (phase + 9, 1, 0))
     ]

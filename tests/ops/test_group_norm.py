@@ -23,8 +23,7 @@ def form(request, monkeypatch):
         monkeypatch.setattr(op, "_ONE_PASS_BYTES", 2**30)
     else:
         monkeypatch.setattr(op, "_ONE_PASS_BYTES", 0)
-        monkeypatch.setattr(op, "_TILE", 1024)
-        monkeypatch.setattr(op, "_PROGRAMS_PER_SAMPLE", 6)
+        monkeypatch.setattr(op, "_PROGRAMS_PER_SAMPLE", 2)
     return request.param
 
 
@@ -63,24 +62,26 @@ def check(groups, inputs, upstream, silu=True):
     assert_as_accurate_as_eager(kernel(groups, silu=silu), reference, inputs, upstream)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
-@pytest.mark.parametrize("extras", ["", "shift", "residual", "shift and residual"])
+@pytest.mark.parametrize(
+    ("extras", "dtype"),
+    [*(("", d) for d in DTYPES), ("shift", FP32), ("residual", BF16), *(("shift and residual", d) for d in DTYPES)],
+)
 def test_it_is_as_accurate_as_eager_in_both_orders_and_forms(extras, order, dtype, form, device):
     check(4, *problem((2, 40, 12, 16), dtype, device, order=order, extras=extras))
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "order"),
+    ("shape", "groups", "dtype", "order"),
     [
-        ((1, 640, 16, 16), BF16, channels_last),
-        ((1, 320, 8, 8), FP16, channels_last),
-        ((1, 320, 8, 8), BF16, torch.Tensor.contiguous),
-        ((1, 960, 16, 12), BF16, channels_last),
+        ((1, 320, 16, 16), 16, BF16, channels_last),  # 20, as 640 in 32
+        ((1, 320, 8, 8), 32, FP16, channels_last),
+        ((1, 320, 8, 8), 32, BF16, torch.Tensor.contiguous),
+        ((1, 240, 18, 18), 8, BF16, channels_last),  # 30, as 960 in 32
     ],
 )
-def test_channel_counts_of_stable_diffusion(shape, dtype, order, device):
-    check(32, *problem(shape, dtype, device, order=order, extras="shift"))
+def test_channel_counts_of_stable_diffusion(shape, groups, dtype, order, device):
+    check(groups, *problem(shape, dtype, device, order=order, extras="shift"))
 
 
 @pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
@@ -152,12 +153,13 @@ def test_outputs_and_gradients_keep_the_strides_of_the_input(order, form, device
 
 @pytest.mark.parametrize("used", [0, 1])
 def test_either_output_may_go_unused(used, form, device):
-    inputs, upstream = problem((2, 8, 4, 6), FP32, device, extras="shift and residual")
-    reference = partial(group_norm_reference, groups=2)
-    assert_as_accurate_as_eager(
-        lambda **given: kernel(2)(**given)[used], lambda **given: reference(**given)[used] + 0 * given["weight"].sum(),
-        inputs, upstream[:1],
-    )  # fmt: skip
+    inputs, upstream = problem((2, 8, 4, 6), BF16, device, extras="shift and residual")
+
+    def reference(**given):
+        chosen = group_norm_reference(groups=2, **given)[used]
+        return chosen + 0 * (given["weight"].sum() + given["bias"].sum())  # h alone does not depend on them
+
+    assert_as_accurate_as_eager(lambda **given: kernel(2)(**given)[used], reference, inputs, upstream[:1])
 
 
 def test_two_runs_agree_to_the_bit(form, device):
@@ -186,13 +188,20 @@ def test_a_number_that_is_not_finite_spoils_its_group_and_no_other(bad, form, de
         assert torch.equal(results[name], clean[name]), name
 
 
-@pytest.mark.parametrize("value", [0.0, 3.7, 1e12])
+def test_the_mean_is_within_one_unit_of_the_last_place(form, device):
+    inputs, _ = problem((2, 120, 16, 24), FP32, device, mean=1e4)
+    x, weight, bias = (value.detach() for value in inputs.values())
+    mean = op._group_norm_triton(x, None, None, weight, bias, 4, 1e-5, True)[2]
+    exact = x.double().reshape(2, 4, -1).mean(-1)
+    assert (mean - exact).abs().max() <= 2**-10  # of numbers in [2**13, 2**14)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.7, 1.1e10])
 def test_a_constant_input_gives_the_bias(value, form, device):
-    inputs, upstream = problem((1, 8, 5, 7), FP32, device)
-    inputs["x"] = channels_last(torch.full((1, 8, 5, 7), value, device=device)).requires_grad_()
-    results = evaluate(kernel(2), inputs, upstream)
-    expected = F.silu(inputs["bias"].detach())[:, None, None].expand(8, 5, 7)
-    assert torch.equal(results["out0"][0], results["out0"][0, :, :1, :1].expand(8, 5, 7))
+    inputs, upstream = problem((1, 12, 5, 31), FP32, device)
+    inputs["x"] = channels_last(torch.full((1, 12, 5, 31), value, device=device)).requires_grad_()
+    results = evaluate(kernel(4), inputs, upstream)
+    expected = F.silu(inputs["bias"].detach())[:, None, None].expand(12, 5, 31)
     torch.testing.assert_close(results["out0"][0], expected)
     assert all(value.isfinite().all() for value in results.values())
 
@@ -226,23 +235,23 @@ def _bytes(shape, groups, device, **options):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter does")
-@pytest.mark.parametrize("extras", ["", "residual"])
-def test_bytes_moved_in_two_passes(extras, device):
-    channels, hw, rows, groups = 640, 32 * 32, 256, 32
-    elements, numbers = channels * hw, channels * hw // rows
-    more = len(extras) // 8
+@pytest.mark.parametrize(
+    ("channels", "groups", "rows", "extras", "more"), [(640, 32, 256, "", 0), (64, 2, 64, "residual", 1)]
+)
+def test_bytes_moved_in_two_passes(channels, groups, rows, extras, more, device):
+    elements, numbers = channels * 32 * 32, channels * 32 * 32 // rows
     forward, backward = _bytes((1, channels, 32, 32), groups, device, extras=extras)
     assert forward == (6 + 4 * more) * elements + 36 * numbers + 8 * groups
     assert backward == (10 + 2 * more) * elements + 68 * numbers + 16 * channels + 4 * groups
-    assert forward <= 1.03 * (6 + 4 * more) * elements
-    assert backward <= 1.03 * (10 + 2 * more) * elements
+    if channels == 640:
+        assert forward <= 1.03 * 6 * elements
+        assert backward <= 1.03 * 10 * elements
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter does")
-@pytest.mark.parametrize("extras", ["", "residual"])
-def test_bytes_moved_in_one_pass(extras, device):
-    channels, hw, groups = 1280, 16 * 16, 32
-    more = len(extras) // 8
+@pytest.mark.parametrize(("channels", "extras", "more"), [(1280, "", 0), (160, "residual", 1)])
+def test_bytes_moved_in_one_pass(channels, extras, more, device):
+    hw, groups = 16 * 16, channels // 40
     forward, backward = _bytes((1, channels, 16, 16), groups, device, extras=extras)
     assert forward == (4 + 4 * more) * channels * hw + 8 * channels + 8 * groups
     assert backward == (6 + 2 * more) * channels * hw + 40 * channels
@@ -292,7 +301,7 @@ def test_the_reference_is_eager_pytorch_and_differentiable(device):
 
 def test_eps_and_backend_reach_the_implementation(form, device):
     inputs, _ = problem((2, 6, 2, 3), FP32, device)
-    reference = partial(group_norm, groups=3, eps=0.5, backend="reference")
+    reference = partial(group_norm_reference, groups=3, eps=0.5)
     assert_as_accurate_as_eager(kernel(3, eps=0.5), reference, inputs)
     with counting() as traffic, dispatch.forced(group_norm="triton"):
         group_norm(groups=3, **inputs)
@@ -313,7 +322,7 @@ P = torch.ones(6)
         ({"x": X.double()}, r"x is torch.float64, expected float32, bfloat16 or float16; use x.float\(\)"),
         ({"x": X[..., ::2]}, r"x of shape \(2, 6, 4, 2\) has strides \(96, 16, 4, 2\), expected .*use x.contiguous\("),
         ({"x": torch.zeros(2, 12, 4, 4)[:, ::2]}, "expected those of contiguous or channels_last memory"),
-        ({"x": X[:, :0]}, r"groups 3: .*"),
+        ({"x": X[:, :0]}, "groups 3: expected a divisor of the 0 channels of x"),
         ({"x": torch.zeros(1, device="meta").expand(1, 6, 2**15, 2**14)}, "has strides"),
         ({"x": torch.empty(1, 6, 2**15, 2**14, device="meta")}, r"2\*\*31 or more elements per sample"),
         ({"groups": 4}, "groups 4: expected a divisor of the 6 channels of x"),
