@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from fastdiff import cli, deepspeed_config, dist
+from fastdiff.backends import DTYPES
 from fastdiff.config import RunConfig
 from fastdiff.dist import World
 from fastdiff.errors import FastdiffError
@@ -35,7 +36,13 @@ def train(config: RunConfig, launch: Launch, world: World) -> Progress:
     with ExitStack() as stack:
         state, batches, callbacks = build_run(config, launch, world, stack)
         engine, ema, meters = state.engine, state.ema, state.meters
-        objective = Objective(config.objective, seed=config.seed, classes=config.model.classes, device=world.device)
+        objective = Objective(
+            config.objective,
+            seed=config.seed,
+            classes=config.model.classes,
+            device=world.device,
+            dtype=DTYPES[config.performance.precision],
+        )
         accumulation = config.batch.accumulation(world.size)
 
         while state.progress.samples < config.samples:
