@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from bench import BenchError
-from bench.cases import OPS, cases
+from bench.cases import KERNELS, OPS, cases
 from bench.cases.case import Case
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,13 +25,14 @@ def main(argv: Sequence[str]) -> int:
     op = commands.add_parser("op", help="time every op by every implementation")
     op.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     op.add_argument("--quick", action="store_true", help="small batches, few repetitions: does everything run?")
-    for command in (aot, op):
-        command.add_argument("ops", nargs="*", metavar="OP", help=f"some of: {', '.join(OPS)}; default: all")
+    for command, known in ((aot, KERNELS), (op, OPS)):
+        command.add_argument("ops", nargs="*", metavar="OP", help=f"some of: {', '.join(known)}; default: all")
+        command.set_defaults(known=known)
         command.add_argument("--dtype", nargs="+", choices=[*_DTYPES], default=[*_DTYPES])
         command.add_argument("--json", type=Path, metavar="FILE", help="file for the same numbers, as JSON lines")
     arguments = parser.parse_args(argv)
     try:
-        chosen = _chosen(arguments.ops, arguments.dtype)
+        chosen = _chosen(arguments.ops, arguments.known, arguments.dtype)
         if arguments.command == "aot":
             from bench.aot import main as run_aot
 
@@ -43,11 +44,11 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
 
 
-def _chosen(ops: Sequence[str], dtypes: Sequence[str]) -> list[Case]:
+def _chosen(ops: Sequence[str], known: tuple[str, ...], dtypes: Sequence[str]) -> list[Case]:
     for op in ops:
-        if op not in OPS:
-            raise BenchError(f"op {op!r}: expected some of {', '.join(OPS)}")
-    chosen = [case for case in cases(tuple(ops) or OPS) if case.dtype in [_DTYPES[name] for name in dtypes]]
+        if op not in known:
+            raise BenchError(f"op {op!r}: expected some of {', '.join(known)}")
+    chosen = [case for case in cases(tuple(ops) or known) if case.dtype in [_DTYPES[name] for name in dtypes]]
     if not chosen:
         raise BenchError(f"no case of {', '.join(ops) or 'any op'} has dtype {' or '.join(dtypes)}")
     return chosen

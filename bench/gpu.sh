@@ -25,7 +25,7 @@ out=${1:-bench/results/$gpu/$(date -u +%F)_kernels}
 parts=${*:2}
 mkdir -p "$out"
 code=0
-: >"$out/summary.txt"
+if [ -z "$parts" ]; then : >"$out/summary.txt"; fi
 
 # part NAME SECONDS COMMAND...: runs it, logs it, notes how it ended.
 part() {
@@ -47,9 +47,9 @@ part() {
 python3 -c 'from bench.record import Fingerprint; print(Fingerprint.here())' | tee "$out/environment.txt"
 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem,power.limit --format=csv |
     tee -a "$out/environment.txt"
-part ops 300 python3 -m pytest -q tests/ops
-part gpu 240 python3 -m pytest -q -m gpu --ignore=tests/ops --continue-on-collection-errors tests
-part bench 570 python3 -m bench op --json "$out/bench.jsonl"
+part ops 480 python3 -m pytest -q tests/ops
+part gpu 120 python3 -m pytest -q -m gpu --ignore=tests/ops --continue-on-collection-errors tests
+part bench 540 python3 -m bench op --json "$out/bench.jsonl"
 
 echo "== $out"
 cat "$out/summary.txt"

@@ -19,15 +19,14 @@ import torch._functorch.config
 from torch import Tensor
 
 from bench import BenchError, record
+from bench.accuracy import assert_no_worse, exact, poisoned_memory
 from bench.cases.case import Case, Inputs, Outputs, as_sequence, differentiable
 from bench.table import progress
 from bench.timing import FULL, QUICK, Stopwatch, Timing
 from fastdiff_kernels import dispatch, launch
-from tests.numerics import assert_no_worse, exact, poisoned_memory
 
 Prepare = Callable[[Inputs], Callable[[], Outputs]]
 
-_NAMES: dict[dispatch.Backend, str] = {"triton": "triton", "reference": "eager", "compile": "compile"}
 _OURS = {"triton", "compile"}
 _LINE = "{:<50}  {:<16} {:<8} {:>10} {:>21} {:>8} {:>6} {:>10}  {}"
 
@@ -137,7 +136,7 @@ def _run(case: Case, device: str, stopwatch: Stopwatch, copy: float, large: bool
         return
     given = inputs()
     timings, moved = _timings(case, given, right, stopwatch)
-    default = _NAMES[dispatch.choose(case.op, next(v for v in given.values() if isinstance(v, Tensor)))]
+    default = _default(case, given)
     for direction, times in timings.items():
         compiled = times.get("compile")
         for name, time in times.items():
@@ -148,12 +147,22 @@ def _run(case: Case, device: str, stopwatch: Stopwatch, copy: float, large: bool
             )  # fmt: skip
 
 
+def _name(backend: str) -> str:
+    return "eager" if backend == "reference" else backend
+
+
+def _default(case: Case, inputs: Inputs) -> str:
+    if "auto" in case.backends:
+        return "auto"
+    return _name(dispatch.choose(case.op, next(v for v in inputs.values() if isinstance(v, Tensor))))
+
+
 def _providers(case: Case, device: str) -> dict[str, Prepare]:
-    def ours(backend: dispatch.Backend) -> Prepare:
+    def ours(backend: str) -> Prepare:
         return lambda inputs: lambda: case.call(inputs, backend)
 
-    providers = {name: ours(backend) for backend, name in _NAMES.items()}
-    if device == "cpu":
+    providers = {_name(backend): ours(backend) for backend in case.backends}
+    if device == "cpu" and "triton" in providers:
         kernel = providers.pop("triton")
         if launch.INTERPRETED:
             providers["triton (interpreter)"] = kernel

@@ -36,7 +36,7 @@ class Effort:
     warm_up_seconds: float
 
 
-FULL = Effort(repetitions=20, seconds=0.1, limit_seconds=2.0, warm_up_seconds=0.1)
+FULL = Effort(repetitions=20, seconds=0.1, limit_seconds=1.0, warm_up_seconds=0.1)
 QUICK = Effort(repetitions=3, seconds=0.0, limit_seconds=0.0, warm_up_seconds=0.0)
 
 

@@ -148,7 +148,7 @@ class DiffusionConfig:
         )
         _require(
             self.min_snr_gamma is None or 0 < self.min_snr_gamma < math.inf,
-            f"--objective.min_snr_gamma {self.min_snr_gamma}: above 0, or None for the plain MSE",
+            f"--objective.min_snr_gamma {self.min_snr_gamma}: above 0, or None",
         )
         _require(
             self.min_snr_gamma is None or self.weighting in ("auto", "min_snr", "soft_min_snr"),

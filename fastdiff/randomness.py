@@ -42,7 +42,7 @@ def uniform(seed: int, stream: Stream, position: Tensor, count: int) -> Tensor:
         ``[B, count]`` fp32 on the device of ``position``.
 
     Raises:
-        ValueError, TypeError: see ``fastdiff_kernels.philox.uniform``.
+        ValueError: see ``fastdiff_kernels.philox.uniform``.
     """
     return philox.uniform(seed, int(stream), position, count)
 
@@ -60,7 +60,7 @@ def normal(seed: int, stream: Stream, position: Tensor, shape: Sequence[int]) ->
         ``[B, *shape]`` fp32 on the device of ``position``.
 
     Raises:
-        ValueError, TypeError: see ``fastdiff_kernels.philox.normal``.
+        ValueError: see ``fastdiff_kernels.philox.normal``.
     """
     flat = philox.normal(seed, int(stream), position, math.prod(shape))
     return flat.view(position.shape[0], *shape)

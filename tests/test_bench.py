@@ -19,7 +19,7 @@ import torch
 from bench import BenchError, op, record, timing
 from bench.__main__ import main
 from bench.assembly import Side, access_widths
-from bench.cases import OPS, cases
+from bench.cases import KERNELS, OPS, cases
 from bench.table import table
 from bench.timing import Effort, Stopwatch, Timing
 from fastdiff_kernels import launch
@@ -113,7 +113,7 @@ def test_widths_are_read_from_ptx(ptx: str, side: Side, widths: dict[int, int]) 
     assert access_widths(ptx, side) == widths
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_compiles_without_spills_and_with_wide_accesses(name: str, tmp_path: Path) -> None:
     file = tmp_path / "aot.jsonl"
     done = python("-m", "bench", "aot", name, "--json", str(file))
@@ -134,6 +134,7 @@ def test_every_kernel_compiles_without_spills_and_with_wide_accesses(name: str, 
         (["op", "philox"], True, "TRITON_INTERPRET is set: .*unset it"),
         (["op", "philox"], False, "there is no CUDA device to measure on; use --device cpu"),
         (["op", "softmax"], False, "op 'softmax': expected some of philox, noising"),
+        (["aot", "attention"], False, "op 'attention': expected some of philox, .*, adamw8bit$"),
         (["op", "philox", "--dtype", "bf16"], False, "no case of philox has dtype bf16"),
     ],
 )
@@ -239,6 +240,19 @@ def test_torch_compile_is_timed_even_if_it_is_less_accurate_because_the_rest_is_
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(r["provider"], r["timed"]) for r in rows if "reason" in r] == [("compile", True)]
     assert "compile" in {r["provider"] for r in rows if "median_us" in r}
+
+
+def test_attention_has_backends_of_its_own_and_what_is_refused_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "op.jsonl"
+    case = next(case for case in cases(("attention",)) if "x72-" in case.shape)
+    assert op.main([case], "cpu", file, quick=True) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    timed = {(r["provider"], r["direction"]) for r in rows if "median_us" in r}
+    assert timed == {(name, d) for name in ("auto", "sdpa", "eager") for d in ("forward", "backward")}
+    assert {r["default"] for r in rows if "median_us" in r} == {"auto"}
+    refused = {r["provider"]: r["reason"] for r in rows if "reason" in r}
+    assert refused.keys() == {"cudnn", "flash", "xformers"}
+    assert all("needs a CUDA device" in reason for reason in refused.values())
 
 
 @pytest.mark.usefixtures("quick")

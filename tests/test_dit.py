@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from bench.accuracy import assert_no_worse
 from fastdiff.config import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
 from fastdiff.errors import ConfigError
 from fastdiff.models import build_model, load_model
@@ -18,7 +19,6 @@ from fastdiff.models.embeddings import position_table, timestep_sinusoids
 from fastdiff_kernels import adaln, dispatch
 from fastdiff_kernels.dispatch import Choice
 from tests.dit_reference import reference_forward, reference_position
-from tests.numerics import assert_no_worse
 
 SMALL = DiTConfig(depth=2, hidden=24, heads=3, patch=2, size=6, channels=3, classes=5, learn_sigma=True)
 
@@ -289,10 +289,10 @@ def test_layers_say_what_they_use() -> None:
     compile_blocks(model)
     names = dict(dispatch.explain(model, example))
     inductor = "compile (Inductor)"
-    assert names["blocks.0"] == Choice("adaln", inductor, inductor, "the tensor is on cpu")
+    assert names["blocks.0"] == Choice("adaln", inductor, inductor, "the tensor is on cpu; in a compiled block")
     with dispatch.forced(adaln="triton"):
         names = dict(dispatch.explain(model, example))
-    assert names["blocks.1"] == Choice("adaln", inductor, "triton", "forced")
+    assert names["blocks.1"] == Choice("adaln", inductor, "triton", "forced; in a compiled block")
     assert names["final_layer"] == Choice("adaln", "triton", "triton", "forced")
 
 

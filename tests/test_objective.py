@@ -15,9 +15,9 @@ from fastdiff.models.dit import DiT
 from fastdiff.objective import Objective, weighting
 from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import Schedule, betas
-from fastdiff.timesteps import uniform_timesteps
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.weights import loss_weights
+from tests.timesteps import uniform_timesteps
 
 PREDICTIONS = ("epsilon", "v", "x0")
 CLASSES = 10

@@ -5,7 +5,8 @@ import torch
 
 from fastdiff.data.order import RankPositions
 from fastdiff.randomness import Stream, normal, uniform
-from fastdiff.timesteps import uniform_timesteps
+from fastdiff_kernels.noising import uniform_time
+from tests.timesteps import uniform_timesteps
 
 SHAPE = (4, 8, 8)
 
@@ -97,8 +98,7 @@ def test_timesteps_are_uniform_and_in_range(timesteps):
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_the_largest_uniform_gives_the_last_timestep(monkeypatch):
-    largest = torch.tensor([[1 - 2**-24]])
-    monkeypatch.setattr("fastdiff.timesteps.uniform", lambda *_: largest)
+def test_the_largest_uniform_gives_the_last_timestep():
+    largest = torch.tensor([1 - 2**-24])
     for timesteps in (*range(2, 2000), 2**24 - 1, 2**24):
-        assert uniform_timesteps(0, torch.tensor([0]), timesteps) == timesteps - 1
+        assert uniform_time(largest, timesteps) == timesteps - 1

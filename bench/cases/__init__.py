@@ -5,8 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 
 from bench.cases.case import Case
+from fastdiff_kernels import dispatch
 
-OPS = ("philox", "noising", "loss", "group_norm", "adaln", "adamw8bit")
+KERNELS = dispatch.OPS
+"""Ops with Triton kernels."""
+OPS = (*KERNELS, "attention")
 
 
 def cases(ops: tuple[str, ...] = OPS) -> list[Case]:

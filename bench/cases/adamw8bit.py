@@ -17,25 +17,26 @@ from fastdiff_kernels.dispatch import Backend
 
 _WIDTH = 1152
 _SIZES = (_WIDTH * _WIDTH, _WIDTH, 16 * _WIDTH, 6 * _WIDTH)
-_COPIES_LARGE = 64
+_TIMES_LARGE = 63  # odd, so that the last block of the second is half a block, as in the model
 _STEP = Step(number=10, beta1=0.9, beta2=0.999, shrink=1 - 1e-6, rate=1e-4 / (1 - 0.9**10), correction=10.0, eps=1e-8)
 
 
-def _blocks(device: str, straddle: bool, copies: int) -> Blocks:
+def _blocks(device: str, straddle: bool, times: int) -> Blocks:
     """The parameters one after the other; the first lacks its beginning if they straddle."""
     cut, slices, offset = 80 if straddle else 0, [], 0
-    for index, size in enumerate(_SIZES * copies):
-        numel = size - (cut if index == 0 else 0)
-        slices.append(Whole(f"p{index}", numel, size - numel, offset))
+    for index, size in enumerate(_SIZES):
+        start = cut if index == 0 else 0
+        numel = times * size - start
+        slices.append(Whole(f"p{index}", numel, start, offset))
         offset += numel
     return build_blocks(slices, torch.device(device), [("p0", 0)] if straddle else [])
 
 
 def _build(
-    param: torch.dtype, grad: torch.dtype, *, extras: bool, straddle: bool, copies: int = 1
+    param: torch.dtype, grad: torch.dtype, *, extras: bool, straddle: bool, times: int = 1
 ) -> Callable[[str], Inputs]:
     def build(device: str) -> Inputs:
-        blocks = _blocks(device, straddle, copies)
+        blocks = _blocks(device, straddle, times)
         numel = sum(s.numel for s in blocks.slices)
         moments = Moments(
             torch.zeros(numel, dtype=torch.int8, device=device),
@@ -67,13 +68,13 @@ def _call(inputs: Inputs, backend: Backend) -> Tensor:
     return result
 
 
-def _optimizer(module: str) -> Callable[[Inputs], Callable[[], tuple[()]]]:
+def _optimizer(load: Callable[[], Any]) -> Callable[[Inputs], Callable[[], tuple[()]]]:
     """AdamW8bit of another library; its moments are coded otherwise, so that its outputs cannot be compared."""
 
     def prepare(inputs: Inputs) -> Callable[[], tuple[()]]:
         parameter = nn.Parameter(inputs["param"])
         parameter.grad = inputs["grad"].to(parameter.dtype)
-        optimizer: Any = import_module(module).AdamW8bit([parameter], lr=1e-4)
+        optimizer: Any = load().AdamW8bit([parameter], lr=1e-4)
 
         def step() -> tuple[()]:
             optimizer.step()
@@ -84,7 +85,10 @@ def _optimizer(module: str) -> Callable[[Inputs], Callable[[], tuple[()]]]:
     return prepare
 
 
-_RIVALS = {"bitsandbytes": _optimizer("bitsandbytes.optim"), "torchao": _optimizer("torchao.optim")}
+_RIVALS = {
+    "bitsandbytes": _optimizer(lambda: import_module("bitsandbytes.optim")),
+    "torchao": _optimizer(lambda: import_module("torchao.optim")),
+}
 
 
 def _exact(inputs: Inputs) -> Tensor:
@@ -114,7 +118,7 @@ CASES = [
         forward_bytes=_bytes,
         narrow=("_masked_kernel", "_largest_kernel"),
         build=_build(param, grad, extras=extras, straddle=straddle),
-        build_large=_build(param, grad, extras=extras, straddle=straddle, copies=_COPIES_LARGE),
+        build_large=_build(param, grad, extras=extras, straddle=straddle, times=_TIMES_LARGE),
         rivals={} if extras or straddle else _RIVALS,
     )
     for shape, param, grad, extras, straddle in (

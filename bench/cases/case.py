@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastdiff_kernels.dispatch import Backend
-
 Inputs = dict[str, Any]
 Outputs = Tensor | Sequence[Tensor]
 
@@ -21,6 +19,8 @@ class Case:
 
     op: str
     """File of ``fastdiff_kernels`` that holds it."""
+    backends: tuple[str, ...] = ("triton", "reference", "compile")
+    """Its implementations; with ``auto`` among them that is the default, else ``dispatch.choose`` knows it."""
     shape: str
     """Name of the shape, after the model that has it."""
     dtype: torch.dtype
@@ -28,8 +28,8 @@ class Case:
     """Fresh random inputs on a device, a few MB; the tensors that get a gradient require one."""
     build_large: Callable[[str], Inputs] | None = None
     """The same with the batch of a training step on one GPU, which is what is timed there; None: ``build``."""
-    call: Callable[[Inputs, Backend], Outputs]
-    """The op on these inputs by the given backend."""
+    call: Callable[[Inputs, Any], Outputs]
+    """The op on these inputs by one of ``backends``."""
     exact: Callable[[Inputs], Outputs] | None = None
     """The op in fp64, of inputs in fp64; None: that is what the reference computes of them."""
     narrow: tuple[str, ...] = ()

@@ -121,8 +121,9 @@ class DiTBlock(nn.Module):
         """Both of its adaLN ops, which run alike; see ``fastdiff_kernels.dispatch.Explains``."""
         chosen = dispatch.choice("adaln", example)
         if "forward" in self.__dict__:  # compile_blocks was here
-            compiled = "compile (Inductor)"
-            chosen = replace(chosen, forward=compiled, backward="triton" if chosen.backward == "triton" else compiled)
+            compiled, why = "compile (Inductor)", f"{chosen.why}; in a compiled block"
+            backward = "triton" if chosen.backward == "triton" else compiled
+            chosen = replace(chosen, forward=compiled, backward=backward, why=why)
         yield chosen
 
 

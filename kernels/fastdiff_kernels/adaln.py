@@ -22,8 +22,8 @@ and what Inductor's kernels move (the residual one: with the addition of dh fuse
     residual    4 + 4 / R    8 + 18 / R     4 / 8      4.02 / 12.05
     gated       8 + 6 / R    12 + 28 / R    8 / 12     8.03 / 18.05
 
-R is the number of tokens that one program handles: 32 for 64 samples of 256 x 1152 on an H200, never below 16 unless
-a sample is shorter. What is divided by it, modulations and the partial sums of their gradients (fp32), is small
+R is the number of tokens that one program handles: 32 for 64 samples of 256 x 1152 on an H200, never below 9 unless a
+sample is shorter. What is divided by it, modulations and the partial sums of their gradients (fp32), is small
 enough for the L2 cache. The gated backward makes ``h`` again from ``x`` and ``branch``, which are stored anyway.
 
 Inductor's forward is already at the limit and fuses with its neighbours, which a custom op would prevent. So in code

@@ -65,14 +65,22 @@ class AdamW8bit(torch.optim.Optimizer):
             ("betas", betas, all(0 <= beta < 1 for beta in betas)),
             ("eps", eps, eps > 0),
             ("weight_decay", weight_decay, weight_decay >= 0),
+            ("seed", seed, 0 <= seed < 2**63),
         ):
             if not valid:
-                raise ValueError(f"{name} {value}: expected lr >= 0, betas in [0, 1), eps > 0, weight_decay >= 0")
+                raise ValueError(
+                    f"{name} {value}: expected lr >= 0, betas in [0, 1), eps > 0, weight_decay >= 0, seed in [0, 2**63)"
+                )
         self.grad_scale, self.copies, self.averages = None, {}, {}
         self._seed = seed
         self._blocks: dict[Tensor, Blocks] = {}
         self._group: ProcessGroup | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: the base class leaves out all but its own."""
+        names = ("grad_scale", "copies", "averages", "_seed", "_blocks", "_group")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def cut(self, layout: Mapping[Tensor, Sequence[Slice]], group: ProcessGroup | None = None) -> None:
         """Say where each tensor lies in the parameters, and start again with moments of zero.
@@ -165,12 +173,11 @@ class AdamW8bit(torch.optim.Optimizer):
         Raises:
             ValueError: other parameter groups, or state of another size than this layout has.
         """
-        super().load_state_dict(state_dict)
+        # Only the groups: the base class would cast the state to the dtype of the parameters, four times its size.
+        super().load_state_dict(state_dict | {"state": {}})
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         tensors = [p for group in self.param_groups for p in group["params"]]
-        # The base class casts to the dtype of the parameter.
         for index, (key, p) in enumerate(zip(keys, tensors, strict=True)):
-            self.state.pop(p, None)
             saved = state_dict["state"].get(key)
             if saved:
                 self._restore(self._state_of(p, index), saved, index)

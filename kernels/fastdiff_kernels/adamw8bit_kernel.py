@@ -21,8 +21,10 @@ written twice. Inductor's code for one flat tensor that is cut into blocks from 
 separate passes (gradient to fp32, unscale, Adam, copy, average) 48 to 60. The state holds 2 + 24 / 256 = 2.09 bytes
 per parameter, the table of blocks included.
 
-Limits: pieces that are not a whole block at a multiple of 16 elements (the last block of a parameter, everything behind
-a parameter of odd size in a flat tensor) go through a launch with masks and narrower accesses.
+Limits: pieces that are not a whole block at a multiple of 16 elements go through a launch with masks and accesses of
+one element per thread. Those are the last block of a parameter, everything behind a parameter of odd size in a flat
+tensor, and under ZeRO-1 and 2 nearly all blocks of a rank whose part does not begin at a multiple of 16 elements in the
+parameter that it cuts (DiT-XL/2 on 2, 4 and 8 ranks: all ranks but the first).
 
 A gradient that is not finite makes the scale of its block NaN or infinite, and with it, from the next step on, all the
 block's parameters NaN: it is never hidden. The trainer skips such steps before they reach the optimizer.

@@ -13,7 +13,8 @@ from fastdiff_kernels.blocks import Blocks, Slice
 from fastdiff_kernels.companding import BLOCK
 from fastdiff_kernels.rounding import round_to_bf16_reference
 
-_ROWS_AT_ONCE = 512  # few, so that the temporaries stay in the cache
+# Few on a CPU, so that the temporaries stay in the cache; many on a GPU, where each operation is a launch.
+_ROWS_AT_ONCE, _ROWS_AT_ONCE_GPU = 512, 2**19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,8 @@ def largest_reference(grad: Tensor, moments: Moments, blocks: Blocks, step: Step
 
 
 def _largest(m: Tensor, root: Tensor) -> Tensor:
-    return torch.stack([m.abs().amax(1), root.amax(1)], 1)
+    # The magnitude also of the root, which is not negative: a NaN may be, and would lose the maximum over the ranks.
+    return torch.stack([m.abs().amax(1), root.abs().amax(1)], 1)
 
 
 def adamw8bit_reference(
@@ -104,8 +106,9 @@ def adamw8bit_reference(
     rows = [_rows(flat, blocks.slices) for flat in flats]
     grads = _rows(grad, blocks.slices)
     fixed = _fixed_scales(blocks, extras.shared)
-    for first in range(0, blocks.pieces, _ROWS_AT_ONCE):
-        some = slice(first, first + _ROWS_AT_ONCE)
+    rows_at_once = _ROWS_AT_ONCE if param.device.type == "cpu" else _ROWS_AT_ONCE_GPU
+    for first in range(0, blocks.pieces, rows_at_once):
+        some = slice(first, first + rows_at_once)
         w, m_codes, v_codes, *others = (row[some] for row in rows)
         m_scales, v_scales, phase = moments.m_scales[some], moments.v_scales[some], blocks.phases[some, None]
         m, root = _advance(grads[some], m_codes, v_codes, m_scales, v_scales, step, extras.grad_scale)

@@ -11,7 +11,7 @@ A code is found by truncating ``sqrt(|m| / s_m) * 127 + u``, or ``sqrt(v / s_v^2
 [0, 1). Rounding to nearest instead would freeze the averages: a step changes v by (1 - beta2) = 0.1 %, less than half
 a code, so v could rise and never fall, and a small m would never decay. The dither is the Weyl sequence
 ``u = frac((element * A + step * B + phase) / 2^32)`` in 32-bit integers, whose values over the steps are spread evenly
-for each element, so that the average over the steps is right; v takes the low and m the high 16 bits. It is a
+for each element, so that the average code over the steps is right; v takes the low and m the high 16 bits. It is a
 function of the place in the parameter and of the step only.
 
 Bound: a code of v is at least 1, so ``sqrt(v) >= s_v / 255`` for every element of a block that has a gradient. One
@@ -41,11 +41,6 @@ TIME_STEP = 0x6A099E37
 
 _WORD = 0xFFFFFFFF
 _SMALLEST_SCALE = 1e-33  # keeps the factor of a block of zeros finite; below it, codes are smaller than they could be
-
-
-def signed_word(value: int) -> int:
-    """The int32 with the low 32 bits of ``value``."""
-    return ((value + 2**31) & _WORD) - 2**31
 
 
 def dither_reference(phase: Tensor, step: int) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
+import torch._dynamo.config
 from torch import Tensor, nn
 
 from fastdiff_kernels import launch
@@ -102,9 +103,20 @@ def _check_triton(op: str, tensor: Tensor) -> None:
         )
 
 
+_RECOMPILES = 1024
+"""Shapes and flags of one reference that are compiled; a UNet has dozens, torch gives up after 8."""
+
+
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True)
+    compiled = torch.compile(function, fullgraph=True)
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
+            return compiled(*args)
+
+    return call
 
 
 def plain(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
@@ -148,19 +160,21 @@ class Explains(Protocol):
         ...
 
 
-def explain(model: nn.Module, example: Tensor) -> list[tuple[str, Choice]]:
+def explain(model: nn.Module, example: Tensor | None = None) -> list[tuple[str, Choice]]:
     """Which implementation each layer of ``model`` uses, forward and backward.
 
     Args:
         model: its modules that call ops have a method ``choices`` (``Explains``).
-        example: a tensor of the device and dtype that the model will compute in; of any shape.
+        example: a tensor of the device and dtype that the model will compute in, of any shape; None: its first
+            parameter.
 
     Returns:
         The name of each layer (``""`` for the model itself) with one ``Choice`` per op, in the order of the modules.
     """
+    like = next(model.parameters()) if example is None else example
     return [
         (name, choice)
         for name, module in model.named_modules()
         if isinstance(module, Explains)
-        for choice in module.choices(example)
+        for choice in module.choices(like)
     ]

@@ -22,8 +22,9 @@ Bytes moved per element of a 2-byte x, counted:
 
 What depends on ``rows`` (the positions that one program works through) or ``hw`` (all positions) are fp32 numbers per
 channel. The least is that of memory which sees every tensor once; two passes reach it where the second finds its input
-in the L2 cache. One pass is taken where whole groups fit in the registers of one program, in 32 KiB of x: 8x8 and 16x16
-maps. How a sample is cut depends on its own shape alone, so that its output does not depend on the batch it is in.
+in the L2 cache. One pass is taken where whole groups fit in the registers of one program, in 32 KiB of x: in SD 1.5 the
+8x8 maps and the 16x16 maps of up to 1280 channels. How a sample is cut depends on its own shape alone, so that its
+output does not depend on the batch it is in.
 
 Limits: fewer than 2**31 elements per sample. Accesses are 128 bits wide where C (channels_last) or the number of
 positions (contiguous) is a multiple of 16, else narrower. A gradient of y or h whose strides are not those of x is

@@ -63,6 +63,12 @@ def _reciprocal_root(value):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _divide(total, number):  # type: ignore[no-untyped-def]
+    """``total / number`` rounded correctly, which ``/`` is not on a GPU: so a constant input has no spread."""
+    return tl.math.div_rn(total, number * 1.0)
+
+
+@jit
 def _activation(z, SILU: tl.constexpr):  # type: ignore[no-untyped-def]
     """SiLU, or ``z`` itself."""
     if SILU:
@@ -105,7 +111,7 @@ def statistics_kernel(  # type: ignore[no-untyped-def]
     p = first + tl.arange(0, BLOCK_HW)
     offset, inside = _tile(p, c, last, channels, stride_p, stride_c)
     value = _sum_input(x, residual, h, added, offset, inside)
-    pivot = tl.sum(value, axis=1) / tl.minimum(BLOCK_HW, last - first)
+    pivot = _divide(tl.sum(value, axis=1), tl.minimum(BLOCK_HW, last - first))
     deviation = tl.where(inside, value - pivot[:, None], 0.0)
     sums, squares = deviation, deviation * deviation
     for start in range(first + BLOCK_HW, last, BLOCK_HW):
@@ -116,7 +122,7 @@ def statistics_kernel(  # type: ignore[no-untyped-def]
         sums += deviation
         squares += deviation * deviation
     total = tl.sum(sums, axis=1)
-    off_pivot = total / (last - first)
+    off_pivot = _divide(total, last - first)
     mean = pivot + off_pivot
     if residual is None:
         mean += added
@@ -140,7 +146,7 @@ def fold_statistics_kernel(  # type: ignore[no-untyped-def]
         inside = chunk < chunks
         count = tl.minimum(rows, hw - chunk * rows).to(tl.float32)
         sums += count * tl.load(partial + chunk * 2 * channels + index % PER_GROUP, mask=inside, other=0.0)
-    mean = tl.sum(sums, axis=0) / number
+    mean = _divide(tl.sum(sums, axis=0), number)
     sums = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, chunks * PER_GROUP, BLOCK):
@@ -153,8 +159,8 @@ def fold_statistics_kernel(  # type: ignore[no-untyped-def]
         sums += count * deviation
         squares += tl.load(at + channels, mask=inside, other=0.0) + count * deviation * deviation
     # The mean was rounded: what is left of the deviations corrects it and the variance.
-    rest = tl.sum(sums, axis=0) / number
-    variance = _not_negative(tl.sum(squares, axis=0) / number - rest * rest)
+    rest = _divide(tl.sum(sums, axis=0), number)
+    variance = _not_negative(_divide(tl.sum(squares, axis=0), number) - rest * rest)
     tl.store(mean_out + program, mean + rest)
     tl.store(rstd_out + program, _reciprocal_root(variance + eps))
 
@@ -212,14 +218,14 @@ def one_pass_kernel(  # type: ignore[no-untyped-def]
     value = _sum_input(x, residual, h, added, offset, inside)
     if residual is not None:
         added = tl.zeros_like(added)
-    channel_mean = tl.where(here, tl.sum(value, axis=1) / hw + added, 0.0)
-    center = _fold_in_registers(channel_mean, group, GROUPS) / PER_GROUP - added
+    channel_mean = tl.where(here, _divide(tl.sum(value, axis=1), hw) + added, 0.0)
+    center = _divide(_fold_in_registers(channel_mean, group, GROUPS), PER_GROUP) - added
     deviation = tl.where(inside, value - center[:, None], 0.0)
     number = hw * (PER_GROUP * 1.0)
     # The mean was rounded: what is left of the deviations corrects it and the variance.
-    rest = _fold_in_registers(tl.sum(deviation, axis=1), group, GROUPS) / number
+    rest = _divide(_fold_in_registers(tl.sum(deviation, axis=1), group, GROUPS), number)
     squares = _fold_in_registers(tl.sum(deviation * deviation, axis=1), group, GROUPS)
-    rstd = _reciprocal_root(_not_negative(squares / number - rest * rest) + eps)
+    rstd = _reciprocal_root(_not_negative(_divide(squares, number) - rest * rest) + eps)
     z = (deviation - rest[:, None]) * (rstd * _load(weight, c, here))[:, None] + _load(bias, c, here)[:, None]
     tl.store(y + offset, _activation(z, SILU).to(y.dtype.element_ty), mask=inside)
     out = sample * (channels // PER_GROUP) + c // PER_GROUP

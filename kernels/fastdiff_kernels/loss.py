@@ -40,13 +40,12 @@ from fastdiff_kernels.noising import (
     clean_reference,
     noise_block,
     noise_reference,
-    signed,
     span,
     tiling,
 )
+from fastdiff_kernels.philox import SEED_MASK, signed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SEED = 0xFFFFFFFFFFFFFFFF
 
 
 def weighted_mse_reference(
@@ -156,7 +155,7 @@ def _weighted_mse_triton(
     run(
         _partial_sums_kernel, (batch * programs,),
         partials, prediction, latents, position, time, table,
-        seed & _SEED, offset, prediction.stride(0), elements, split.segment, split.segments, split.tiles,
+        seed & SEED_MASK, offset, prediction.stride(0), elements, split.segment, split.segments, split.tiles,
         NOISE=named.noise, POSTERIOR=named.posterior if posterior else None, OFFSET=named.offset if offset else None,
         CLEAN=clean, GROUPS=split.groups, num_warps=split.warps, enable_fp_fusion=False,
     )  # fmt: skip
@@ -189,7 +188,7 @@ def _weighted_mse_backward_triton(
     run(
         _gradient_kernel, (batch * parts * split.tiles,),
         gradient, upstream, prediction, latents, position, time, table, weights,
-        seed & _SEED, offset, upstream.stride(0), prediction.stride(0), channels * height * width,
+        seed & SEED_MASK, offset, upstream.stride(0), prediction.stride(0), channels * height * width,
         split.segment, split.segments, parts, split.tiles,
         NOISE=named.noise, POSTERIOR=named.posterior if posterior else None, OFFSET=named.offset if offset else None,
         CLEAN=clean, GROUPS=split.groups, num_warps=split.warps, enable_fp_fusion=False,

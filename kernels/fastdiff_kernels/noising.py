@@ -35,13 +35,12 @@ from torch import Tensor
 from fastdiff_kernels import philox
 from fastdiff_kernels.dispatch import Backend, choose, plain
 from fastdiff_kernels.launch import jit, run, tl, triton
-from fastdiff_kernels.philox import box_muller, philox_words
+from fastdiff_kernels.philox import SEED_MASK, box_muller, philox_words, signed
 
 COLUMNS = 4
 """Of the table: alpha, sigma, target_x0, target_noise."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SEED = 0xFFFFFFFFFFFFFFFF
 _GROUPS_PER_PROGRAM = 512
 _GROUPS_PER_WARP = 128
 
@@ -226,7 +225,7 @@ def _corrupt_triton(
     run(
         _corrupt_kernel, (batch * split.segments * split.tiles,),
         noisy, drawn, latents, position, table, drawn if time is None else time,
-        seed & _SEED, table.shape[0], offset, perturbation, channels * height * width,
+        seed & SEED_MASK, table.shape[0], offset, perturbation, channels * height * width,
         split.segment, split.segments, split.tiles,
         TIMESTEP=named.timestep if time is None else None, NOISE=named.noise,
         POSTERIOR=named.posterior if posterior else None, PERTURBATION=named.perturbation if perturbation else None,
@@ -277,13 +276,6 @@ def check_argument(name: str, value: Tensor, dtype: torch.dtype, shape: tuple[in
         raise ValueError(f"{name} is on {value.device}, expected {like.device}; use {name}.to(latents.device)")
     if not value.is_contiguous():
         raise ValueError(f"{name} has strides {value.stride()}, expected contiguous; use {name}.contiguous()")
-
-
-def signed(seed: int) -> int:
-    """``seed`` of [0, 2**64) as the signed int64 of an op's schema; raises ValueError for another."""
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed {seed} is out of range, expected 0 <= seed < 2**64; use seed % 2**64")
-    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def corrupt(

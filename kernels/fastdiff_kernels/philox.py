@@ -36,11 +36,13 @@ Kind = Literal["bits", "uniform", "normal"]
 NORMAL_ULPS = 3
 """Largest error of a normal number, in units of the last place of fp32."""
 
+SEED_MASK = 0xFFFFFFFFFFFFFFFF
+"""Makes the seed in [0, 2**64) again of what ``signed`` returned."""
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
-_SEED = 0xFFFFFFFFFFFFFFFF
 _FOLDED_SCALE = 4.6566127342e-10  # the largest fp32 times which 2**31 - 1 stays below 1
 _SMALLEST = 1.0e-7  # keeps the logarithm finite
 
@@ -243,14 +245,20 @@ def _philox_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * count + element, values.to(out.dtype.element_ty), mask=element < count)
 
 
+def signed(seed: int) -> int:
+    """``seed`` of [0, 2**64) as the signed int64 of an op's schema; raises ValueError for another."""
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed {seed} is out of range, expected 0 <= seed < 2**64; use seed % 2**64")
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
 def _validate(seed: int, stream: int, position: Tensor, count: int) -> None:
     if position.dtype != torch.int64 or position.dim() != 1:
-        raise TypeError(
+        raise ValueError(
             f"position is {position.dtype} of shape {tuple(position.shape)}, expected int64 of shape [B]; "
             "use position.long().flatten()"
         )
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed {seed} is out of range, expected 0 <= seed < 2**64; use seed % 2**64")
+    signed(seed)
     if not 0 <= stream < 2**32:
         raise ValueError(f"stream {stream} is out of range, expected 0 <= stream < 2**32")
     if not 0 < count <= 2**34:
@@ -269,7 +277,7 @@ def _philox_triton(position: Tensor, seed: int, stream: int, count: int, kind: s
     tiles = triton.cdiv(count, 4 * _GROUPS_PER_PROGRAM)
     run(
         _philox_kernel, (position.shape[0] * tiles,),
-        out, position.contiguous(), seed & _SEED, stream, count, tiles, KIND=kind, GROUPS=_GROUPS_PER_PROGRAM,
+        out, position.contiguous(), seed & SEED_MASK, stream, count, tiles, KIND=kind, GROUPS=_GROUPS_PER_PROGRAM,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -286,8 +294,7 @@ def _draw(seed: int, stream: int, position: Tensor, count: int, kind: Kind, back
     if chosen != "triton":
         drawn: Tensor = plain(_reference, chosen)(seed, stream, position, count, kind)
         return drawn
-    signed = seed - 2**64 if seed >= 2**63 else seed
-    out: Tensor = _philox_triton(position, signed, stream, count, kind)
+    out: Tensor = _philox_triton(position, signed(seed), stream, count, kind)
     return out
 
 
@@ -305,8 +312,7 @@ def bits(seed: int, stream: int, position: Tensor, count: int, backend: Backend 
         ``[B, count]`` int64 of values in [0, 2**32), on the device of ``position``.
 
     Raises:
-        TypeError: ``position`` is not a vector of int64.
-        ValueError: ``seed``, ``stream``, ``count`` or ``backend`` out of range.
+        ValueError: ``position`` is not a vector of int64; ``seed``, ``stream``, ``count`` or ``backend`` out of range.
         RuntimeError: Triton was asked for and cannot run here.
     """
     return _draw(seed, stream, position, count, "bits", backend)

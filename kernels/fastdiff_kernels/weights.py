@@ -10,7 +10,7 @@ from torch import Tensor
 Weighting = Literal["none", "min_snr", "soft_min_snr", "p2", "debiased", "snr"]
 
 GAMMA = {"min_snr": 5.0, "soft_min_snr": 5.0, "p2": 1.0}
-"""The value that each paper recommends."""
+"""Where none is given."""
 
 
 def loss_weights(
@@ -34,7 +34,7 @@ def loss_weights(
 
     Args:
         kind: which weighting.
-        snr: ``[T]`` float64 signal-to-noise ratios alpha^2 / sigma^2, 0 (zero-terminal SNR) and above.
+        snr: ``[T]`` float64 signal-to-noise ratios alpha^2 / sigma^2, finite, 0 with zero-terminal SNR.
         prediction: what the model predicts.
         gamma: parameter of Min-SNR, soft Min-SNR and P2; None: 5, 5 and 1.
 

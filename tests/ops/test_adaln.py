@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
+from bench.accuracy import assert_as_accurate_as_eager, evaluate
 from fastdiff_kernels import adaln
 from fastdiff_kernels.adaln import (
     gated_modulated_norm,
@@ -13,7 +14,6 @@ from fastdiff_kernels.adaln import (
     modulated_norm_reference,
     residual_modulated_norm,
 )
-from tests.numerics import assert_as_accurate_as_eager, evaluate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = {

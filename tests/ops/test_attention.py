@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from bench.accuracy import assert_as_accurate_as_eager
 from fastdiff_kernels import attention as module
 from fastdiff_kernels.attention import Machine, attention, attention_reference, choice, reasons
-from tests.numerics import assert_as_accurate_as_eager
 
 HEAD_DIMS = (40, 64, 72, 80, 160)
 KEYS = (None, 77)

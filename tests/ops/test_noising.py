@@ -4,11 +4,11 @@ import pytest
 import torch
 from scipy import stats
 
+from bench.accuracy import assert_as_accurate_as_eager, poisoned_memory
 from fastdiff.randomness import Stream
-from fastdiff.timesteps import uniform_timesteps
 from fastdiff_kernels import noising, philox
 from fastdiff_kernels.noising import Streams, corrupt, corrupt_reference
-from tests.numerics import assert_as_accurate_as_eager, poisoned_memory
+from tests.timesteps import uniform_timesteps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEEDS = (3, 2**64 - 5)

@@ -189,8 +189,8 @@ def test_uniforms_are_uniform():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((0, 0, torch.arange(3, dtype=torch.int32), 4), TypeError, r"position is torch.int32 .*int64"),
-        ((0, 0, torch.zeros(2, 2, dtype=torch.int64), 4), TypeError, r"shape \(2, 2\), expected"),
+        ((0, 0, torch.arange(3, dtype=torch.int32), 4), ValueError, r"position is torch.int32 .*int64"),
+        ((0, 0, torch.zeros(2, 2, dtype=torch.int64), 4), ValueError, r"shape \(2, 2\), expected"),
         ((0, 0, torch.arange(3), 0), ValueError, "count 0 is out of range"),
         ((0, 0, torch.arange(3), -4), ValueError, "count -4 is out of range"),
         ((0, 0, torch.arange(3), 2**34 + 1), ValueError, "count 17179869185 is out of range"),

@@ -14,17 +14,20 @@ Op = Callable[..., Tensor | Sequence[Tensor]]
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill whatever ``torch.empty`` returns with NaN (integers: their largest value), so that an element that a kernel
-    does not write is seen."""
-    before, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    """Fill whatever ``torch.empty`` returns, so that an element that a kernel does not write is seen.
+
+    With NaN; integers with their largest value.
+    """
+    settings: Any = torch.utils.deterministic
+    before, fill = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         assert torch.empty(1).isnan().all()
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
 
 
 def evaluate(op: Op, inputs: dict[str, Any], upstream: Sequence[Tensor] | None) -> dict[str, Tensor]:

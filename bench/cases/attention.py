@@ -1,0 +1,56 @@
+"""Attention of SD 1.5, SD 2 (64x64 latents; image and 77 text tokens) and DiT-XL/2 by every backend of the registry."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.cases.case import Case, Inputs
+from fastdiff_kernels.attention import BACKENDS, AttentionBackend, attention
+
+_TEXT = 77
+_QUERIES_LARGE = 2**15
+_SHAPES = (
+    ("sd15", 8, 4096, 40),
+    ("sd15", 8, 1024, 80),
+    ("sd15", 8, 256, 160),
+    ("sd2", 5, 4096, 64),
+    ("sd2", 10, 1024, 64),
+    ("dit-xl", 16, 256, 72),
+)
+
+
+def _build(device: str, samples: int, heads: int, queries: int, keys: int, head_dim: int) -> Inputs:
+    lengths = {"query": queries, "key": keys, "value": keys}
+    return {
+        name: torch.randn(samples, length, heads, head_dim, device=device).bfloat16().requires_grad_()
+        for name, length in lengths.items()
+    }
+
+
+def _call(inputs: Inputs, backend: AttentionBackend) -> Tensor:
+    """Of ``[B, T, H, head_dim]``, as projections leave it, and likewise back."""
+    query, key, value = (inputs[name].transpose(1, 2) for name in ("query", "key", "value"))
+    return attention(query, key, value, backend=backend).transpose(1, 2)
+
+
+def _case(model: str, heads: int, queries: int, head_dim: int, keys: int) -> Case:
+    build = partial(_build, queries=queries, keys=keys, head_dim=head_dim)
+    return Case(
+        op="attention",
+        shape=f"{model}-{heads}x{queries}x{head_dim}-{'text' if keys == _TEXT else 'self'}",
+        dtype=torch.bfloat16,
+        backends=BACKENDS,
+        build=partial(build, samples=1, heads=1),
+        build_large=partial(build, samples=_QUERIES_LARGE // queries, heads=heads),
+        call=_call,
+    )
+
+
+CASES = [
+    _case(model, heads, queries, head_dim, keys)
+    for model, heads, queries, head_dim in _SHAPES
+    for keys in ((queries,) if model == "dit-xl" else (queries, _TEXT))
+]
