@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from bench.accuracy import assert_no_worse
 from fastdiff.fragments import Fragment
 from fastdiff_kernels import companding, dispatch, launch, rounding
 from fastdiff_kernels.adamw8bit import BLOCK, AdamW8bit
 from fastdiff_kernels.adamw8bit_kernel import _adamw8bit_triton, _largest_triton, _numbers, _table, adamw8bit, largest
 from fastdiff_kernels.adamw8bit_reference import Extras, Moments, Step
 from fastdiff_kernels.blocks import build_blocks, find_straddling
-from tests import numerics
 from tests.processes import run_ranks
 
 BACKENDS = ("reference", "triton")
@@ -124,7 +124,7 @@ def test_one_step_from_known_moments_is_as_accurate_as_eager_adamw(device, backe
     oracle, eager, ours = exactly(torch.float64), exactly(torch.float32), {"param": param.clone(), "average": average}
     more = Extras(grad_scale=torch.tensor(0.7, device=device), average=average, average_rate=0.9)
     adamw8bit(ours["param"], grad, moments, blocks, step, more, backend)
-    numerics.assert_no_worse(ours, eager, oracle)
+    assert_no_worse(ours, eager, oracle)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
