@@ -25,7 +25,7 @@ out=${1:-bench/results/$gpu/$(date -u +%F)_kernels}
 parts=${*:2}
 mkdir -p "$out"
 code=0
-if [ -z "$parts" ]; then : >"$out/summary.txt"; fi
+: >"$out/summary.txt"
 
 # part NAME SECONDS COMMAND...: runs it, logs it, notes how it ended.
 part() {
