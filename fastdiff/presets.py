@@ -32,7 +32,7 @@ def digits() -> RunConfig:
     deepspeed fastdiff/train.py --preset digits --deepspeed_config deepspeed_configs/zero3.json
     fastdiff evaluate runs/digits
 
-    Measured (bench/results/cpu-2-cores/2026-11-21_digits): accuracy 1.000, Fréchet distance 0.25, 79 s for the steps.
+    Measured (bench/results/cpu-2-cores/2026-11-21_digits): accuracy 1.000, Fréchet distance 0.25, 116 s for the steps.
     """
     steps, batch = 1000, 64
     return RunConfig(
