@@ -325,9 +325,11 @@ def _validate(param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, ext
 def _check(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
+    right = tensor.dtype in dtypes and tuple(tensor.shape) == shape and tensor.device == device
+    if right and tensor.is_contiguous():
+        return  # nothing is formatted in a step
     given = f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
-    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape or tensor.device != device:
-        expected = " or ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(f"{given}, expected {expected} of shape {shape} on {device}")
-    if not tensor.is_contiguous():
+    if right:
         raise ValueError(f"{given} has strides {tensor.stride()}, expected it to be contiguous; use .contiguous()")
+    expected = " or ".join(str(dtype) for dtype in dtypes)
+    raise ValueError(f"{given}, expected {expected} of shape {shape} on {device}")
