@@ -60,7 +60,9 @@ class Log:
     """A file of JSON lines: first the fingerprint, then one record per line, each on disk as soon as it is written."""
 
     def __init__(self, path: Path | None) -> None:
-        """Open ``path``, replacing what it held; None keeps nothing."""
+        """Open ``path``, replacing what it held, in a new folder if need be; None keeps nothing."""
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
         self._file = None if path is None else path.open("w", encoding="utf-8")
         self.write({"fingerprint": asdict(Fingerprint.here())})
 

@@ -277,6 +277,7 @@ def test_kernels_give_the_gradients_of_the_reference(
 
 def test_layers_say_what_they_use() -> None:
     model, example = build_model(SMALL, attention="reference"), torch.zeros(1)
+    assert dispatch.explain(model) == dispatch.explain(model, example)
     plain = Choice("adaln", "reference", "reference", "the tensor is on cpu")
     attention = Choice("attention", "reference", "reference", "asked for")
     assert dispatch.explain(model, example) == [

@@ -49,6 +49,17 @@ def test_the_reference_of_the_distance_is_what_it_is() -> None:
     assert f"{min(recorded):.2f} to {max(recorded):.2f} away" in README
 
 
+def test_the_losses_of_8_bit_adam_stand_in_the_record() -> None:
+    record = ROOT / "bench" / "results" / "cpu-2-cores" / "2026-11-21_adamw8bit" / "losses.json"
+    losses = json.loads(record.read_text())["losses"]
+    ends = {name: [np.mean(run[-5:]) for _, run in sorted(runs.items())] for name, runs in losses.items()}
+    difference = max(abs(ours / theirs - 1) for ours, theirs in zip(ends["adamw8bit"], ends["adamw"], strict=True))
+    claim = re.search(r"within ([\d.]+) % of AdamW's loss\s+\((\w+) seeds", README)
+    assert claim is not None
+    assert 100 * difference <= float(claim[1])
+    assert {"three": 3}[claim[2]] == len(ends["adamw"])
+
+
 def test_the_training_commands_of_the_readme_parse() -> None:
     lines = [
         line.split("fastdiff/train.py")[1].split() for line in README.splitlines() if "fastdiff/train.py -" in line

@@ -108,6 +108,15 @@ def test_a_reference_is_compiled_once_and_not_inside_a_compiled_function(monkeyp
     dispatch._compiled.cache_clear()
 
 
+def test_a_compiled_reference_takes_as_many_forms_as_a_unet_has():
+    def reference(x, form):
+        return x if form.startswith("form") else -x
+
+    x = torch.zeros(2)
+    for number in range(20):  # torch gives up after 8
+        assert dispatch.plain(reference, "compile")(x, f"form {number}") is x
+
+
 class Layer(nn.Module):
     def choices(self, example):
         yield dispatch.choice("adaln", example)
