@@ -10,7 +10,6 @@ import torch
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models import build_model
-from fastdiff.models.dit import compile_blocks
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.dispatch import Choice
 
@@ -56,7 +55,7 @@ def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.de
     with torch.device("meta"):
         model = build_model(config.model, attention=config.performance.attention)
     if compiles(config, device):
-        compile_blocks(model)
+        model.compile_blocks()
     # The model has no device, so a tensor tells where it will be.
     yield from dispatch.explain(model, torch.empty(0, device=device, dtype=DTYPES[config.performance.precision]))
     latents = torch.empty(0, device=device)

@@ -6,17 +6,25 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+Condition = dict[str, Tensor]
+"""What a model is conditioned on besides the time, as its keyword arguments.
+
+``label``: ``[B]`` int64 classes. ``context``: ``[B, L, D]`` embeddings of the tokens of a caption. ``pooled``:
+``[B, P]`` embedding of the whole caption, and ``time_ids``: ``[B, 6]`` fp32 original height and width, top and left of
+the crop, and height and width of the image in pixels (both SDXL: Podell et al. 2023, arXiv:2307.01952, section 2.2).
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One micro-batch on one rank, on the training device."""
 
     latents: Tensor
-    """``[B, C, H, W]`` clean latents x0, normalised, fp16, bf16 or fp32."""
+    """``[B, C, H, W]`` clean latents x0, normalised, or ``[B, 2C, H, W]`` mean and std of the autoencoder's posterior,
+    stacked on channels; fp16, bf16 or fp32."""
     position: Tensor
     """``[B]`` int64, position of each sample in the run; it keys every random number (design 4.4)."""
-    label: Tensor | None = None
-    """``[B]`` int64 class of each sample; None for unconditional data."""
+    condition: Condition
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,5 +35,7 @@ class Corruption:
     """``[B, C, H, W]`` x_t, fp32 unless the objective was built with another dtype."""
     time: Tensor
     """``[B]`` int64 timestep t in [0, timesteps)."""
-    label: Tensor | None
-    """``[B]`` int64 class after the drop for classifier-free guidance (dropped: the null class)."""
+    condition: Condition
+    """After the drop for classifier-free guidance (dropped: the null condition)."""
+    correction: Tensor | None = None
+    """``[B, C, H, W]`` fp32, added to the target (DREAM); None: nothing."""

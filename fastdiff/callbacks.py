@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from fastdiff.batch import Condition
 from fastdiff.checkpoint import Checkpoints
 from fastdiff.errors import DivergedError
 from fastdiff.flops import peak_flops, training_flops
 from fastdiff.fragments import assemble
 from fastdiff.grid import image_grid
 from fastdiff.metrics import JsonLines, Record, drop_records_after, peak_gib
-from fastdiff.models import load_model
-from fastdiff.models.dit import DiT
+from fastdiff.model_config import DiTConfig
+from fastdiff.models import Model
+from fastdiff.network import build_network
 from fastdiff.progress import Every
 from fastdiff.sampling import grid_classes, sample
 from fastdiff.state import TrainState
@@ -179,37 +182,66 @@ class SampleGrid(Callback):
 
     def _draw(self, state: TrainState) -> None:
         self._drawn = state.progress.steps
-        config, world, classes = state.config, state.world, state.reader.info.classes
+        config, classes = state.config, state.reader.info.classes
+        assert isinstance(config.model, DiTConfig)
         labels = grid_classes(config.model, classes).repeat(self.rows)
-        share = -(-len(labels) // world.size)
-        first = world.rank * share
-        size, device = config.model.size, world.device
-        images = torch.zeros(len(labels), config.model.channels, size, size, device=device)
-        mine = labels[first : first + share].to(device)
-        model = _averaged_model(state)
-        if len(mine):
-            images[first : first + share] = sample(
-                model,
-                config.objective,
-                mine,
-                scheduler="dpmsolver++",
-                steps=config.output.sample_steps,
-                cfg=config.output.sample_cfg if classes else None,
-                seed=config.seed,
-                first_index=first,
-            )
-        world.sum_(images)
-        if world.is_first:
+        images = draw_together(
+            state,
+            averaged_model(state),
+            {"label": labels},
+            shape=(config.model.channels, config.model.size, config.model.size),
+            steps=config.output.sample_steps,
+            cfg=config.output.sample_cfg if classes else None,
+        )
+        if state.world.is_first:
             folder = state.folder / "samples"
             folder.mkdir(exist_ok=True)
             image_grid(images.cpu(), rows=self.rows).save(folder / f"step-{state.progress.steps:08d}.png")
 
 
-def _averaged_model(state: TrainState) -> DiT:
-    """Return a plain copy of the model with the first EMA's weights, or the weights themselves if there is none."""
+def draw_together(
+    state: TrainState,
+    model: Model,
+    condition: Condition,
+    *,
+    shape: tuple[int, int, int],
+    steps: int,
+    cfg: float | None,
+) -> Tensor:
+    """Draw one image per entry of ``condition`` (``[N, ...]`` each), every rank its share; called by all ranks.
+
+    Returns:
+        ``[N, *shape]`` fp32 latents, on every rank's device.
+    """
+    world, count = state.world, next(len(value) for value in condition.values())
+    share = -(-count // world.size)
+    mine = slice(world.rank * share, (world.rank + 1) * share)
+    images = torch.zeros(count, *shape, device=world.device)
+    chosen = {name: value[mine].to(world.device) for name, value in condition.items()}
+    images[mine] = sample(
+        model,
+        state.config.objective,
+        chosen,
+        shape=shape,
+        null=state.objective.null,
+        scheduler="dpmsolver++",
+        steps=steps,
+        cfg=cfg,
+        seed=state.config.seed,
+        first_index=mine.start,
+    )
+    return world.sum_(images)
+
+
+def averaged_model(state: TrainState) -> Model:
+    """Return a plain copy of the model with the first EMA's weights, or the weights themselves if there is none.
+
+    Called by all ranks; each gets the whole model, on its device.
+    """
     flats = state.engine.flats
     averages = next(iter(state.ema.averages.values()), [flat.master for flat in flats])
-    return load_model(state.config.model, assemble(state.world, flats, averages, state.engine.shapes)).eval()
+    weights = assemble(state.world, flats, averages, state.engine.shapes)
+    return build_network(state.config, weights).to(state.world.device).eval()
 
 
 class Checkpointing(Callback):

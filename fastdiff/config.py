@@ -10,101 +10,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
+from fastdiff.model_config import DiTConfig, LoraConfig, ModelConfig, PretrainedConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
 KernelBackend = Literal["triton", "reference", "compile"]
+Prediction = Literal["epsilon", "v", "x0"]
 KERNEL_OPS = ("philox", "noising", "loss", "group_norm", "adaln", "adamw8bit")
 """The ops of ``fastdiff_kernels.dispatch``, without its torch."""
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiTConfig:
-    """A diffusion transformer (Peebles & Xie 2023, arXiv:2212.09748)."""
-
-    depth: int = 28
-    """Number of transformer blocks."""
-    hidden: int = 1152
-    """Width of a token."""
-    heads: int = 16
-    """Attention heads."""
-    patch: int = 2
-    """Side of a patch, in latent pixels."""
-    channels: int = 4
-    """Channels of the latents."""
-    size: int = 32
-    """Height and width of the latents."""
-    classes: int = 1000
-    """Number of classes; the null class of classifier-free guidance comes on top."""
-    mlp_ratio: float = 4.0
-    """Width of the MLP over the width of a token."""
-    learn_sigma: bool = False
-    """Twice the output channels, the second half for the variance, as in the published checkpoints."""
-
-    def __post_init__(self) -> None:
-        for name in ("depth", "hidden", "heads", "patch", "channels", "size", "classes"):
-            _require(getattr(self, name) >= 1, f"--model.{name} {getattr(self, name)}: at least 1")
-        _require(
-            self.hidden % self.heads == 0,
-            f"--model.hidden {self.hidden} is not divisible by --model.heads {self.heads}; "
-            f"choose a multiple, for example {self.hidden // self.heads * self.heads or self.heads}",
-        )
-        _require(
-            self.hidden % 4 == 0,
-            f"--model.hidden {self.hidden} must be divisible by 4 (the sin-cos position embedding)",
-        )
-        _require(
-            self.size % self.patch == 0,
-            f"--model.size {self.size} is not divisible by --model.patch {self.patch}",
-        )
-
-
-DIT_SIZES: dict[str, tuple[int, int, int]] = {
-    "S": (12, 384, 6),
-    "B": (12, 768, 12),
-    "L": (24, 1024, 16),
-    "XL": (28, 1152, 16),
-}
-"""Depth, hidden width and heads of the published sizes (table 1 of Peebles & Xie 2023)."""
-
-DIT_PATCHES = (2, 4, 8)
-"""Patch sides of the published models."""
-
-
-def dit_config(
-    name: str,
-    *,
-    size: int = 32,
-    channels: int = 4,
-    classes: int = 1000,
-    learn_sigma: bool = False,
-) -> DiTConfig:
-    """Configuration of a published size.
-
-    Args:
-        name: ``"DiT-S/2"`` ... ``"DiT-XL/8"``.
-        size: Height and width of the latents: 32 for images of 256 px, 64 for 512 px.
-        channels: Channels of the latents.
-        classes: Number of classes without the null class.
-        learn_sigma: Twice the output channels, as the published checkpoints have.
-
-    Raises:
-        ConfigError: ``name`` is none of the twelve.
-    """
-    names = {f"DiT-{letter}/{patch}": (letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
-    if name not in names:
-        raise ConfigError(f"model {name!r} is unknown; choose one of {', '.join(names)}")
-    letter, patch = names[name]
-    depth, hidden, heads = DIT_SIZES[letter]
-    return DiTConfig(
-        depth=depth, hidden=hidden, heads=heads, patch=patch,
-        size=size, channels=channels, classes=classes, learn_sigma=learn_sigma,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,8 +30,8 @@ class DiffusionConfig:
     """Number of noise levels T."""
     zero_terminal_snr: bool = False
     """Rescale the schedule so that the last step is pure noise (Lin et al. 2023, arXiv:2305.08891)."""
-    prediction: Literal["epsilon", "v", "x0"] = "epsilon"
-    """What the model predicts."""
+    prediction: Literal["auto", "epsilon", "v", "x0"] = "epsilon"
+    """What the model predicts; auto: what the scheduler of --pretrained.path says."""
     weighting: Literal["auto", "none", "min_snr", "soft_min_snr", "p2", "debiased", "snr"] = "auto"
     """Weight of the loss by timestep: none (plain MSE), min_snr, soft_min_snr, p2 (gamma 1, k 1), debiased, or snr
     (plain MSE of the noise, whatever is predicted). auto: min_snr if its gamma is given, else none."""
@@ -129,32 +42,52 @@ class DiffusionConfig:
     """Size of a noise constant over each channel, added to the noise; 0.05-0.1 is usual."""
     input_perturbation: float = 0.0
     """Extra noise on the input only (Ning et al. 2023, arXiv:2301.11706); 0.1 is usual."""
-    label_dropout: float = 0.1
-    """Share of the samples whose class is replaced by the null class (classifier-free guidance)."""
+    dream: bool = False
+    """Learn from the model's own estimate of the noise too (Zhou et al. 2023, arXiv:2312.00210): one more forward pass
+    per step, epsilon prediction only."""
+    dream_detail_preservation: float = 1.0
+    """Exponent of sigma in DREAM; larger keeps more of the plain objective, above all at low noise."""
+    condition_dropout: float = 0.1
+    """Share of the samples whose class or caption is replaced by none (classifier-free guidance)."""
 
     def __post_init__(self) -> None:
-        _require(self.timesteps >= 2, f"--objective.timesteps {self.timesteps}: at least 2")
-        _require(
+        require(self.timesteps >= 2, f"--objective.timesteps {self.timesteps}: at least 2")
+        require(
             self.schedule != "linear" or self.timesteps > 20,
             f"--objective.timesteps {self.timesteps}: the linear schedule needs more than 20; "
             "use --objective.schedule cosine",
         )
         for name in ("noise_offset", "input_perturbation"):
             value = getattr(self, name)
-            _require(0.0 <= value < math.inf, f"--objective.{name} {value}: 0 (none) or a finite number above")
-        _require(
-            0.0 <= self.label_dropout <= 1.0,
-            f"--objective.label_dropout {self.label_dropout}: a share from 0 to 1",
+            require(0.0 <= value < math.inf, f"--objective.{name} {value}: 0 (none) or a finite number above")
+        require(
+            0.0 <= self.condition_dropout <= 1.0,
+            f"--objective.condition_dropout {self.condition_dropout}: a share from 0 to 1",
         )
-        _require(
+        require(
+            not self.dream or self.prediction in ("auto", "epsilon"),
+            f"--objective.dream needs --objective.prediction epsilon, given {self.prediction}",
+        )
+        require(
+            0.0 <= self.dream_detail_preservation < math.inf,
+            f"--objective.dream_detail_preservation {self.dream_detail_preservation}: 0 or above",
+        )
+        require(
             self.min_snr_gamma is None or 0 < self.min_snr_gamma < math.inf,
             f"--objective.min_snr_gamma {self.min_snr_gamma}: above 0, or None",
         )
-        _require(
+        require(
             self.min_snr_gamma is None or self.weighting in ("auto", "min_snr", "soft_min_snr"),
             f"--objective.min_snr_gamma {self.min_snr_gamma}: --objective.weighting {self.weighting} has no such "
             "clamp; leave one of them out, or use min_snr or soft_min_snr",
         )
+
+    @property
+    def predicted(self) -> Prediction:
+        """What the model predicts; ConfigError if that is still to be found out."""
+        if self.prediction == "auto":
+            raise ConfigError("--objective.prediction auto needs --pretrained.path; or say epsilon, v or x0")
+        return self.prediction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,17 +95,64 @@ class DataConfig:
     """Where the latents come from and in which order they are seen."""
 
     path: str = ""
-    """Folder of latent shards, as written by `fastdiff encode`."""
+    """Folder of latent shards, as written by `fastdiff encode`, also at http(s):// or s3://; with --data.online, the
+    images: a folder, WebDataset shards or a Hugging Face dataset."""
+    cache: str = ""
+    """Folder for the shards of a --data.path that is not on this machine. Default: ~/.cache/fastdiff/shards."""
+    random_flip: bool = False
+    """Mirror half of the images; shards must hold the mirrored latents too (`fastdiff encode --flip`)."""
     shuffle_shards: int = 16
     """Samples are shuffled inside windows of this many (shuffled) shards."""
     loader: Literal["auto", "dali", "prefetch"] = "auto"
     """auto: DALI where it is installed, else the plain pinned-memory prefetcher; the batches are the same."""
     prefetch: int = 4
     """Micro-batches that are read ahead."""
+    online: bool = False
+    """Read images and encode them with the frozen autoencoder and text encoder of --pretrained.path in every step. The
+    fields below are for this only; `fastdiff encode` has them as its own flags."""
+    image_column: str = "image"
+    """Column of a Hugging Face dataset with the images."""
+    caption_column: str = "text"
+    """Column of a Hugging Face dataset, or of metadata.jsonl, with a caption or a list of captions."""
+    max_samples: int | None = None
+    """Use only this many of the images, the first ones."""
+    resolution: int = 512
+    """Height and width of the images after resizing the shorter side and cropping, in pixels."""
+    center_crop: bool = False
+    """Crop the middle instead of a random part."""
+    image_interpolation_mode: str = "lanczos"
+    """Filter of the resizing: nearest, nearest_exact, bilinear, bicubic, box, hamming or lanczos."""
+    decode: Literal["auto", "dali", "pillow"] = "auto"
+    """Who decodes and resizes the images; pillow is the exact reference."""
+    workers: int = 4
+    """Threads that decode images, per rank."""
 
     def __post_init__(self) -> None:
-        _require(self.shuffle_shards >= 1, f"--data.shuffle_shards {self.shuffle_shards}: at least 1")
-        _require(self.prefetch >= 1, f"--data.prefetch {self.prefetch}: at least 1")
+        require(self.resolution >= 8, f"--data.resolution {self.resolution}: at least 8")
+        require(self.workers >= 1, f"--data.workers {self.workers}: at least 1")
+        require(self.max_samples is None or self.max_samples >= 1, f"--data.max_samples {self.max_samples}: at least 1")
+        require(self.shuffle_shards >= 1, f"--data.shuffle_shards {self.shuffle_shards}: at least 1")
+        require(self.prefetch >= 1, f"--data.prefetch {self.prefetch}: at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationConfig:
+    """Images of given prompts, drawn with the averaged weights while training."""
+
+    prompts: tuple[str, ...] = ()
+    """What to draw; empty: nothing."""
+    every: int = 1000
+    """Optimizer steps between two drawings; they are drawn at the end too. 0: never."""
+    images_per_prompt: int = 4
+    """Images of each prompt."""
+    steps: int = 20
+    """Denoising steps (DPM-Solver++)."""
+    guidance_scale: float = 7.5
+    """Classifier-free guidance scale; 1: none."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 0), ("images_per_prompt", 1), ("steps", 1)):
+            require(getattr(self, name) >= least, f"--validation.{name} {getattr(self, name)}: at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,8 +165,8 @@ class BatchConfig:
     """Samples per rank per forward pass. None: samples / ranks, without accumulation."""
 
     def __post_init__(self) -> None:
-        _require(self.samples >= 1, f"--batch.samples {self.samples}: at least 1")
-        _require(self.micro is None or self.micro >= 1, f"--batch.micro {self.micro}: at least 1, or None")
+        require(self.samples >= 1, f"--batch.samples {self.samples}: at least 1")
+        require(self.micro is None or self.micro >= 1, f"--batch.micro {self.micro}: at least 1, or None")
 
     def per_rank(self, ranks: int) -> int:
         """Samples per rank per forward pass with ``ranks`` ranks."""
@@ -232,13 +212,13 @@ class OptimConfig:
     """Optimizer steps of linear warm-up."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.lr < math.inf, f"--optim.lr {self.lr}: above 0")
-        _require(all(0 <= b < 1 for b in self.betas), f"--optim.betas {self.betas}: each from 0 to below 1")
+        require(0 < self.lr < math.inf, f"--optim.lr {self.lr}: above 0")
+        require(all(0 <= b < 1 for b in self.betas), f"--optim.betas {self.betas}: each from 0 to below 1")
         for name in ("eps", "weight_decay", "clip", "warmup_steps"):
             value = getattr(self, name)
-            _require(0 <= value < math.inf, f"--optim.{name} {value}: 0 or above")
-        _require(self.eps > 0 or self.name != "adamw8bit", "--optim.eps 0: above 0 with --optim.name adamw8bit")
-        _require(
+            require(0 <= value < math.inf, f"--optim.{name} {value}: 0 or above")
+        require(self.eps > 0 or self.name != "adamw8bit", "--optim.eps 0: above 0 with --optim.name adamw8bit")
+        require(
             self.warmup_steps == 0 or self.schedule != "constant",
             "--optim.warmup_steps has no effect with --optim.schedule constant; "
             "use --optim.schedule constant_with_warmup",
@@ -253,7 +233,7 @@ class EmaConfig:
     """One average per rate; the first is the one that samples and evaluations use. Empty: none."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             all(0.0 < rate < 1.0 for rate in self.rates) and len(set(self.rates)) == len(self.rates),
             f"--ema.rates {self.rates}: different values between 0 and 1, for example 0.999 0.9999",
         )
@@ -269,6 +249,8 @@ class PerformanceConfig:
     """torch.compile of each block. None: on with CUDA, off on a CPU."""
     recompute: bool = False
     """Activation checkpointing: recompute each block in the backward pass, for memory."""
+    allow_tf32: bool = False
+    """Let fp32 matrix products and convolutions round their inputs to TF32 (Ampere and newer)."""
     kernels: str = "auto"
     """Who computes fastdiff's own ops: auto (Triton on a GPU, else plain torch), triton, reference (plain torch) or
     compile (plain torch by torch.compile), then exceptions: auto,adaln=compile,loss=reference."""
@@ -290,11 +272,11 @@ class PerformanceConfig:
             default, exceptions = "auto", [default, *exceptions]
         named = [part.partition("=")[::2] for part in exceptions]
         for op, _ in named:
-            _require(op in KERNEL_OPS, f"{self._given()}: {op!r} is none of the ops {', '.join(KERNEL_OPS)}")
-            _require([o for o, _ in named].count(op) == 1, f"{self._given()}: {op} is named twice")
+            require(op in KERNEL_OPS, f"{self._given()}: {op!r} is none of the ops {', '.join(KERNEL_OPS)}")
+            require([o for o, _ in named].count(op) == 1, f"{self._given()}: {op} is named twice")
         chosen = dict.fromkeys(KERNEL_OPS, default) | dict(named)
         for backend in (default, *chosen.values()):
-            _require(
+            require(
                 backend in ("auto", *get_args(KernelBackend)),
                 f"{self._given()}: {backend!r} is none of auto, {', '.join(get_args(KernelBackend))}; "
                 "write for example auto,adaln=compile",
@@ -317,17 +299,21 @@ class OutputConfig:
     """Steps between two checkpoints; one is always written at the end."""
     keep: int = 2
     """Checkpoints that are kept, newest first; at least 2."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    """Where the numbers and images are shown, besides metrics.jsonl and samples/."""
+    project: str = "fastdiff"
+    """Name of the project in wandb."""
     sample_every: int = 1000
-    """Steps between two grids of generated samples."""
+    """Steps between two grids of generated samples of a class-conditional model."""
     sample_steps: int = 20
     """Denoising steps of a grid (DPM-Solver++)."""
     sample_cfg: float = 1.5
     """Classifier-free guidance scale of a grid; 1: none."""
 
     def __post_init__(self) -> None:
-        _require(self.keep >= 2, f"--output.keep {self.keep}: at least 2, so that one verified checkpoint is left")
+        require(self.keep >= 2, f"--output.keep {self.keep}: at least 2, so that one verified checkpoint is left")
         for name, least in (("log_every", 1), ("checkpoint_every", 0), ("sample_every", 0), ("sample_steps", 1)):
-            _require(getattr(self, name) >= least, f"--output.{name} {getattr(self, name)}: at least {least}")
+            require(getattr(self, name) >= least, f"--output.{name} {getattr(self, name)}: at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,19 +324,23 @@ class RunConfig:
     """Length of the run, in training samples."""
     seed: int = 0
     """Key of every random number: initial weights, order, noise, timesteps, drops."""
-    model: DiTConfig = field(default_factory=DiTConfig)
+    model: ModelConfig = field(default_factory=DiTConfig)
+    pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     objective: DiffusionConfig = field(default_factory=DiffusionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     performance: PerformanceConfig = field(default_factory=PerformanceConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
-        _require(0 <= self.seed < 2**64, f"--seed {self.seed}: from 0 to 2**64 - 1")
-        if self.output.sample_every:
+        require(0 <= self.seed < 2**64, f"--seed {self.seed}: from 0 to 2**64 - 1")
+        if self.output.sample_every and self.model.kind == "dit":
             self._check_sampling()
+        self._check_pretrained()
         if self.samples < 1 or self.samples % self.batch.samples:
             steps = max(1, round(self.samples / self.batch.samples))
             raise ConfigError(
@@ -360,15 +350,31 @@ class RunConfig:
 
     def _check_sampling(self) -> None:
         """Refuse now what would otherwise fail at the first grid, hours later."""
-        _require(
+        require(
             self.output.sample_steps <= self.objective.timesteps,
             f"--output.sample_steps {self.output.sample_steps}: at most --objective.timesteps "
             f"{self.objective.timesteps}",
         )
-        _require(
+        require(
             not self.objective.zero_terminal_snr or self.objective.prediction != "epsilon",
             "no image can be drawn from pure noise by predicting it: with --objective.zero_terminal_snr use "
             "--objective.prediction v or x0, or draw no grids with --output.sample_every 0",
+        )
+
+    def _check_pretrained(self) -> None:
+        wants = {
+            f"--lora.rank {self.lora.rank}": self.lora.rank > 0,
+            "--data.online": self.data.online,
+            "--validation.prompts": bool(self.validation.prompts and self.validation.every),
+            "--objective.prediction auto": self.objective.prediction == "auto",
+        }
+        for flag, wanted in wants.items():
+            require(
+                not wanted or bool(self.pretrained.path), f"{flag} needs --pretrained.path, a pipeline of diffusers"
+            )
+        require(
+            not self.validation.prompts or self.model.kind == "unet" or self.pretrained.weights,
+            "--validation.prompts is for models of text; a DiT draws grids (--output.sample_every)",
         )
 
     @property

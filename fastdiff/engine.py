@@ -81,9 +81,9 @@ class Engine:
         self.lr = 0.0
         """Learning rate of the last step."""
 
-    def __call__(self, *inputs: Tensor | None) -> Tensor:
+    def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
         """Run the model's forward pass."""
-        return self._engine(*inputs)  # type: ignore[no-any-return]
+        return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` (scalar, mean over the micro-batch), divided by the accumulation."""

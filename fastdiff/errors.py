@@ -4,6 +4,25 @@ A message says what was given, what was expected and what to do. ``train.py`` an
 traceback and exit with ``exit_code``; anything else is a bug in fastdiff and keeps its traceback.
 """
 
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+_STORAGE_ERRNOS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+)
+
 
 class FastdiffError(Exception):
     """Base of every error that a user can cause or must know about."""
@@ -42,3 +61,25 @@ class StorageError(FastdiffError):
     """A file could not be written or read back: no space, no permission, input/output error."""
 
     exit_code = 74
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def report(error: FastdiffError) -> int:
+    """Print ``error`` as one message, on one rank if all have it, and return its exit code."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or not error.everywhere:
+        where = f" (rank {rank})" if os.environ.get("WORLD_SIZE", "1") != "1" and not error.everywhere else ""
+        print(f"fastdiff: error{where}: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def as_storage_error(error: OSError) -> StorageError:
+    """Return a file system's error as ours; raise anything else (a lost connection, a dead process) again."""
+    if error.errno not in _STORAGE_ERRNOS:
+        raise error
+    return StorageError(f"{error.filename or 'storage'}: {error.strerror}")

@@ -7,20 +7,18 @@ from collections.abc import Callable
 from functools import partial
 
 from fastdiff.config import (
-    DIT_PATCHES,
-    DIT_SIZES,
     BatchConfig,
     DataConfig,
     DiffusionConfig,
-    DiTConfig,
     EmaConfig,
     OptimConfig,
     OutputConfig,
     PerformanceConfig,
     RunConfig,
-    dit_config,
+    ValidationConfig,
 )
 from fastdiff.errors import ConfigError
+from fastdiff.model_config import DIT_PATCHES, DIT_SIZES, DiTConfig, PretrainedConfig, UNetConfig, dit_config
 
 Preset = Callable[[], RunConfig]
 
@@ -66,9 +64,112 @@ def dit(letter: str, patch: int) -> RunConfig:
     )
 
 
-PRESETS: dict[str, Preset] = {"digits": digits} | {
-    f"dit-{letter.lower()}-{patch}": partial(dit, letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES
-}
+def digits_t2i() -> RunConfig:
+    """32x32 digit scans from captions ("a handwritten seven"): a whole text-to-image run on two CPU cores in minutes.
+
+    make demo-t2i
+
+    Not measured yet.
+    """
+    steps, batch = 600, 64
+    return RunConfig(
+        samples=steps * batch,
+        model=UNetConfig(
+            size=8,
+            block_out_channels=(32, 64),
+            layers_per_block=1,
+            attention_heads=(4, 4),
+            transformer_layers=(1, 0),
+            cross_attention_dim=32,
+            norm_num_groups=8,
+        ),
+        pretrained=PretrainedConfig(path="data/digits-t2i/pipeline"),
+        objective=DiffusionConfig(schedule="scaled_linear", prediction="epsilon"),
+        data=DataConfig(path="data/digits-t2i/latents"),
+        batch=BatchConfig(samples=batch),
+        optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=60),
+        ema=EmaConfig(rates=(0.98,)),
+        performance=PerformanceConfig(precision="fp32"),
+        validation=ValidationConfig(
+            prompts=("a handwritten three", "a handwritten seven"), every=300, images_per_prompt=4, guidance_scale=2.0
+        ),
+        output=OutputConfig(folder="runs/digits-t2i", log_every=20, checkpoint_every=300),
+    )
+
+
+SD15_UNET = UNetConfig()
+"""859.5 M parameters."""
+
+SD2_UNET = UNetConfig(attention_heads=(5, 10, 20, 20), cross_attention_dim=1024, use_linear_projection=True)
+"""865.9 M parameters."""
+
+
+def sd15_512() -> RunConfig:
+    """Stable Diffusion 1.5's UNet from random weights at 512 px, as it was first trained: 8-bit Adam, batch 2048.
+
+    fastdiff encode IMAGES data/t2i-512 --pretrained stable-diffusion-v1-5/stable-diffusion-v1-5 --resolution 512
+    deepspeed fastdiff/train.py --preset sd15-512 --data.path data/t2i-512
+
+    Not measured yet.
+    """
+    return _from_scratch("sd15-512", SD15_UNET, "stable-diffusion-v1-5/stable-diffusion-v1-5")
+
+
+def sd2_512() -> RunConfig:
+    """Stable Diffusion 2's UNet from random weights at 512 px; otherwise as sd15-512.
+
+    fastdiff encode IMAGES data/t2i-512 --pretrained stabilityai/stable-diffusion-2-base --resolution 512
+    deepspeed fastdiff/train.py --preset sd2-512 --data.path data/t2i-512
+
+    Not measured yet.
+    """
+    return _from_scratch("sd2-512", SD2_UNET, "stabilityai/stable-diffusion-2-base")
+
+
+def _from_scratch(name: str, model: UNetConfig, pipeline: str) -> RunConfig:
+    batch = 2048
+    return RunConfig(
+        samples=500_000 * batch,
+        model=model,
+        pretrained=PretrainedConfig(path=pipeline),
+        objective=DiffusionConfig(schedule="scaled_linear", prediction="epsilon"),
+        data=DataConfig(path="data/t2i-512"),
+        batch=BatchConfig(samples=batch),
+        optim=OptimConfig(
+            name="adamw8bit", lr=1e-4, weight_decay=0.01, schedule="constant_with_warmup", warmup_steps=10_000
+        ),
+        output=OutputConfig(folder=f"runs/{name}", checkpoint_every=5_000),
+    )
+
+
+def sd15_finetune() -> RunConfig:
+    """Fine-tune Stable Diffusion 1.5, or another pipeline of 1.x, 2.x or XL by --pretrained.path, all weights.
+
+    fastdiff encode IMAGES data/finetune --pretrained stable-diffusion-v1-5/stable-diffusion-v1-5 --resolution 512
+    deepspeed fastdiff/train.py --preset sd15-finetune --data.path data/finetune
+
+    With --lora.rank 4, LoRA. Not measured yet.
+    """
+    batch = 64
+    return RunConfig(
+        samples=15_000 * batch,
+        model=SD15_UNET,
+        pretrained=PretrainedConfig(path="stable-diffusion-v1-5/stable-diffusion-v1-5", weights=True),
+        objective=DiffusionConfig(schedule="scaled_linear", prediction="auto"),
+        data=DataConfig(path="data/finetune"),
+        batch=BatchConfig(samples=batch),
+        optim=OptimConfig(name="adamw8bit", lr=1e-5, weight_decay=0.01),
+        output=OutputConfig(folder="runs/sd15-finetune"),
+    )
+
+
+PRESETS: dict[str, Preset] = {
+    "digits": digits,
+    "digits-t2i": digits_t2i,
+    "sd15-512": sd15_512,
+    "sd2-512": sd2_512,
+    "sd15-finetune": sd15_finetune,
+} | {f"dit-{letter.lower()}-{patch}": partial(dit, letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
 
 
 def preset(name: str) -> RunConfig:

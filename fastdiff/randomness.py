@@ -27,6 +27,7 @@ class Stream(IntEnum):
     PERTURBATION = 5
     OFFSET = 6
     CAPTION = 7
+    CROP = 8
 
 
 def uniform(seed: int, stream: Stream, position: Tensor, count: int) -> Tensor:

@@ -10,14 +10,16 @@ noisiest one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastdiff.config import DiffusionConfig, DiTConfig
+from fastdiff.batch import Condition
+from fastdiff.config import DiffusionConfig
 from fastdiff.errors import ConfigError
+from fastdiff.model_config import DiTConfig
 from fastdiff.schedule import betas
 
 SchedulerName = Literal["ddim", "dpmsolver++", "ddpm"]
@@ -26,13 +28,9 @@ _PREDICTION = {"epsilon": "epsilon", "v": "v_prediction", "x0": "sample"}
 _SMALLEST_ALPHA_BAR = 2.0**-24
 
 
-class Denoiser(Protocol):
-    """What can be sampled from: a network that knows its shape, such as ``DiT``."""
-
-    config: DiTConfig
-
-    def __call__(self, noisy: Tensor, time: Tensor, label: Tensor, /) -> Tensor:
-        """``[B, C, H, W] fp32, [B] int64, [B] int64 -> [B, C or more, H, W]``; the first C predict."""
+Denoiser = Callable[..., Tensor]
+"""Called with noisy latents ``[B, C, H, W]`` fp32, times ``[B]`` int64 and the condition's tensors by name; returns
+``[B, C or more, H, W]``, of which the first C predict."""
 
 
 def grid_classes(model: DiTConfig, trained: int | None, most: int = 10) -> Tensor:
@@ -54,8 +52,10 @@ def grid_classes(model: DiTConfig, trained: int | None, most: int = 10) -> Tenso
 def sample(
     model: Denoiser,
     objective: DiffusionConfig,
-    labels: Tensor,
+    condition: Condition,
     *,
+    shape: tuple[int, int, int],
+    null: Condition,
     scheduler: SchedulerName = "ddim",
     steps: int = 25,
     cfg: float | None = None,
@@ -64,43 +64,45 @@ def sample(
     first_index: int = 0,
     progress: bool = False,
 ) -> Tensor:
-    """Draws one image per label.
+    """Draws one image per entry of the condition.
 
-    Image i is a function of the model, its label and ``(seed, first_index + i)`` alone. It does not depend on
+    Image i is a function of the model, its condition and ``(seed, first_index + i)`` alone. It does not depend on
     ``batch`` or on how the images are shared between ranks, up to the rounding of matrix products.
 
     Args:
-        model: On the device of ``labels``; ``model.config`` gives the shape and the null class.
+        model: On the device of the condition.
         objective: Noise schedule and meaning of the prediction, as in the training.
-        labels: ``[N]`` int64 classes; ``model.config.classes`` is the null class.
+        condition: Inputs of the model besides noisy latents and time, ``[N, ...]`` each; at least one.
+        shape: ``(C, H, W)`` of an image's latents.
+        null: The condition of nothing, one sample of each input that guidance replaces, as ``Objective`` has it.
         scheduler: ddim (Song et al. 2021, arXiv:2010.02502, eta 0), dpmsolver++ (Lu et al. 2022,
             arXiv:2211.01095, second order) or ddpm (Ho et al. 2020, arXiv:2006.11239, posterior variance).
         steps: Noise levels visited, 1 to ``objective.timesteps``.
         cfg: Scale of classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) in the form
-            ``null + cfg * (class - null)``; None or 1: none, at half the cost.
+            ``without + cfg * (with - without)``; None or 1: none, at half the cost.
         seed: Any integer; its low 64 bits count.
         batch: Images per forward pass (guidance doubles them inside).
         first_index: Number of the first image, 0 or above, where the images are part of a larger set.
         progress: Show a progress bar on standard error.
 
     Returns:
-        ``[N, C, H, W]`` fp32 latents on the device of ``labels``, not clipped.
+        ``[N, C, H, W]`` fp32 latents on the device of the condition, not clipped.
 
     Raises:
         ConfigError: Unknown scheduler, too many steps, or epsilon prediction from zero terminal SNR.
     """
     solver_of = _solver_factory(objective, scheduler, steps)
-    predict = _guided(model, 1.0 if cfg is None else cfg)
-    parts = []
-    with _bar(progress, -(-len(labels) // batch) * steps) as bar:
-        for start in range(0, len(labels), batch):
-            label = labels[start : start + batch]
-            index = range(first_index + start, first_index + start + len(label))
+    scale = 1.0 if cfg is None else cfg
+    count, device = next((len(value), value.device) for value in condition.values())
+    parts = [torch.empty(0, *shape, device=device)]
+    with _bar(progress, -(-count // batch) * steps) as bar:
+        for start in range(0, count, batch):
+            chosen = {name: value[start : start + batch] for name, value in condition.items()}
+            index = range(first_index + start, first_index + min(start + batch, count))
             generators = [_generator(seed, i) for i in index]
-            parts.append(_solve(predict, solver_of(), label, model.config, generators, bar))
-    config = model.config
-    empty = torch.empty(0, config.channels, config.size, config.size, device=labels.device)
-    return torch.cat(parts) if parts else empty
+            predict = _guided(model, chosen, null, scale)
+            parts.append(_solve(predict, solver_of(), shape, generators, device, bar))
+    return torch.cat(parts)
 
 
 def visited_timesteps(timesteps: int, steps: int) -> list[int]:
@@ -137,7 +139,7 @@ def _solver_factory(objective: DiffusionConfig, name: str, steps: int) -> Callab
     if objective.zero_terminal_snr and name == "dpmsolver++":
         # A level without any signal is infinitely far away for this solver, which counts in log SNR.
         alpha_bar = alpha_bar.clamp(min=_SMALLEST_ALPHA_BAR)
-    return lambda: _Solver(_diffusers_scheduler(name, alpha_bar, _PREDICTION[objective.prediction]), times)
+    return lambda: _Solver(_diffusers_scheduler(name, alpha_bar, _PREDICTION[objective.predicted]), times)
 
 
 def _diffusers_scheduler(name: str, alpha_bar: Tensor, prediction_type: str) -> Any:
@@ -165,33 +167,35 @@ def _diffusers_scheduler(name: str, alpha_bar: Tensor, prediction_type: str) -> 
 
 
 def _solve(
-    predict: Callable[[Tensor, Tensor, Tensor], Tensor],
+    predict: Callable[[Tensor, Tensor], Tensor],
     solver: _Solver,
-    label: Tensor,
-    config: DiTConfig,
+    shape: tuple[int, int, int],
     generators: list[torch.Generator],
+    device: torch.device,
     bar: Any,
 ) -> Tensor:
-    shape = (config.channels, config.size, config.size)
-    latents = torch.stack([torch.randn(shape, generator=g) for g in generators]).to(label.device)
+    latents = torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
     for level in solver.scheduler.timesteps.tolist():
-        time = torch.full_like(label, solver.times[level])
-        prediction = predict(latents, time, label)[:, : config.channels].float()
+        time = torch.full((len(latents),), solver.times[level], device=device)
+        prediction = predict(latents, time)[:, : shape[0]].float()
         step = solver.scheduler.step(prediction, level, latents, generator=generators, return_dict=False)
         latents = cast(Tensor, step[0])
         bar.update()
     return latents
 
 
-def _guided(model: Denoiser, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _guided(model: Denoiser, condition: Condition, null: Condition, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
     """The prediction of ``model`` under classifier-free guidance, over all of its channels."""
     if scale == 1.0:
-        return model
+        return lambda noisy, time: model(noisy, time, **condition)
+    without = {
+        name: null[name].to(value).expand_as(value) if name in null else value for name, value in condition.items()
+    }
+    both = {name: torch.cat([value, without[name]]) for name, value in condition.items()}
 
-    def predict(noisy: Tensor, time: Tensor, label: Tensor) -> Tensor:
-        null = torch.full_like(label, model.config.classes)
-        both = model(torch.cat([noisy, noisy]), torch.cat([time, time]), torch.cat([label, null]))
-        conditional, unconditional = both.float().chunk(2)
+    def predict(noisy: Tensor, time: Tensor) -> Tensor:
+        joined = model(torch.cat([noisy, noisy]), torch.cat([time, time]), **both)
+        conditional, unconditional = joined.float().chunk(2)
         return unconditional + scale * (conditional - unconditional)
 
     return predict

@@ -8,7 +8,9 @@ latents: in bf16 abar of the first steps is exactly 1, so that those steps would
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,3 +98,24 @@ def _cosine(timesteps: int) -> Tensor:
     time = torch.arange(timesteps + 1, dtype=torch.float64) / timesteps
     f = torch.cos((time + 0.008) / 1.008 * (math.pi / 2)) ** 2
     return (1.0 - f[1:] / f[:-1]).clamp(max=LARGEST_BETA)
+
+
+def alpha_bar_of(scheduler: Mapping[str, Any]) -> Tensor:
+    """Running product of 1 - beta that a ``scheduler_config.json`` of diffusers describes.
+
+    Returns:
+        ``[num_train_timesteps]`` float64; empty for a schedule that diffusers itself has and this function has not.
+    """
+    start, end = float(scheduler.get("beta_start", 1e-4)), float(scheduler.get("beta_end", 0.02))
+    steps = int(scheduler.get("num_train_timesteps", 1000))
+    kind = scheduler.get("beta_schedule", "linear")
+    if kind == "linear":
+        table = torch.linspace(start, end, steps, dtype=torch.float64)
+    elif kind == "scaled_linear":
+        table = torch.linspace(math.sqrt(start), math.sqrt(end), steps, dtype=torch.float64) ** 2
+    elif kind == "squaredcos_cap_v2":
+        table = _cosine(steps)
+    else:
+        return torch.empty(0, dtype=torch.float64)
+    table = zero_terminal_snr(table) if scheduler.get("rescale_betas_zero_snr") else table
+    return torch.cumprod(1.0 - table, 0)

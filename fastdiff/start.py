@@ -9,25 +9,24 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from fastdiff import backends, deepspeed_config, resume
+from fastdiff import backends, deepspeed_config, network, resume
 from fastdiff.callbacks import Callback, Callbacks, Checkpointing, Log, NonFiniteGuard, SampleGrid
 from fastdiff.checkpoint import Checkpoints, restore
 from fastdiff.config import RunConfig
-from fastdiff.data import build_batches, loader_name
+from fastdiff.data import build_batches, build_order, loader_name
 from fastdiff.data.batches import Batches
-from fastdiff.data.order import Order
-from fastdiff.data.reader import LatentReader
 from fastdiff.dist import World, attempt
 from fastdiff.ema import Ema
 from fastdiff.engine import Engine
 from fastdiff.errors import ConfigError
 from fastdiff.launch import Launch, as_json, claim, versions, write_run_json
 from fastdiff.metrics import Meters
-from fastdiff.models import build_model, load_model
-from fastdiff.models.dit import DiT, DiTBlock, compile_blocks
+from fastdiff.models import Model
+from fastdiff.objective import Objective
 from fastdiff.progress import Progress
 from fastdiff.saved import Saved
 from fastdiff.state import TrainState
+from fastdiff.training_data import null_condition, open_data
 from fastdiff_kernels import dispatch
 
 
@@ -45,12 +44,22 @@ def build_run(
     Raises:
         FastdiffError: a part does not fit the others, the folder is in use, or the data are damaged.
     """
+    config = _resolve(config, world)
     ds_config = deepspeed_config.resolve(launch.deepspeed, config, world.size)
     loader_name(config.data)  # refuses a missing loader before anything is built
     chosen = _choose_backends(config, ds_config, world)
     stack.enter_context(dispatch.forced(**config.performance.kernel_backends()))
-    reader = stack.enter_context(_open_data(config, world))
-    order = Order(config.seed, reader.shard_sizes, config.data.shuffle_shards)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
+    reader, error = attempt(lambda: open_data(config))
+    world.agree(error)
+    assert reader is not None
+    stack.enter_context(reader)
+    order = build_order(
+        reader.info,
+        seed=config.seed,
+        window_shards=config.data.shuffle_shards,
+        global_batch=config.batch.samples,
+    )
     folder = Path(config.output.folder)
     world.on_first(lambda: _claim(folder, stack))
     facts = {
@@ -62,10 +71,19 @@ def build_run(
     checkpoints = Checkpoints(folder / "checkpoints", config.output.keep, world)
     saved = resume.find(checkpoints, launch, facts, folder)
 
+    # The restored weights before DeepSpeed casts and shards them: so the working copies are those of the masters.
     model = _build_model(config, world, saved)
-    engine = Engine(model, config, ds_config, world, blocks=[DiTBlock])
+    engine = Engine(model, config, ds_config, world, blocks=model.block_classes)
+    objective = Objective(
+        config.objective,
+        seed=config.seed,
+        null=null_condition(config, reader),
+        device=world.device,
+        posterior=reader.info.kind == "posterior",
+        dtype=backends.DTYPES[config.performance.precision],
+    )
     ema, meters = Ema(engine.flats, config.ema.rates), Meters(world)
-    state = TrainState(config, world, engine, ema, meters, reader, order, facts, Progress())
+    state = TrainState(config, world, engine, objective, ema, meters, reader, order, facts, Progress())
     if saved is not None:
         state.progress = restore(saved, state)
     batches = stack.enter_context(_open_batches(state))
@@ -73,37 +91,27 @@ def build_run(
         tqdm.write(_summary(state, batches, chosen))
     device_name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     world.on_first(lambda: write_run_json(folder, config, launch, ds_config, device_name))
-    # The checkpoint before the grid: a failure while drawing must not cost the steps since the last one.
-    callbacks: list[Callback] = [
-        NonFiniteGuard(state),
-        Log(state),
-        Checkpointing(state, checkpoints),
-        SampleGrid(state),
-    ]
+    callbacks = _callbacks(state, checkpoints)
     for callback in callbacks:
         stack.callback(callback.close)
     return state, batches, Callbacks(callbacks)
 
 
-def _open_data(config: RunConfig, world: World) -> LatentReader:
-    """Open the shards on every rank and check that the model is made for them."""
-    if not config.data.path:
-        raise ConfigError("--data.path is missing: the folder that `fastdiff encode` wrote")
-    # One window of shards is read at a time, and two at its border.
-    open_shards = 2 * config.data.shuffle_shards
-    reader, error = attempt(lambda: LatentReader(config.data.path, open_shards=open_shards))
+def _callbacks(state: TrainState, checkpoints: Checkpoints) -> list[Callback]:
+    """The checkpoint before the images: a failure while drawing must not cost the steps since the last one."""
+    found: list[Callback] = [NonFiniteGuard(state), Log(state), Checkpointing(state, checkpoints)]
+    if state.config.model.kind == "dit":
+        found.append(SampleGrid(state))
+    return found
+
+
+def _resolve(config: RunConfig, world: World) -> RunConfig:
+    """Fill in what the pretrained pipeline decides; one rank downloads it, the others find it in the cache."""
+    world.on_first(lambda: network.resolve(config))
+    resolved, error = attempt(lambda: network.resolve(config))
     world.agree(error)
-    assert reader is not None
-    model, shape, classes = config.model, reader.info.latent.shape, reader.info.classes
-    if shape != (model.channels, model.size, model.size):
-        remedy = f"--model.channels {shape[0]} --model.size {shape[1]}" if shape[1] == shape[2] else "square latents"
-        raise ConfigError(
-            f"{config.data.path} holds latents of shape {tuple(shape)}, the model takes "
-            f"{(model.channels, model.size, model.size)}; use {remedy}"
-        )
-    if classes is not None and classes > model.classes:
-        raise ConfigError(f"{config.data.path} has {classes} classes, the model {model.classes}; use --model.classes")
-    return reader
+    assert resolved is not None
+    return resolved
 
 
 def _choose_backends(config: RunConfig, ds_config: deepspeed_config.DsConfig, world: World) -> str:
@@ -118,17 +126,13 @@ def _claim(folder: Path, stack: ExitStack) -> None:
     stack.callback(claim(folder))
 
 
-def _build_model(config: RunConfig, world: World, saved: Saved | None) -> DiT:
-    recompute, attention = config.performance.recompute, config.performance.attention
-    if saved is None:
-        model = build_model(config.model, recompute=recompute, attention=attention, seed=config.seed)
-    else:  # before DeepSpeed casts and shards it: so the working copies are those of the restored master weights
-        try:
-            model = load_model(config.model, saved.weights(), recompute=recompute, attention=attention)
-        except RuntimeError as error:
-            raise ConfigError(f"{saved.folder} holds another model: {error}") from None
+def _build_model(config: RunConfig, world: World, saved: Saved | None) -> Model:
+    try:
+        model = network.build_network(config, None if saved is None else saved.weights())
+    except ConfigError as error:
+        raise error if saved is None else ConfigError(f"{saved.folder}: {error}") from None
     if backends.compiles(config, world.device):
-        compile_blocks(model)
+        model.compile_blocks()
     return model
 
 
@@ -157,6 +161,7 @@ def _open_batches(state: TrainState) -> Batches:
         state.reader,
         state.order,
         config=config.data,
+        seed=config.seed,
         device=world.device,
         start_samples=state.progress.samples,
         rank=world.rank,

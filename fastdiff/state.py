@@ -13,6 +13,7 @@ from fastdiff.dist import World
 from fastdiff.ema import Ema
 from fastdiff.engine import Engine
 from fastdiff.metrics import Meters
+from fastdiff.objective import Objective
 from fastdiff.progress import Progress
 
 
@@ -23,6 +24,7 @@ class TrainState:
     config: RunConfig
     world: World
     engine: Engine
+    objective: Objective
     ema: Ema
     meters: Meters
     reader: LatentReader

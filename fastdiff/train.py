@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from fastdiff import cli, deepspeed_config, dist
-from fastdiff.backends import DTYPES
 from fastdiff.config import RunConfig
 from fastdiff.dist import World
-from fastdiff.errors import FastdiffError
+from fastdiff.errors import FastdiffError, as_storage_error, report
 from fastdiff.launch import Launch
-from fastdiff.objective import Objective
 from fastdiff.progress import Progress
 from fastdiff.quiet import quieten
 from fastdiff.start import build_run
@@ -35,14 +33,7 @@ def train(config: RunConfig, launch: Launch, world: World) -> Progress:
     """
     with ExitStack() as stack:
         state, batches, callbacks = build_run(config, launch, world, stack)
-        engine, ema, meters = state.engine, state.ema, state.meters
-        objective = Objective(
-            config.objective,
-            seed=config.seed,
-            classes=config.model.classes,
-            device=world.device,
-            dtype=DTYPES[config.performance.precision],
-        )
+        engine, objective, ema, meters = state.engine, state.objective, state.ema, state.meters
         accumulation = config.batch.accumulation(world.size)
 
         while state.progress.samples < config.samples:
@@ -51,7 +42,8 @@ def train(config: RunConfig, launch: Launch, world: World) -> Progress:
                 with meters.waiting_for_data():
                     batch = next(batches)
                 corruption = objective.corrupt(batch)
-                prediction = engine(corruption.noisy, corruption.time, corruption.label)
+                corruption = objective.dream(corruption, batch, engine)
+                prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
                 losses = objective.loss(prediction, batch, corruption)
                 engine.backward(losses.mean())
                 meters.add(losses, batch.position)
@@ -75,9 +67,9 @@ def main(argv: Sequence[str]) -> int:
         train(config, launch, dist.start())
         dist.stop()
     except FastdiffError as error:
-        return cli.report(error)
+        return report(error)
     except OSError as error:
-        return cli.report(cli.as_storage_error(error))
+        return report(as_storage_error(error))
     except RuntimeError:
         if dist.size() > 1:
             # Most likely another rank ended and cut the connection. Its message and exit code are the ones to show:

@@ -16,7 +16,8 @@ from fastdiff.config_file import from_mapping
 from fastdiff.data.shards import DatasetInfo
 from fastdiff.data.sources import DIGITS_SOURCE
 from fastdiff.errors import ConfigError, StorageError
-from fastdiff.models import load_model
+from fastdiff.model_config import DiTConfig
+from fastdiff.network import build_network, null_label
 from fastdiff.sampling import SchedulerName, grid_classes, sample
 from fastdiff.saved import Saved, committed, problems
 
@@ -45,7 +46,7 @@ class TrainedRun:
         self.step = int(saved.manifest["progress"]["steps"])
         self.classes: int | None = saved.manifest["classes"]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = load_model(self.config.model, saved.weights(self.ema)).to(device).eval()
+        self.model = build_network(self.config, saved.weights(self.ema)).to(device).eval()
 
     @property
     def description(self) -> str:
@@ -57,11 +58,13 @@ class TrainedRun:
         self, labels: Tensor, *, scheduler: SchedulerName, steps: int, cfg: float, seed: int, progress: bool
     ) -> Tensor:
         """Return ``[N, C, H, W]`` fp32 latents on the CPU, one per label (``[N]`` int64)."""
-        device = next(self.model.parameters()).device
+        device, shape = next(self.model.parameters()).device, self.config.model
         return sample(
             self.model,
             self.config.objective,
-            labels.to(device),
+            {"label": labels.to(device)},
+            shape=(shape.channels, shape.size, shape.size),
+            null={"label": null_label(self.config)},
             scheduler=scheduler,
             steps=steps,
             cfg=cfg,
@@ -88,6 +91,7 @@ class TrainedRun:
         if wrong:
             has = f"classes 0-{known - 1}" if known else "no classes"
             raise ConfigError(f"--classes {wrong}: the model was trained with {has}")
+        assert isinstance(self.config.model, DiTConfig)
         columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.classes)
         labels = columns.repeat(per_class)
         images = self.draw(labels, scheduler=scheduler, steps=steps, cfg=cfg, seed=seed, progress=True)

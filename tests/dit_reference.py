@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastdiff.config import DiTConfig
+from fastdiff.model_config import DiTConfig
 
 
 def reference_position(side: int, hidden: int) -> Tensor:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fastdiff.config import DiffusionConfig, DiTConfig
+from fastdiff.config import DiffusionConfig
+from fastdiff.model_config import DiTConfig
+from fastdiff.sampling import sample
 from fastdiff.schedule import betas
 
 CONFIG = DiTConfig(depth=1, hidden=16, heads=2, patch=2, size=4, channels=2, classes=3)
@@ -21,7 +26,7 @@ class Gaussian:
         self.calls: list[Tensor] = []
         self.times: list[int] = []
 
-    def __call__(self, noisy: Tensor, time: Tensor, label: Tensor, /) -> Tensor:
+    def __call__(self, noisy: Tensor, time: Tensor, /, label: Tensor) -> Tensor:
         assert time.dtype == label.dtype == torch.int64
         self.calls.append(label)
         self.times.append(int(time[0]))
@@ -33,3 +38,9 @@ class Gaussian:
         # Without x0 in it, so that it stays exact where there is almost no noise.
         epsilon = sigma * (noisy - alpha * mean) / (alpha_bar * self.spread**2 + sigma**2)
         return {"x0": x0, "epsilon": epsilon, "v": alpha * epsilon - sigma * x0}[self.objective.prediction]
+
+
+def draw(model: Callable[..., Tensor], objective: DiffusionConfig, labels: Tensor, **options: Any) -> Tensor:
+    """``[N, 2, 4, 4]`` images of classes, one per label; the null class is the last."""
+    shape, null = (CONFIG.channels, CONFIG.size, CONFIG.size), {"label": torch.tensor(CONFIG.classes)}
+    return sample(model, objective, {"label": labels}, shape=shape, null=null, **options)

@@ -7,17 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastdiff.config import (
-    BatchConfig,
-    DataConfig,
-    DiTConfig,
-    EmaConfig,
-    OptimConfig,
-    OutputConfig,
-    RunConfig,
-)
+from fastdiff.config import BatchConfig, DataConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
 from fastdiff.dist import World
 from fastdiff.launch import Launch, as_json
+from fastdiff.model_config import DiTConfig
 from fastdiff.presets import preset
 from fastdiff.resume import flatten
 from fastdiff.saved import Saved, committed, problems

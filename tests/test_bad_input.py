@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from fastdiff import cli
 from fastdiff.config import RunConfig
 from fastdiff.data.encode import pixels_template, write
 from fastdiff.data.integrity import load_index
@@ -23,7 +22,7 @@ from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import Provenance
 from fastdiff.data.sources import digits as real_digits
 from fastdiff.dist import World
-from fastdiff.errors import ConfigError, DataError, DivergedError, FastdiffError, StorageError
+from fastdiff.errors import ConfigError, DataError, DivergedError, FastdiffError, StorageError, report
 from fastdiff.train import main, train
 from tests.processes import deepspeed, fastdiff
 from tests.runs import flags, hexes, intact, launch, losses, records, tiny, train_losses
@@ -400,4 +399,4 @@ def test_no_intact_checkpoint_is_an_error_and_not_a_new_start(world: World, trai
 def test_every_error_class_has_its_own_exit_code() -> None:
     codes = {e: e.exit_code for e in (ConfigError, DataError, DivergedError, StorageError)}
     assert codes == {ConfigError: 2, DataError: 65, DivergedError: 70, StorageError: 74}
-    assert cli.report(FastdiffError("x")) == 70
+    assert report(FastdiffError("x")) == 70

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastdiff.cli import main
+from fastdiff.commands import main
 from fastdiff.dist import World
 from fastdiff.doctor import examine
 from fastdiff.saved import committed

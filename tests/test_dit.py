@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from bench.accuracy import assert_no_worse
-from fastdiff.config import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
 from fastdiff.errors import ConfigError
+from fastdiff.model_config import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
 from fastdiff.models import build_model, load_model
 from fastdiff.models.dit import DiT, DiTBlock, compile_blocks
 from fastdiff.models.embeddings import position_table, timestep_sinusoids

@@ -4,14 +4,13 @@ import itertools
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import fastdiff.data
-from fastdiff.config import DataConfig, DiTConfig
+from fastdiff.config import DataConfig
 from fastdiff.data import build_batches
 from fastdiff.data.index import ShardIndex
 from fastdiff.data.order import Order
@@ -19,8 +18,9 @@ from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.writer import ShardWriter
 from fastdiff.errors import ConfigError, DataError
+from fastdiff.model_config import DiTConfig
 from fastdiff.presets import preset
-from fastdiff.start import _open_data
+from fastdiff.training_data import open_data
 
 LOADERS = ("dali", "prefetch")
 SHIFT, SCALE = (0.25, -1.0), (2.0, 0.18215)
@@ -66,6 +66,7 @@ def batches(reader, order, loader, *, device=CPU, start=0, rank=0, ranks=1, micr
         reader,
         order,
         config=DataConfig(loader=loader, prefetch=prefetch),
+        seed=5,
         device=device,
         start_samples=start,
         rank=rank,
@@ -92,11 +93,11 @@ def test_batches_are_the_normalised_samples_at_their_positions(latents, loader, 
         scale = np.array(SCALE, np.float32)[:, None, None]
         expected = (values[ids].astype(np.float32) - shift) * scale
         assert batch.latents.dtype == torch.float32
-        assert {part.device.type for part in (batch.latents, batch.position, batch.label)} == {device.type}
+        assert {part.device.type for part in (batch.latents, batch.position, batch.condition["label"])} == {device.type}
         assert np.array_equal(batch.latents.cpu().numpy(), expected)
-        assert batch.position.dtype == batch.label.dtype == torch.int64
+        assert batch.position.dtype == batch.condition["label"].dtype == torch.int64
         assert batch.position.tolist() == positions.tolist()
-        assert batch.label.tolist() == (ids % 11).tolist()
+        assert batch.condition["label"].tolist() == (ids % 11).tolist()
 
 
 @pytest.mark.parametrize("where", [{}, {"start": 24}, {"rank": 1, "ranks": 2, "micro": 3, "start": 36}])
@@ -106,7 +107,7 @@ def test_dali_and_prefetch_give_identical_batches(latents, where, device):
     for dali, plain in zip(*taken, strict=True):
         assert torch.equal(dali.latents, plain.latents)
         assert torch.equal(dali.position, plain.position)
-        assert torch.equal(dali.label, plain.label)
+        assert torch.equal(dali.condition["label"], plain.condition["label"])
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -134,7 +135,7 @@ def test_unconditional_data_has_no_label(tmp_path, loader, dtype, device):
     encode(tmp_path, classes=None, dtype=dtype)
     with LatentReader(tmp_path) as reader:
         [batch] = take(1, reader, Order(0, reader.shard_sizes, 1), loader, device=device)
-    assert batch.label is None
+    assert batch.condition == {}
     assert batch.latents.shape == (6, 2, 4, 4)
 
 
@@ -161,7 +162,7 @@ def test_batches_stay_as_they_are(latents, loader, device):
     reader, order, _ = latents
     with batches(reader, order, loader, device=device) as stream:
         first = next(stream)
-        tensors = (first.latents, first.position, first.label)
+        tensors = (first.latents, first.position, first.condition["label"])
         copies = [tensor.clone() for tensor in tensors]
         list(itertools.islice(stream, 20))
         assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
@@ -173,7 +174,7 @@ def test_reading_ahead_is_bounded(latents, loader, prefetch, monkeypatch, device
     reader, order, _ = latents
     reads = []
     read = reader.read
-    monkeypatch.setattr(reader, "read", lambda *args: reads.append(1) or read(*args))
+    monkeypatch.setattr(reader, "read", lambda *args, **choice: reads.append(1) or read(*args, **choice))
     with batches(reader, order, loader, prefetch=prefetch, device=device) as stream:
         list(itertools.islice(stream, 10))
         until = time.monotonic() + 20
@@ -242,7 +243,7 @@ def test_a_run_keeps_two_windows_of_shards_open(tmp_path):
     encode(tmp_path, classes=11)
     model = DiTConfig(depth=1, hidden=32, heads=2, patch=2, channels=2, size=4, classes=11)
     config = replace(preset("digits"), model=model, data=DataConfig(path=str(tmp_path), shuffle_shards=70))
-    with _open_data(config, SimpleNamespace(agree=lambda error: None)) as reader:
+    with open_data(config) as reader:
         assert reader.open_shards == 140
 
 
@@ -250,7 +251,7 @@ def test_a_thread_that_hangs_is_left_with_a_warning(latents, monkeypatch):
     reader, order, _ = latents
     monkeypatch.setattr("fastdiff.data.batches._JOIN_SECONDS", 0.05)
     stream, reading, hanging = batches(reader, order, "prefetch"), threading.Event(), threading.Event()
-    monkeypatch.setattr(reader, "read", lambda *_: (reading.set(), hanging.wait(60)))
+    monkeypatch.setattr(reader, "read", lambda *_, **__: (reading.set(), hanging.wait(60)))
     stream._thread.start()
     reading.wait(60)
     try:
@@ -273,9 +274,9 @@ def test_memory_of_a_dropped_batch_is_not_used_again_before_its_consumer_is_done
         for batch in itertools.islice(stream, len(expected)):
             # The GPU reads this batch long after the host has dropped it and the thread has made the next ones.
             torch.cuda._sleep(20_000_000)
-            results.append((batch.latents.clone(), batch.position.clone(), batch.label.clone()))
+            results.append((batch.latents.clone(), batch.position.clone(), batch.condition["label"].clone()))
             del batch
     consumer.synchronize()
     for found, batch in zip(results, expected, strict=True):
-        for tensor, wanted in zip(found, (batch.latents, batch.position, batch.label), strict=True):
+        for tensor, wanted in zip(found, (batch.latents, batch.position, batch.condition["label"]), strict=True):
             assert torch.equal(tensor.cpu(), wanted)

@@ -8,9 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff.batch import Batch
-from fastdiff.config import DiffusionConfig, DiTConfig
+from fastdiff.config import DiffusionConfig
 from fastdiff.errors import ConfigError
 from fastdiff.metrics import Meters
+from fastdiff.model_config import DiTConfig
 from fastdiff.models.dit import DiT
 from fastdiff.objective import Objective, weighting
 from fastdiff.randomness import Stream, normal
@@ -21,20 +22,32 @@ from tests.timesteps import uniform_timesteps
 
 PREDICTIONS = ("epsilon", "v", "x0")
 CLASSES = 10
+NULL = {"label": torch.tensor(CLASSES)}
 EPS = 2.0**-24
 """Rounding error of fp32."""
 
 
-def _objective(seed=0, device="cpu", **values):
-    return Objective(DiffusionConfig(**values), seed=seed, classes=CLASSES, device=device)
+def _objective(seed=0, device="cpu", posterior=False, **values):
+    return Objective(DiffusionConfig(**values), seed=seed, null=NULL, device=device, posterior=posterior)
 
 
-def _batch(size=16, dtype=torch.float32, position=None):
+def _batch(size=16, dtype=torch.float32, position=None, posterior=False):
     generator = torch.Generator().manual_seed(size)
     position = torch.arange(100, 100 + size) if position is None else position
     size = len(position)
-    latents = torch.randn(size, 4, 8, 8, generator=generator).to(dtype)
-    return Batch(latents, position, torch.randint(CLASSES, (size,), generator=generator))
+    latents = torch.randn(size, 4, 8, 8, generator=generator)
+    if posterior:
+        latents = torch.cat([latents, 0.5 * torch.rand(size, 4, 8, 8, generator=generator)], dim=1)
+    return Batch(latents.to(dtype), position, {"label": torch.randint(CLASSES, (size,), generator=generator)})
+
+
+def _on(batch, device):
+    condition = {name: value.to(device) for name, value in batch.condition.items()}
+    return Batch(batch.latents.to(device), batch.position.to(device), condition)
+
+
+def _rows(batch, rows):
+    return Batch(batch.latents[rows], batch.position[rows], {n: v[rows] for n, v in batch.condition.items()})
 
 
 def _exact(config, time):
@@ -43,9 +56,19 @@ def _exact(config, time):
     return abar.sqrt(), (1 - abar).sqrt()
 
 
+def _clean(objective, batch):
+    """x0 in fp64, and a bound of the error that a fp32 sample of the posterior has."""
+    clean = batch.latents.double()
+    if not objective.posterior:
+        return clean, torch.zeros_like(clean)
+    mean, std = clean.chunk(2, dim=1)
+    spread = std * normal(objective.seed, Stream.POSTERIOR, batch.position, mean.shape[1:]).double()
+    return mean + spread, 2.01 * EPS * (mean.abs() + spread.abs())
+
+
 def _noise(objective, batch):
     """Noise of the target, in fp64."""
-    shape = batch.latents.shape[1:]
+    shape = _clean(objective, batch)[0].shape[1:]
     offset = normal(objective.seed, Stream.OFFSET, batch.position, (shape[0], 1, 1)).double()
     noise = normal(objective.seed, Stream.NOISE, batch.position, shape).double()
     return noise + objective.config.noise_offset * offset
@@ -53,7 +76,7 @@ def _noise(objective, batch):
 
 def _exact_target(objective, batch, corruption):
     alpha, sigma = _exact(objective.config, corruption.time)
-    clean, noise = batch.latents.double(), _noise(objective, batch)
+    (clean, _), noise = _clean(objective, batch), _noise(objective, batch)
     return {"epsilon": noise, "v": alpha * noise - sigma * clean, "x0": clean}[objective.config.prediction]
 
 
@@ -74,14 +97,17 @@ def test_sigma_at_time_zero_is_positive_for_bf16_latents():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("zero_terminal", [False, True])
-def test_noisy_latents_are_within_rounding_of_fp64(dtype, zero_terminal):
-    objective = _objective(zero_terminal_snr=zero_terminal, schedule="scaled_linear")
-    batch = _batch(256, dtype)
+@pytest.mark.parametrize("posterior", [False, True])
+def test_noisy_latents_are_within_rounding_of_fp64(dtype, zero_terminal, posterior):
+    objective = _objective(zero_terminal_snr=zero_terminal, schedule="scaled_linear", posterior=posterior)
+    batch = _batch(256, dtype, posterior=posterior)
     corruption = objective.corrupt(batch)
     alpha, sigma = _exact(objective.config, corruption.time)
-    clean, added = alpha * batch.latents.double(), sigma * _noise(objective, batch)
+    exact, of_sample = _clean(objective, batch)
+    clean, added = alpha * exact, sigma * _noise(objective, batch)
     # A factor, its product and the sum are rounded: 3 roundings of each term.
-    bound = 3.01 * EPS * (clean.abs() + added.abs())
+    bound = 3.01 * EPS * (clean.abs() + added.abs()) + 1.01 * alpha * of_sample
+    assert corruption.noisy.shape == (256, 4, 8, 8)
     assert ((corruption.noisy.double() - clean - added).abs() <= bound).all()
 
 
@@ -92,22 +118,20 @@ def test_the_time_comes_from_its_stream():
 
 def test_noisy_latents_of_another_dtype_are_the_same_ones_rounded():
     batch, config = _batch(), DiffusionConfig(noise_offset=0.1)
-    objective = Objective(config, seed=0, classes=CLASSES, device="cpu", dtype=torch.bfloat16)
+    objective = Objective(config, seed=0, null=NULL, device="cpu", dtype=torch.bfloat16)
     noisy = objective.corrupt(batch).noisy
     assert noisy.dtype == torch.bfloat16
     assert torch.equal(noisy, _objective(noise_offset=0.1).corrupt(batch).noisy.bfloat16())
 
 
 def test_a_corruption_does_not_depend_on_the_split_of_the_batch():
-    objective = _objective(noise_offset=0.1, input_perturbation=0.1, label_dropout=0.5)
+    objective = _objective(noise_offset=0.1, input_perturbation=0.1, condition_dropout=0.5)
     whole = _batch()
     expected = objective.corrupt(whole)
-    parts = [
-        objective.corrupt(Batch(whole.latents[rows], whole.position[rows], whole.label[rows]))
-        for rows in (slice(0, 5), slice(5, 6), slice(6, 16))
-    ]
-    for name in ("noisy", "time", "label"):
+    parts = [objective.corrupt(_rows(whole, rows)) for rows in (slice(0, 5), slice(5, 6), slice(6, 16))]
+    for name in ("noisy", "time"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(expected, name))
+    assert torch.equal(torch.cat([part.condition["label"] for part in parts]), expected.condition["label"])
 
 
 def test_noise_offset_is_one_constant_per_sample_and_channel():
@@ -130,29 +154,32 @@ def test_input_perturbation_is_added_to_the_noise():
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("zero_terminal", [False, True])
-def test_a_perfect_prediction_has_no_loss(prediction, zero_terminal):
-    """The target has the noise offset, and not the input perturbation."""
+@pytest.mark.parametrize("posterior", [False, True])
+def test_a_perfect_prediction_has_no_loss(prediction, zero_terminal, posterior):
+    """The target has the noise offset and the sample of the posterior, and not the input perturbation."""
     objective = _objective(
-        prediction=prediction, zero_terminal_snr=zero_terminal, input_perturbation=0.1, noise_offset=0.125
-    )
-    batch = _batch(64)
+        prediction=prediction, zero_terminal_snr=zero_terminal, input_perturbation=0.1, noise_offset=0.125,
+        posterior=posterior,
+    )  # fmt: skip
+    batch = _batch(64, posterior=posterior)
     corruption = objective.corrupt(batch)
     perfect = _exact_target(objective, batch, corruption).float()
     losses = objective.loss(perfect, batch, corruption)
     assert losses.shape == (64,)
     assert losses.dtype == torch.float32
-    # The target of x0 is not computed; the others are, with a few roundings of numbers below 8.
-    assert losses.max() <= (0.0 if prediction == "x0" else (4 * 8 * EPS) ** 2)
+    # The target of x0 is not computed unless it is sampled; the others are, with few roundings of numbers below 8.
+    assert losses.max() <= (0.0 if prediction == "x0" and not posterior else (4 * 8 * EPS) ** 2)
 
 
 @pytest.mark.parametrize("zero_terminal", [False, True])
 @pytest.mark.parametrize("gamma", [None, 5.0])
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_the_loss_and_its_gradient_agree_with_fp64(prediction, gamma, zero_terminal):
-    objective = _objective(prediction=prediction, min_snr_gamma=gamma, zero_terminal_snr=zero_terminal)
-    batch = _batch(32)
+@pytest.mark.parametrize("posterior", [False, True])
+def test_the_loss_and_its_gradient_agree_with_fp64(prediction, gamma, zero_terminal, posterior):
+    options = {"prediction": prediction, "min_snr_gamma": gamma, "zero_terminal_snr": zero_terminal}
+    objective, batch = _objective(posterior=posterior, **options), _batch(32, posterior=posterior)
     corruption = replace(objective.corrupt(batch), time=torch.linspace(0, 999, 32).long())
-    guess = torch.randn(batch.latents.shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    guess = torch.randn(corruption.noisy.shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
     losses = objective.loss(guess, batch, corruption)
     (gradient,) = torch.autograd.grad(losses.sum(), guess)
     snr = Schedule.build(objective.config, "cpu", torch.float64).snr
@@ -170,8 +197,7 @@ def test_a_training_step_with_kernels_equals_that_of_the_references(prediction):
     objective = _objective(
         device=device, prediction=prediction, weighting="soft_min_snr", noise_offset=0.1, input_perturbation=0.1
     )
-    host = _batch(2)
-    batch = Batch(host.latents.to(device), host.position.to(device), host.label.to(device))
+    batch = _on(_batch(2), device)
     torch.manual_seed(0)
     model = DiT(DiTConfig(depth=1, hidden=16, heads=2, patch=2, size=8, channels=4, classes=CLASSES)).to(device)
     for parameter in model.parameters():  # the layers that start at zero, too
@@ -180,7 +206,7 @@ def test_a_training_step_with_kernels_equals_that_of_the_references(prediction):
     for backend in ("triton", "reference"):
         with dispatch.forced(noising=backend, loss=backend, philox=backend):
             corruption = objective.corrupt(batch)
-            prediction = model(corruption.noisy, corruption.time, corruption.label)
+            prediction = model(corruption.noisy, corruption.time, **corruption.condition)
             losses[backend] = objective.loss(prediction, batch, corruption)
         gradients[backend] = torch.autograd.grad(losses[backend].mean(), model.parameters())
     torch.testing.assert_close(losses["triton"], losses["reference"], rtol=4 * EPS, atol=0)
@@ -208,8 +234,9 @@ def test_a_bf16_prediction_is_compared_in_fp32():
     assert torch.equal(losses, objective.loss(guess.float(), batch, corruption))
 
 
-def test_a_prediction_of_another_shape_is_refused():
-    objective, batch = _objective(), _batch()
+@pytest.mark.parametrize("posterior", [False, True])
+def test_a_prediction_of_another_shape_is_refused(posterior):
+    objective, batch = _objective(posterior=posterior), _batch(posterior=posterior)
     corruption = objective.corrupt(batch)
     for shape in ((16, 4, 4, 8), (16, 3, 8, 8), (1, 4, 8, 8)):
         with pytest.raises(ValueError, match=r"has shape .* expected \(16, 4, 8, 8\) or twice the channels"):
@@ -220,32 +247,6 @@ def test_a_seed_out_of_range_is_refused():
     for seed in (-1, 2**64):
         with pytest.raises(ConfigError, match=f"--seed {seed}: expected 0 or above"):
             _objective(seed=seed)
-
-
-def test_the_share_of_dropped_labels_and_its_independence_of_the_split():
-    size = 20_000
-    batch = Batch(torch.zeros(size, 1, 1, 1), torch.arange(size), torch.arange(size) % CLASSES)
-    objective = _objective(label_dropout=0.1)
-    corruption = objective.corrupt(batch)
-    dropped = corruption.label == CLASSES
-    spread = 4 * (0.1 * 0.9 / size) ** 0.5
-    assert abs(dropped.double().mean() - 0.1) < spread
-    assert torch.equal(corruption.label[~dropped], batch.label[~dropped])
-    # The drop knows nothing of the timestep.
-    early = dropped[corruption.time < 500].double().mean()
-    assert abs(early - 0.1) < spread * 2**0.5
-    parts = [
-        objective.corrupt(Batch(batch.latents[rows], batch.position[rows], batch.label[rows])).label
-        for rows in (slice(0, 7), slice(7, None))
-    ]
-    assert torch.equal(torch.cat(parts), corruption.label)
-
-
-def test_label_drop_at_its_ends_and_without_labels():
-    batch = _batch()
-    assert torch.equal(_objective(label_dropout=0.0).corrupt(batch).label, batch.label)
-    assert (_objective(label_dropout=1.0).corrupt(batch).label == CLASSES).all()
-    assert _objective().corrupt(replace(batch, label=None)).label is None
 
 
 class _NoSync(TorchDispatchMode):
@@ -260,13 +261,29 @@ class _NoSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_neither_corrupt_nor_loss_waits_for_the_device(prediction, monkeypatch):
+def _step(objective, batch, guess):
+    """What the loop does besides model and optimizer."""
+    corruption = objective.dream(objective.corrupt(batch), batch, lambda noisy, time, label: guess)
+    return objective.loss(guess, batch, corruption)
+
+
+EVERYTHING = [
+    ("epsilon", {"posterior": False, "dream": True, "dream_detail_preservation": 10.0}),
+    ("epsilon", {"posterior": True, "dream": True}),
+    ("v", {"posterior": True}),
+    ("x0", {"posterior": False}),
+]
+
+
+@pytest.mark.parametrize(("prediction", "options"), EVERYTHING)
+def test_no_part_of_the_objective_waits_for_the_device(prediction, options, monkeypatch):
     """On a CPU, so only what the torch reference of each op does; the kernels' launches are seen on a GPU, below."""
     objective = _objective(
-        prediction=prediction, noise_offset=0.1, input_perturbation=0.1, min_snr_gamma=5.0, label_dropout=0.5
-    )
-    batch, guess = _batch(dtype=torch.bfloat16), torch.zeros(16, 8, 8, 8, dtype=torch.bfloat16)
+        prediction=prediction, noise_offset=0.1, input_perturbation=0.1, min_snr_gamma=5.0, condition_dropout=0.5,
+        **options,
+    )  # fmt: skip
+    batch = _batch(dtype=torch.bfloat16, posterior=options["posterior"])
+    guess = torch.zeros(16, 8, 8, 8, dtype=torch.bfloat16)
     calls = []
     names = ("item", "cpu", "tolist", "numpy", "cuda", "__bool__", "__int__", "__float__", "__index__")
     for name in names:
@@ -275,7 +292,7 @@ def test_neither_corrupt_nor_loss_waits_for_the_device(prediction, monkeypatch):
             torch.Tensor, name, lambda *a, _of=original, _as=name, **k: (calls.append(_as), _of(*a, **k))[1]
         )
     with _NoSync():
-        losses = objective.loss(guess, batch, objective.corrupt(batch))
+        losses = _step(objective, batch, guess)
     assert calls == []
     # The counters and the mode work: otherwise the lines above prove nothing.
     assert losses.sum().item() > 0
@@ -285,20 +302,20 @@ def test_neither_corrupt_nor_loss_waits_for_the_device(prediction, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_no_step_on_a_gpu_waits_for_it(prediction):
+@pytest.mark.parametrize(("prediction", "options"), EVERYTHING)
+def test_no_step_on_a_gpu_waits_for_it(prediction, options):
     """CUDA itself reports every synchronising call, in the kernels as well."""
     device = torch.device("cuda", torch.cuda.current_device())
     objective = _objective(
         device=device, prediction=prediction, noise_offset=0.1, input_perturbation=0.1, min_snr_gamma=5.0,
-        label_dropout=0.5,
+        condition_dropout=0.5, **options,
     )  # fmt: skip
-    host, meters = _batch(dtype=torch.bfloat16), Meters(SimpleNamespace(device=device))
-    batch = Batch(host.latents.to(device), host.position.to(device), host.label.to(device))
+    batch = _on(_batch(dtype=torch.bfloat16, posterior=options["posterior"]), device)
     guess = torch.zeros(16, 8, 8, 8, dtype=torch.bfloat16, device=device)
+    meters = Meters(SimpleNamespace(device=device))
 
     def step():
-        losses = objective.loss(guess, batch, objective.corrupt(batch))
+        losses = _step(objective, batch, guess)
         meters.add(losses, batch.position)
         return losses
 

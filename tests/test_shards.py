@@ -312,11 +312,11 @@ def test_a_killed_encode_leaves_nothing_that_counts(tmp_path):
     code = "import sys, fastdiff.data.encode as e; e.encode_synthetic(sys.argv[1], (4, 32, 32), 10**6)"
     process = subprocess.Popen([sys.executable, "-c", code, str(out)], env=os.environ | {"PYTHONPATH": os.getcwd()})
     until = time.monotonic() + 60
-    while not list(out.glob("*.tar.tmp")) and process.poll() is None and time.monotonic() < until:
+    while not list(out.glob("*.tar.*.tmp")) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert list(out.glob("*.tar.tmp"))
+    assert list(out.glob("*.tar.*.tmp"))
     with pytest.raises(DataError, match=r"fastdiff encode"):
         LatentReader(out)
     write(out, 3)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import fastdiff
-from fastdiff.config import dit_config
 from fastdiff.dist import World
 from fastdiff.flops import forward_flops, peak_flops, training_flops
+from fastdiff.model_config import dit_config
 from fastdiff.train import train
 from tests.runs import launch, records, tiny
 

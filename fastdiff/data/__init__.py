@@ -1,7 +1,8 @@
 """Latents from shards on disk to batches on the training device.
 
-``shards``, ``index`` and ``writer`` are the format, ``reader`` reads samples by number, ``order`` says which
-number comes when, and ``build_batches`` puts the two together behind DALI or a plain prefetching thread.
+``shards``, ``index``, ``components``, ``tar`` and ``writer`` are the format, ``reader`` reads samples by number,
+``order`` and ``bucket_order`` say which number comes when, and ``build_batches`` puts the two together behind DALI or a
+plain prefetching thread.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from fastdiff.config import DataConfig
-from fastdiff.data.order import Order, RankPositions
+from fastdiff.data.bucket_order import BucketOrder
+from fastdiff.data.order import Order, RankPositions, SampleOrder
 from fastdiff.data.reader import LatentReader
+from fastdiff.data.shards import DatasetInfo
 from fastdiff.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,11 +47,30 @@ def loader_name(config: DataConfig) -> str:
     return config.loader
 
 
+def build_order(info: DatasetInfo, *, seed: int, window_shards: int, global_batch: int) -> SampleOrder:
+    """The order of a data set.
+
+    Args:
+        info: The data set.
+        seed: Seed of the run.
+        window_shards: Shards, of one bucket, that are mixed with each other.
+        global_batch: Samples per optimizer step; it matters only if there are several buckets.
+
+    Raises:
+        ConfigError: A bucket has fewer samples than a batch, or ``window_shards`` is below 1.
+    """
+    sizes, buckets = [shard.samples for shard in info.shards], [shard.bucket for shard in info.shards]
+    if len(set(buckets)) == 1:
+        return Order(seed, sizes, window_shards)
+    return BucketOrder(seed, sizes, buckets, window_shards, global_batch, info.buckets)
+
+
 def build_batches(
     reader: LatentReader,
-    order: Order,
+    order: SampleOrder,
     *,
     config: DataConfig,
+    seed: int,
     device: torch.device,
     start_samples: int,
     rank: int,
@@ -62,8 +84,9 @@ def build_batches(
 
     Args:
         reader: Stays open and belongs to the caller; it should keep two windows of ``order`` open.
-        order: Made from ``reader.shard_sizes``.
-        config: Its ``loader`` and ``prefetch`` count here.
+        order: Made from ``reader.info`` (``build_order``).
+        config: Its ``loader``, ``prefetch`` and ``random_flip`` count here.
+        seed: Seed of the run, for the choice of flips and captions.
         device: Where the batches shall be.
         start_samples: Samples of the run that are behind us, a multiple of ``global_batch``.
         rank: This rank.
@@ -72,13 +95,18 @@ def build_batches(
         global_batch: Samples per optimizer step over all ranks.
 
     Raises:
-        ConfigError: DALI is asked for and not installed, or the batch does not divide.
+        ConfigError: DALI is asked for and not installed, the batch does not divide, or there are no flipped latents.
     """
     own = RankPositions(start_samples=start_samples, rank=rank, ranks=ranks, micro=micro, global_batch=global_batch)
+    if config.random_flip and not reader.info.flipped:
+        raise ConfigError(
+            f"--data.random_flip: {reader.folder} holds no flipped latents; encode with --flip, or leave it out"
+        )
+    loader: type[Batches]
     if loader_name(config) == "prefetch":
-        from fastdiff.data.prefetch import PrefetchBatches
-
-        return PrefetchBatches(reader, order, own, device=device, prefetch=config.prefetch)
-    from fastdiff.data.dali import DaliBatches
-
-    return DaliBatches(reader, order, own, device=device, prefetch=config.prefetch)
+        from fastdiff.data.prefetch import PrefetchBatches as loader
+    else:
+        from fastdiff.data.dali import DaliBatches as loader
+    return loader(
+        reader, order, own, seed=seed, random_flip=config.random_flip, device=device, prefetch=config.prefetch
+    )

@@ -13,12 +13,17 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import ClassVar, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.data.order import Int64, Order, RankPositions
+from fastdiff.data.order import Int64, RankPositions, SampleOrder
 from fastdiff.data.reader import Arrays, LatentReader
+from fastdiff.data.shards import LATENT
+from fastdiff.randomness import Stream
+from fastdiff_kernels import philox
 
 Tensors = dict[str, Tensor]
 
@@ -28,14 +33,17 @@ _JOIN_SECONDS = 10.0
 class Batches(ABC):
     """Endless iterator of ``Batch``; close it, or use it as a context manager, to end its thread.
 
-    ``latents`` are fp32 ``(stored - shift) * scale``, ``position`` is ``[B]`` int64, ``label`` ``[B]`` int64
-    or None. An error of the thread (DataError, StorageError) is raised by ``next``, at the micro-batch that
-    it belongs to.
+    ``latents`` are fp32 ``(stored - shift) * scale``, ``position`` is ``[B]`` int64; ``condition`` has the other
+    columns as they are stored and the ``label`` ``[B]`` int64, as far as there are any. Which variant of a sample is taken,
+    flipped or not, and which caption, is a function of the seed and the position. An error of the thread (DataError,
+    StorageError) is raised by ``next``, at the micro-batch that it belongs to.
 
     Args:
         reader: Where samples come from.
         order: Which sample stands at which position.
         own: The positions of this rank.
+        seed: Seed of the run.
+        random_flip: Take the flipped latent of half of the samples.
         device: Where the batches shall be.
         prefetch: Micro-batches that are ready, or being made, before they are asked for.
     """
@@ -45,13 +53,16 @@ class Batches(ABC):
     def __init__(
         self,
         reader: LatentReader,
-        order: Order,
+        order: SampleOrder,
         own: RankPositions,
         *,
+        seed: int,
+        random_flip: bool,
         device: torch.device,
         prefetch: int,
     ) -> None:
         self.reader, self.order, self.own = reader, order, own
+        self.seed, self.random_flip = seed, random_flip
         self.device, self.on_cuda = device, device.type == "cuda"
         # The thread takes a slot before it makes a batch and the consumer gives it back: no polling, bounded
         # memory.
@@ -63,7 +74,7 @@ class Batches(ABC):
 
     @abstractmethod
     def load(self, index: int) -> Tensors:
-        """Micro-batch number ``index`` on the device: stored ``latent``, ``position``, and ``label`` if any.
+        """Micro-batch number ``index`` on the device: ``position``, and the arrays of the reader as they are stored.
 
         Called by the thread only, with 0, 1, 2, ... The tensors are the caller's to keep.
         """
@@ -88,9 +99,8 @@ class Batches(ABC):
         self._slots.release()
         if self.on_cuda:
             # Made on another stream: their memory may be used again only when this stream is done with it.
-            for tensor in (item.latents, item.position, item.label):
-                if tensor is not None:
-                    tensor.record_stream(torch.cuda.current_stream(self.device))
+            for tensor in (item.latents, item.position, *item.condition.values()):
+                tensor.record_stream(torch.cuda.current_stream(self.device))
         return item
 
     def close(self) -> None:
@@ -121,9 +131,22 @@ class Batches(ABC):
         """Positions ``[B]`` int64 of micro-batch number ``index``."""
         return self.own[index]
 
-    def read(self, positions: Int64, out: Arrays | None = None) -> Arrays:
-        """Stored arrays of the samples at these positions, checked."""
-        return self.reader.read(self.order.samples(positions), out)
+    def read(self, positions: Int64, ids: Int64, out: Arrays | None = None) -> Arrays:
+        """Stored arrays of the samples ``ids`` that stand at these positions, checked."""
+        return self.reader.read(ids, out, choice=self._choice(positions))
+
+    def _choice(self, positions: Int64) -> Arrays:
+        """Which variant of each sample is taken, see ``LatentReader.read``."""
+        position, chosen = torch.from_numpy(positions), {}
+        if self.random_flip:
+            chosen["latent"] = (self._uniform(Stream.FLIP, position) < 0.5).astype(np.int64)
+        if self.reader.info.captions > 1:
+            chosen["caption"] = self._uniform(Stream.CAPTION, position)
+        return chosen
+
+    def _uniform(self, stream: Stream, position: Tensor) -> npt.NDArray[np.float32]:
+        # On the CPU whatever the run forces for its device; the numbers are the same.
+        return philox.uniform(self.seed, int(stream), position, 1, backend="reference")[:, 0].numpy()
 
     def _run(self) -> None:
         try:
@@ -157,5 +180,5 @@ class Batches(ABC):
 
 
 def _normalised(stored: Tensors, shift: Tensor, scale: Tensor) -> Batch:
-    latents = (stored["latent"].float() - shift) * scale
-    return Batch(latents=latents, position=stored["position"], label=stored.get("label"))
+    latents = (stored.pop(LATENT).float() - shift) * scale
+    return Batch(latents=latents, position=stored.pop("position"), condition=stored)

@@ -15,7 +15,7 @@ from nvidia.dali import Pipeline, fn, types
 from torch.utils.dlpack import from_dlpack
 
 from fastdiff.data.batches import Batches, Tensors
-from fastdiff.data.order import Order, RankPositions
+from fastdiff.data.order import RankPositions, SampleOrder
 from fastdiff.data.reader import LatentReader
 
 _TYPES = {"float16": types.FLOAT16, "float32": types.FLOAT, "int64": types.INT64}
@@ -33,16 +33,18 @@ class DaliBatches(Batches):
     def __init__(
         self,
         reader: LatentReader,
-        order: Order,
+        order: SampleOrder,
         own: RankPositions,
         *,
+        seed: int,
+        random_flip: bool,
         device: torch.device,
         prefetch: int,
     ) -> None:
         # A pipeline of depth d holds d - 1 micro-batches when run returns; the thread's slots are the rest.
         self._depth = min(2, prefetch)
         slots = prefetch - self._depth + 1
-        super().__init__(reader, order, own, device=device, prefetch=slots)
+        super().__init__(reader, order, own, seed=seed, random_flip=random_flip, device=device, prefetch=slots)
         self._columns = ["position", *reader.empty(0)]
         self._source_failure: tuple[int, BaseException] | None = None
         self._pipeline: Any = None
@@ -96,7 +98,7 @@ class DaliBatches(Batches):
         positions = self.positions(index)
         if self._source_failure is None:
             try:
-                arrays = {"position": positions, **self.read(positions)}
+                arrays = {"position": positions, **self.read(positions, self.order.samples(positions))}
                 return tuple(arrays[name] for name in self._columns)
             except Exception as error:
                 self._source_failure = (index, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ _SHARD_FORMAT = "fastdiff-shard-index"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One component of one sample inside a shard."""
+    """One component of one sample inside a shard; several may be at the same bytes."""
 
     key: str
     component: str
@@ -45,7 +45,7 @@ class ShardIndex:
     components: dict[str, Component]
 
     @classmethod
-    def collect(cls, places: Iterator[Place] | list[Place]) -> ShardIndex:
+    def collect(cls, places: Iterable[Place]) -> ShardIndex:
         """Build the index of the components of a shard, given in the order of the tar.
 
         Raises:
@@ -73,14 +73,13 @@ class ShardIndex:
         )
 
     def places(self) -> Iterator[Place]:
-        """Every component in the order of the tar."""
+        """Every component, sample by sample."""
         for row in range(len(self.keys)):
             yield from self.places_of(row)
 
     def places_of(self, row: int) -> Iterator[Place]:
-        """The components of one sample in the order of the tar."""
-        places = [self.place(name, row) for name in self.components]
-        yield from sorted(places, key=lambda place: place.offset)
+        """The components of one sample, by offset: the order of the tar, but for its hard links."""
+        yield from by_offset(self.place(name, row) for name in self.components)
 
     def to_bytes(self) -> bytes:
         """The contents of the ``.index.json`` file."""
@@ -106,14 +105,19 @@ class ShardIndex:
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"no index of fastdiff: {error!r}") from error
         arrays = (a for c in components.values() for a in (c.offset, c.length, c.crc32))
-        if not components or any(array.shape != (len(keys),) for array in arrays):
-            raise ValueError("arrays of another length than the keys")
+        if not components or any(array.shape != (len(keys),) or (array < 0).any() for array in arrays):
+            raise ValueError("arrays of another length than the keys, or a number below 0")
         return cls(keys, components)
 
     def wds2idx(self) -> str:
-        """The text that DALI's ``wds2idx`` v1.2 writes for this shard."""
+        """The text that DALI's ``wds2idx`` v1.2 writes for this shard; a hard link stands at the bytes it leads to."""
         lines: dict[str, list[str]] = {}
         for place in self.places():
             name = f"{place.key}.{place.component}"
             lines.setdefault(place.key, []).append(f"{place.component} {place.offset} {place.length} {name}")
         return "".join(f"{line}\n" for line in [f"v1.2 {len(lines)}", *map(" ".join, lines.values())])
+
+
+def by_offset(places: Iterable[Place]) -> list[Place]:
+    """The components of one sample in the order in which the index, the idx and all messages have them."""
+    return sorted(places, key=lambda place: (place.offset, place.component))

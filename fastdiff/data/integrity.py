@@ -7,15 +7,17 @@ disagree.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
+import itertools
 import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdiff.data.index import Place, ShardIndex
+from fastdiff.data.index import Place, ShardIndex, by_offset
 from fastdiff.data.shards import ShardInfo, idx_path, index_path
 from fastdiff.errors import DataError, StorageError
 
@@ -111,34 +113,44 @@ def check_size(shard: Path, info: ShardInfo) -> Problem | None:
 
 def difference(index: ShardIndex, shard: Path, info: ShardInfo) -> Problem | None:
     """The first component at which an index and a tar disagree; reads the tar (StorageError if it cannot)."""
-    found = scan(shard)
-    for expected in index.places():
-        actual = next(found, None)
-        if actual != expected:
-            has = "no more readable component"
-            if actual is not None:
-                has = f"{actual} with {actual.length} bytes and crc32 {actual.crc32:08x}"
-            says = f"{expected.length} bytes and crc32 {expected.crc32:08x}"
-            what = f"index and tar disagree: the index says {says}, the tar has {has}"
-            return Problem(info.name, what, expected)
-    if (extra := next(found, None)) is not None:
-        return Problem(info.name, "index and tar disagree: the tar holds more than the index", extra)
+    found = itertools.groupby(scan(shard), key=lambda place: place.key)
+    for row, group in itertools.zip_longest(range(len(index.keys)), found):
+        wanted = [] if row is None else list(index.places_of(row))
+        for expected, actual in itertools.zip_longest(wanted, by_offset(group[1]) if group else ()):
+            if expected is None:
+                return Problem(info.name, "index and tar disagree: the tar holds more than the index", actual)
+            if actual != expected:
+                has = "no more readable component"
+                if actual is not None:
+                    has = f"{actual} with {actual.length} bytes and crc32 {actual.crc32:08x}"
+                says = f"{expected.length} bytes and crc32 {expected.crc32:08x}"
+                what = f"index and tar disagree: the index says {says}, the tar has {has}"
+                return Problem(info.name, what, expected)
     return None
 
 
 def scan(shard: Path) -> Iterator[Place]:
     """Walk through a tar and say what is there; ends at the first header that is damaged.
 
+    A hard link is where the member is that it leads to.
+
     Raises:
         StorageError: The tar cannot be read: that says nothing about what is in it.
     """
+    stored: dict[str, Place] = {}
     try:
         with shard.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 key, _, component = member.name.partition(".")
+                if member.islnk():
+                    if member.linkname not in stored:
+                        return
+                    yield dataclasses.replace(stored[member.linkname], key=key, component=component)
+                    continue
                 file.seek(member.offset_data)
                 crc32 = zlib.crc32(file.read(member.size))
-                yield Place(key, component, member.offset_data, member.size, crc32)
+                stored[member.name] = Place(key, component, member.offset_data, member.size, crc32)
+                yield stored[member.name]
     except (tarfile.TarError, FileNotFoundError):
         return
     except OSError as error:

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,22 @@ from fastdiff.errors import ConfigError, DataError
 Int64 = npt.NDArray[np.int64]
 Value = TypeVar("Value")
 
-# First word of the counter's upper half: which shuffle the random words are for.
-_SHARDS, _SAMPLES = 1, 2
+
+class SampleOrder(Protocol):
+    """Which sample stands at which position of the run."""
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+
+    def samples(self, positions: npt.ArrayLike) -> Int64:
+        """Sample ids ``[B]`` int64 at positions ``[B]`` int64 of the run."""
+
+    def locate(self, ids: npt.ArrayLike) -> tuple[Int64, Int64]:
+        """Shard and row in the shard of sample ids; ``[B]`` int64 each."""
+
+
+# Second word of the counter: which shuffle the random words are for; 4 more for every bucket.
+_SHARDS, _SAMPLES, BATCHES = 1, 2, 3
 # "fastdiff" as a number: the order shares its seed with the noise streams, but not its random words.
 _KEY = 0x6661737464696666
 
@@ -38,13 +52,14 @@ class Order:
         seed: Seed of the run, any integer; its low 64 bits count.
         shard_sizes: Samples per shard.
         window_shards: Shards that are mixed with each other.
+        bucket: Orders of different buckets draw different random words.
 
     Raises:
         ConfigError: ``window_shards`` is below 1.
         DataError: There are no samples, or a shard is empty.
     """
 
-    def __init__(self, seed: int, shard_sizes: Sequence[int], window_shards: int) -> None:
+    def __init__(self, seed: int, shard_sizes: Sequence[int], window_shards: int, bucket: int = 0) -> None:
         if window_shards < 1:
             raise ConfigError(f"--data.shuffle_shards {window_shards}: at least 1")
         self.window_shards = window_shards
@@ -52,7 +67,7 @@ class Order:
         if self._sizes.size == 0 or self._sizes.min() < 1:
             raise DataError("a data set needs at least one shard, and every shard at least one sample")
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._sizes)])
-        self._seed = seed & (2**64 - 1)
+        self._seed, self._bucket = seed, bucket
         self._epochs: OrderedDict[tuple[int, ...], tuple[Int64, Int64]] = OrderedDict()
         self._windows: OrderedDict[tuple[int, ...], Int64] = OrderedDict()
         self._lock = threading.Lock()  # of both caches
@@ -101,7 +116,7 @@ class Order:
             before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._sizes[shards])[:-1]])
             return shards, before[:: self.window_shards]
 
-        return _cached(self._epochs, (epoch,), build)
+        return cached(self._epochs, (epoch,), build)
 
     def _window(self, epoch: int, window: int, shards: Int64) -> Int64:
         """Shuffled sample ids of one window."""
@@ -111,22 +126,28 @@ class Order:
             ids = np.concatenate([np.arange(self._starts[s], self._starts[s + 1]) for s in chosen])
             return ids[self._shuffle(len(ids), _SAMPLES, epoch, window)]
 
-        return _cached(self._windows, (epoch, window), build)
+        return cached(self._windows, (epoch, window), build)
 
     def _shuffle(self, size: int, purpose: int, epoch: int, window: int) -> Int64:
-        key = np.array([self._seed, _KEY], np.uint64)
-        # The lowest word counts the draws; the others never meet.
-        counter = np.array([0, purpose, epoch, window], np.uint64)
-        words = np.random.Philox(key=key, counter=counter).random_raw(size)
-        return np.argsort(words, kind="stable").astype(np.int64)
+        return shuffle(self._seed, size, purpose + 4 * self._bucket, epoch, window)
 
 
-def _cached(
+def shuffle(seed: int, size: int, purpose: int, epoch: int, window: int) -> Int64:
+    """A permutation ``[size]`` int64."""
+    key = np.array([seed & (2**64 - 1), _KEY], np.uint64)
+    # The lowest word counts the draws; the others never meet.
+    counter = np.array([0, purpose, epoch, window], np.uint64)
+    words = np.random.Philox(key=key, counter=counter).random_raw(size)
+    return np.argsort(words, kind="stable").astype(np.int64)
+
+
+def cached(
     cache: OrderedDict[tuple[int, ...], Value],
     key: tuple[int, ...],
     build: Callable[[], Value],
     size: int = 3,
 ) -> Value:
+    """The cached value, built if it is not there; the least recently used one goes."""
     if key not in cache:
         cache[key] = build()
         if len(cache) > size:

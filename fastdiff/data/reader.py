@@ -13,7 +13,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,12 +24,14 @@ import numpy.typing as npt
 
 from fastdiff.data.index import Place, ShardIndex
 from fastdiff.data.integrity import Problem, check_size, load_index, unreadable
-from fastdiff.data.shards import Column, DatasetInfo, ShardInfo
+from fastdiff.data.null import read_null
+from fastdiff.data.shards import CAPTIONED, LATENT, Column, DatasetInfo, ShardInfo
 from fastdiff.errors import DataError
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 _CLOSE_SECONDS = 1.0
+_MAX_DIGITS = 19
 
 
 class LatentReader:
@@ -37,23 +39,33 @@ class LatentReader:
 
     Args:
         folder: Where `fastdiff encode` wrote.
-        open_shards: How many shards, file and index, are kept open; two windows of the order, where one is used.
+        open_shards: How many shards of every bucket, file and index, are kept open; two windows of the order, where
+            one is used.
+        fetch: Brings a shard and its two indices into the folder, unless they are there; called whenever a shard is
+            opened. By default all shards must be there now.
 
     Raises:
         DataError: dataset.json or a shard is missing, truncated or damaged.
         StorageError: A file cannot be read.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, open_shards: int = 64) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, open_shards: int = 64, fetch: Callable[[ShardInfo], None] | None = None
+    ) -> None:
         self.folder = Path(folder)
         self.info = DatasetInfo.read(folder)
         self.open_shards = open_shards
+        self._fetch = fetch
+        self._used_buckets = len({shard.bucket for shard in self.info.shards})
         self._starts = list(itertools.accumulate(self.shard_sizes, initial=0))
+        self._columns = [self.info.columns_of(bucket) for bucket in range(max(1, len(self.info.buckets)))]
+        self._variants = {name: self.info.variants(name) for name in self.info.columns}
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
         # One lock for all of a read: a descriptor that another thread closes must not be read from.
         self._lock = threading.Lock()
-        for shard in self.info.shards:
-            _require_size(self.folder / shard.name, shard)
+        if fetch is None:
+            for shard in self.info.shards:
+                _require_size(self.folder / shard.name, shard)
 
     @property
     def shard_sizes(self) -> list[int]:
@@ -64,12 +76,20 @@ class LatentReader:
         """Samples of the data set."""
         return self.info.samples
 
-    def read(self, sample_ids: npt.ArrayLike, out: Mapping[str, npt.NDArray[Any]] | None = None) -> Arrays:
-        """Read samples.
+    def read(
+        self,
+        sample_ids: npt.ArrayLike,
+        out: Mapping[str, npt.NDArray[Any]] | None = None,
+        *,
+        choice: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> Arrays:
+        """Read samples of one bucket.
 
         Args:
             sample_ids: ``[B]`` int64 in [0, len(self)), in any order.
-            out: Arrays to read into, as ``empty(B)`` makes them; by default new ones.
+            out: Arrays to read into, as ``empty`` makes them; by default new ones.
+            choice: Which variant of each sample. ``latent`` ``[B]`` int64: 1 is the flipped one; ``caption`` ``[B]`` in
+                [0, 1): u is number floor(u * n) of the sample's n captions. By default the first ones.
 
         Returns:
             ``latent`` ``[B, C, H, W]`` in the stored dtype, and every other column likewise; ``label``
@@ -78,32 +98,64 @@ class LatentReader:
         Raises:
             DataError: A sample is damaged or cut off; names shard, key and offset.
             IndexError: There is no such sample.
+            ValueError: The samples are of several buckets, or there is no such variant.
         """
         ids = np.asarray(sample_ids, np.int64)
-        arrays = dict(out) if out is not None else self.empty(len(ids))
-        self._check_arrays(arrays, len(ids))
+        bucket = self.bucket_of(ids)
+        arrays = dict(out) if out is not None else self.empty(len(ids), bucket)
+        self._check_arrays(arrays, len(ids), bucket)
+        flips, captions = self._check_choice(choice or {}, len(ids))
         with self._lock:
             # By number is by shard and offset: near-sequential reads, and each shard is opened once per
             # batch.
             for row in np.argsort(ids, kind="stable").tolist():
                 shard, sample = self._locate(int(ids[row]))
-                for name, column in self.info.columns.items():
-                    shard.read_array(name, sample, column, arrays[name][row])
+                caption = 0
+                if self.info.captions > 1:
+                    own = shard.read_number("captions", sample, 1, self.info.captions)
+                    caption = int(captions[row] * own)  # fp64: below ``own`` for every u below 1
+                variant = {LATENT: flips[row], **dict.fromkeys(CAPTIONED, caption)}
+                for name, column in self._columns[bucket].items():
+                    shard.read_array(self._variants[name][variant.get(name, 0)], sample, column, arrays[name][row])
                 if self.info.classes is not None:
-                    arrays["label"][row] = shard.read_class(sample, self.info.classes)
+                    arrays["label"][row] = shard.read_number("cls", sample, 0, self.info.classes - 1)
         return arrays
 
-    def empty(self, batch: int) -> Arrays:
-        """Uninitialised arrays for ``batch`` samples."""
-        arrays: Arrays = {name: np.empty((batch, *c.shape), c.dtype) for name, c in self.info.columns.items()}
+    def empty(self, batch: int, bucket: int = 0) -> Arrays:
+        """Uninitialised arrays for ``batch`` samples of a bucket."""
+        arrays: Arrays = {name: np.empty((batch, *c.shape), c.dtype) for name, c in self._columns[bucket].items()}
         if self.info.classes is not None:
             arrays["label"] = np.empty(batch, np.int64)
         return arrays
 
+    def bucket_of(self, sample_ids: npt.ArrayLike) -> int:
+        """The bucket of one sample or of several, 0 of none.
+
+        Raises:
+            IndexError: There is no such sample.
+            ValueError: The samples are of several buckets.
+        """
+        ids = self._known(sample_ids)
+        shards = np.unique(np.searchsorted(self._starts, ids, side="right") - 1)
+        buckets = {self.info.shards[shard].bucket for shard in shards}
+        if len(buckets) > 1:
+            raise ValueError(f"samples of the buckets {sorted(buckets)} cannot be read as one batch")
+        return buckets.pop() if buckets else 0
+
+    def null(self) -> Arrays:
+        """The embedding of the empty prompt: ``context`` ``[L, D]`` and ``pooled`` ``[P]``, as far as there are any.
+
+        Raises:
+            DataError: A file is missing or damaged.
+            StorageError: A file cannot be read.
+        """
+        return {name: read_null(self.folder, self.info, name) for name in self.info.null}
+
     def keys(self, sample_ids: npt.ArrayLike) -> list[str]:
         """``shard:key`` of samples, for messages."""
+        ids = self._known(sample_ids)
         with self._lock:
-            places = [self._locate(int(number)) for number in np.asarray(sample_ids, np.int64)]
+            places = [self._locate(number) for number in ids.tolist()]
             return [f"{shard.info.name}:{shard.index.keys[row]}" for shard, row in places]
 
     def close(self) -> None:
@@ -124,23 +176,38 @@ class LatentReader:
     ) -> None:
         self.close()
 
-    def _locate(self, number: int) -> tuple[_OpenShard, int]:
-        if not 0 <= number < len(self):
+    def _known(self, sample_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        ids = np.atleast_1d(np.asarray(sample_ids, np.int64))
+        for number in ids[(ids < 0) | (ids >= len(self))]:
             raise IndexError(f"sample {number} of {len(self)} samples")
+        return ids
+
+    def _locate(self, number: int) -> tuple[_OpenShard, int]:
         shard = bisect.bisect_right(self._starts, number) - 1
         if shard not in self._open:
-            if len(self._open) >= max(1, self.open_shards):
+            if len(self._open) >= max(1, self.open_shards) * self._used_buckets:
                 os.close(self._open.popitem(last=False)[1].descriptor)
+            if self._fetch is not None:
+                self._fetch(self.info.shards[shard])
             self._open[shard] = _OpenShard.open(self.folder, self.info.shards[shard])
         self._open.move_to_end(shard)
         return self._open[shard], number - self._starts[shard]
 
-    def _check_arrays(self, arrays: Mapping[str, npt.NDArray[Any]], batch: int) -> None:
-        for name, expected in self.empty(0).items():
+    def _check_arrays(self, arrays: Mapping[str, npt.NDArray[Any]], batch: int, bucket: int) -> None:
+        for name, expected in self.empty(0, bucket).items():
             array = arrays.get(name)
             shape = (batch, *expected.shape[1:])
             if array is None or array.shape != shape or array.dtype != expected.dtype or not array.flags.c_contiguous:
                 raise ValueError(f"out[{name!r}] must be a contiguous {expected.dtype} array of shape {shape}")
+
+    def _check_choice(self, choice: Mapping[str, npt.NDArray[Any]], batch: int) -> tuple[list[int], list[float]]:
+        flips = choice.get("latent", np.zeros(batch, np.int64))
+        captions = choice.get("caption", np.zeros(batch))
+        if flips.shape != (batch,) or not np.isin(flips, range(len(self._variants[LATENT]))).all():
+            raise ValueError(f"choice['latent'] must be {batch} numbers below {len(self._variants[LATENT])}")
+        if captions.shape != (batch,) or not ((captions >= 0) & (captions < 1)).all():
+            raise ValueError(f"choice['caption'] must be {batch} numbers from 0 to below 1")
+        return flips.tolist(), captions.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +244,17 @@ class _OpenShard:
         if header != column.header:
             raise self._damage(place, f"the npy header {bytes(header)!r} is not that of {column}")
 
-    def read_class(self, sample: int, classes: int) -> int:
-        place = self._place("cls", sample)
+    def read_number(self, component: str, sample: int, least: int, largest: int) -> int:
+        """Read a component that is a decimal text."""
+        place = self._place(component, sample)
+        if place.length > _MAX_DIGITS:
+            raise self._damage(place, f"{place.length} bytes, expected a number up to {largest}")
         text = bytearray(place.length)
         self._read(place, [memoryview(text)])
         self._check_crc(place, zlib.crc32(text))
-        if not text.isdigit() or int(text) >= classes:
-            raise self._damage(place, f"{bytes(text)!r} is none of the {classes} classes")
+        if not text.isdigit() or not least <= int(text) <= largest:
+            of = f"none of the {largest + 1} classes" if component == "cls" else f"not from {least} to {largest}"
+            raise self._damage(place, f"{bytes(text)!r} is {of}")
         return int(text)
 
     def _place(self, component: str, sample: int) -> Place:

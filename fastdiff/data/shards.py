@@ -4,16 +4,22 @@
 of all its other fields. Each shard is ``train-000000.tar``
 (plain WebDataset), ``train-000000.idx`` (the index of DALI's ``wds2idx`` v1.2) and
 ``train-000000.index.json`` (ours: offset, length and crc32 of every component, see ``index.py``).
+
+All samples of a shard have latents of one size, that of the shard's bucket; buckets are sizes, for images of several
+aspect ratios. A sample may have variants of an array: its latent also flipped, and the embeddings of several captions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
+import secrets
+import tarfile
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +31,18 @@ from pydantic import TypeAdapter, ValidationError
 from fastdiff.errors import DataError, StorageError
 
 INFO_FILE = "dataset.json"
-LATENT = "latent"
+LATENT, FLIPPED = "latent", "latent_flipped"
+CAPTIONED = ("context", "pooled")
+"""Columns that a sample has once per caption."""
+COLUMNS = (LATENT, *CAPTIONED, "time_ids")
+"""Every column there is, in the order of the tar."""
+
+# Bounds on what a foreign dataset.json can make a reader allocate; far above what is of use.
+MAX_SAMPLE_BYTES = 2**30
+MAX_SHARD_SAMPLES = 2**20
+MAX_VARIANTS = 1000
+# Other encodes of the same folder, on this machine or another one, have other names for what they are writing.
+_TOKEN = secrets.token_hex(4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +71,10 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Normalisation:
-    """How stored latents become x0: ``(stored - shift) * scale``, one number per channel."""
+    """How stored latents become x0: ``(stored - shift) * scale``, one number per channel.
+
+    For a posterior the channels are those of the mean, then those of the standard deviation, whose shift is 0.
+    """
 
     shift: tuple[float, ...]
     scale: tuple[float, ...]
@@ -69,6 +89,7 @@ class Provenance:
     autoencoder: str = "identity"
     autoencoder_digest: str | None = None
     text_encoder: str | None = None
+    text_encoder_digest: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -81,6 +102,15 @@ class ShardInfo:
     bytes: int
     sha256: str
     index_sha256: str
+    bucket: int = 0
+    """Position of its latents' size in ``DatasetInfo.buckets``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NullInfo:
+    """The embedding of the empty prompt for one column, in ``null.COLUMN.npy`` beside dataset.json."""
+
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +122,17 @@ class DatasetInfo:
     provenance: Provenance
     classes: int | None = None
     """Number of classes of the ``cls`` component; None: the samples have none."""
-    kind: Literal["mean"] = "mean"
-    """What the latent column holds: the mean of the autoencoder's posterior."""
+    kind: Literal["mean", "posterior"] = "mean"
+    """What the latent column holds: the mean of the autoencoder's posterior, or mean and standard deviation, stacked
+    on channels."""
+    buckets: tuple[tuple[int, int], ...] = ()
+    """Latent heights and widths; the first one stands in ``columns``. Empty: all latents have that of ``columns``."""
+    flipped: bool = False
+    """Whether every sample has a second latent, that of the mirrored image."""
+    captions: int = 1
+    """Embeddings per sample and column. A sample with fewer captions repeats them in turn and says how many it has."""
+    null: dict[str, NullInfo] = field(default_factory=dict)
+    """By column: the embedding of the empty prompt."""
     shards: tuple[ShardInfo, ...] = ()
     samples: int = 0
     format: Literal["fastdiff-latents"] = "fastdiff-latents"
@@ -101,8 +140,34 @@ class DatasetInfo:
 
     @property
     def latent(self) -> Column:
-        """The column of the latents; its shape is ``(C, H, W)``."""
+        """The column of the latents; its shape is ``(C, H, W)``, ``(2C, H, W)`` for posteriors."""
         return self.columns[LATENT]
+
+    def columns_of(self, bucket: int) -> dict[str, Column]:
+        """The columns of the samples of a bucket, in the order of the tar."""
+        columns = {name: self.columns[name] for name in COLUMNS if name in self.columns}
+        if self.buckets:
+            shape = (self.latent.shape[0], *self.buckets[bucket])
+            columns[LATENT] = dataclasses.replace(self.latent, shape=shape)
+        return columns
+
+    def variants(self, column: str) -> tuple[str, ...]:
+        """Names of the arrays that every sample has for a column: ``context``, ``context1``, ``context2``, ..."""
+        if column == LATENT:
+            return (LATENT, FLIPPED) if self.flipped else (LATENT,)
+        count = self.captions if column in CAPTIONED else 1
+        return (column, *(f"{column}{number}" for number in range(1, count)))
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """What every sample consists of, in the order of the tar; ``json`` may come on top."""
+        arrays = [f"{name}.npy" for column in COLUMNS if column in self.columns for name in self.variants(column)]
+        return (*arrays, *(["cls"] if self.classes is not None else []), *(["captions"] if self.captions > 1 else []))
+
+    def shard_name(self, number: int, bucket: int = 0) -> str:
+        """``train-000012.tar``, with buckets ``train-000012-64x48.tar`` (latent height and width)."""
+        size = "-{}x{}".format(*self.buckets[bucket]) if self.buckets else ""
+        return f"train-{number:06d}{size}.tar"
 
     @cached_property
     def digest(self) -> str:
@@ -117,7 +182,23 @@ class DatasetInfo:
             "kind": self.kind,
             "shards": [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in self.shards],
         }
-        return _sha256_of(content)
+        added = {name: value for name, value in self._fields().items() if name in _ADDED}
+        if self.buckets:
+            added["shard_buckets"] = [shard.bucket for shard in self.shards]
+        return _sha256_of(content | added)
+
+    def _fields(self) -> dict[str, Any]:
+        """What stands in ``dataset.json``; a data set without a later addition to the format has its first form."""
+        fields = dataclasses.asdict(self)
+        for name, default in _ADDED.items():
+            if fields[name] == default:
+                del fields[name]
+        if not self.buckets:
+            for shard in fields["shards"]:
+                del shard["bucket"]
+        if self.provenance.text_encoder_digest is None:
+            del fields["provenance"]["text_encoder_digest"]
+        return fields
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> DatasetInfo:
@@ -146,7 +227,7 @@ class DatasetInfo:
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write ``dataset.json`` under a temporary name, fsync, rename, fsync the folder; raises OSError."""
-        fields = dataclasses.asdict(self)
+        fields = self._fields()
         publish(Path(folder) / INFO_FILE, canonical_json(fields | {"sha256": _sha256_of(fields)}) + b"\n")
 
     def problem(self) -> str | None:
@@ -155,17 +236,56 @@ class DatasetInfo:
 
     def problem_of_layout(self) -> str | None:
         """What contradicts itself apart from the shards, or None."""
+        return self._problem_of_columns() or self._problem_of_scales() or self._problem_of_variants()
+
+    def _problem_of_columns(self) -> str | None:
         if LATENT not in self.columns or len(self.latent.shape) != 3:
             return f"there is no column {LATENT!r} of shape [C, H, W]"
+        if unknown := self.columns.keys() - set(COLUMNS):
+            return f"a column {min(unknown)!r}; there are {', '.join(COLUMNS)}"
+        sizes = [size for column in self.columns.values() for size in column.shape]
         if any(min(column.shape, default=0) < 1 for column in self.columns.values()):
             return "a column has no dimensions, or one below 1"
-        channels, scales = self.latent.shape[0], self.normalisation
-        if (len(scales.shift), len(scales.scale)) != (channels, channels):
-            return f"normalisation needs {channels} shifts and {channels} scales, one per channel"
-        if not all(map(math.isfinite, (*scales.shift, *scales.scale))) or 0.0 in scales.scale:
-            return "normalisation holds a value that is not finite or a scale of 0"
+        for name, dimensions, text in (("context", 2, "[L, D]"), ("pooled", 1, "[P]")):
+            if name in self.columns and len(self.columns[name].shape) != dimensions:
+                return f"{name} has the shape {list(self.columns[name].shape)}, expected {text}"
+        if self.columns.get("time_ids", _TIME_IDS) != _TIME_IDS:
+            return "time_ids is not float32 of shape [6]"
         if self.classes is not None and self.classes < 1:
             return f"classes is {self.classes}"
+        if len(self.buckets) > MAX_VARIANTS or min(itertools.chain(*self.buckets), default=1) < 1:
+            return f"buckets are up to {MAX_VARIANTS} heights and widths from 1"
+        if len(set(self.buckets)) != len(self.buckets):
+            return "two buckets have the same size"
+        if self.buckets and self.buckets[0] != self.latent.shape[1:]:
+            return f"the latent column is {self.latent.shape[1:]}, the first bucket {self.buckets[0]}"
+        largest = max(sizes + list(itertools.chain(*self.buckets)))
+        if largest > MAX_SAMPLE_BYTES or self._sample_bytes() > MAX_SAMPLE_BYTES:
+            return f"the arrays of a sample have more than {MAX_SAMPLE_BYTES} bytes"
+        return None
+
+    def _sample_bytes(self) -> int:
+        """Bytes of the columns of one sample of the largest bucket."""
+        buckets = range(max(1, len(self.buckets)))
+        return max(sum(column.nbytes for column in self.columns_of(bucket).values()) for bucket in buckets)
+
+    def _problem_of_scales(self) -> str | None:
+        channels, shift, scale = self.latent.shape[0], self.normalisation.shift, self.normalisation.scale
+        if (len(shift), len(scale)) != (channels, channels):
+            return f"normalisation needs {channels} shifts and {channels} scales, one per channel"
+        if not all(map(math.isfinite, (*shift, *scale))) or 0.0 in scale:
+            return "normalisation holds a value that is not finite or a scale of 0"
+        half = channels // 2
+        if self.kind == "posterior" and (channels % 2 or any(shift[half:]) or scale[:half] != scale[half:]):
+            return "a posterior has as many channels of mean as of deviation, of equal scales, the latter without shift"
+        return None
+
+    def _problem_of_variants(self) -> str | None:
+        captioned = {name for name in CAPTIONED if name in self.columns}
+        if not 1 <= self.captions <= MAX_VARIANTS or (self.captions > 1 and not captioned):
+            return f"captions is {self.captions}: 1 to {MAX_VARIANTS}, and 1 without embeddings of captions"
+        if self.null and self.null.keys() != captioned:
+            return f"null is of {sorted(self.null)}, the captions are embedded in {sorted(captioned)}"
         return None
 
     def _problem_of_shards(self) -> str | None:
@@ -178,10 +298,26 @@ class DatasetInfo:
             return "two shards have the same name"
         if any(shard.samples < 1 or shard.bytes < 1 for shard in self.shards):
             return "a shard holds no samples"
+        buckets = range(max(1, len(self.buckets)))
+        array = [max(column.nbytes for column in self.columns_of(bucket).values()) for bucket in buckets]
+        for shard in self.shards:
+            if shard.bucket not in buckets:
+                return f"{shard.name}: bucket {shard.bucket} of {len(self.buckets)} buckets"
+            least = shard.samples * len(self.components) * tarfile.BLOCKSIZE + array[shard.bucket]
+            if shard.samples > MAX_SHARD_SAMPLES or least > shard.bytes:
+                return (
+                    f"{shard.name}: {shard.samples} samples in {shard.bytes} bytes; at most {MAX_SHARD_SAMPLES} "
+                    f"samples, which take at least {least} bytes"
+                )
         total = sum(shard.samples for shard in self.shards)
         if total != self.samples or not self.shards:
             return f"samples is {self.samples}, but the {len(self.shards)} shards hold {total}"
         return None
+
+
+# Later additions to the format, which are left out where they say nothing.
+_ADDED: dict[str, Any] = {"buckets": (), "flipped": False, "captions": 1, "null": {}}
+_TIME_IDS = Column(dtype="float32", shape=(6,))
 
 
 def idx_path(shard: Path) -> Path:
@@ -194,9 +330,14 @@ def index_path(shard: Path) -> Path:
     return shard.with_suffix(".index.json")
 
 
+def null_path(folder: Path, column: str) -> Path:
+    """File of the embedding of the empty prompt."""
+    return folder / f"null.{column}.npy"
+
+
 def temporary(path: Path) -> Path:
-    """Name of ``path`` while it is being written."""
-    return path.with_name(path.name + ".tmp")
+    """Name of ``path`` while this process writes it; no other process has the same."""
+    return path.with_name(f"{path.name}.{os.getpid()}-{_TOKEN}.tmp")
 
 
 def canonical_json(value: object) -> bytes:

@@ -1,11 +1,14 @@
 """One shard on its way to disk: the tar, DALI's idx and our index, each there completely or not at all.
 
-Bytes are deterministic: USTAR headers without times and owners, no compression.
+Bytes are deterministic: USTAR headers without times and owners, no compression. An array that the shard holds already
+becomes a hard link to the first one: many images have the same caption, or none. ``tar`` and ``tarfile.extractfile``
+follow such links; the webdataset package passes over them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import tarfile
@@ -22,18 +25,20 @@ class ShardTar:
     """One shard while it is written.
 
     Args:
-        path: Where the shard will be; it is written to a temporary name beside it.
+        path: Where the shard will be; it is written to a temporary name beside it, a different one in every process.
+        bucket: What its samples' size is, see ``DatasetInfo.buckets``.
 
     Raises:
         OSError: From every method but ``abandon``.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, bucket: int = 0) -> None:
+        self._path, self._bucket = path, bucket
         self._file = temporary(path).open("wb", buffering=1 << 20)
         self._sha256 = hashlib.sha256()
         self._size = 0
         self._places: list[Place] = []
+        self._stored: dict[bytes, Place] = {}  # by sha256
         self.keys: set[str] = set()
 
     def add(self, key: str, components: Mapping[str, bytes]) -> None:
@@ -42,11 +47,29 @@ class ShardTar:
             raise DataError(f"key {key} comes twice in {self._path.name}; keys must be unique")
         self.keys.add(key)
         for name, content in components.items():
-            member = tarfile.TarInfo(f"{key}.{name}")
-            member.size = len(content)
-            self._write(member.tobuf(tarfile.USTAR_FORMAT))
-            self._places.append(Place(key, name, self._size, len(content), zlib.crc32(content)))
-            self._write(content + bytes(-len(content) % tarfile.BLOCKSIZE))
+            if not name.endswith(".npy"):
+                self._places.append(self._store(key, name, content))
+                continue
+            digest = hashlib.sha256(content).digest()
+            first = self._stored.get(digest)
+            if first is None:
+                self._stored[digest] = first = self._store(key, name, content)
+            else:
+                self._link(f"{key}.{name}", f"{first.key}.{first.component}")
+            self._places.append(dataclasses.replace(first, key=key, component=name))
+
+    def _store(self, key: str, name: str, content: bytes) -> Place:
+        member = tarfile.TarInfo(f"{key}.{name}")
+        member.size = len(content)
+        self._write(member.tobuf(tarfile.USTAR_FORMAT))
+        place = Place(key, name, self._size, len(content), zlib.crc32(content))
+        self._write(content + bytes(-len(content) % tarfile.BLOCKSIZE))
+        return place
+
+    def _link(self, name: str, first: str) -> None:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = tarfile.LNKTYPE, first
+        self._write(member.tobuf(tarfile.USTAR_FORMAT))
 
     def publish(self) -> ShardInfo:
         """End the tar and put it, its idx and its index, in this order, under their final names."""
@@ -69,6 +92,7 @@ class ShardTar:
             bytes=self._size,
             sha256=self._sha256.hexdigest(),
             index_sha256=hashlib.sha256(content).hexdigest(),
+            bucket=self._bucket,
         )
 
     def abandon(self) -> None:

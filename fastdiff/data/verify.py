@@ -8,16 +8,15 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from fastdiff.data.index import Place, ShardIndex
 from fastdiff.data.integrity import Problem, check_index, check_size, difference, unreadable
-from fastdiff.data.shards import DatasetInfo, ShardInfo, idx_path
-from fastdiff.errors import StorageError
+from fastdiff.data.null import read_null
+from fastdiff.data.shards import Column, DatasetInfo, ShardInfo, idx_path, null_path
+from fastdiff.errors import DataError, StorageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class VerifyReport:
 
 
 def verify(folder: str | os.PathLike[str]) -> VerifyReport:
-    """Check sizes, sha256 of shards and indices, crc32 of components, npy headers, classes and idx files.
+    """Check sizes, sha256 of shards and indices, crc32 and contents of components, idx files and the empty prompt.
 
     Raises:
         DataError: dataset.json is missing or not usable.
@@ -63,7 +62,16 @@ def verify(folder: str | os.PathLike[str]) -> VerifyReport:
             problems.append(Problem(shard.name, str(unreadable(path, error))))
         except StorageError as error:
             problems.append(Problem(shard.name, str(error)))
+    problems.extend(_check_null(folder, info))
     return VerifyReport(folder, info.samples, count, tuple(problems))
+
+
+def _check_null(folder: Path, info: DatasetInfo) -> Iterator[Problem]:
+    for name in info.null:
+        try:
+            read_null(folder, info, name)
+        except (DataError, StorageError) as error:
+            yield Problem(null_path(folder, name).name, str(error))
 
 
 def _check_shard(path: Path, shard: ShardInfo, info: DatasetInfo) -> Iterator[Problem]:
@@ -108,15 +116,17 @@ def _check_idx(path: Path, shard: ShardInfo, index: ShardIndex) -> Iterator[Prob
 
 
 def _check_samples(path: Path, shard: ShardInfo, index: ShardIndex, info: DatasetInfo) -> Iterator[Problem]:
-    wanted = [f"{name}.npy" for name in info.columns] + ([] if info.classes is None else ["cls"])
-    for component in wanted:
+    for component in info.components:
         if component not in index.components:
             yield Problem(shard.name, f"there are no {component} components")
+    columns = info.columns_of(shard.bucket)
+    arrays = {f"{variant}.npy": column for name, column in columns.items() for variant in info.variants(name)}
+    size = path.stat().st_size
     with path.open("rb") as file:
         for place in index.places():
             file.seek(place.offset)
-            content = file.read(place.length)
-            what = _damage(place, content) or _misfit(place, content, info)
+            content = file.read(min(place.length, size))
+            what = _damage(place, content) or _misfit(content, place.component, arrays.get(place.component), info)
             if what is not None:
                 yield Problem(shard.name, what, place)
 
@@ -128,16 +138,17 @@ def _damage(place: Place, content: bytes) -> str | None:
     return None if found == place.crc32 else f"crc32 {found:08x}, expected {place.crc32:08x}"
 
 
-def _misfit(place: Place, content: bytes, info: DatasetInfo) -> str | None:
+def _misfit(content: bytes, component: str, column: Column | None, info: DatasetInfo) -> str | None:
     """What an intact component has against dataset.json."""
-    name, _, extension = place.component.rpartition(".")
-    if extension == "npy" and name in info.columns:
-        array = np.load(BytesIO(content), allow_pickle=False)
-        column = info.columns[name]
-        if (array.dtype, array.shape) != (np.dtype(column.dtype), column.shape):
-            return f"{array.dtype} {array.shape}, expected {column.dtype} {column.shape}"
-    if place.component == "cls" and not (content.isdigit() and int(content) < (info.classes or 0)):
-        return f"{content!r} is none of the {info.classes} classes"
+    if column is not None:
+        header, size = column.header, len(column.header) + column.nbytes
+        if not content.startswith(header) or len(content) != size:
+            begins = content[: len(header)]
+            return f"{len(content)} bytes from {begins!r}, expected {column.dtype} {column.shape} in {size} bytes"
+    numbers = {"cls": range(info.classes or 0), "captions": range(1, info.captions + 1)}.get(component)
+    if numbers is not None and not (content.isdigit() and len(content) < 20 and int(content) in numbers):
+        known = f"none of the {info.classes} classes" if component == "cls" else f"not from 1 to {info.captions}"
+        return f"{content[:20]!r} is {known}"
     return None
 
 

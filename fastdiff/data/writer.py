@@ -10,17 +10,18 @@ import dataclasses
 import fcntl
 import io
 import os
-import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import numpy.typing as npt
 
-from fastdiff.data.shards import INFO_FILE, DatasetInfo, ShardInfo, canonical_json, temporary
+from fastdiff.data.components import components
+from fastdiff.data.null import write_null
+from fastdiff.data.shards import INFO_FILE, MAX_SHARD_SAMPLES, DatasetInfo, ShardInfo
 from fastdiff.data.tar import ShardTar
 from fastdiff.errors import ConfigError, DataError, StorageError
 
@@ -35,25 +36,35 @@ class ShardWriter:
     Args:
         folder: Made if it is missing.
         template: What dataset.json will say, without ``shards`` and ``samples``.
-        samples_per_shard: Size of every shard but the last.
+        samples_per_shard: Size of every shard but the last of each bucket.
+        null: By column: the embedding of the empty prompt.
 
     Raises:
-        ConfigError: The folder is taken.
+        ConfigError: The folder is taken, or the shards are too large or small.
         DataError: A sample or the template does not fit.
         StorageError: No space, no permission or an input/output error, from any method. What was written so far is no
             data set, and the next run into this folder replaces it.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], template: DatasetInfo, *, samples_per_shard: int) -> None:
-        if samples_per_shard < 1:
-            raise ConfigError(f"samples per shard is {samples_per_shard}: at least 1")
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        template: DatasetInfo,
+        *,
+        samples_per_shard: int,
+        null: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> None:
+        if not 1 <= samples_per_shard <= MAX_SHARD_SAMPLES:
+            raise ConfigError(f"samples per shard is {samples_per_shard}: at least 1, at most {MAX_SHARD_SAMPLES}")
         if problem := template.problem_of_layout():
             raise DataError(f"no data set can be written to {folder}: {problem}")
         self.folder = Path(folder)
         self._template = template
         self._samples_per_shard = samples_per_shard
         self._shards: list[ShardInfo] = []
-        self._tar: ShardTar | None = None
+        self._tars: dict[int, ShardTar] = {}  # by bucket
+        self._numbers: Counter[int] = Counter()
+        self._null = null or {}
         self._marker: io.FileIO | None = None
 
     def __enter__(self) -> Self:
@@ -68,26 +79,23 @@ class ShardWriter:
         arrays: Mapping[str, npt.NDArray[Any]],
         label: int | None = None,
         meta: Mapping[str, Any] | None = None,
+        *,
+        bucket: int = 0,
+        captions: int | None = None,
     ) -> None:
-        """Append one sample.
-
-        Args:
-            key: Letters, digits, ``_`` and ``-``; once per shard.
-            arrays: One array per column, of the column's dtype and shape.
-            label: Class of the sample, if the data set has classes.
-            meta: Goes into ``<key>.json``; give it for all samples or for none.
+        """Append one sample, whose key comes once per shard; for the arguments see ``components``.
 
         Raises:
             DataError: The sample does not fit the data set.
         """
-        components = self._components(key, arrays, label, meta)
-        path = self.folder / f"train-{len(self._shards):06d}.tar"
+        content = components(self._template, bucket, key, arrays, label, captions, meta)
+        path = self.folder / self._template.shard_name(self._numbers[bucket], bucket)
         with _storage(path):
-            if self._tar is None:
-                self._tar = ShardTar(path)
-            self._tar.add(key, components)
-            if len(self._tar.keys) == self._samples_per_shard:
-                self._finish_shard()
+            if bucket not in self._tars:
+                self._tars[bucket] = ShardTar(path, bucket)
+            self._tars[bucket].add(key, content)
+            if len(self._tars[bucket].keys) == self._samples_per_shard:
+                self._finish_shard(bucket)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -96,8 +104,8 @@ class ShardWriter:
             if kind is None:
                 self._publish()
         finally:
-            if self._tar is not None:
-                self._tar.abandon()
+            for tar in self._tars.values():
+                tar.abandon()
             if self._marker is not None:
                 self._marker.close()
 
@@ -116,56 +124,28 @@ class ShardWriter:
             self._marker.close()
             raise ConfigError(f"another `fastdiff encode` is writing to {self.folder}; wait for it") from error
         self._refuse_published()  # again: the other encode may have ended between the first look and the lock
-        for leftover in [*self.folder.glob("train-*"), temporary(self.folder / INFO_FILE)]:
-            leftover.unlink(missing_ok=True)
+        for pattern in ("train-*", "null.*.npy*", f"{INFO_FILE}.*"):
+            for leftover in self.folder.glob(pattern):
+                leftover.unlink(missing_ok=True)
 
     def _refuse_published(self) -> None:
         if (self.folder / INFO_FILE).exists():
             raise ConfigError(f"{self.folder} already holds a data set; choose another folder, or delete this one")
 
-    def _components(
-        self,
-        key: str,
-        arrays: Mapping[str, npt.NDArray[Any]],
-        label: int | None,
-        meta: Mapping[str, Any] | None,
-    ) -> dict[str, bytes]:
-        info = self._template
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,80}", key):
-            raise DataError(f"key {key!r}: 1 to 80 letters, digits, _ and - (a dot would end the key in a tar)")
-        if arrays.keys() != info.columns.keys():
-            raise DataError(f"key {key}: columns {sorted(arrays)}, expected {sorted(info.columns)}")
-        components = {}
-        for name, column in info.columns.items():
-            array = np.asarray(arrays[name])
-            if (array.dtype, array.shape) != (np.dtype(column.dtype), column.shape):
-                raise DataError(
-                    f"key {key}: {name} is {array.dtype} {array.shape}, expected {column.dtype} {column.shape}"
-                )
-            if not np.isfinite(array).all():
-                raise DataError(f"key {key}: {name} holds values that are not finite")
-            components[f"{name}.npy"] = column.header + array.tobytes()
-        if (label is None) != (info.classes is None) or not 0 <= (label or 0) < (info.classes or 1):
-            raise DataError(f"key {key}: class {label}, expected one of {info.classes} classes")
-        if label is not None:
-            components["cls"] = str(int(label)).encode()
-        if meta is not None:
-            components["json"] = canonical_json(dict(meta))
-        return components
-
-    def _finish_shard(self) -> None:
-        assert self._tar is not None
-        self._shards.append(self._tar.publish())
-        self._tar = None
+    def _finish_shard(self, bucket: int) -> None:
+        self._shards.append(self._tars[bucket].publish())
+        del self._tars[bucket]
+        self._numbers[bucket] += 1
 
     def _publish(self) -> None:
         with _storage(self.folder):
-            if self._tar is not None:
-                self._finish_shard()
+            for bucket in sorted(self._tars):
+                self._finish_shard(bucket)
             if not self._shards:
                 raise DataError(f"the source has no samples; {self.folder} is not a data set")
+            null = write_null(self.folder, self._null)
             total = sum(shard.samples for shard in self._shards)
-            info = dataclasses.replace(self._template, shards=tuple(self._shards), samples=total)
+            info = dataclasses.replace(self._template, null=null, shards=tuple(self._shards), samples=total)
             if problem := info.problem():
                 raise DataError(f"{self.folder} is not published: {problem}")
             info.write(self.folder)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fastdiff.config import DiTConfig
+from fastdiff.model_config import DiTConfig, ModelConfig
 from fastdiff.models.dit import DiT
 from fastdiff.models.embeddings import position_table
 from fastdiff_kernels.attention import AttentionBackend
 
-__all__ = ["build_model", "load_model"]
+if TYPE_CHECKING:
+    from fastdiff.models.unet import UNet
+
+__all__ = ["Model", "build_model", "load_model"]
+
+Model: TypeAlias = "DiT | UNet"
 
 
 def build_model(
-    config: DiTConfig, *, recompute: bool = False, attention: AttentionBackend = "auto", seed: int = 0
-) -> DiT:
-    """A DiT whose initial weights are a pure function of ``config`` and ``seed``.
+    config: ModelConfig, *, recompute: bool = False, attention: AttentionBackend = "auto", seed: int = 0
+) -> Model:
+    """A network whose initial weights are a pure function of ``config`` and ``seed``.
 
     The global random state of torch is left as it was, so building a model before or after anything else
     changes nothing. The weights are fp32 and lie on the CPU; under ``torch.device("meta")`` they have shapes alone.
@@ -38,21 +44,21 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed: that would also re-seed the CUDA generators, which the fork does not restore.
         torch.default_generator.manual_seed(seed & (2**64 - 1))
-        return DiT(config, recompute=recompute, attention=attention)
+        return _new(config, recompute, attention)
 
 
 def load_model(
-    config: DiTConfig,
+    config: ModelConfig,
     weights: Mapping[str, Tensor],
     *,
     recompute: bool = False,
     attention: AttentionBackend = "auto",
-) -> DiT:
-    """A DiT with given parameters, on their device; nothing is initialised first.
+) -> Model:
+    """A network with given parameters, on their device; nothing is initialised first.
 
     Args:
         config: Shape of the network.
-        weights: Every parameter by name; not the position table, which the shape decides.
+        weights: Every parameter by name; not the position table of a DiT, which the shape decides.
         recompute: As in ``build_model``.
         attention: As in ``build_model``.
 
@@ -60,8 +66,18 @@ def load_model(
         RuntimeError: A parameter is missing, unknown or of another shape.
     """
     with torch.device("meta"):
-        model = DiT(config, recompute=recompute, attention=attention)
-    device = next(iter(weights.values())).device
-    table = position_table(config.hidden, config.size // config.patch).to(device)
-    model.load_state_dict({**weights, "pos_embed": table}, assign=True)
+        model = _new(config, recompute, attention)
+    buffers = {}
+    if isinstance(config, DiTConfig):
+        table = position_table(config.hidden, config.size // config.patch)
+        buffers["pos_embed"] = table.to(next(iter(weights.values())).device)
+    model.load_state_dict({**weights, **buffers}, assign=True)
     return model
+
+
+def _new(config: ModelConfig, recompute: bool, attention: AttentionBackend) -> Model:
+    if isinstance(config, DiTConfig):
+        return DiT(config, recompute=recompute, attention=attention)
+    from fastdiff.models.unet import UNet
+
+    return UNet(config, recompute=recompute, attention=attention)

@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from fastdiff.config import DiTConfig
+from fastdiff.model_config import DiTConfig
+from fastdiff.models.blockwise import BlockwiseModel, is_compiled, run_block
 from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedder, position_table
 from fastdiff_kernels import attention as attention_op
 from fastdiff_kernels import dispatch
@@ -26,7 +26,36 @@ from fastdiff_kernels.attention import AttentionBackend
 _NORM_EPS = 1e-6
 
 
-class DiT(nn.Module):
+class DiTBlock(nn.Module):
+    """Attention and MLP, each modulated and gated by the condition (adaLN-Zero, figure 3 of the paper).
+
+    The unit of ``torch.compile``, of recomputation and of ZeRO-3's gathering.
+    """
+
+    def __init__(self, config: DiTConfig, attention: AttentionBackend = "auto") -> None:
+        super().__init__()
+        self.attn = Attention(config.hidden, config.heads, (config.size // config.patch) ** 2, attention)
+        self.mlp = Mlp(config.hidden, int(config.hidden * config.mlp_ratio))
+        self.adaLN_modulation = AdaLNModulation(config.hidden, 6)
+
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        """``tokens [B, T, D], condition [B, D] -> [B, T, D]``."""
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(6, dim=1)
+        tokens, normed = residual_modulated_norm(tokens, shift_a, scale_a, eps=_NORM_EPS)
+        tokens, normed = gated_modulated_norm(tokens, self.attn(normed), gate_a, shift_m, scale_m, eps=_NORM_EPS)
+        return cast(Tensor, tokens + gate_m.unsqueeze(1) * self.mlp(normed))
+
+    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
+        """Both of its adaLN ops, which run alike; see ``fastdiff_kernels.dispatch.Explains``."""
+        chosen = dispatch.choice("adaln", example)
+        if is_compiled(self):
+            compiled, why = "compile (Inductor)", f"{chosen.why}; in a compiled block"
+            backward = "triton" if chosen.backward == "triton" else compiled
+            chosen = replace(chosen, forward=compiled, backward=backward, why=why)
+        yield chosen
+
+
+class DiT(BlockwiseModel):
     """Predicts noise, velocity or clean latents from noisy latents, a time and a class.
 
     A fresh network outputs exactly 0 and each of its blocks is the identity (adaLN-Zero, section 3.2).
@@ -39,6 +68,7 @@ class DiT(nn.Module):
         attention: Implementation of attention, see ``fastdiff_kernels.attention``.
     """
 
+    block_classes = (DiTBlock,)
     pos_embed: Tensor
     """``[1, T, D]``, a buffer: part of every checkpoint, never trained."""
 
@@ -69,10 +99,7 @@ class DiT(nn.Module):
         tokens = self.x_embedder(noisy.to(dtype)) + self.pos_embed.to(dtype)
         condition = self.t_embedder(time, dtype) + self.y_embedder(label, noisy.shape[0], noisy.device)
         for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():  # no block draws random numbers
-                tokens = checkpoint(block, tokens, condition, use_reentrant=False, preserve_rng_state=False)
-            else:
-                tokens = block(tokens, condition)
+            tokens = run_block(block, tokens, condition, recompute=self.recompute)
         return self._unpatchify(self.final_layer(tokens, condition))
 
     def _unpatchify(self, tokens: Tensor) -> Tensor:
@@ -96,35 +123,6 @@ class DiT(nn.Module):
             if isinstance(module, AdaLNModulation):
                 _zero(cast(nn.Linear, module[1]))
         _zero(self.final_layer.linear)
-
-
-class DiTBlock(nn.Module):
-    """Attention and MLP, each modulated and gated by the condition (adaLN-Zero, figure 3 of the paper).
-
-    The unit of ``torch.compile``, of recomputation and of ZeRO-3's gathering.
-    """
-
-    def __init__(self, config: DiTConfig, attention: AttentionBackend = "auto") -> None:
-        super().__init__()
-        self.attn = Attention(config.hidden, config.heads, (config.size // config.patch) ** 2, attention)
-        self.mlp = Mlp(config.hidden, int(config.hidden * config.mlp_ratio))
-        self.adaLN_modulation = AdaLNModulation(config.hidden, 6)
-
-    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
-        """``tokens [B, T, D], condition [B, D] -> [B, T, D]``."""
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(6, dim=1)
-        tokens, normed = residual_modulated_norm(tokens, shift_a, scale_a, eps=_NORM_EPS)
-        tokens, normed = gated_modulated_norm(tokens, self.attn(normed), gate_a, shift_m, scale_m, eps=_NORM_EPS)
-        return cast(Tensor, tokens + gate_m.unsqueeze(1) * self.mlp(normed))
-
-    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
-        """Both of its adaLN ops, which run alike; see ``fastdiff_kernels.dispatch.Explains``."""
-        chosen = dispatch.choice("adaln", example)
-        if "forward" in self.__dict__:  # compile_blocks was here
-            compiled, why = "compile (Inductor)", f"{chosen.why}; in a compiled block"
-            backward = "triton" if chosen.backward == "triton" else compiled
-            chosen = replace(chosen, forward=compiled, backward=backward, why=why)
-        yield chosen
 
 
 class FinalLayer(nn.Module):
@@ -190,15 +188,8 @@ class Mlp(nn.Module):
 
 
 def compile_blocks(model: DiT, **options: Any) -> DiT:
-    """Compiles the forward of every block of ``model`` in place and returns ``model``.
-
-    The inner forward and not the module is compiled, so that ZeRO-3's gathering hooks stay outside the graph.
-    All blocks share one graph. ``options`` go to ``torch.compile``; ``fullgraph`` is True unless given.
-    """
-    options.setdefault("fullgraph", True)
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, **options)  # type: ignore[method-assign]
-    return model
+    """``model.compile_blocks(**options)``."""
+    return model.compile_blocks(**options)
 
 
 def _xavier(layer: nn.Linear | nn.Conv2d) -> None:

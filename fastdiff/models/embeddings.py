@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fastdiff.config import DiTConfig
+from fastdiff.model_config import DiTConfig
 
 _LONGEST_PERIOD = 10_000.0
 _FREQUENCIES = 256
@@ -76,8 +76,9 @@ def timestep_sinusoids(time: Tensor, width: int, dtype: torch.dtype = torch.floa
     """
     exact = torch.promote_types(torch.float32, dtype)
     half = width // 2
-    exponent = torch.arange(half, dtype=exact, device=time.device) / half
-    angles = time.to(exact)[:, None] * torch.exp(-math.log(_LONGEST_PERIOD) * exponent)[None]
+    # In this order of roundings diffusers computes them, whatever the width.
+    exponent = -math.log(_LONGEST_PERIOD) * torch.arange(half, dtype=exact, device=time.device) / half
+    angles = time.to(exact)[:, None] * torch.exp(exponent)[None]
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 

@@ -1,0 +1,36 @@
+"""Types of command-line arguments."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, TypeAlias
+
+Subcommands: TypeAlias = "argparse._SubParsersAction[Any]"
+"""What ``add`` of every module is given."""
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
+    return int(text)
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    """``4,32,32``: channels, height and width."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text}: expected C,H,W, for example 4,32,32")
+    channels, height, width = map(int, parts)
+    return channels, height, width
+
+
+def classes(text: str) -> list[int]:
+    """``0-9`` or ``1,5,7``."""
+    found: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) < int(low):
+            raise argparse.ArgumentTypeError(f"{text}: expected classes as 0-9 or 1,5,7")
+        found += range(int(low), int(high or low) + 1)
+    return found

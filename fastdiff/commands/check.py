@@ -1,0 +1,42 @@
+"""``fastdiff verify`` and ``fastdiff doctor``: is everything as it should be."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import chain
+from pathlib import Path
+
+from fastdiff.commands.arguments import Subcommands
+from fastdiff.errors import DataError
+from fastdiff.presets import PRESETS
+
+
+def add(commands: Subcommands) -> None:
+    """Register the commands."""
+    verify = commands.add_parser("verify", help="check every byte of latent shards")
+    verify.add_argument("folder", type=Path, metavar="OUT")
+    verify.set_defaults(run=_verify)
+
+    doctor = commands.add_parser("doctor", help="what this machine has, what is wrong and how to mend it")
+    doctor.add_argument(
+        "--preset", metavar="NAME", help=f"also list which kernels and attention it would use: {', '.join(PRESETS)}"
+    )
+    doctor.set_defaults(run=_doctor)
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from fastdiff.data.verify import verify
+
+    found = verify(arguments.folder)
+    if not found.ok:
+        raise DataError(str(found))
+    print(found)
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from fastdiff.doctor import examine, explain
+
+    hint = ["kernels and attention: `fastdiff doctor --preset NAME` lists what each layer would use"]
+    explained = list(explain(arguments.preset)) if arguments.preset else hint  # refuses before anything is said
+    for line in chain(examine(), explained):
+        print(line)

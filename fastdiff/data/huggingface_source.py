@@ -1,0 +1,191 @@
+"""Images from a data set of Hugging Face's ``datasets``: a local folder or an id of the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdiff.data.image_items import (
+    LARGEST_IMAGE,
+    BadCaptionError,
+    BadItem,
+    ImageItem,
+    clean_captions,
+    digest_of,
+    runs,
+)
+from fastdiff.errors import ConfigError, DataError, StorageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_LABEL = "label"
+_FILES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+_SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
+
+
+class HuggingFaceSource:
+    """One split of a data set with an image column, and a caption column or else a ``label`` column of classes.
+
+    Args:
+        path: A folder that ``save_to_disk`` wrote, a folder of parquet, arrow, JSON or CSV files, or an id of the hub.
+        samples_per_unit: Images per unit.
+        image_column: Column of the images, as bytes or paths; they are not decoded here.
+        caption_column: Column of captions or of lists of them.
+        split: Which one, where there are several.
+        max_samples: Only so many, the first ones.
+
+    Raises:
+        ConfigError: ``datasets`` is not installed, or the split or a column does not exist.
+        DataError: There is no such data set, or it cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        samples_per_unit: int,
+        image_column: str = "image",
+        caption_column: str = "text",
+        split: str = "train",
+        max_samples: int | None = None,
+    ) -> None:
+        import datasets
+
+        self.name = f"data set {path}, split {split}"
+        found = load(path, split)
+        if len(found) == 0:
+            raise DataError(f"{self.name} holds no rows")
+        self._image, self._caption = image_column, caption_column
+        self.captioned = caption_column in found.column_names
+        label = found.features.get(_LABEL)
+        self.classes: int | None = None
+        if not self.captioned and isinstance(label, datasets.ClassLabel):
+            self.classes = label.num_classes
+        self._require_columns(found.column_names)
+        used = [image_column, caption_column if self.captioned else _LABEL]
+        if max_samples is not None:
+            found = found.select(range(min(max_samples, len(found))))
+        try:
+            self._rows = found.select_columns(used).cast_column(image_column, datasets.Image(decode=False))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{self.name}: column {image_column!r} is no column of images ({str(error)[:200]}); expected "
+                "datasets.Image, bytes or paths"
+            ) from error
+        self._per_unit = samples_per_unit
+        self.digest = digest_of(f"{self.name}, {image_column}, {samples_per_unit} per unit", self._facts(used[1]))
+
+    @property
+    def units(self) -> int:
+        """Number of units."""
+        return runs(len(self), self._per_unit)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
+        """The rows of one unit (StorageError if they cannot be read)."""
+        for index in range(unit * self._per_unit, min((unit + 1) * self._per_unit, len(self))):
+            yield self.item(index)
+
+    def item(self, index: int) -> ImageItem | BadItem:
+        """One row by number (StorageError if it cannot be read)."""
+        key, name = f"{index:09d}", f"{self.name}, row {index}"
+        try:
+            row: dict[str, Any] = self._rows[index]
+        except OSError as error:
+            raise StorageError(f"cannot read {name}: {error}; check the disk or network it is on") from error
+        try:
+            image = _bytes_of(row[self._image])
+            if self.captioned:
+                return ImageItem(key, name, image, clean_captions(row[self._caption]))
+            label = row[_LABEL]
+            if label is None or not 0 <= label < (self.classes or 0):
+                raise _NoImageError(f"its class is {label}, expected one of {self.classes} from 0")
+            return ImageItem(key, name, image, label=int(label))
+        except (BadCaptionError, _NoImageError) as error:
+            return BadItem(key, name, str(error))
+
+    def _require_columns(self, columns: list[str]) -> None:
+        given = f"{self.name} has the columns {', '.join(columns)}"
+        if self._image not in columns:
+            raise ConfigError(f"{given}, and no {self._image!r} with the images")
+        if not self.captioned and self.classes is None:
+            raise ConfigError(
+                f"{given}, and neither {self._caption!r} with captions nor a ClassLabel column {_LABEL!r}"
+            )
+
+    def _facts(self, column: str) -> Iterator[object]:
+        """What the digest covers: captions or classes of all rows, read in blocks without the images."""
+        yield [str(self._rows.features[column]), len(self)]
+        for block in self._rows.select_columns([column]).iter(batch_size=10_000):
+            yield block[column]
+
+
+class _NoImageError(Exception):
+    """A row cannot be used; the text says why."""
+
+
+def is_dataset_folder(folder: Path) -> bool:
+    """Whether ``save_to_disk`` of ``datasets`` wrote this folder."""
+    return any((folder / name).is_file() for name in _SAVED)
+
+
+def data_files(files: list[str]) -> tuple[str, list[str]] | None:
+    """The files that hold rows, of the first kind that there is, and the name of its loader."""
+    for suffix, loader in _FILES.items():
+        if found := [file for file in files if file.endswith(suffix)]:
+            return loader, found
+    return None
+
+
+def load(path: str, split: str) -> Dataset:
+    """One split of a data set, without downloading it again if it is in the cache of ``datasets``.
+
+    Raises:
+        ConfigError: ``datasets`` is not installed, or there is no such split.
+        DataError: There is no such data set, or it cannot be read.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"reading the data set {path} needs the package datasets; pip install 'fastdiff[datasets]'"
+        ) from error
+    local = Path(path).is_dir()
+    try:
+        if local and is_dataset_folder(Path(path)):
+            found = datasets.load_from_disk(path)
+        else:
+            found = datasets.load_dataset(path)
+    except Exception as error:  # of whatever kind: hub, network, parquet, JSON
+        kind = "the folder" if local else f"{path!r} is no folder or file here, and as an id of the Hugging Face hub it"
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"{kind if not local else path} cannot be loaded ({type(error).__name__}: {reason})") from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise ConfigError(f"{path} has no split {split!r}; it has {', '.join(found)}")
+        found = found[split]
+    return found
+
+
+def _bytes_of(cell: dict[str, Any] | None) -> bytes:
+    """The image file in a cell: its bytes, or what its path names."""
+    if cell is None:
+        raise _NoImageError("its image is missing")
+    content, path = cell.get("bytes"), cell.get("path")
+    if content is None and path is None:
+        raise _NoImageError("its image is missing")
+    try:
+        if content is None and Path(path).stat().st_size <= LARGEST_IMAGE:
+            content = Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise _NoImageError(f"its image {path} is missing") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}; check the disk or network it is on") from error
+    if content is None or len(content) > LARGEST_IMAGE:
+        raise _NoImageError(f"its image has more than {LARGEST_IMAGE} bytes")
+    return bytes(content)

@@ -1,0 +1,104 @@
+"""From the text that a user gives as a source to the source."""
+
+from __future__ import annotations
+
+import glob
+import re
+from pathlib import Path
+
+from fastdiff.data.huggingface_source import HuggingFaceSource, holds_rows, is_saved_dataset
+from fastdiff.data.image_folder import METADATA, ImageFolder, is_image, list_files
+from fastdiff.data.image_items import BadItem, ImageItem, ImageSource, printable
+from fastdiff.data.remote import is_remote, list_folder, shown
+from fastdiff.data.webdataset_source import WebDatasetSource
+from fastdiff.errors import ConfigError, DataError
+
+__all__ = ["BadItem", "ImageItem", "ImageSource", "open_source"]
+
+_HUB_ID = r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?"
+
+
+def open_source(
+    text: str,
+    *,
+    samples_per_unit: int,
+    image_column: str = "image",
+    caption_column: str = "text",
+    split: str = "train",
+    max_samples: int | None = None,
+) -> ImageSource:
+    """Find out what a source is, and open it.
+
+    In this order: the address or path of one or more tars, braces expanded (``s3://bucket/{00000..00099}.tar``), or of
+    a folder of tars; a folder that ``datasets`` saved; a folder of images; a folder of parquet, arrow, JSON or CSV
+    files; an id of the Hugging Face hub.
+
+    Args:
+        text: What the user gave.
+        samples_per_unit: Images per unit where the source does not decide it; a tar is always one unit.
+        image_column: Column of the images, in a data set.
+        caption_column: Column or field of the captions.
+        split: Which split, where there are several.
+        max_samples: Only so many, the first ones.
+
+    Raises:
+        ConfigError: A column or split does not exist, a package is missing, or remote tars cannot do what is asked.
+        DataError: There is no such source, or nothing says what is on its images.
+        StorageError: It cannot be read.
+    """
+    if samples_per_unit < 1 or (max_samples is not None and max_samples < 1):
+        raise ConfigError(f"{samples_per_unit} samples per unit and at most {max_samples} samples: from 1 on")
+    tars = _tars(text)
+    if tars is not None:
+        name = shown(text) if is_remote(text) else printable(text)
+        return WebDatasetSource(tars, name=name, caption_column=caption_column, max_samples=max_samples)
+    folder = Path(text)
+    if folder.is_dir() and not is_saved_dataset(folder) and not _holds_only_rows(folder):
+        return ImageFolder(
+            folder,
+            samples_per_unit=samples_per_unit,
+            caption_column=caption_column,
+            split=split,
+            max_samples=max_samples,
+        )
+    if not folder.is_dir() and (folder.exists() or not re.fullmatch(_HUB_ID, text)):
+        raise DataError(
+            f"{printable(text)} is no source: expected a folder of images, a folder or data set of Hugging Face's "
+            "datasets, or tars of images (a path or address ending in .tar, with braces for several)"
+        )
+    return HuggingFaceSource(
+        text,
+        samples_per_unit=samples_per_unit,
+        image_column=image_column,
+        caption_column=caption_column,
+        split=split,
+        max_samples=max_samples,
+    )
+
+
+def _tars(text: str) -> list[str] | None:
+    """Paths or addresses of the tars that are meant; None: something else is."""
+    if re.match(r"[a-z0-9+.-]+://", text, re.IGNORECASE) and not is_remote(text):
+        raise ConfigError(f"{shown(text)}: expected a path, or an address that begins with http://, https:// or s3://")
+    is_tar = (shown(text) if is_remote(text) else text).lower().endswith(".tar")
+    if is_tar:
+        return [text] if Path(text).is_file() else _expanded(text)
+    if is_remote(text):
+        return [file for folder in _expanded(text) for file in list_folder(folder) if file.lower().endswith(".tar")]
+    return sorted(glob.glob("*.tar", root_dir=text) and glob.glob(f"{glob.escape(text)}/*.tar")) or None
+
+
+def _expanded(text: str) -> list[str]:
+    from braceexpand import UnbalancedBracesError, braceexpand
+
+    try:
+        return list(braceexpand(text, escape=False))
+    except UnbalancedBracesError as error:
+        raise ConfigError(f"{shown(text)}: {error}; expected for example {{00000..00099}}.tar") from error
+
+
+def _holds_only_rows(folder: Path) -> bool:
+    files = list_files(folder)
+    return (
+        holds_rows(files) and not any(map(is_image, files)) and not any(Path(file).name in METADATA for file in files)
+    )

@@ -1,0 +1,339 @@
+"""Shapes of the networks, as frozen dataclasses. This module imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastdiff.errors import ConfigError, require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiTConfig:
+    """A diffusion transformer (Peebles & Xie 2023, arXiv:2212.09748)."""
+
+    kind: Literal["dit"] = "dit"
+    """The network; not to be changed."""
+    depth: int = 28
+    """Number of transformer blocks."""
+    hidden: int = 1152
+    """Width of a token."""
+    heads: int = 16
+    """Attention heads."""
+    patch: int = 2
+    """Side of a patch, in latent pixels."""
+    channels: int = 4
+    """Channels of the latents."""
+    size: int = 32
+    """Height and width of the latents."""
+    classes: int = 1000
+    """Number of classes; the null class of classifier-free guidance comes on top."""
+    mlp_ratio: float = 4.0
+    """Width of the MLP over the width of a token."""
+    learn_sigma: bool = False
+    """Twice the output channels, the second half for the variance, as in the published checkpoints."""
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "hidden", "heads", "patch", "channels", "size", "classes"):
+            require(getattr(self, name) >= 1, f"--model.{name} {getattr(self, name)}: at least 1")
+        require(
+            self.hidden % self.heads == 0,
+            f"--model.hidden {self.hidden} is not divisible by --model.heads {self.heads}; "
+            f"choose a multiple, for example {self.hidden // self.heads * self.heads or self.heads}",
+        )
+        require(
+            self.hidden % 4 == 0,
+            f"--model.hidden {self.hidden} must be divisible by 4 (the sin-cos position embedding)",
+        )
+        require(
+            self.size % self.patch == 0,
+            f"--model.size {self.size} is not divisible by --model.patch {self.patch}",
+        )
+
+
+DIT_SIZES: dict[str, tuple[int, int, int]] = {
+    "S": (12, 384, 6),
+    "B": (12, 768, 12),
+    "L": (24, 1024, 16),
+    "XL": (28, 1152, 16),
+}
+"""Depth, hidden width and heads of the published sizes (table 1 of Peebles & Xie 2023)."""
+
+DIT_PATCHES = (2, 4, 8)
+"""Patch sides of the published models."""
+
+
+def dit_config(
+    name: str,
+    *,
+    size: int = 32,
+    channels: int = 4,
+    classes: int = 1000,
+    learn_sigma: bool = False,
+) -> DiTConfig:
+    """Configuration of a published size.
+
+    Args:
+        name: ``"DiT-S/2"`` ... ``"DiT-XL/8"``.
+        size: Height and width of the latents: 32 for images of 256 px, 64 for 512 px.
+        channels: Channels of the latents.
+        classes: Number of classes without the null class.
+        learn_sigma: Twice the output channels, as the published checkpoints have.
+
+    Raises:
+        ConfigError: ``name`` is none of the twelve.
+    """
+    names = {f"DiT-{letter}/{patch}": (letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
+    if name not in names:
+        raise ConfigError(f"model {name!r} is unknown; choose one of {', '.join(names)}")
+    letter, patch = names[name]
+    depth, hidden, heads = DIT_SIZES[letter]
+    return DiTConfig(
+        depth=depth, hidden=hidden, heads=heads, patch=patch,
+        size=size, channels=channels, classes=classes, learn_sigma=learn_sigma,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UNetConfig:
+    """The UNet of Stable Diffusion 1.x, 2.x and XL; tuples have one entry per level, the finest first.
+
+    Rombach et al. 2022, arXiv:2112.10752; Podell et al. 2023, arXiv:2307.01952.
+    """
+
+    kind: Literal["unet"] = "unet"
+    """The network; not to be changed."""
+    channels: int = 4
+    """Channels of the latents."""
+    size: int = 64
+    """Height and width of the latents that images are drawn at; the network takes any size."""
+    block_out_channels: tuple[int, ...] = (320, 640, 1280, 1280)
+    """Channels of each level."""
+    layers_per_block: int = 2
+    """Residual blocks of each level on the way down; one more on the way up."""
+    attention_heads: tuple[int, ...] = (8, 8, 8, 8)
+    """Attention heads of each level (what diffusers' configurations call attention_head_dim)."""
+    transformer_layers: tuple[int, ...] = (1, 1, 1, 0)
+    """Transformer blocks behind each residual block; 0: the level has no attention."""
+    mid_transformer_layers: int = 1
+    """Transformer blocks in the middle block."""
+    cross_attention_dim: int = 768
+    """Width of the text embeddings."""
+    use_linear_projection: bool = False
+    """Linear layers instead of 1x1 convolutions around the transformer blocks (SD 2.x, XL)."""
+    pooled_dim: int = 0
+    """Width of the pooled text embedding, which comes with the sizes of the image (XL); 0: neither."""
+    addition_time_embed_dim: int = 256
+    """Sinusoids per image size (XL)."""
+    norm_num_groups: int = 32
+    """Groups of every group normalisation."""
+    upcast_attention: bool = False
+    """For diffusers, which then computes attention in fp32; fastdiff's softmax is fp32 always."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "channels", "size", "layers_per_block", "mid_transformer_layers", "cross_attention_dim",
+            "addition_time_embed_dim", "norm_num_groups",
+        ):  # fmt: skip
+            require(getattr(self, name) >= 1, f"--model.{name} {getattr(self, name)}: at least 1")
+        levels = len(self.block_out_channels)
+        for name, least in (("attention_heads", 1), ("transformer_layers", 0)):
+            values = getattr(self, name)
+            require(
+                len(values) == levels and min(values) >= least,
+                f"--model.{name} {values}: one entry of {least} or more for each of the {levels} of "
+                "--model.block_out_channels",
+            )
+        for width, heads in zip(self.block_out_channels, self.attention_heads, strict=True):
+            require(
+                width % self.norm_num_groups == 0 and width % heads == 0,
+                f"--model.block_out_channels {self.block_out_channels}: {width} must divide by --model.norm_num_groups "
+                f"{self.norm_num_groups} and by its attention heads {heads}",
+            )
+        require(
+            self.block_out_channels[0] % 2 == 0 and self.addition_time_embed_dim % 2 == 0,
+            f"--model.block_out_channels {self.block_out_channels} and --model.addition_time_embed_dim "
+            f"{self.addition_time_embed_dim}: the first and this must be even (half sines, half cosines)",
+        )
+        require(
+            self.transformer_layers[-1] in (0, self.mid_transformer_layers),
+            f"--model.transformer_layers {self.transformer_layers}: the last is 0 or that of the middle block, "
+            f"--model.mid_transformer_layers {self.mid_transformer_layers}",
+        )
+        require(
+            self.size % self.smallest_factor == 0,
+            f"--model.size {self.size} must divide by {self.smallest_factor}, because the UNet halves it {levels - 1} "
+            "times",
+        )
+
+    @property
+    def smallest_factor(self) -> int:
+        """What height and width of the latents must divide by."""
+        return int(2 ** (len(self.block_out_channels) - 1))
+
+    @classmethod
+    def from_diffusers(cls, config: Mapping[str, Any]) -> UNetConfig:
+        """The configuration in diffusers' ``unet/config.json``.
+
+        Raises:
+            ConfigError: it describes a UNet that is not of SD 1.x, 2.x or XL; names the entry.
+        """
+        for key, kinds in _UNET_KINDS.items():
+            if key in config and not isinstance(config[key], kinds):
+                raise _refused(key, config[key], " or ".join(kind.__name__ for kind in kinds))
+        widths = config.get("block_out_channels", (320, 640, 1280, 1280))
+        levels = len(widths)
+        down = list(config.get("down_block_types", ["CrossAttnDownBlock2D"] * (levels - 1) + ["DownBlock2D"]))
+        layers = _per_level(config.get("transformer_layers_per_block", 1), levels)
+        if any(not isinstance(n, int) for n in layers):
+            raise _refused("transformer_layers_per_block", layers, "one number per level")
+        attends = [name == "CrossAttnDownBlock2D" for name in down]
+        text_time = config.get("addition_embed_type") == "text_time"
+        time_dim = config.get("addition_time_embed_dim") or 256
+        pooled = int(config.get("projection_class_embeddings_input_dim") or 0) - 6 * time_dim if text_time else 0
+        found = cls(
+            channels=config.get("in_channels", 4),
+            size=config.get("sample_size") or 64,
+            block_out_channels=tuple(widths),
+            layers_per_block=config.get("layers_per_block", 2),
+            attention_heads=_per_level(config.get("attention_head_dim", 8), levels),
+            transformer_layers=tuple(n if attend else 0 for n, attend in zip(layers, attends, strict=True)),
+            mid_transformer_layers=layers[-1],
+            cross_attention_dim=config.get("cross_attention_dim", 1280),
+            use_linear_projection=config.get("use_linear_projection", False),
+            pooled_dim=pooled,
+            addition_time_embed_dim=time_dim,
+            norm_num_groups=config.get("norm_num_groups", 32),
+            upcast_attention=bool(config.get("upcast_attention")),
+        )
+        ours = found.to_diffusers()
+        for key, value in config.items():
+            expected = ours.get(key, _UNET_DEFAULTS.get(key))
+            if not key.startswith("_") and _plain(value) != _plain(expected) and key not in _EQUIVALENT:
+                raise _refused(key, value, repr(expected))
+        return found
+
+    def to_diffusers(self) -> dict[str, Any]:
+        """The entries of diffusers' ``unet/config.json`` that describe this network."""
+        attends = [layers > 0 for layers in self.transformer_layers]
+        layers = [n or 1 for n in self.transformer_layers[:-1]]
+        layers.append(self.transformer_layers[-1] or self.mid_transformer_layers)
+        text_time: dict[str, Any] = {
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": self.addition_time_embed_dim,
+            "projection_class_embeddings_input_dim": self.pooled_dim + 6 * self.addition_time_embed_dim,
+        }
+        return {
+            **_UNET_DEFAULTS,
+            "in_channels": self.channels,
+            "out_channels": self.channels,
+            "sample_size": self.size,
+            "block_out_channels": list(self.block_out_channels),
+            "down_block_types": ["CrossAttnDownBlock2D" if attend else "DownBlock2D" for attend in attends],
+            "up_block_types": ["CrossAttnUpBlock2D" if attend else "UpBlock2D" for attend in reversed(attends)],
+            "layers_per_block": self.layers_per_block,
+            "attention_head_dim": list(self.attention_heads),
+            "transformer_layers_per_block": layers,
+            "cross_attention_dim": self.cross_attention_dim,
+            "use_linear_projection": self.use_linear_projection,
+            "norm_num_groups": self.norm_num_groups,
+            "upcast_attention": self.upcast_attention,
+            **(text_time if self.pooled_dim else {}),
+        }
+
+
+ModelConfig = DiTConfig | UNetConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainedConfig:
+    """A Stable Diffusion pipeline in the layout of diffusers, or the file of a DiT."""
+
+    path: str = ""
+    """Folder or Hugging Face id of the pipeline whose autoencoder, text encoder and scheduler belong to the run; for a
+    DiT, a .safetensors or .pt file of weights."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id."""
+    variant: str | None = None
+    """Variant of the weight files, for example fp16 or non_ema."""
+    weights: bool = False
+    """Start from its network (fine-tuning), whose shape then replaces --model; else from random weights."""
+
+    def __post_init__(self) -> None:
+        require(not self.weights or bool(self.path), "--pretrained.weights needs --pretrained.path")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685): the pretrained weights stay as they are."""
+
+    rank: int = 0
+    """Rank of the added matrices; 0: train all weights."""
+    alpha: float | None = None
+    """Scale of what is added, times 1 / rank. None: the rank."""
+    targets: tuple[str, ...] = ()
+    """Layers that are adapted, by the end of their names. Default: the attention's projections."""
+    dropout: float = 0.0
+    """Dropout before the added matrices."""
+    quantize: Literal["none", "8bit", "4bit"] = "none"
+    """Keep the frozen matrices in 8 or 4 bits (bitsandbytes; 4 bits: NF4 of QLoRA, arXiv:2305.14314)."""
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 0, f"--lora.rank {self.rank}: 0 (no LoRA) or above")
+        require(self.alpha is None or self.alpha > 0, f"--lora.alpha {self.alpha}: above 0, or None")
+        require(0.0 <= self.dropout < 1.0, f"--lora.dropout {self.dropout}: from 0 to below 1")
+        require(self.rank > 0 or self.quantize == "none", "--lora.quantize needs --lora.rank: only LoRA leaves weights")
+
+
+_UNET_DEFAULTS: dict[str, Any] = {
+    "act_fn": "silu",
+    "center_input_sample": False,
+    "downsample_padding": 1,
+    "dropout": 0.0,
+    "flip_sin_to_cos": True,
+    "freq_shift": 0,
+    "mid_block_scale_factor": 1,
+    "mid_block_type": "UNetMidBlock2DCrossAttn",
+    "norm_eps": 1e-5,
+    "only_cross_attention": False,
+    "dual_cross_attention": False,
+    "resnet_time_scale_shift": "default",
+    "resnet_out_scale_factor": 1.0,
+    "resnet_skip_time_act": False,
+    "time_embedding_type": "positional",
+    "conv_in_kernel": 3,
+    "conv_out_kernel": 3,
+    "addition_embed_type_num_heads": 64,
+    "attention_type": "default",
+    "class_embeddings_concat": False,
+}
+_EQUIVALENT = ("attention_head_dim", "transformer_layers_per_block", "sample_size", "upcast_attention")
+"""Entries that may be written in several ways, or that do not change the network."""
+
+
+_UNET_KINDS: dict[str, tuple[type, ...]] = {
+    "in_channels": (int,),
+    "sample_size": (int, type(None)),
+    "block_out_channels": (list, tuple),
+    "down_block_types": (list, tuple),
+    "layers_per_block": (int,),
+    "cross_attention_dim": (int,),
+    "norm_num_groups": (int,),
+}
+"""Types of the entries that diffusers lets be of several."""
+
+
+def _refused(key: str, value: Any, expected: str) -> ConfigError:
+    return ConfigError(
+        f"the UNet's config.json has {key} {value!r}, expected {expected}: fastdiff has the UNets of Stable Diffusion "
+        "1.x, 2.x and XL"
+    )
+
+
+def _per_level(value: Any, levels: int) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,) * levels
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,168 @@
+"""Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of the networks by peft, and its files for diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastdiff.errors import ConfigError, require
+from fastdiff.model_config import DiTConfig, LoraConfig, ModelConfig
+from fastdiff.models import Model
+from fastdiff.models.quantized import QuantizedLinear
+
+WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
+"""The name under which diffusers looks for an adapter in a folder."""
+
+_ADAPTER = "default"
+_BLOCKS = {"blocks", "transformer_blocks"}
+"""Lists of the transformer blocks, in DiT and in the UNet."""
+
+
+def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Freeze ``model`` and add trainable matrices to its layers, in place.
+
+    A layer ``x -> W x + b`` becomes ``W x + b + alpha / rank * B A x``. A starts normal with deviation 1 / rank, B at
+    0. A and B are fp32 and lie beside their layer; they alone require a gradient. With ``config.quantize`` the frozen
+    linear layers of the transformer blocks keep their weights in few bits.
+
+    Args:
+        model: with fp32 weights on the CPU, not compiled.
+        config: of the adapter; its rank is above 0.
+        seed: decides the initial values; its low 64 bits count. The global random state is left as it was.
+        weights: A and B by name, as ``model.named_parameters()`` has them; None: the initial values.
+
+    Raises:
+        ConfigError: peft is missing, a target is the name of no layer, ``weights`` are those of another adapter, or
+            dropout, which would draw from a state that depends on the number of ranks.
+    """
+    require(
+        config.dropout == 0.0,
+        f"--lora.dropout {config.dropout}: in fastdiff nothing random may depend on the number of ranks or on where a "
+        "run was resumed, and this would; use 0",
+    )
+    targets = lora_targets(config, model.config)
+    _check_targets(model, targets)
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed & (2**64 - 1))
+        _inject(model, config, targets)
+    if weights is not None:
+        _load(model, weights)
+    if config.quantize != "none":
+        _quantize(model, config)
+
+
+def lora_targets(config: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
+    """Ends of the names of the layers that are adapted."""
+    attention = ("attn.qkv", "attn.proj") if isinstance(model, DiTConfig) else ("to_q", "to_k", "to_v", "to_out.0")
+    return config.targets or attention
+
+
+def lora_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The trained parameters under the names that diffusers gives them, without the prefix of the network.
+
+    Args:
+        weights: names as ``model.named_parameters()`` has them.
+    """
+    from diffusers.utils import convert_state_dict_to_diffusers
+
+    suffix = f".{_ADAPTER}.weight"
+    plain = {name.removesuffix(suffix) + ".weight": value.contiguous() for name, value in weights.items()}
+    return dict(convert_state_dict_to_diffusers(plain))
+
+
+def save_lora(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, model: ModelConfig) -> Path:
+    """Write the adapter as diffusers writes its own, and return the file.
+
+    For a UNet, ``pipeline.load_lora_weights(folder)`` applies it with the same scale: rank and alpha stand in the
+    metadata of the file. Programs that do not read them scale by 1, which is the same only if alpha is the rank. For a
+    DiT the names begin with ``transformer.``; diffusers has no pipeline with the names of its layers.
+
+    Args:
+        folder: made if it is missing.
+        weights: every trained parameter, names as ``model.named_parameters()`` has them.
+        config: the adapter's.
+        model: the network's.
+    """
+    from diffusers.loaders import SD3LoraLoaderMixin, StableDiffusionLoraLoaderMixin
+
+    metadata = {"r": config.rank, "lora_alpha": _alpha(config), "target_modules": list(lora_targets(config, model))}
+    layers = lora_weights(weights)
+    if isinstance(model, DiTConfig):
+        SD3LoraLoaderMixin.save_lora_weights(
+            folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
+        )
+    else:
+        StableDiffusionLoraLoaderMixin.save_lora_weights(
+            folder, unet_lora_layers=layers, unet_lora_adapter_metadata=metadata
+        )
+    return folder / WEIGHTS_FILE
+
+
+def _alpha(config: LoraConfig) -> float:
+    return config.rank if config.alpha is None else config.alpha
+
+
+def _adaptable(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+
+
+def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
+    names = _adaptable(model)
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            raise ConfigError(
+                f"--lora.targets {target}: no linear layer or convolution of this network has a name that ends so; "
+                f"the ends of their names are {', '.join(sorted({_end(name) for name in names}))}"
+            )
+
+
+def _end(name: str) -> str:
+    """The last part of a dotted name, with the one before it if the last is a number."""
+    parts = name.split(".")
+    return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
+
+
+def _inject(model: nn.Module, config: LoraConfig, targets: tuple[str, ...]) -> None:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("--lora.rank needs peft, which is not installed: pip install 'fastdiff[peft]'") from None
+    adapter: Any = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=_alpha(config),  # type: ignore[arg-type]  # peft divides it by r, whatever number it is
+        target_modules=list(targets),
+        init_lora_weights="gaussian",
+    )
+    try:
+        peft.inject_adapter_in_model(adapter, model, adapter_name=_ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"--lora.targets {' '.join(targets)}: {error}") from None
+
+
+def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    ours = {name: tuple(p.shape) for name, p in parameters.items()}
+    theirs = {name: tuple(value.shape) for name, value in weights.items()}
+    if ours != theirs:
+        name = min(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+        raise ConfigError(
+            f"the trained weights are those of another adapter: {name} is {theirs.get(name, 'missing')}, expected "
+            f"{ours.get(name, 'no such weight')}; use --lora.rank and --lora.targets of the run that they come from"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+
+
+def _quantize(model: nn.Module, config: LoraConfig) -> None:
+    bits = 4 if config.quantize == "4bit" else 8
+    for name, module in list(model.named_modules()):
+        frozen = isinstance(module, nn.Linear) and not module.weight.requires_grad
+        if frozen and _BLOCKS & set(name.split(".")):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, QuantizedLinear(module, bits))

@@ -1,0 +1,102 @@
+"""The samples of a run, checked against its model and its pretrained pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from fastdiff.batch import Condition
+from fastdiff.config import RunConfig
+from fastdiff.data.reader import LatentReader
+from fastdiff.data.shards import DatasetInfo
+from fastdiff.errors import ConfigError
+from fastdiff.model_config import DiTConfig, UNetConfig
+from fastdiff.network import null_label, pretrained
+
+CONTEXT = "context"
+
+
+def open_data(config: RunConfig) -> LatentReader:
+    """Open the shards of a run, on this machine or through the cache of those that are elsewhere.
+
+    Raises:
+        ConfigError: they are not made for the model, or not by the pretrained autoencoder or text encoder.
+        DataError: they are damaged.
+        StorageError: they cannot be read.
+    """
+    from fastdiff.data.shard_cache import open_shards_folder
+
+    if not config.data.path:
+        raise ConfigError("--data.path is missing: the folder that `fastdiff encode` wrote")
+    folder, fetch = open_shards_folder(config.data.path, config.data.cache)
+    # One window of shards is read at a time, and two at its border.
+    reader = LatentReader(folder, open_shards=2 * config.data.shuffle_shards, fetch=fetch)
+    _check_latents(config, reader.info)
+    if isinstance(config.model, DiTConfig):
+        _check_classes(config, config.model, reader.info)
+    else:
+        _check_text(config, config.model, reader.info)
+    _check_provenance(config, reader.info)
+    return reader
+
+
+def null_condition(config: RunConfig, reader: LatentReader) -> Condition:
+    """The condition of no class or no caption, one sample of each input, on the CPU."""
+    if isinstance(config.model, DiTConfig):
+        return {"label": null_label(config)}
+    return {name: torch.from_numpy(value) for name, value in reader.null().items()}
+
+
+def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
+    channels, height, width = info.latent.shape
+    channels //= 2 if info.kind == "posterior" else 1
+    if isinstance(config.model, UNetConfig):
+        sizes, factor = info.buckets or ((height, width),), config.model.smallest_factor
+        wrong = [size for size in sizes if size[0] % factor or size[1] % factor]
+        if channels != config.model.channels or wrong:
+            raise ConfigError(
+                f"{config.data.path} holds latents of {channels} channels and sizes {sizes}, the model takes "
+                f"{config.model.channels} channels and sizes that divide by {factor}; encode with another --resolution"
+            )
+    elif info.buckets or (channels, height, width) != (config.model.channels, config.model.size, config.model.size):
+        square = height == width and not info.buckets
+        remedy = f"--model.channels {channels} --model.size {height}" if square else "square latents of one size"
+        raise ConfigError(
+            f"{config.data.path} holds latents of shape {(channels, height, width)}, the model takes "
+            f"{(config.model.channels, config.model.size, config.model.size)}; use {remedy}"
+        )
+
+
+def _check_classes(config: RunConfig, model: DiTConfig, info: DatasetInfo) -> None:
+    if info.classes is not None and info.classes > model.classes:
+        raise ConfigError(
+            f"{config.data.path} has {info.classes} classes, the model {model.classes}; use --model.classes"
+        )
+
+
+def _check_text(config: RunConfig, model: UNetConfig, info: DatasetInfo) -> None:
+    expected = {CONTEXT: model.cross_attention_dim} | ({"pooled": model.pooled_dim} if model.pooled_dim else {})
+    found = {name: info.columns[name].shape[-1] for name in (CONTEXT, "pooled") if name in info.columns}
+    if found != expected:
+        raise ConfigError(
+            f"{config.data.path} holds text embeddings of widths {found or 'none'}, the model takes {expected}; encode "
+            "captions with `fastdiff encode --pretrained` of the pipeline that the model belongs to"
+        )
+
+
+def _check_provenance(config: RunConfig, info: DatasetInfo) -> None:
+    """Refuse latents of another autoencoder, or embeddings of another text encoder, than the pipeline's."""
+    if not config.pretrained.path or Path(config.pretrained.path).is_file():
+        return
+    pipeline = pretrained(config)
+    for part, name, made in (
+        ("vae", "autoencoder", info.provenance.autoencoder_digest),
+        ("text_encoder", "text encoder", info.provenance.text_encoder_digest),
+    ):
+        if made is not None and made != pipeline.digest(part):
+            raise ConfigError(
+                f"{config.data.path} was encoded with another {name} than that of --pretrained.path "
+                f"{config.pretrained.path} (digest {made[:12]}, here {pipeline.digest(part)[:12]}); encode again with "
+                "it, or name the pipeline that the data were encoded with"
+            )

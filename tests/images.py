@@ -1,0 +1,119 @@
+"""Image files for tests: sound ones of every kind, and broken ones."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+Array = npt.NDArray[Any]
+Chunk = tuple[bytes, bytes]
+
+
+def natural(height: int, width: int, seed: int = 0) -> Array:
+    """RGB pixels `[H, W, 3]` uint8 with the 1/f spectrum of photographs."""
+    rng = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    frequency[0, 0] = np.inf
+    spectrum = np.fft.rfft2(rng.standard_normal((3, height, width))) / frequency
+    planes = np.fft.irfft2(spectrum, (height, width))
+    planes /= max(planes.std(), 1e-9)
+    mixed = 0.5 * planes + planes.mean(0)  # the channels of a photograph are alike
+    return np.clip(128 + 48 * mixed, 0, 255).astype(np.uint8).transpose(1, 2, 0).copy()
+
+
+def encode(pixels: Array, kind: str, **options: Any) -> bytes:
+    """An image file by Pillow; a float mode is not needed, `mode` converts before."""
+    image = Image.fromarray(pixels)
+    mode = options.pop("mode", None)
+    buffer = io.BytesIO()
+    (image.convert(mode) if mode else image).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def with_orientation(pixels: Array, kind: str, orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encode(pixels, kind, exif=exif)
+
+
+def animated(kind: str, frames: Sequence[Array]) -> bytes:
+    first, *others = (Image.fromarray(frame) for frame in frames)
+    buffer = io.BytesIO()
+    first.save(buffer, kind, save_all=True, append_images=others, lossless=True)
+    return buffer.getvalue()
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """A PNG chunk with its CRC."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(
+    width: int,
+    height: int,
+    depth: int,
+    color: int,
+    packed: bytes,
+    *,
+    before: Sequence[Chunk] = (),
+    after: Sequence[Chunk] = (),
+) -> bytes:
+    """A PNG file of already deflated rows, with chunks before and after its pixels."""
+    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
+    chunks = [(b"IHDR", header), *before, (b"IDAT", packed), *after, (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks)
+
+
+def png_of(pixels: Array, *, before: Sequence[Chunk] = (), after: Sequence[Chunk] = ()) -> bytes:
+    """Grey `[H, W]` or colour `[H, W, 3]`, uint8 or uint16, as an unfiltered PNG."""
+    height, width = pixels.shape[:2]
+    big = pixels.astype(pixels.dtype.newbyteorder(">"))
+    rows = b"".join(b"\0" + row.tobytes() for row in big)
+    color = 0 if pixels.ndim == 2 else 2
+    return png(width, height, 8 * pixels.itemsize, color, zlib.compress(rows), before=before, after=after)
+
+
+def empty_png(width: int, height: int) -> bytes:
+    """A black one-bit PNG that is about a thousand times smaller than its rows: a decompression bomb."""
+    pack = zlib.compressobj(9)
+    row = bytes(1 + (width + 7) // 8)
+    packed = b"".join(pack.compress(row * 100) for _ in range(height // 100)) + pack.compress(row * (height % 100))
+    return png(width, height, 1, 0, packed + pack.flush())
+
+
+def jpeg_claiming(width: int, height: int) -> bytes:
+    """A JPEG whose header says another size than its data has."""
+    data = bytearray(encode(natural(16, 16), "JPEG"))
+    at = data.index(b"\xff\xc0")
+    data[at + 5 : at + 9] = struct.pack(">HH", height, width)
+    return bytes(data)
+
+
+def webp_claiming(width: int, height: int) -> bytes:
+    """A lossless WebP whose header says another size than its data has."""
+    data = bytearray(encode(natural(16, 16), "WebP", lossless=True))
+    assert data[12:16] == b"VP8L"
+    data[21:25] = struct.pack("<I", (width - 1) | (height - 1) << 14)
+    return bytes(data)
+
+
+def jpeg_of_scans(scans: int) -> bytes:
+    """A progressive JPEG whose last scan is repeated."""
+    data = encode(natural(32, 32), "JPEG", progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + last * scans + data[-2:]
+
+
+def damaged(data: bytes, part: float = 0.5) -> bytes:
+    """Thirty bytes in the middle turned over."""
+    changed = bytearray(data)
+    at = int(len(data) * part)
+    changed[at : at + 30] = (byte ^ 0x55 for byte in changed[at : at + 30])
+    return bytes(changed)
