@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from fastdiff.batch import Condition
+from fastdiff.boards import Boards
 from fastdiff.checkpoint import Checkpoints
-from fastdiff.errors import DivergedError
+from fastdiff.dist import attempt
+from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.flops import peak_flops, training_flops
 from fastdiff.fragments import assemble
 from fastdiff.grid import image_grid
@@ -56,20 +58,18 @@ class Callbacks:
 
 
 class Log(Callback):
-    """Progress bar, ``metrics.jsonl`` and TensorBoard, on rank 0."""
+    """Progress bar, ``metrics.jsonl`` and the boards, on rank 0."""
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TrainState, boards: Boards) -> None:
+        self._boards = boards
         self._every = Every(state.config.output.log_every)
         self._is_first = state.world.is_first
         self._flops = training_flops(state.config.model)
         self._peak = peak_flops(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
         if not self._is_first:
             return
-        from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it, and it takes a second
-
         drop_records_after(state.folder / "metrics.jsonl", state.progress.steps)
         self._lines = JsonLines(state.folder / "metrics.jsonl")
-        self._board = SummaryWriter(str(state.folder / "tensorboard"), purge_step=state.progress.steps + 1)
         self._bar = tqdm(
             total=state.config.samples,
             initial=state.progress.samples,
@@ -89,9 +89,8 @@ class Log(Callback):
         record = self._record(state)
         if self._is_first:
             self._lines.write(record)
-            for name, value in record.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(name, value, state.progress.steps)
+            numbers = {name: value for name, value in record.items() if isinstance(value, float)}
+            self._boards.scalars(numbers, state.progress.steps)
             self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}")
 
     def _record(self, state: TrainState) -> Record:
@@ -114,12 +113,11 @@ class Log(Callback):
         }
 
     def close(self) -> None:
-        """Close the files and leave the bar as it stands."""
+        """Close the file and leave the bar as it stands."""
         if self._is_first:
             self._bar.close()
-            for file in (self._lines, self._board):
-                with suppress(OSError):  # what could not be written has been reported when it was tried
-                    file.close()
+            with suppress(OSError):  # what could not be written has been reported when it was tried
+                self._lines.close()
 
 
 class NonFiniteGuard(Callback):
@@ -189,6 +187,7 @@ class SampleGrid(Callback):
             state,
             averaged_model(state),
             {"label": labels},
+            null=state.objective.null,
             shape=(config.model.channels, config.model.size, config.model.size),
             steps=config.output.sample_steps,
             cfg=config.output.sample_cfg if classes else None,
@@ -204,44 +203,81 @@ def draw_together(
     model: Model,
     condition: Condition,
     *,
+    null: Condition,
     shape: tuple[int, int, int],
     steps: int,
     cfg: float | None,
+    batch: int = 256,
 ) -> Tensor:
     """Draw one image per entry of ``condition`` (``[N, ...]`` each), every rank its share; called by all ranks.
 
+    The options are those of ``fastdiff.sampling.sample``.
+
     Returns:
         ``[N, *shape]`` fp32 latents, on every rank's device.
+
+    Raises:
+        FastdiffError: on every rank, if one of them fails.
     """
     world, count = state.world, next(len(value) for value in condition.values())
     share = -(-count // world.size)
     mine = slice(world.rank * share, (world.rank + 1) * share)
     images = torch.zeros(count, *shape, device=world.device)
     chosen = {name: value[mine].to(world.device) for name, value in condition.items()}
-    images[mine] = sample(
-        model,
-        state.config.objective,
-        chosen,
-        shape=shape,
-        null=state.objective.null,
-        scheduler="dpmsolver++",
-        steps=steps,
-        cfg=cfg,
-        seed=state.config.seed,
-        first_index=mine.start,
-    )
+
+    def draw() -> None:
+        with memory_for_images(world.device):
+            images[mine] = sample(
+                model,
+                state.config.objective,
+                chosen,
+                shape=shape,
+                null=null,
+                scheduler="dpmsolver++",
+                steps=steps,
+                cfg=cfg,
+                seed=state.config.seed,
+                batch=batch,
+                first_index=mine.start,
+            )
+
+    world.agree(attempt(draw)[1])
     return world.sum_(images)
 
 
-def averaged_model(state: TrainState) -> Model:
+@contextmanager
+def memory_for_images(device: torch.device) -> Iterator[None]:
+    """Say what to do if the images do not fit beside the training."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"no memory left on {device} to draw images beside the training ({str(error).splitlines()[0]}); lower "
+            "--batch.micro, or draw none with --validation.every 0 (of classes: --output.sample_every 0). The "
+            "checkpoints are intact"
+        ) from None
+
+
+def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Model:
     """Return a plain copy of the model with the first EMA's weights, or the weights themselves if there is none.
 
     Called by all ranks; each gets the whole model, on its device.
+
+    Raises:
+        FastdiffError: on every rank, if one of them fails.
     """
     flats = state.engine.flats
     averages = next(iter(state.ema.averages.values()), [flat.master for flat in flats])
-    weights = assemble(state.world, flats, averages, state.engine.shapes)
-    return build_network(state.config, weights).to(state.world.device).eval()
+    weights = assemble(state.world, flats, averages, state.engine.shapes, dtype)
+
+    def build() -> Model:
+        with memory_for_images(state.world.device):
+            return build_network(state.config, weights).to(state.world.device, dtype).eval()
+
+    model, error = attempt(build)
+    state.world.agree(error)
+    assert model is not None
+    return model
 
 
 class Checkpointing(Callback):

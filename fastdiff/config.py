@@ -339,7 +339,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**64, f"--seed {self.seed}: from 0 to 2**64 - 1")
         if self.output.sample_every and self.model.kind == "dit":
-            self._check_sampling()
+            self._check_sampling("--output.sample_steps", self.output.sample_steps, "--output.sample_every 0")
+        if self.validation.prompts and self.validation.every:
+            self._check_sampling("--validation.steps", self.validation.steps, "--validation.every 0")
         self._check_pretrained()
         if self.samples < 1 or self.samples % self.batch.samples:
             steps = max(1, round(self.samples / self.batch.samples))
@@ -348,17 +350,16 @@ class RunConfig:
                 f"nearest value: {steps * self.batch.samples} ({steps} steps)"
             )
 
-    def _check_sampling(self) -> None:
-        """Refuse now what would otherwise fail at the first grid, hours later."""
+    def _check_sampling(self, flag: str, steps: int, without: str) -> None:
+        """Refuse now what would otherwise fail at the first images, hours later."""
         require(
-            self.output.sample_steps <= self.objective.timesteps,
-            f"--output.sample_steps {self.output.sample_steps}: at most --objective.timesteps "
-            f"{self.objective.timesteps}",
+            steps <= self.objective.timesteps,
+            f"{flag} {steps}: at most --objective.timesteps {self.objective.timesteps}",
         )
         require(
             not self.objective.zero_terminal_snr or self.objective.prediction != "epsilon",
             "no image can be drawn from pure noise by predicting it: with --objective.zero_terminal_snr use "
-            "--objective.prediction v or x0, or draw no grids with --output.sample_every 0",
+            f"--objective.prediction v or x0, or draw none with {without}",
         )
 
     def _check_pretrained(self) -> None:

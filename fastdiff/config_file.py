@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError
+from fastdiff.model_config import DiTConfig, UNetConfig
 
 
 class _Loader(yaml.SafeLoader):
@@ -48,13 +49,21 @@ def from_mapping(fields: dict[str, Any], source: str) -> RunConfig:
 
 
 def _lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
-    merged = _merge(asdict(base), given, source)
+    merged = _merge(asdict(_with_kind(base, given)), given, source)
     try:
         return TypeAdapter(RunConfig).validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{source}: {field}: {first['msg']}, given {first['input']!r}") from None
+
+
+def _with_kind(base: RunConfig, given: dict[str, Any]) -> RunConfig:
+    """Return ``base`` with the defaults of the kind of model that is given, if that is another one."""
+    model = given.get("model")
+    kind = model.get("kind") if isinstance(model, dict) else None
+    other = {"dit": DiTConfig, "unet": UNetConfig}.get(str(kind))
+    return base if other is None or kind == base.model.kind else replace(base, model=other())
 
 
 def _merge(base: dict[str, Any], given: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:

@@ -106,9 +106,13 @@ def owned_blocks(
 
 
 def assemble(
-    world: World, flats: Sequence[Flat], tensors: Sequence[Tensor | None], shapes: Shapes
+    world: World,
+    flats: Sequence[Flat],
+    tensors: Sequence[Tensor | None],
+    shapes: Shapes,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """Return the full parameters, fp32, on every rank's device, from fragments that are spread over the ranks.
+    """Return the full parameters, rounded to ``dtype``, on every rank's device, from fragments spread over the ranks.
 
     Each rank writes its fragments into zeros and the ranks are added up: exact, since all other terms are zero.
     """
@@ -120,5 +124,5 @@ def assemble(
         whole = torch.zeros(shape, device=world.device).view(-1)
         for fragment, values in mine[name]:
             whole.narrow(0, fragment.start, fragment.numel).copy_(values)
-        full[name] = world.sum_(whole).view(shape)
+        full[name] = world.sum_(whole).view(shape).to(dtype)
     return full

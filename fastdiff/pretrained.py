@@ -49,6 +49,11 @@ class Pretrained:
             return Path(self.path)
         return Path(self._download([*_NEEDED, "*.safetensors"]))
 
+    @property
+    def is_autoencoder(self) -> bool:
+        """Whether this is an autoencoder alone and no pipeline, such as stabilityai/sd-vae-ft-ema."""
+        return not (self.folder / "vae").is_dir() and (self.folder / "config.json").is_file()
+
     def unet_config(self) -> UNetConfig:
         """Shape of its UNet."""
         return UNetConfig.from_diffusers(self.json("unet/config.json"))
@@ -96,7 +101,7 @@ class Pretrained:
         """
         total = hashlib.sha256()
         for name in _ENCODERS if part == "text_encoder" else (part,):
-            if (self.folder / name).is_dir():
+            if self.folder_of(name).is_dir():
                 total.update(self._digest_of(name).encode())
         return total.hexdigest()
 
@@ -104,7 +109,7 @@ class Pretrained:
         """The safetensors files of a part, in the chosen variant."""
         stem = _WEIGHTS[part.removesuffix("_2")]
         ending = f".{self.variant}.safetensors" if self.variant else ".safetensors"
-        folder = self.folder / part
+        folder = self.folder_of(part)
         files = sorted(
             path
             for path in folder.glob(f"{stem}*.safetensors")
@@ -119,6 +124,10 @@ class Pretrained:
             )
         return files
 
+    def folder_of(self, part: str) -> Path:
+        """Where the files of a part lie."""
+        return self.folder if part == "vae" and self.is_autoencoder else self.folder / part
+
     def json(self, name: str) -> dict[str, Any]:
         """A JSON file of the pipeline."""
         path = self.folder / name
@@ -130,6 +139,9 @@ class Pretrained:
             ) from None
         return dict(content)
 
+    def _config_of(self, part: str) -> str:
+        return str((self.folder_of(part) / "config.json").relative_to(self.folder))
+
     def _digest_of(self, part: str) -> str:
         from safetensors import safe_open
 
@@ -140,12 +152,12 @@ class Pretrained:
                     value = file.get_tensor(name).contiguous()
                     digest = hashlib.sha256(value.view(-1).view(torch.uint8).numpy().data)
                     found[name] = f"{value.dtype} {tuple(value.shape)} {digest.hexdigest()}"
-        config = {k: v for k, v in self.json(f"{part}/config.json").items() if not k.startswith(("_", "transformers_"))}
+        config = {k: v for k, v in self.json(self._config_of(part)).items() if not k.startswith(("_", "transformers_"))}
         return hashlib.sha256(json.dumps([config, found], sort_keys=True).encode()).hexdigest()
 
     def _frozen(self, kind: Any, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         self.weight_files(part)  # its message is clearer than the library's
-        model = kind.from_pretrained(self.folder, subfolder=part, variant=self.variant, torch_dtype=dtype)
+        model = kind.from_pretrained(self.folder_of(part), variant=self.variant, torch_dtype=dtype)
         return model.to(device).requires_grad_(False).eval()
 
     def _download(self, patterns: Sequence[str]) -> str:

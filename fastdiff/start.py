@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from fastdiff import backends, deepspeed_config, network, resume
+from fastdiff import backends, boards, deepspeed_config, network, resume
+from fastdiff.boards import Boards
 from fastdiff.callbacks import Callback, Callbacks, Checkpointing, Log, NonFiniteGuard, SampleGrid
 from fastdiff.checkpoint import Checkpoints, restore
 from fastdiff.config import RunConfig
@@ -27,6 +28,7 @@ from fastdiff.progress import Progress
 from fastdiff.saved import Saved
 from fastdiff.state import TrainState
 from fastdiff.training_data import null_condition, open_data
+from fastdiff.validation import PromptImages
 from fastdiff_kernels import dispatch
 
 
@@ -47,6 +49,7 @@ def build_run(
     config = _resolve(config, world)
     ds_config = deepspeed_config.resolve(launch.deepspeed, config, world.size)
     loader_name(config.data)  # refuses a missing loader before anything is built
+    world.on_first(lambda: boards.require_installed(config.output.report_to))
     chosen = _choose_backends(config, ds_config, world)
     stack.enter_context(dispatch.forced(**config.performance.kernel_backends()))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
@@ -91,17 +94,19 @@ def build_run(
         tqdm.write(_summary(state, batches, chosen))
     device_name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     world.on_first(lambda: write_run_json(folder, config, launch, ds_config, device_name))
-    callbacks = _callbacks(state, checkpoints)
+    callbacks = _callbacks(state, checkpoints, stack.enter_context(Boards(state)))
     for callback in callbacks:
         stack.callback(callback.close)
     return state, batches, Callbacks(callbacks)
 
 
-def _callbacks(state: TrainState, checkpoints: Checkpoints) -> list[Callback]:
+def _callbacks(state: TrainState, checkpoints: Checkpoints, boards: Boards) -> list[Callback]:
     """The checkpoint before the images: a failure while drawing must not cost the steps since the last one."""
-    found: list[Callback] = [NonFiniteGuard(state), Log(state), Checkpointing(state, checkpoints)]
+    found: list[Callback] = [NonFiniteGuard(state), Log(state, boards), Checkpointing(state, checkpoints)]
     if state.config.model.kind == "dit":
         found.append(SampleGrid(state))
+    elif state.config.validation.prompts and state.config.validation.every:
+        found.append(PromptImages(state, boards))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,31 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fastdiff.batch import Condition
+from fastdiff.config import RunConfig
 from fastdiff.config_file import from_mapping
 from fastdiff.data.shards import DatasetInfo
 from fastdiff.data.sources import DIGITS_SOURCE
 from fastdiff.errors import ConfigError, StorageError
-from fastdiff.model_config import DiTConfig
-from fastdiff.network import build_network, null_label
+from fastdiff.grid import image_grid
+from fastdiff.model_config import DiTConfig, UNetConfig
+from fastdiff.network import build_network, null_label, pretrained
 from fastdiff.sampling import SchedulerName, grid_classes, sample
 from fastdiff.saved import Saved, committed, problems
+
+CLASS_CFG, PROMPT_CFG = 1.5, 7.5
+"""Usual scales of classifier-free guidance."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawing:
+    """How images are drawn; the fields are those of ``fastdiff.sampling.sample``."""
+
+    scheduler: SchedulerName = "ddim"
+    steps: int = 50
+    cfg: float | None = None
+    """None: what is usual for the kind of model."""
+    seed: int = 0
 
 
 class TrainedRun:
@@ -35,13 +53,9 @@ class TrainedRun:
     """
 
     def __init__(self, folder: Path, ema: float | None = None) -> None:
-        if not (folder / "run.json").is_file():
-            near = sorted(path.parent.name for path in folder.parent.glob("*/run.json"))
-            hint = f"runs there: {', '.join(near)}" if near else "start one with `deepspeed fastdiff/train.py`"
-            raise ConfigError(f"{folder}: no run (no run.json); {hint}")
+        saved = open_saved(folder)
         self.folder = folder
-        saved = _newest_intact(folder / "checkpoints")
-        self.config = from_mapping(saved.manifest["config"], str(saved.folder))
+        self.config = config_of(saved)
         self.ema = ema if ema is not None else next(iter(saved.ema_rates), None)
         self.step = int(saved.manifest["progress"]["steps"])
         self.classes: int | None = saved.manifest["classes"]
@@ -58,45 +72,47 @@ class TrainedRun:
         self, labels: Tensor, *, scheduler: SchedulerName, steps: int, cfg: float, seed: int, progress: bool
     ) -> Tensor:
         """Return ``[N, C, H, W]`` fp32 latents on the CPU, one per label (``[N]`` int64)."""
-        device, shape = next(self.model.parameters()).device, self.config.model
-        return sample(
-            self.model,
-            self.config.objective,
-            {"label": labels.to(device)},
-            shape=(shape.channels, shape.size, shape.size),
-            null={"label": null_label(self.config)},
-            scheduler=scheduler,
-            steps=steps,
-            cfg=cfg,
-            seed=seed,
-            progress=progress,
-        ).cpu()
+        drawing = Drawing(scheduler=scheduler, steps=steps, cfg=cfg, seed=seed)
+        return self._sample({"label": labels}, {"label": null_label(self.config)}, drawing, progress=progress)
 
-    def draw_grid(
-        self,
-        path: Path,
-        *,
-        classes: Sequence[int] | None,
-        per_class: int,
-        scheduler: SchedulerName,
-        steps: int,
-        cfg: float,
-        seed: int,
-    ) -> None:
-        """Write a PNG with one column per class."""
-        from fastdiff.grid import image_grid
+    def draw_classes(self, path: Path, classes: Sequence[int] | None, *, per_class: int, drawing: Drawing) -> None:
+        """Write a PNG with one column per class.
 
+        Raises:
+            ConfigError: the model was not trained with these classes, or with prompts instead.
+        """
+        if not isinstance(self.config.model, DiTConfig):
+            raise ConfigError(f"{self.folder} was trained with captions; say what to draw with --prompt")
         known = self.classes or 0
         wrong = [c for c in classes or () if not 0 <= c < known]
         if wrong:
             has = f"classes 0-{known - 1}" if known else "no classes"
             raise ConfigError(f"--classes {wrong}: the model was trained with {has}")
-        assert isinstance(self.config.model, DiTConfig)
         columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.classes)
-        labels = columns.repeat(per_class)
-        images = self.draw(labels, scheduler=scheduler, steps=steps, cfg=cfg, seed=seed, progress=True)
+        condition = {"label": columns.repeat(per_class)}
+        latents = self._sample(condition, {"label": null_label(self.config)}, drawing)
         path.parent.mkdir(parents=True, exist_ok=True)
-        image_grid(images, rows=per_class).save(path)
+        image_grid(latents, rows=per_class).save(path)
+
+    def draw_prompts(
+        self, path: Path, prompts: Sequence[str], *, negative: str | None, per_prompt: int, drawing: Drawing
+    ) -> None:
+        """Write a PNG with one column per prompt, decoded by the autoencoder of the run's pipeline.
+
+        Raises:
+            ConfigError: the model was trained with classes, or without a pipeline.
+        """
+        from fastdiff.text_to_image import decode, encode_prompts, repeated, save_grid
+
+        if not isinstance(self.config.model, UNetConfig):
+            raise ConfigError(f"{self.folder} was trained with classes, not captions; use --classes")
+        if not self.config.pretrained.path:
+            raise ConfigError(f"{self.folder} was trained without --pretrained.path: nothing embeds its prompts")
+        pipeline = pretrained(self.config)
+        condition, null = encode_prompts(pipeline, prompts, self.config.model, negative=negative)
+        latents = self._sample(repeated(condition, per_prompt), null, drawing)
+        pixels = decode(pipeline.vae(next(self.model.parameters()).device), latents)
+        save_grid(path, pixels, rows=per_prompt)
 
     def evaluate(self) -> dict[str, Any]:
         """Measure 500 generated images and write ``evaluation.json``; only digits have a built-in measure."""
@@ -109,17 +125,58 @@ class TrainedRun:
                 "`fastdiff sample` draws images for your own"
             )
         labels = evaluation_labels()
-        images = self.draw(labels, scheduler="dpmsolver++", steps=20, cfg=1.5, seed=0, progress=True)
+        images = self.draw(labels, scheduler="dpmsolver++", steps=20, cfg=CLASS_CFG, seed=0, progress=True)
         result = evaluate_digits(images, labels)
         temporary = self.folder / "evaluation.json.tmp"
         temporary.write_text(json.dumps(result, indent=2) + os.linesep)
         temporary.replace(self.folder / "evaluation.json")
         return result
 
+    def _sample(self, condition: Condition, null: Condition, drawing: Drawing, *, progress: bool = True) -> Tensor:
+        device, model = next(self.model.parameters()).device, self.config.model
+        usual, batch = (CLASS_CFG, 256) if isinstance(model, DiTConfig) else (PROMPT_CFG, 4)
+        return sample(
+            self.model,
+            self.config.objective,
+            {name: value.to(device) for name, value in condition.items()},
+            shape=(model.channels, model.size, model.size),
+            null=null,
+            scheduler=drawing.scheduler,
+            steps=drawing.steps,
+            cfg=usual if drawing.cfg is None else drawing.cfg,
+            seed=drawing.seed,
+            batch=batch,
+            progress=progress,
+        ).cpu()
 
-def _newest_intact(checkpoints: Path) -> Saved:
+
+def open_saved(folder: Path, step: int | None = None) -> Saved:
+    """Open the newest intact checkpoint of the run in ``folder``, or that of ``step``.
+
+    Raises:
+        ConfigError: no run, or no such checkpoint, in ``folder``.
+        StorageError: there are checkpoints, and none is intact.
+    """
+    if not (folder / "run.json").is_file():
+        near = sorted(path.parent.name for path in folder.parent.glob("*/run.json"))
+        hint = f"runs there: {', '.join(near)}" if near else "start one with `deepspeed fastdiff/train.py`"
+        raise ConfigError(f"{folder}: no run (no run.json); {hint}")
+    checkpoints = folder / "checkpoints"
+    found = {int(path.name.removeprefix("step-")): path for path in committed(checkpoints)}
+    if step is not None and step not in found:
+        there = ", ".join(map(str, sorted(found))) or "none"
+        raise ConfigError(f"{checkpoints}: no checkpoint of step {step}; there are {there}")
+    return _newest_intact(checkpoints, list(found.values()) if step is None else [found[step]])
+
+
+def config_of(saved: Saved) -> RunConfig:
+    """The configuration that a checkpoint records."""
+    return from_mapping(saved.manifest["config"], str(saved.folder))
+
+
+def _newest_intact(checkpoints: Path, folders: Sequence[Path]) -> Saved:
     damage = []
-    for folder in committed(checkpoints):
+    for folder in folders:
         found = problems(folder)
         if not found:
             return Saved(folder)

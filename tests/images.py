@@ -29,7 +29,7 @@ def natural(height: int, width: int, seed: int = 0) -> Array:
 
 
 def encode(pixels: Array, kind: str, **options: Any) -> bytes:
-    """An image file by Pillow; a float mode is not needed, `mode` converts before."""
+    """An image file by Pillow, converted to `mode` before."""
     image = Image.fromarray(pixels)
     mode = options.pop("mode", None)
     buffer = io.BytesIO()
@@ -117,3 +117,38 @@ def damaged(data: bytes, part: float = 0.5) -> bytes:
     at = int(len(data) * part)
     changed[at : at + 30] = (byte ^ 0x55 for byte in changed[at : at + 30])
     return bytes(changed)
+
+
+SIDE = 64
+PIXELS = natural(SIDE, SIDE)
+_EXIF_BEHIND = b"II*\0\x08\0\0\0\x01\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0"  # orientation 6
+
+PLAIN = {
+    "jpeg": encode(PIXELS, "JPEG"),
+    "jpeg 4:4:4": encode(PIXELS, "JPEG", subsampling=0),
+    "jpeg progressive": encode(PIXELS, "JPEG", progressive=True),
+    "jpeg grey": encode(PIXELS[..., 0], "JPEG"),
+    "jpeg broken exif": encode(PIXELS, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\x7f" + b"\xff" * 20),
+    "jpeg mpo": encode(PIXELS, "MPO", save_all=True, append_images=[Image.fromarray(PIXELS[::-1])]),
+    "png": encode(PIXELS, "PNG"),
+    "png grey": encode(PIXELS[..., 0], "PNG"),
+    "png gamma": png_of(PIXELS, before=[(b"gAMA", b"\0\0\x75\x30"), (b"sBIT", b"\5\5\5")]),
+    "png text": png_of(PIXELS, before=[(b"tEXt", b"k\0" + b"A" * 12_000_000)]),
+    "webp": encode(PIXELS, "WebP"),
+    "webp lossless": encode(PIXELS, "WebP", lossless=True),
+}
+SPECIAL = {
+    "jpeg rgb": encode(PIXELS, "JPEG", keep_rgb=True),
+    "jpeg cmyk": encode(PIXELS, "JPEG", mode="CMYK", quality=95),
+    "png rgba": encode(np.dstack([PIXELS, PIXELS[..., :1]]), "PNG"),
+    "png grey alpha": encode(PIXELS, "PNG", mode="LA"),
+    "png palette": encode(PIXELS, "PNG", mode="P"),
+    "png palette transparent": encode(PIXELS, "PNG", mode="P", transparency=bytes(range(256))),
+    "png bit": encode(PIXELS, "PNG", mode="1"),
+    "png exif behind": png_of(PIXELS, after=[(b"eXIf", _EXIF_BEHIND)]),
+    "png animated": animated("PNG", [PIXELS, PIXELS[::-1].copy()]),
+    "webp alpha": encode(np.dstack([PIXELS, PIXELS[..., :1]]), "WebP", lossless=True, exact=True),
+    "webp animated": animated("WebP", [PIXELS, PIXELS[::-1].copy()]),
+    **{f"jpeg exif {n}": with_orientation(natural(SIDE, 96), "JPEG", n) for n in range(2, 9)},
+    "webp exif": with_orientation(PIXELS, "WebP", 6),
+}  # fmt: skip

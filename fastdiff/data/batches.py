@@ -34,9 +34,9 @@ class Batches(ABC):
     """Endless iterator of ``Batch``; close it, or use it as a context manager, to end its thread.
 
     ``latents`` are fp32 ``(stored - shift) * scale``, ``position`` is ``[B]`` int64; ``condition`` has the other
-    columns as they are stored and the ``label`` ``[B]`` int64, as far as there are any. Which variant of a sample is taken,
-    flipped or not, and which caption, is a function of the seed and the position. An error of the thread (DataError,
-    StorageError) is raised by ``next``, at the micro-batch that it belongs to.
+    columns as they are stored and the ``label`` ``[B]`` int64, as far as there are any. Which variant of a sample is
+    taken, flipped or not, and which caption, is a function of the seed and the position. An error of the thread
+    (DataError, StorageError) is raised by ``next``, at the micro-batch that it belongs to.
 
     Args:
         reader: Where samples come from.
@@ -137,7 +137,8 @@ class Batches(ABC):
 
     def _choice(self, positions: Int64) -> Arrays:
         """Which variant of each sample is taken, see ``LatentReader.read``."""
-        position, chosen = torch.from_numpy(positions), {}
+        position = torch.from_numpy(positions)
+        chosen: Arrays = {}
         if self.random_flip:
             chosen["latent"] = (self._uniform(Stream.FLIP, position) < 0.5).astype(np.int64)
         if self.reader.info.captions > 1:

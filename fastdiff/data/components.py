@@ -42,7 +42,7 @@ def components(
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,80}", key):
         raise DataError(f"key {key!r}: 1 to 80 letters, digits, _ and - (a dot would end the key in a tar)")
-    if (captions is None) != (info.captions == 1) or not 1 <= (captions or 1) <= info.captions:
+    if (captions is None) != (info.captions == 1) or captions not in (None, *range(1, info.captions + 1)):
         raise DataError(f"key {key}: {captions} captions, the data set has 1 to {info.captions} per sample")
     own = {column: _own_variants(info, column, captions) for column in info.columns}
     expected = {name for names in own.values() for name in names}

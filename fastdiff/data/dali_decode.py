@@ -88,7 +88,7 @@ class DaliPixels:
         try:
             return list(self._run(batch))
         except RuntimeError:
-            self._pipeline = None  # DALI does not run a pipeline again that has failed
+            pass  # DALI does not run a pipeline again that has failed
         if len(batch) == 1:
             return [None]
         middle = len(batch) // 2

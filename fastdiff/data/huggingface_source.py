@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _LABEL = "label"
-_FILES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".csv": "csv"}
-_SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 
 class HuggingFaceSource:
@@ -51,10 +49,10 @@ class HuggingFaceSource:
         split: str = "train",
         max_samples: int | None = None,
     ) -> None:
+        self.name = f"data set {path}, split {split}"
+        found = _load(path, split)
         import datasets
 
-        self.name = f"data set {path}, split {split}"
-        found = load(path, split)
         if len(found) == 0:
             raise DataError(f"{self.name} holds no rows")
         self._image, self._caption = image_column, caption_column
@@ -75,7 +73,7 @@ class HuggingFaceSource:
                 "datasets.Image, bytes or paths"
             ) from error
         self._per_unit = samples_per_unit
-        self.digest = digest_of(f"{self.name}, {image_column}, {samples_per_unit} per unit", self._facts(used[1]))
+        self.digest = digest_of(f"datasets, {split}, {image_column}, {samples_per_unit} per unit", self._facts(used[1]))
 
     @property
     def units(self) -> int:
@@ -129,20 +127,19 @@ class _NoImageError(Exception):
     """A row cannot be used; the text says why."""
 
 
-def is_dataset_folder(folder: Path) -> bool:
+def is_saved_dataset(folder: Path) -> bool:
     """Whether ``save_to_disk`` of ``datasets`` wrote this folder."""
-    return any((folder / name).is_file() for name in _SAVED)
+    return (folder / "dataset_dict.json").is_file() or all(
+        (folder / name).is_file() for name in ("dataset_info.json", "state.json")
+    )
 
 
-def data_files(files: list[str]) -> tuple[str, list[str]] | None:
-    """The files that hold rows, of the first kind that there is, and the name of its loader."""
-    for suffix, loader in _FILES.items():
-        if found := [file for file in files if file.endswith(suffix)]:
-            return loader, found
-    return None
+def holds_rows(file: str) -> bool:
+    """Whether the extension is that of a file of rows."""
+    return file.lower().endswith((".parquet", ".arrow", ".jsonl", ".json", ".csv"))
 
 
-def load(path: str, split: str) -> Dataset:
+def _load(path: str, split: str) -> Dataset:
     """One split of a data set, without downloading it again if it is in the cache of ``datasets``.
 
     Raises:
@@ -155,16 +152,15 @@ def load(path: str, split: str) -> Dataset:
         raise ConfigError(
             f"reading the data set {path} needs the package datasets; pip install 'fastdiff[datasets]'"
         ) from error
-    local = Path(path).is_dir()
+    folder = Path(path)
     try:
-        if local and is_dataset_folder(Path(path)):
-            found = datasets.load_from_disk(path)
-        else:
-            found = datasets.load_dataset(path)
+        found = datasets.load_from_disk(path) if is_saved_dataset(folder) else datasets.load_dataset(path)
     except Exception as error:  # of whatever kind: hub, network, parquet, JSON
-        kind = "the folder" if local else f"{path!r} is no folder or file here, and as an id of the Hugging Face hub it"
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(f"{kind if not local else path} cannot be loaded ({type(error).__name__}: {reason})") from error
+        what = (
+            "the files in it are no data set" if folder.is_dir() else "it is no path here, and no id of the hub either"
+        )
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise DataError(f"cannot load the data set {path}: {what} ({reason})") from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise ConfigError(f"{path} has no split {split!r}; it has {', '.join(found)}")

@@ -296,6 +296,7 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
             grey = (np.asarray(image).astype(np.uint32) + 128) // 257
             image = Image.fromarray(grey.astype(np.uint8))
         if image.mode != "RGB":
+            image.info.pop("transparency", None)  # dropped as alpha is; Pillow warns of it in palettes
             image = image.convert("RGB")
     except MemoryError:
         raise

@@ -117,7 +117,7 @@ class ImageFolder:
             raise DataError(f"{self.root} holds {' and '.join(described)}: keep the one that is meant")
         if described:
             return _rows(self.root / described[0], caption_column)
-        files = list_files(self.root)
+        files = sorted(walk_files(self.root))
         images = [file for file in files if is_image(file)]
         if not images:
             kinds = ", ".join(sorted(IMAGE_EXTENSIONS))
@@ -161,13 +161,12 @@ def is_image(path: str) -> bool:
     return os.path.splitext(path)[1][1:].lower() in IMAGE_EXTENSIONS
 
 
-def list_files(root: Path) -> list[str]:
-    """Paths of all files below a folder, sorted, without hidden ones; links are followed, but not in circles.
+def walk_files(root: Path) -> Iterator[str]:
+    """Paths of all files below a folder, in any order, without hidden ones; links are followed, but not in circles.
 
     Raises:
         StorageError: A folder cannot be read.
     """
-    found: list[str] = []
     folders: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]  # with the identities of those above
     while folders:
         prefix, above = folders.pop()
@@ -179,8 +178,7 @@ def list_files(root: Path) -> list[str]:
             if _is_folder(entry):
                 folders.append((f"{prefix}{entry.name}/", above | {identity}))
             else:
-                found.append(prefix + entry.name)
-    return sorted(found)
+                yield prefix + entry.name
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -113,8 +113,15 @@ def _jpeg(data: bytes) -> Header:
     size = _size(image)
     if image.info.get("progressive") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
         raise RefusedImageError(f"a progressive JPEG of {scans} scans, more than {MAX_SCANS}")
-    plain = image.mode in ("L", "RGB") and b"\xff\xd9" in data[-_JPEG_TAIL:] and orientation(image) == 1
+    plain = _is_grey_or_ycbcr(image) and b"\xff\xd9" in data[-_JPEG_TAIL:] and orientation(image) == 1
     return Header(image, size, plain)
+
+
+def _is_grey_or_ycbcr(image: JpegImageFile) -> bool:
+    """Beyond doubt: JPEGs in RGB are told by their components' names or by Adobe's marker, or not at all."""
+    if image.mode == "RGB":
+        return [component[0] for component in image.layer] == [1, 2, 3] and image.info.get("adobe_transform") != 0
+    return image.mode == "L"
 
 
 def _png(data: bytes) -> Header:

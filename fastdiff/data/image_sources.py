@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import glob
 import re
 from pathlib import Path
 
 from fastdiff.data.huggingface_source import HuggingFaceSource, holds_rows, is_saved_dataset
-from fastdiff.data.image_folder import METADATA, ImageFolder, is_image, list_files
+from fastdiff.data.image_folder import METADATA, ImageFolder, is_image, walk_files
 from fastdiff.data.image_items import BadItem, ImageItem, ImageSource, printable
 from fastdiff.data.remote import is_remote, list_folder, shown
 from fastdiff.data.webdataset_source import WebDatasetSource
@@ -85,7 +84,7 @@ def _tars(text: str) -> list[str] | None:
         return [text] if Path(text).is_file() else _expanded(text)
     if is_remote(text):
         return [file for folder in _expanded(text) for file in list_folder(folder) if file.lower().endswith(".tar")]
-    return sorted(glob.glob("*.tar", root_dir=text) and glob.glob(f"{glob.escape(text)}/*.tar")) or None
+    return sorted(map(str, Path(text).glob("*.tar"))) or None
 
 
 def _expanded(text: str) -> list[str]:
@@ -98,7 +97,7 @@ def _expanded(text: str) -> list[str]:
 
 
 def _holds_only_rows(folder: Path) -> bool:
-    files = list_files(folder)
-    return (
-        holds_rows(files) and not any(map(is_image, files)) and not any(Path(file).name in METADATA for file in files)
-    )
+    """Whether there are files of rows and no images; an image that is met early saves the walk."""
+    if any(map(is_image, walk_files(folder))):
+        return False
+    return any(holds_rows(file) for file in walk_files(folder) if Path(file).name not in METADATA)

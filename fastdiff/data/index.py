@@ -79,7 +79,8 @@ class ShardIndex:
 
     def places_of(self, row: int) -> Iterator[Place]:
         """The components of one sample, by offset: the order of the tar, but for its hard links."""
-        yield from by_offset(self.place(name, row) for name in self.components)
+        places = (self.place(name, row) for name in self.components)
+        yield from sorted(places, key=lambda place: (place.offset, place.component))
 
     def to_bytes(self) -> bytes:
         """The contents of the ``.index.json`` file."""
@@ -116,8 +117,3 @@ class ShardIndex:
             name = f"{place.key}.{place.component}"
             lines.setdefault(place.key, []).append(f"{place.component} {place.offset} {place.length} {name}")
         return "".join(f"{line}\n" for line in [f"v1.2 {len(lines)}", *map(" ".join, lines.values())])
-
-
-def by_offset(places: Iterable[Place]) -> list[Place]:
-    """The components of one sample in the order in which the index, the idx and all messages have them."""
-    return sorted(places, key=lambda place: (place.offset, place.component))

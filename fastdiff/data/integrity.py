@@ -13,11 +13,11 @@ import hashlib
 import itertools
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdiff.data.index import Place, ShardIndex, by_offset
+from fastdiff.data.index import Place, ShardIndex
 from fastdiff.data.shards import ShardInfo, idx_path, index_path
 from fastdiff.errors import DataError, StorageError
 
@@ -113,10 +113,10 @@ def check_size(shard: Path, info: ShardInfo) -> Problem | None:
 
 def difference(index: ShardIndex, shard: Path, info: ShardInfo) -> Problem | None:
     """The first component at which an index and a tar disagree; reads the tar (StorageError if it cannot)."""
-    found = itertools.groupby(scan(shard), key=lambda place: place.key)
-    for row, group in itertools.zip_longest(range(len(index.keys)), found):
-        wanted = [] if row is None else list(index.places_of(row))
-        for expected, actual in itertools.zip_longest(wanted, by_offset(group[1]) if group else ()):
+    groups = (list(group) for _, group in itertools.groupby(scan(shard), key=lambda place: place.key))
+    samples = (list(index.places_of(row)) for row in range(len(index.keys)))
+    for wanted, found in itertools.zip_longest(samples, groups, fillvalue=()):
+        for expected, actual in _pairs(wanted, found):
             if expected is None:
                 return Problem(info.name, "index and tar disagree: the tar holds more than the index", actual)
             if actual != expected:
@@ -127,6 +127,20 @@ def difference(index: ShardIndex, shard: Path, info: ShardInfo) -> Problem | Non
                 what = f"index and tar disagree: the index says {says}, the tar has {has}"
                 return Problem(info.name, what, expected)
     return None
+
+
+def _pairs(wanted: Sequence[Place], found: Sequence[Place]) -> Iterator[tuple[Place | None, Place | None]]:
+    """The components of a sample as the index and as the tar has them, those that only one of them has at the end.
+
+    By name, not by place in the tar: the order of hard links cannot be told from an index.
+    """
+    if wanted and found and wanted[0].key != found[0].key:
+        yield wanted[0], found[0]
+        return
+    by_name = {place.component: place for place in found}
+    pairs = [(place, by_name.pop(place.component, None)) for place in wanted]
+    yield from sorted(pairs, key=lambda pair: pair[1] is None)
+    yield from ((None, place) for place in by_name.values())
 
 
 def scan(shard: Path) -> Iterator[Place]:

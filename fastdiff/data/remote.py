@@ -82,7 +82,7 @@ def open_url(url: str) -> io.BufferedReader:
 def fetch(url: str, target: Path, sha256: str | None) -> None:
     """Download a file so that it is at ``target`` completely and verified, or not at all.
 
-    It is written to a temporary name beside the target: one process at a time.
+    It is written to a temporary name beside the target; two threads of a process must not want the same target.
 
     Raises:
         ConfigError: As ``open_url``.
@@ -169,8 +169,8 @@ class _RemoteFile(io.RawIOBase):
         if answer.size is None:
             self._hang_up()
             raise StorageError(
-                f"cannot read {shown(self._url)}: the server does not say how long it is, so a dropped connection could "
-                "not be told from its end; serve it as a plain file, with Content-Length"
+                f"cannot read {shown(self._url)}: the server does not say how long it is, so a dropped connection "
+                "could not be told from its end; serve it as a plain file, with Content-Length"
             )
         if self._done == 0:
             self._size, self._tag = answer.size, answer.tag

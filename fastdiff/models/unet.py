@@ -95,9 +95,7 @@ class UNet(BlockwiseModel):
         dtype = self.conv_in.weight.dtype
         embedding = F.silu(self._embed(time, pooled, time_ids, dtype))
         context = context.to(dtype)
-        x = self.conv_in(noisy.to(dtype=dtype, memory_format=torch.channels_last))
-        # A map of one channel is in both orders at once, and convolutions then answer in the other one.
-        skips = [x.contiguous(memory_format=torch.channels_last)]
+        skips: list[Tensor] = [self.conv_in(noisy.to(dtype=dtype, memory_format=torch.channels_last))]
         for level in self.down_blocks:
             skips += level(skips[-1], embedding, context)
         branch, base = self.mid_block(skips[-1], embedding, context)

@@ -129,12 +129,12 @@ def _projection(channels: int, linear: bool) -> nn.Module:
 
 def _tokens(x: Tensor) -> Tensor:
     """``[B, C, H, W] -> [B, H * W, C]``, a view."""
-    return x.flatten(2).transpose(1, 2)
+    return x.permute(0, 2, 3, 1).flatten(1, 2)
 
 
 def _map(tokens: Tensor, size: torch.Size) -> Tensor:
     """``[B, H * W, C] -> [B, C, H, W]``, a view."""
-    return tokens.transpose(1, 2).unflatten(2, size)
+    return tokens.unflatten(1, size).permute(0, 3, 1, 2)
 
 
 class TransformerBlock(nn.Module):
@@ -238,8 +238,8 @@ class Upsample(nn.Module):
         """
         batch, channels, height, width = x.shape
         repeated = x.permute(0, 2, 3, 1)[:, :, None, :, None].expand(-1, -1, 2, -1, 2, -1)
-        doubled = repeated.reshape(batch, 2 * height, 2 * width, channels).permute(0, 3, 1, 2)
-        return cast(Tensor, self.conv(doubled))
+        doubled = repeated.contiguous().view(batch, 2 * height, 2 * width, channels)
+        return cast(Tensor, self.conv(doubled.permute(0, 3, 1, 2)))
 
 
 class TimestepEmbedding(nn.Module):

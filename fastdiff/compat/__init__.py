@@ -1,0 +1,61 @@
+"""The command lines of other training scripts, translated: the same run in fastdiff, and what is not the same."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from fastdiff.compat import dit, t2i
+from fastdiff.compat.translation import Translation
+from fastdiff.errors import ConfigError
+
+Translate = Callable[[argparse.Namespace, int], Translation]
+
+SCRIPTS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Translate]] = {
+    "t2i": ("diffusers' train_text_to_image.py", t2i.add_flags, t2i.translate),
+    "t2i-lora": ("diffusers' train_text_to_image_lora.py", t2i.add_lora_flags, t2i.translate_lora),
+    "dit": ("facebookresearch/DiT's train.py", dit.add_flags, dit.translate),
+}
+"""What each is, its flags, and its translation."""
+
+
+def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
+    """Translate the flags of ``script``.
+
+    Args:
+        script: a key of ``SCRIPTS``.
+        flags: its command line, without the script's own name.
+        gpus: processes that it was started with: its batch size is per process.
+
+    Raises:
+        ConfigError: a flag that the script does not have, or that contradicts another one.
+    """
+    name, add_flags, translated = SCRIPTS[script]
+    parser = _Parser(prog=name, add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    return translated(parser.parse_args(list(flags)), gpus)
+
+
+def in_words(translation: Translation) -> str:
+    """The commands, ready for a shell, and then what is different, one line each."""
+    commands = "\n".join(_broken(command) for command in translation.commands)
+    notes = "\n".join(f"# - {note}" for note in translation.notes)
+    return f"{commands}\n\n# Not the same:\n{notes}" if notes else commands
+
+
+def _broken(command: Sequence[str]) -> str:
+    """One flag with its values per line."""
+    lines = [[command[0]]]
+    for word in command[1:]:
+        if word.startswith("--"):
+            lines.append([word])
+        else:
+            lines[-1].append(word)
+    return " \\\n    ".join(shlex.join(line) for line in lines)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; give its flags as they are, after --")

@@ -1,0 +1,136 @@
+"""The frozen autoencoder and text encoders of a pipeline, as an encode and online training use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdiff.data.shards import Normalisation
+from fastdiff.errors import ConfigError, DataError
+from fastdiff.pretrained import Pretrained, TextEncoder
+
+# Of AutoencoderKL, for configurations that are older than the field.
+_SCALING_FACTOR = 0.18215
+
+
+class LatentEncoder:
+    """Pixels to posteriors and captions to embeddings; the models are loaded when they are first used.
+
+    Args:
+        pretrained: The pipeline.
+        device: Where to compute.
+        dtype: Of weights and activations. The posterior's mean and standard deviation are float32 in any case.
+
+    Raises:
+        ConfigError: From every member: a part of the pipeline is missing, or its autoencoder is no AutoencoderKL.
+    """
+
+    def __init__(self, pretrained: Pretrained, device: torch.device, dtype: torch.dtype) -> None:
+        self._pretrained, self._device, self._dtype = pretrained, device, dtype
+        self._config = pretrained.json("vae/config.json")
+        kind = self._config.get("_class_name", "AutoencoderKL")
+        if kind != "AutoencoderKL":
+            raise ConfigError(f"{pretrained.path} has an autoencoder of the kind {kind}; expected AutoencoderKL")
+
+    @cached_property
+    def channels(self) -> int:
+        """Channels C of a latent."""
+        return int(self._config["latent_channels"])
+
+    @cached_property
+    def factor(self) -> int:
+        """How many pixels wide and high one position of a latent is."""
+        return int(2 ** (len(self._config["block_out_channels"]) - 1))
+
+    @cached_property
+    def normalisation(self) -> Normalisation:
+        """What makes x0 of a posterior's mean and standard deviation: 2C shifts and scales.
+
+        ``(mean - shift) * scale`` with the autoencoder's ``scaling_factor`` and ``shift_factor``; where it has
+        ``latents_mean`` and ``latents_std`` per channel, the mean is the shift and the scale is divided by the latter.
+        """
+        scaling = float(self._config.get("scaling_factor", _SCALING_FACTOR))
+        shift = [float(self._config.get("shift_factor") or 0.0)] * self.channels
+        scale = [scaling] * self.channels
+        means, deviations = self._config.get("latents_mean"), self._config.get("latents_std")
+        if means is not None and deviations is not None:
+            shift, scale = [float(mean) for mean in means], [scaling / float(std) for std in deviations]
+        return Normalisation(shift=(*shift, *[0.0] * self.channels), scale=(*scale, *scale))
+
+    @torch.no_grad()
+    def posterior(self, pixels: Tensor) -> Tensor:
+        """The autoencoder's posterior of images ``x / 127.5 - 1``.
+
+        Args:
+            pixels: ``[B, H, W, 3]`` uint8, on any device; H and W are multiples of ``factor``.
+
+        Returns:
+            ``[B, 2C, H / factor, W / factor]`` float32, not normalised: mean, then standard deviation. Not finite
+            where the autoencoder overflowed.
+        """
+        # The permuted view of [B, H, W, 3] is what torch calls channels_last, in which the autoencoder's weights are.
+        images = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2).to(self._dtype) / 127.5 - 1
+        distribution = self._vae.encode(images).latent_dist
+        deviation = (0.5 * distribution.logvar.float()).exp()
+        return torch.cat([distribution.mean.float(), deviation], dim=1)
+
+    def embed(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """``context [N, L, D]`` and, with two text encoders, ``pooled [N, P]``, in ``dtype``.
+
+        All L positions of a caption are kept, those behind its last token too: the UNet attends to them, and their
+        values depend on the caption, so that a trimmed embedding would train something else.
+
+        Raises:
+            DataError: An embedding is not finite.
+        """
+        found = self._text(captions)
+        if not all(bool(torch.isfinite(value).all()) for value in found.values()):
+            raise DataError(
+                f"the text encoder of {self._pretrained.path} overflows in {self._dtype}; use --precision fp32 or bf16"
+            )
+        return found
+
+    def null(self) -> dict[str, Tensor]:
+        """The embedding of no caption, ``context [L, D]`` and ``pooled [P]``, in ``dtype``."""
+        return self._text.null()
+
+    @cached_property
+    def _vae(self) -> Any:
+        return self._pretrained.vae(self._device, self._dtype).to(memory_format=torch.channels_last)
+
+    @cached_property
+    def _text(self) -> TextEncoder:
+        return self._pretrained.text(self._device, self._dtype)
+
+
+def time_ids(original_size: tuple[int, int], crop: tuple[int, int], size: tuple[int, int]) -> tuple[float, ...]:
+    """SDXL's micro-conditioning (Podell et al. 2023, arXiv:2307.01952, section 2.2).
+
+    A mirrored image has the crop of the image itself: of a centred crop, both are the same but for a pixel.
+
+    Args:
+        original_size: Height and width of the image in the file.
+        crop: Top and left of the crop in the resized image.
+        size: Height and width of the crop, which is the target size.
+
+    Returns:
+        Original height and width, crop top and left, target height and width, all in pixels.
+    """
+    return tuple(map(float, (*original_size, *crop, *size)))
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Deterministic convolutions, which are not tried out first, and no TensorFloat32."""
+    matmul = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = matmul

@@ -1,0 +1,110 @@
+"""The weights that an export writes, read one tensor at a time from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastdiff.config import RunConfig
+from fastdiff.errors import ConfigError
+from fastdiff.fragments import Fragment
+from fastdiff.model_config import LoraConfig
+from fastdiff.network import build_network, pretrained
+from fastdiff.saved import Saved
+
+Shapes = dict[str, tuple[int, ...]]
+Read = Callable[[str], Tensor]
+
+_DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedWeights:
+    """Names and shapes of the parameters, and how to read one of them."""
+
+    shapes: Shapes
+    read: Read
+    """Returns a parameter, fp32 on the CPU."""
+    ema: float | None
+    """Decay rate of the average that they are; None: the weights themselves."""
+
+    def reader(self, dtype: torch.dtype) -> Read:
+        """``read`` that refuses a weight which ``dtype`` has no number for.
+
+        Raises:
+            ConfigError: when it reads one.
+        """
+        return lambda name: _representable(name, self.read(name), dtype)
+
+
+def exported_weights(
+    saved: Saved, config: RunConfig, *, ema: float | None, raw: bool, merge: bool
+) -> ExportedWeights:
+    """Choose the weights of a checkpoint.
+
+    Args:
+        saved: the checkpoint.
+        config: the run's.
+        ema: decay rate of the average; None: the first one, or the weights if there is none.
+        raw: the weights instead of an average.
+        merge: with LoRA, the whole network with the adapter added to it; else the adapter alone.
+
+    Raises:
+        ConfigError: there is no such average.
+    """
+    if ema is not None and ema not in saved.ema_rates:
+        raise ConfigError(f"{saved.folder} has no EMA of rate {ema}; it has {list(saved.ema_rates)}; or use --raw")
+    rate = None if raw else ema if ema is not None else next(iter(saved.ema_rates), None)
+    kind = "master" if rate is None else f"ema/{rate}"
+    trained: Shapes = {name: tuple(shape) for name, shape in saved.manifest["parameters"].items()}
+
+    def read(name: str) -> Tensor:
+        return saved.slice(kind, Fragment(name, 0, math.prod(trained[name]), 0)).view(trained[name])
+
+    if not (config.lora.rank and merge):
+        return ExportedWeights(trained, read, rate)
+    shapes, base = _base(config)
+    return ExportedWeights(shapes, _merged(base, read, trained, config.lora), rate)
+
+
+def _merged(base: Read, adapter: Read, trained: Mapping[str, object], config: LoraConfig) -> Read:
+    """``W + alpha / rank * B A`` where there is an adapter (Hu et al. 2021, arXiv:2106.09685, section 4.1)."""
+    scale = (config.rank if config.alpha is None else config.alpha) / config.rank
+
+    def read(name: str) -> Tensor:
+        weight, layer = base(name), name.removesuffix(".weight")
+        if layer + _DOWN not in trained:
+            return weight
+        up, down = adapter(layer + _UP), adapter(layer + _DOWN)
+        return weight + scale * (up.flatten(1) @ down.flatten(1)).view(weight.shape)
+
+    return read
+
+
+def _base(config: RunConfig) -> tuple[Shapes, Read]:
+    """The frozen weights of a run with LoRA, from their files; where there are none, from memory."""
+    from safetensors import safe_open
+
+    path = Path(config.pretrained.path)
+    if not config.pretrained.weights or path.suffix == ".pt":
+        plain = replace(config, lora=LoraConfig())
+        found = {name: value.detach() for name, value in build_network(plain).named_parameters()}
+        return {name: tuple(value.shape) for name, value in found.items()}, found.__getitem__
+    files = [path] if path.suffix == ".safetensors" else pretrained(config).weight_files("unet")
+    handles = {}
+    for file in files:
+        handle = safe_open(file, framework="pt")
+        handles |= {name: handle for name in handle.keys() if name != "pos_embed"}  # noqa: SIM118 (not a mapping)
+    shapes = {name: tuple(handle.get_slice(name).get_shape()) for name, handle in handles.items()}
+    return shapes, lambda name: handles[name].get_tensor(name).float()
+
+
+def _representable(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float16 and not value.to(dtype).isfinite().all() and value.isfinite().all():
+        raise ConfigError(f"--dtype fp16: {name} has entries up to {value.abs().max():.3g}, fp16 ends at 65504; use bf16")
+    return value

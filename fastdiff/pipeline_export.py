@@ -1,0 +1,136 @@
+"""A trained UNet as a pipeline in the layout of diffusers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdiff.config import DiffusionConfig, RunConfig
+from fastdiff.export_weights import ExportedWeights
+from fastdiff.model_config import UNetConfig
+from fastdiff.network import pretrained
+from fastdiff.pretrained import Pretrained
+from fastdiff.safetensors_stream import write_tensors
+
+_WEIGHTS = "diffusion_pytorch_model.safetensors"
+_PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "x0": "sample"}
+_TEXT = (".json", ".txt", ".model")
+
+
+def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
+    """Write ``unet/`` and, if the run has a pretrained pipeline, all that makes it one again.
+
+    The other parts are copied from there as they are, in their dtype; the scheduler is set to the noise and the
+    prediction of the run.
+
+    Args:
+        folder: exists and is empty.
+        weights: of the UNet.
+        config: the run's.
+        dtype: of the UNet's weights.
+
+    Raises:
+        ConfigError: the pretrained pipeline is not there any more.
+        OSError: the disk is full, or something else is wrong with it.
+    """
+    assert isinstance(config.model, UNetConfig)
+    version = importlib.metadata.version("diffusers")
+    (folder / "unet").mkdir()
+    unet = {"_class_name": "UNet2DConditionModel", "_diffusers_version": version, **config.model.to_diffusers()}
+    _write_json(folder / "unet" / "config.json", unet)
+    write_tensors(folder / "unet" / _WEIGHTS, weights.shapes, dtype, weights.reader(dtype))
+    if not config.pretrained.path:
+        return
+    pipeline = pretrained(config)
+    scheduler = scheduler_config(pipeline.scheduler_config(), config.objective)
+    (folder / "scheduler").mkdir()
+    _write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
+    index = dict(pipeline.json("model_index.json"))
+    index |= {
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "scheduler": ["diffusers", scheduler["_class_name"]],
+    }
+    for part, kind in index.items():
+        if part not in ("unet", "scheduler") and isinstance(kind, list) and kind[0] is not None:
+            if (pipeline.folder / part).is_dir():
+                _copy_part(pipeline, part, folder / part)
+            else:  # such as a safety checker that was not downloaded
+                index[part] = [None, None]
+    _write_json(folder / "model_index.json", index)
+
+
+def scheduler_config(base: Mapping[str, Any], objective: DiffusionConfig) -> dict[str, Any]:
+    """A ``scheduler_config.json`` with the noise and the prediction of a run.
+
+    The scheduler stays that of the pretrained pipeline, but for DDIM where many have no right answer: for a schedule
+    that ends in pure noise, which must also be sampled from its last step (Lin et al. 2023, arXiv:2305.08891, sections
+    3.1 and 3.3), and for the prediction of x0.
+
+    Args:
+        base: that of the pretrained pipeline.
+        objective: the run's.
+    """
+    kind, start, end = _noise(objective)
+    noise = {
+        "num_train_timesteps": objective.timesteps,
+        "beta_schedule": kind,
+        "beta_start": start,
+        "beta_end": end,
+        "trained_betas": None,
+        "prediction_type": _PREDICTIONS[objective.predicted],
+    }
+    zero = objective.zero_terminal_snr
+    if not zero and objective.predicted != "x0":
+        return {**base, **noise} | ({"rescale_betas_zero_snr": False} if "rescale_betas_zero_snr" in base else {})
+    return {
+        "_class_name": "DDIMScheduler",
+        "_diffusers_version": importlib.metadata.version("diffusers"),
+        **noise,
+        "clip_sample": False,
+        "set_alpha_to_one": False,
+        "steps_offset": 1,
+        "rescale_betas_zero_snr": zero,
+        "timestep_spacing": "trailing" if zero else "leading",
+    }
+
+
+def _noise(objective: DiffusionConfig) -> tuple[str, float, float]:
+    """The diffusers' name of a schedule (``fastdiff.schedule.betas``), and its first and last beta."""
+    if objective.schedule == "scaled_linear":
+        return "scaled_linear", 0.00085, 0.012
+    scale = 1000.0 / objective.timesteps
+    return ("squaredcos_cap_v2" if objective.schedule == "cosine" else "linear"), 1e-4 * scale, 0.02 * scale
+
+
+def _copy_part(pipeline: Pretrained, part: str, target: Path) -> None:
+    """Copy the configuration and the weights of one part, under the names that need no variant to be loaded."""
+    target.mkdir()
+    source = pipeline.folder / part
+    variant = f".{pipeline.variant}" if pipeline.variant else None
+    tensors = [path.name for path in source.glob("*.safetensors")]
+    chosen = [name for name in tensors if variant and name.endswith(f"{variant}.safetensors")]
+    chosen = chosen or [name for name in tensors if name.count(".") == 1]
+    for name in sorted(chosen):
+        shutil.copyfile(source / name, target / _plain(name, variant))
+    for path in sorted(source.iterdir()):
+        if path.suffix not in _TEXT:
+            continue
+        if ".index." in path.name:  # of weights in several files: by the index of the chosen ones
+            if (bool(variant) and f"{variant}." in path.name) == any(variant and variant in name for name in chosen):
+                (target / _plain(path.name, variant)).write_text(_plain(path.read_text(), variant))
+        else:
+            shutil.copyfile(path, target / path.name)
+
+
+def _plain(text: str, variant: str | None) -> str:
+    return text.replace(f"{variant}.safetensors", ".safetensors").replace(f"{variant}.json", ".json") if variant else text
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

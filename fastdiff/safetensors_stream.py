@@ -1,0 +1,57 @@
+"""Write a safetensors file tensor by tensor, so that no more than one is in memory.
+
+The format: the length of the header as 8 bytes, little-endian; the header, JSON with dtype, shape and place of every
+tensor, padded with spaces to a multiple of 8; then the values, without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_ALIGNMENT = 8
+
+
+def write_tensors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Callable[[str], Tensor]
+) -> None:
+    """Write a new file, without an fsync; its bytes depend on the arguments alone.
+
+    Args:
+        path: must not exist.
+        shapes: of the tensors, which are written in the order of their names.
+        dtype: of every tensor: float32, float16 or bfloat16.
+        read: given a name, the tensor of its shape; converted to ``dtype`` if it is of another one.
+
+    Raises:
+        OSError: the disk is full, or something else is wrong with it.
+    """
+    with path.open("xb") as file:
+        file.write(_header(shapes, dtype))
+        for name in sorted(shapes):
+            file.write(_bytes(read(name), name, shapes[name], dtype))
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # loaders of transformers insist on it
+    end = 0
+    for name in sorted(shapes):
+        start, end = end, end + math.prod(shapes[name]) * dtype.itemsize
+        content[name] = {"dtype": _NAMES[dtype], "shape": list(shapes[name]), "data_offsets": [start, end]}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    padded = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
+    return len(padded).to_bytes(8, "little") + padded
+
+
+def _bytes(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> memoryview:
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the header says {tuple(shape)}")
+    values = tensor.detach().to("cpu", dtype).contiguous().view(-1).view(torch.uint8)
+    return memoryview(values.numpy())  # type: ignore[arg-type]
