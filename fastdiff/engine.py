@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -60,6 +62,7 @@ class Engine:
         guard = self.stage == 0 and precision == "fp32"
         if self.stage == 3:
             deepspeed.utils.set_z3_leaf_modules(model, list(blocks))
+            _require_input_gradients(model, tuple(blocks))
         optimizer = build_optimizer(
             (p for p in model.parameters() if p.requires_grad), config.optim, skip_non_finite=guard
         )
@@ -72,11 +75,14 @@ class Engine:
             optimizer=optimizer,
             config={**ds_config, **({"gradient_clipping": 0.0} if guard else {})},
         )
+        if self.stage == 3 and config.objective.dream:
+            _plan_two_passes_as_one(self._engine)
         optimizer.state.clear()
         _set_lr(optimizer, config.optim.lr)
         self.optimizer = optimizer
         self.flats: list[Flat] = list(_flats(self._engine, optimizer, names, world))
         world.agree(attempt(lambda: create_8bit_state(optimizer, config.optim.name, self.flats, world))[1])
+        _unname_shared_memory()
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
         self.lr = 0.0
         """Learning rate of the last step."""
@@ -129,6 +135,53 @@ class Engine:
         set_lr_step(self._schedule, applied)
         for name, value in loss_scale.items() if self._precision == "fp16" else ():
             setattr(self._engine.optimizer.loss_scaler, name, value)
+
+
+def _require_input_gradients(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
+    """Let a block behind frozen parameters alone (LoRA) have an input with a gradient.
+
+    ZeRO-3 reduces the gradients of a leaf module once those of its inputs are there; if no input has one, it does so
+    before the backward pass of the module, whose gradients then are lost.
+    """
+    for module in model.modules():
+        if isinstance(module, blocks) and any(p.requires_grad for p in module.parameters()):
+            module.register_forward_pre_hook(_require_input_gradient)
+
+
+def _require_input_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    if not torch.is_grad_enabled() or any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return None
+    return (inputs[0].detach().requires_grad_(), *inputs[1:])
+
+
+def _unname_shared_memory() -> None:
+    """Remove the names of the buffers through which DeepSpeed's CPU ranks talk: nobody else would, 66 MiB per rank.
+
+    Every rank has mapped them when all ranks have come here; the memory itself ends with the processes.
+    """
+    job = f"{os.getuid()}_{os.environ.get('MASTER_ADDR')}_{os.environ.get('MASTER_PORT')}"
+    for name in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{job}_*"):
+        name.unlink(missing_ok=True)
+
+
+def _plan_two_passes_as_one(engine: Any) -> None:
+    """Let ZeRO-3 take a forward pass without a gradient, and the one with a gradient that follows it, for one step.
+
+    It gathers parameters ahead by the order of the modules in the step before, which it takes to begin with every
+    forward pass. Two orders in turn would be recorded, compared between all ranks and thrown away in every step.
+    """
+    offload = engine.optimizer.parameter_offload
+    offload.fwd_pre_hook.remove()
+    is_second = False
+
+    def start(*_: Any) -> None:
+        nonlocal is_second
+        if not is_second:
+            offload.get_param_coordinator().reset_step()
+        is_second = not torch.is_grad_enabled()
+
+    # Before the hooks that gather, as the one that it replaces.
+    offload.fwd_pre_hook = engine.module.register_forward_pre_hook(start, prepend=True)
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -98,10 +98,15 @@ def _write_safetensors(folder: Path, weights: ExportedWeights, config: RunConfig
 
 
 def _write_lora(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
+    from safetensors import SafetensorError
+
     from fastdiff.models.lora import save_lora
 
     read = weights.reader(dtype)
-    save_lora(folder, {name: read(name).to(dtype) for name in weights.shapes}, config.lora, config.model)
+    try:
+        save_lora(folder, {name: read(name).to(dtype) for name in weights.shapes}, config.lora, config.model)
+    except SafetensorError as error:
+        raise StorageError(f"{folder}: the adapter could not be written ({error})") from None
 
 
 def _write_dit(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
@@ -144,8 +149,8 @@ def _new_folder(out: Path) -> Iterator[Path]:
     except OSError as error:
         free = shutil.disk_usage(out.parent).free if out.parent.exists() else 0
         raise StorageError(
-            f"{out}: could not be written: {error.strerror or error} ({free / 2**20:.1f} MiB are free); make room, or "
-            "export to another disk"
+            f"{error.filename or out}: {error.strerror or error} ({free / 2**20:.1f} MiB are free); {out} is not "
+            "written: make room, or export to another disk"
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

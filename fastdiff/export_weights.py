@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +43,7 @@ class ExportedWeights:
         return lambda name: _representable(name, self.read(name), dtype)
 
 
-def exported_weights(
-    saved: Saved, config: RunConfig, *, ema: float | None, raw: bool, merge: bool
-) -> ExportedWeights:
+def exported_weights(saved: Saved, config: RunConfig, *, ema: float | None, raw: bool, merge: bool) -> ExportedWeights:
     """Choose the weights of a checkpoint.
 
     Args:
@@ -96,9 +95,9 @@ def _base(config: RunConfig) -> tuple[Shapes, Read]:
         found = {name: value.detach() for name, value in build_network(plain).named_parameters()}
         return {name: tuple(value.shape) for name, value in found.items()}, found.__getitem__
     files = [path] if path.suffix == ".safetensors" else pretrained(config).weight_files("unet")
-    handles = {}
+    handles: dict[str, Any] = {}
     for file in files:
-        handle = safe_open(file, framework="pt")
+        handle: Any = safe_open(file, framework="pt")
         handles |= {name: handle for name in handle.keys() if name != "pos_embed"}  # noqa: SIM118 (not a mapping)
     shapes = {name: tuple(handle.get_slice(name).get_shape()) for name, handle in handles.items()}
     return shapes, lambda name: handles[name].get_tensor(name).float()
@@ -106,5 +105,7 @@ def _base(config: RunConfig) -> tuple[Shapes, Read]:
 
 def _representable(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float16 and not value.to(dtype).isfinite().all() and value.isfinite().all():
-        raise ConfigError(f"--dtype fp16: {name} has entries up to {value.abs().max():.3g}, fp16 ends at 65504; use bf16")
+        raise ConfigError(
+            f"--dtype fp16: {name} has entries up to {value.abs().max():.3g}, fp16 ends at 65504; use bf16"
+        )
     return value

@@ -119,17 +119,18 @@ def _copy_part(pipeline: Pretrained, part: str, target: Path) -> None:
     for name in sorted(chosen):
         shutil.copyfile(source / name, target / _plain(name, variant))
     for path in sorted(source.iterdir()):
-        if path.suffix not in _TEXT:
-            continue
-        if ".index." in path.name:  # of weights in several files: by the index of the chosen ones
-            if (bool(variant) and f"{variant}." in path.name) == any(variant and variant in name for name in chosen):
+        if ".index." in path.name:  # says which of several files a weight is in
+            of_variant = variant is not None and path.name.endswith(f"{variant}.json")
+            if "safetensors" in path.name and of_variant == any(variant and variant in name for name in chosen):
                 (target / _plain(path.name, variant)).write_text(_plain(path.read_text(), variant))
-        else:
+        elif path.suffix in _TEXT:
             shutil.copyfile(path, target / path.name)
 
 
 def _plain(text: str, variant: str | None) -> str:
-    return text.replace(f"{variant}.safetensors", ".safetensors").replace(f"{variant}.json", ".json") if variant else text
+    return (
+        text.replace(f"{variant}.safetensors", ".safetensors").replace(f"{variant}.json", ".json") if variant else text
+    )
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

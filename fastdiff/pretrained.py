@@ -129,8 +129,9 @@ class Pretrained:
         return self.folder if part == "vae" and self.is_autoencoder else self.folder / part
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON file of the pipeline."""
-        path = self.folder / name
+        """A JSON file of the pipeline, or of one of its parts: ``model_index.json``, ``vae/config.json``."""
+        part, _, rest = name.rpartition("/")
+        path = self.folder_of(part) / rest
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError) as error:
@@ -138,9 +139,6 @@ class Pretrained:
                 f"{path} cannot be read ({error}); expected a Stable Diffusion pipeline as diffusers saves it"
             ) from None
         return dict(content)
-
-    def _config_of(self, part: str) -> str:
-        return str((self.folder_of(part) / "config.json").relative_to(self.folder))
 
     def _digest_of(self, part: str) -> str:
         from safetensors import safe_open
@@ -152,7 +150,7 @@ class Pretrained:
                     value = file.get_tensor(name).contiguous()
                     digest = hashlib.sha256(value.view(-1).view(torch.uint8).numpy().data)
                     found[name] = f"{value.dtype} {tuple(value.shape)} {digest.hexdigest()}"
-        config = {k: v for k, v in self.json(self._config_of(part)).items() if not k.startswith(("_", "transformers_"))}
+        config = {k: v for k, v in self.json(f"{part}/config.json").items() if not k.startswith(("_", "transformers_"))}
         return hashlib.sha256(json.dumps([config, found], sort_keys=True).encode()).hexdigest()
 
     def _frozen(self, kind: Any, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:

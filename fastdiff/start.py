@@ -53,7 +53,7 @@ def build_run(
     chosen = _choose_backends(config, ds_config, world)
     stack.enter_context(dispatch.forced(**config.performance.kernel_backends()))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
-    reader, error = attempt(lambda: open_data(config))
+    reader, error = attempt(lambda: open_data(config, world.device))
     world.agree(error)
     assert reader is not None
     stack.enter_context(reader)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fastdiff.config import RunConfig
-from fastdiff.data.order import Order
-from fastdiff.data.reader import LatentReader
+from fastdiff.data.order import SampleOrder
 from fastdiff.dist import World
 from fastdiff.ema import Ema
 from fastdiff.engine import Engine
 from fastdiff.metrics import Meters
 from fastdiff.objective import Objective
 from fastdiff.progress import Progress
+from fastdiff.training_data import Data
 
 
 @dataclass(slots=True)
@@ -27,8 +27,8 @@ class TrainState:
     objective: Objective
     ema: Ema
     meters: Meters
-    reader: LatentReader
-    order: Order
+    reader: Data
+    order: SampleOrder
     facts: dict[str, Any]
     """What every manifest records of the run: configuration, data set, versions."""
     progress: Progress

@@ -63,8 +63,8 @@ def decode(vae: Any, latents: Tensor) -> Tensor:
     """
     shift = getattr(vae.config, "shift_factor", None) or 0.0
     images = []
-    for latent in latents.split(1):
-        stored = latent.to(device=vae.device, dtype=vae.dtype) / vae.config.scaling_factor + shift
+    for latent in latents:
+        stored = latent[None].to(device=vae.device, dtype=vae.dtype) / vae.config.scaling_factor + shift
         images.append(vae.decode(stored).sample.float().clamp(-1, 1).cpu())
     return torch.cat(images)
 

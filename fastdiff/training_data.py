@@ -3,49 +3,74 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from fastdiff.backends import DTYPES
 from fastdiff.batch import Condition
 from fastdiff.config import RunConfig
 from fastdiff.data.reader import LatentReader
+from fastdiff.data.shard_cache import open_shards_folder
 from fastdiff.data.shards import DatasetInfo
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DiTConfig, UNetConfig
 from fastdiff.network import null_label, pretrained
 
+if TYPE_CHECKING:
+    from fastdiff.data.online import OnlineImages
+
 CONTEXT = "context"
 
 
-def open_data(config: RunConfig) -> LatentReader:
-    """Open the shards of a run, on this machine or through the cache of those that are elsewhere.
+Data: TypeAlias = "LatentReader | OnlineImages"
+
+
+def open_data(config: RunConfig, device: torch.device) -> Data:
+    """Open the shards of a run, on this machine or through the cache of those that are elsewhere, or its images.
+
+    Args:
+        config: the run, resolved.
+        device: where images are encoded, if they are.
 
     Raises:
         ConfigError: they are not made for the model, or not by the pretrained autoencoder or text encoder.
         DataError: they are damaged.
         StorageError: they cannot be read.
     """
-    from fastdiff.data.shard_cache import open_shards_folder
-
+    if config.data.online:
+        data = _open_images(config, device)
+        _check(config, data.info)
+        return data
     if not config.data.path:
         raise ConfigError("--data.path is missing: the folder that `fastdiff encode` wrote")
     folder, fetch = open_shards_folder(config.data.path, config.data.cache)
     # One window of shards is read at a time, and two at its border.
     reader = LatentReader(folder, open_shards=2 * config.data.shuffle_shards, fetch=fetch)
-    _check_latents(config, reader.info)
-    if isinstance(config.model, DiTConfig):
-        _check_classes(config, config.model, reader.info)
-    else:
-        _check_text(config, config.model, reader.info)
+    _check(config, reader.info)
     _check_provenance(config, reader.info)
     return reader
 
 
-def null_condition(config: RunConfig, reader: LatentReader) -> Condition:
+def null_condition(config: RunConfig, reader: Data) -> Condition:
     """The condition of no class or no caption, one sample of each input, on the CPU."""
     if isinstance(config.model, DiTConfig):
         return {"label": null_label(config)}
     return {name: torch.from_numpy(value) for name, value in reader.null().items()}
+
+
+def _open_images(config: RunConfig, device: torch.device) -> OnlineImages:
+    from fastdiff.data.online import OnlineImages
+
+    return OnlineImages(config.data, pretrained(config), device, DTYPES[config.performance.precision])
+
+
+def _check(config: RunConfig, info: DatasetInfo) -> None:
+    _check_latents(config, info)
+    if isinstance(config.model, DiTConfig):
+        _check_classes(config, config.model, info)
+    else:
+        _check_text(config, config.model, info)
 
 
 def _check_latents(config: RunConfig, info: DatasetInfo) -> None:

@@ -137,4 +137,7 @@ def build_operators(world: Any) -> None:
     """Let DeepSpeed compile what it compiles at a start."""
     import deepspeed
 
+    from fastdiff.engine import _unname_shared_memory
+
     deepspeed.init_distributed()
+    _unname_shared_memory()

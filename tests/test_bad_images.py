@@ -4,7 +4,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -45,12 +44,10 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_image_has_a_reason(decoder: str, name: str) -> None:
     data, reason = BAD[name]
-    start = time.monotonic()
     (result,) = open_decoder(decoder, ImageTransform(SIDE, "center", "lanczos"), 1).decode([data])  # type: ignore[arg-type]
     assert isinstance(result, BadImage)
     assert re.search(reason, result.reason), result.reason
     assert "\n" not in result.reason
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("name", ["pillow", "dali"])

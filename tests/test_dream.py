@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.runs import launch, losses, tiny, train_losses
 POSITION = torch.arange(40, 72)
 SHAPE = (3, 4, 4)
 EPS = 2.0**-24
+DREAM = {"objective__prediction": "epsilon", "objective__dream": True}
 
 
 def _objective(posterior: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> Objective:
@@ -180,7 +182,7 @@ def test_the_trainer_takes_one_more_forward_pass_per_micro_batch(world: World, d
 
 
 def test_dream_is_the_same_at_every_stage_and_resumes(world: World, digits: Path, tmp_path: Path) -> None:
-    changes = {"objective__prediction": "epsilon", "objective__dream": True, "objective__noise_offset": 0.1}
+    changes = {**DREAM, "objective__noise_offset": 0.1}
     plain = train_losses(world, tiny(digits, tmp_path / "0", steps=4, **changes), launch(0))
     assert train_losses(world, tiny(digits, tmp_path / "3", steps=4, **changes), launch(3)) == pytest.approx(
         plain, 1e-5
@@ -188,3 +190,26 @@ def test_dream_is_the_same_at_every_stage_and_resumes(world: World, digits: Path
     for steps in (2, 4):
         train_losses(world, tiny(digits, tmp_path / "parts", steps=steps, **changes), launch(3))
     assert losses(tmp_path / "parts") == losses(tmp_path / "3")
+
+
+def test_zero3_keeps_its_plan_of_what_to_gather(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan is compared between ranks, which waits for the device, when it is made; then never again."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    events: Counter[str] = Counter()
+    for owner, name in (
+        (coordinator, "assert_ints_same_as_other_ranks"),
+        (coordinator.PartitionedParameterCoordinator, "_invalidate_trace"),
+    ):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, _as=name, _of=original: (events.update([_as]), _of(*a))[1])
+    found = []
+    for steps in (3, 6):
+        events.clear()
+        config = tiny(digits, tmp_path / str(steps), steps=steps, **DREAM, batch__micro=8)
+        train_losses(world, config, launch(3))
+        found.append(dict(events))
+    assert found[0] == found[1]
+    assert found[0]["assert_ints_same_as_other_ranks"] > 0, "the counter works"

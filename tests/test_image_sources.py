@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -212,20 +214,17 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
         source(tmp_path / "plain", image_column="pixels")
     with pytest.raises(ConfigError, match="neither 'caption' with captions nor a ClassLabel column"):
         source(tmp_path / "plain", caption_column="caption")
-    with pytest.raises(DataError, match="'text' is no column of images"):
-        source(tmp_path / "lists", image_column="text") if lists(tmp_path) else None
-
-
-def lists(folder: Path) -> bool:
-    import datasets
-
-    rows = datasets.Dataset.from_dict({"text": [["a"], ["b"]], "label": [0, 1]})
-    rows.cast_column("label", datasets.ClassLabel(names=["x", "y"])).save_to_disk(folder / "lists")
-    return True
+    with pytest.raises(ConfigError, match="captions and images cannot both be in the column 'text'"):
+        source(tmp_path / "plain", image_column="text")
+    numbers = datasets.Dataset.from_dict({"image": [1.0, 2.0], "text": ["a", "b"]})
+    numbers.save_to_disk(tmp_path / "numbers")
+    with pytest.raises(DataError, match="'image' is no column of images"):
+        source(tmp_path / "numbers")
 
 
 def test_parquet_with_classes_and_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
+    import pyarrow.parquet
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     path = write(tmp_path, {"kept.png": picture(5, "png")}) / "kept.png"
@@ -233,7 +232,7 @@ def test_parquet_with_classes_and_gaps(tmp_path: Path, monkeypatch: pytest.Monke
     rows = dataset({"image": [*images, {"bytes": None, "path": "/no/such.jpg"}], "label": [1, 0, 1, 1]})
     rows = rows.cast_column("label", datasets.ClassLabel(names=["x", "y"]))  # type: ignore[attr-defined]
     (tmp_path / "rows").mkdir()
-    rows.to_parquet(tmp_path / "rows" / "train-00000-of-00001.parquet")
+    pyarrow.parquet.write_table(rows.data.table, tmp_path / "rows" / "train-00000-of-00001.parquet")
     found = source(tmp_path / "rows")
     assert (found.captioned, found.classes, len(found)) == (False, 2, 4)
     first, second, third, fourth = everything(found)
@@ -246,3 +245,34 @@ def test_parquet_with_classes_and_gaps(tmp_path: Path, monkeypatch: pytest.Monke
     assert isinstance(fourth, BadItem)
     assert fourth.reason == "its image /no/such.jpg is missing"
     assert fourth.name.endswith("rows, split train, row 3")
+
+
+def test_packages_that_are_not_installed_are_named(tmp_path: Path) -> None:
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(["s3fs", "aiohttp", "datasets"]))  # None: as if not installed
+from fastdiff.data.image_sources import open_source
+from fastdiff.errors import ConfigError
+for text in ("https://host/a.tar", "s3://bucket/a.tar", "some/data-set"):
+    try:
+        open_source(text, samples_per_unit=1)
+    except ConfigError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    http, s3, hub = done.stdout.splitlines()
+    assert http.startswith("reading from http needs a package")
+    assert s3.startswith("reading from s3 needs a package")
+    assert http.endswith("pip install 'fastdiff[remote]'")
+    assert s3.endswith("pip install 'fastdiff[remote]'")
+    assert hub.endswith("needs the package datasets; pip install 'fastdiff[hf]'")
+
+
+def test_an_id_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"cannot load the data set no/such-data: it is no path here, and no id"):
+        source("no/such-data")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import tarfile
 from collections.abc import Iterator
@@ -18,13 +17,12 @@ Members = list[tuple[str, bytes]]
 
 
 def tar(members: Members, format: int = tarfile.PAX_FORMAT) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w", format=format) as archive:
-        for name, content in members:
-            header = tarfile.TarInfo(name)
-            header.size = len(content)
-            archive.addfile(header, io.BytesIO(content))
-    return file.getvalue()
+    blocks = []
+    for name, content in members:
+        header = tarfile.TarInfo(name)
+        header.size = len(content)
+        blocks += [header.tobuf(format), content, bytes(-len(content) % 512)]
+    return b"".join([*blocks, bytes(1024)])
 
 
 def img2dataset(shard: int, samples: int) -> Members:
@@ -63,7 +61,7 @@ def test_local_tars(shards: Path) -> None:
     assert contents(source(shards / "00001.tar")) == expected(2, 4)[4:]
     assert contents(source(shards, max_samples=6)) == expected(3, 4)[:6]
     assert source(shards, max_samples=6).units == 2
-    assert [c for _, c, _ in contents(source(shards, caption_column="alt"))][0] == ("000000000", "other")
+    assert contents(source(shards, caption_column="alt"))[0][1] == ("000000000", "other")
     with pytest.raises(DataError, match=r"00003.tar is missing, as are 1 more of 5 tars"):
         source(shards / "{00000..00004}.tar")
     with pytest.raises(DataError, match=r"none of the first 12 samples has a caption .* field 'nothing'"):
@@ -85,7 +83,7 @@ def test_tars_over_http_and_s3(shards: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert "secret" not in found.name
         assert next(found.items(1)).name == f"{server.url}/00001.tar!000010000"
         for refused in (lambda: source(text, max_samples=2), lambda: len(found), lambda: found.item(0)):
-            with pytest.raises(ConfigError, match=rf"all headers of {server.url}/00000.tar, .*fastdiff encode"):
+            with pytest.raises(ConfigError, match=rf"all headers of {server.url}/00000.tar, .* download"):
                 refused()
         with pytest.raises(StorageError, match=f"{server.url}/00003.tar: it does not exist"):
             list(source(f"{server.url}/{{00002..00003}}.tar").items(1))
@@ -159,7 +157,8 @@ def test_members_that_are_not_of_a_sample_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_links_and_large_images_are_refused(tmp_path: Path) -> None:
-    good = tar([("0.jpg", picture(0)), ("0.txt", b"good")])[:2048]
+    good = tar([("0.jpg", picture(0)), ("0.txt", b"good")])
+    good = good[: good.index(b"good") + 512]
     link = tarfile.TarInfo("1.jpg")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
     path = tmp_path / "links.tar"
@@ -205,7 +204,7 @@ def damaged() -> Iterator[tuple[str, bytes, int, str]]:
     """A name, a tar of four samples with damage in or after the third, samples before it, and the message."""
     whole = tar(img2dataset(0, 4))
     third = whole.index(b"000000002.jpg")
-    yield "in a member", whole[: third + 600], 1, "unexpected end of data, after offset"
+    yield "in a member", whole[: third + 600], 2, "unexpected end of data, after offset"
     yield "between members", whole[:third], 1, "empty header, after offset"
     yield "in a header", whole[: third + 100], 1, "truncated header, after offset"
     yield "garbled", whole[:third] + b"\xff" * 512 + whole[third + 512 :], 1, "bad checksum, after offset"
@@ -225,10 +224,9 @@ def test_a_damaged_tar_gives_what_was_before_the_damage(tmp_path: Path, content:
     path = tmp_path / "damaged.tar"
     path.write_bytes(content)
     found = source(path)
-    items = []
+    items: list[ImageItem | BadItem] = []
     with pytest.raises(DataError, match=rf"damaged.tar is damaged: .*{what}"):
-        for item in found.items(0):
-            items.append(item)
+        items.extend(found.items(0))
     assert [item.image for item in items if not isinstance(item, BadItem)] == [picture(k) for k in range(before)]
     with pytest.raises(DataError, match=r"damaged.tar is damaged"):
         len(found)

@@ -15,6 +15,7 @@ from fastdiff.data.remote import fetch, is_remote, join, list_folder, open_url, 
 from fastdiff.data.shard_cache import ShardCache, open_shards_folder
 from fastdiff.data.verify import verify
 from fastdiff.errors import ConfigError, DataError, StorageError
+from tests.captioned import encode as encode_captioned
 from tests.web_servers import WebServer, http_server, s3_server
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 6_000_000, np.uint8).tobytes()
@@ -160,13 +161,19 @@ def test_s3(bucket: str, tmp_path: Path) -> None:
 
 def test_s3_is_not_there(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(StorageError, match=r"s3://bucket/file.bin: .*http://127.0.0.1:9/.* \(tried 5 times\)"):
+        open_url(f"{bucket}/file.bin")
+
+
+def test_s3_without_credentials(bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     remote._filesystem("s3").clear_instance_cache()
-    try:
-        with pytest.raises(StorageError, match=r"s3://bucket/file.bin: .*tried 5 times"):
-            open_url(f"{bucket}/file.bin")
-    finally:
-        monkeypatch.undo()
-        remote._filesystem("s3").clear_instance_cache()
+    with pytest.raises(StorageError, match=r"file.bin: there are no credentials; set AWS_ACCESS_KEY_ID"):
+        open_url(f"{bucket}/file.bin")
+    remote._filesystem("s3").clear_instance_cache()
 
 
 def test_shards_come_from_http_when_they_are_used(digits: Path, tmp_path: Path) -> None:
@@ -241,3 +248,18 @@ def test_two_processes_share_a_cache(digits: Path, tmp_path: Path) -> None:
     assert len(tars) == len(set(tars)) == 8
     assert not leftover.exists()
     assert os.listdir(tmp_path) == [folder.name]
+
+
+def test_the_cache_brings_the_empty_prompt_and_mends_a_cut_shard(tmp_path: Path) -> None:
+    encode_captioned(tmp_path / "served", 12)
+    local = LatentReader(tmp_path / "served")
+    with http_server(tmp_path / "served") as server:
+        folder, ensure = open_shards_folder(server.url, str(tmp_path / "cache"))
+        reader = LatentReader(folder, fetch=ensure)
+        for name, array in local.null().items():
+            np.testing.assert_array_equal(reader.null()[name], array)
+        reader.read([0])
+        reader.close()
+        shard = folder / local.info.shards[0].name
+        os.truncate(shard, 1000)
+        np.testing.assert_array_equal(reader.read([0])["latent"], local.read([0])["latent"])

@@ -21,7 +21,7 @@ from fastdiff.engine import Engine
 from fastdiff.errors import ConfigError
 from fastdiff.fragments import assemble
 from fastdiff.models import build_model
-from fastdiff.models.dit import DiTBlock
+from fastdiff.models.dit import DiT
 from fastdiff.objective import Objective
 from fastdiff.train import train
 from tests.processes import run_ranks
@@ -44,11 +44,13 @@ def _first_noise(world: World, digits: Path) -> tuple[list[int], list[float], li
     config = tiny(digits, digits)
     with LatentReader(digits) as reader:
         order = Order(config.seed, reader.shard_sizes, config.data.shuffle_shards)
-        objective = Objective(config.objective, seed=config.seed, classes=10, device=world.device)
+        null = {"label": torch.tensor(10)}
+        objective = Objective(config.objective, seed=config.seed, null=null, device=world.device)
         with build_batches(
             reader,
             order,
             config=config.data,
+            seed=config.seed,
             device=world.device,
             start_samples=0,
             rank=world.rank,
@@ -188,7 +190,7 @@ def _compare_ema(world: World, digits: Path, folder: Path) -> dict[int, bool]:
             config,
             resolve(launch(stage).deepspeed, config, world.size),
             world,
-            [DiTBlock],
+            DiT.block_classes,
         )
         ema = Ema(engine.flats, (0.9,))
         masters = [flat.master for flat in engine.flats]

@@ -268,6 +268,7 @@ def test_a_link_that_leads_elsewhere_is_found_by_verify(folder):
         [problem] = verify(folder).problems
         assert (problem.shard, problem.place.key, problem.place.component) == (shard.name, key, component)
         assert "index and tar disagree" in problem.what
+        assert ("no more readable component" in problem.what) == (target == "nothing.npy")
 
 
 def test_a_truncated_shard_with_links_is_named(folder):

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from fastdiff.commands import check, compat, encode, sample
+from fastdiff.commands import check, compat, encode, export, sample
 from fastdiff.errors import FastdiffError, as_storage_error, report
 from fastdiff.quiet import quieten
 
@@ -33,6 +33,6 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fastdiff", description="Train diffusion models from sharded latents.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (encode, compat, check, sample):
+    for module in (encode, compat, check, sample, export):
         module.add(commands)
     return parser

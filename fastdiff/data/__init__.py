@@ -98,12 +98,14 @@ def build_batches(
         ConfigError: DALI is asked for and not installed, the batch does not divide, or there are no flipped latents.
     """
     own = RankPositions(start_samples=start_samples, rank=rank, ranks=ranks, micro=micro, global_batch=global_batch)
-    if config.random_flip and not reader.info.flipped:
+    if config.random_flip and not config.online and not reader.info.flipped:
         raise ConfigError(
             f"--data.random_flip: {reader.folder} holds no flipped latents; encode with --flip, or leave it out"
         )
     loader: type[Batches]
-    if loader_name(config) == "prefetch":
+    if config.online:
+        from fastdiff.data.online import OnlineBatches as loader
+    elif loader_name(config) == "prefetch":
         from fastdiff.data.prefetch import PrefetchBatches as loader
     else:
         from fastdiff.data.dali import DaliBatches as loader

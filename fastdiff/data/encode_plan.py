@@ -92,25 +92,28 @@ class EncodeFolder:
         return record if all(map(self._is_there, record.shards)) else None
 
     @contextlib.contextmanager
-    def claimed(self, unit: int) -> Iterator[None]:
-        """Keep other processes from a unit, and remove what is left of an earlier attempt at it.
+    def claimed(self, unit: int) -> Iterator[bool]:
+        """Keep other processes from a unit; what an earlier attempt at it has left is removed.
+
+        Yields:
+            Whether it is still to be done; no, if another process has finished it a moment ago.
 
         Raises:
             ConfigError: Another process is at work on the unit.
         """
         with self.storage(), self._locked(f"unit-{unit:06d}", wait=False):
-            for leftover in self.out.glob(f"train-{unit:06d}[.-]*"):
+            # Without a record of this unit nobody can publish, so that from here on the files are ours.
+            to_do = not (self.out / INFO_FILE).exists() and self.record(unit) is None
+            for leftover in self.out.glob(f"train-{unit:06d}[.-]*") if to_do else ():
                 leftover.unlink(missing_ok=True)
-            yield
+            yield to_do
 
     def finish(self, unit: int, record: UnitRecord) -> None:
         """Record that a claimed unit is finished; its shards are on the disk."""
         with self.storage():
             publish(self._record_path(unit), canonical_json(dataclasses.asdict(record)))
 
-    def publish(
-        self, template: Callable[[], DatasetInfo], null: Callable[[], Mapping[str, npt.NDArray[Any]]]
-    ) -> int:
+    def publish(self, template: Callable[[], DatasetInfo], null: Callable[[], Mapping[str, npt.NDArray[Any]]]) -> int:
         """Write dataset.json if all units are finished; the arguments are called only then.
 
         Args:

@@ -67,7 +67,7 @@ class HuggingFaceSource:
             found = found.select(range(min(max_samples, len(found))))
         try:
             self._rows = found.select_columns(used).cast_column(image_column, datasets.Image(decode=False))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             raise DataError(
                 f"{self.name}: column {image_column!r} is no column of images ({str(error)[:200]}); expected "
                 "datasets.Image, bytes or paths"
@@ -108,6 +108,8 @@ class HuggingFaceSource:
             return BadItem(key, name, str(error))
 
     def _require_columns(self, columns: list[str]) -> None:
+        if self._image == self._caption:
+            raise ConfigError(f"captions and images cannot both be in the column {self._image!r} of {self.name}")
         given = f"{self.name} has the columns {', '.join(columns)}"
         if self._image not in columns:
             raise ConfigError(f"{given}, and no {self._image!r} with the images")
@@ -150,7 +152,7 @@ def _load(path: str, split: str) -> Dataset:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"reading the data set {path} needs the package datasets; pip install 'fastdiff[datasets]'"
+            f"reading the data set {path} needs the package datasets; pip install 'fastdiff[hf]'"
         ) from error
     folder = Path(path)
     try:
@@ -172,8 +174,8 @@ def _bytes_of(cell: dict[str, Any] | None) -> bytes:
     """The image file in a cell: its bytes, or what its path names."""
     if cell is None:
         raise _NoImageError("its image is missing")
-    content, path = cell.get("bytes"), cell.get("path")
-    if content is None and path is None:
+    content, path = cell.get("bytes"), cell.get("path") or ""
+    if content is None and not path:
         raise _NoImageError("its image is missing")
     try:
         if content is None and Path(path).stat().st_size <= LARGEST_IMAGE:

@@ -10,7 +10,8 @@ get wrong: those that EXIF says are rotated are turned upright, and 16-bit grey 
 - 16-bit grey is ``round(v / 257)``; of 16-bit colour Pillow keeps the high byte, at most one level from that.
 - An image smaller than the target is enlarged, one of a single pixel too.
 
-A bad image is a ``BadImage`` with the reason, never an exception.
+A bad image is a ``BadImage`` with the reason, never an exception. Bytes that are changed in the middle of a JPEG or a
+lossy WebP show as wrong pixels, as in every decoder: these formats have no checksum.
 """
 
 from __future__ import annotations

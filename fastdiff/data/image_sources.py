@@ -88,11 +88,11 @@ def _tars(text: str) -> list[str] | None:
 
 
 def _expanded(text: str) -> list[str]:
-    from braceexpand import UnbalancedBracesError, braceexpand
+    from braceexpand import braceexpand
 
     try:
         return list(braceexpand(text, escape=False))
-    except UnbalancedBracesError as error:
+    except ValueError as error:
         raise ConfigError(f"{shown(text)}: {error}; expected for example {{00000..00099}}.tar") from error
 
 

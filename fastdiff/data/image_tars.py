@@ -164,11 +164,10 @@ def _split(name: str) -> tuple[str, str] | None:
 def _member(archive: tarfile.TarFile, header: tarfile.TarInfo, kind: str, wanted: bool) -> Member:
     member = Member(header.name)
     most = LARGEST_IMAGE if kind in IMAGE_EXTENSIONS else LARGEST_TEXT
-    shown = printable(header.name)
     if not header.isreg() or header.issparse():
-        member.refused = f"{shown} is a link or a sparse file; pack the tar again with plain files"
+        member.refused = f"{printable(header.name)} is a link or a sparse file; pack the tar again with plain files"
     elif header.size > most:
-        member.refused = f"{shown} has {header.size} bytes; at most {most}"
+        member.refused = f"{printable(header.name)} has {header.size} bytes; at most {most}"
     elif wanted:
         file = archive.extractfile(header)
         assert file is not None

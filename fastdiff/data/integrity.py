@@ -130,7 +130,7 @@ def difference(index: ShardIndex, shard: Path, info: ShardInfo) -> Problem | Non
 
 
 def _pairs(wanted: Sequence[Place], found: Sequence[Place]) -> Iterator[tuple[Place | None, Place | None]]:
-    """The components of a sample as the index and as the tar has them, those that only one of them has at the end.
+    """The components of a sample as the index and as the tar has them, those that only the tar has at the end.
 
     By name, not by place in the tar: the order of hard links cannot be told from an index.
     """
@@ -138,15 +138,14 @@ def _pairs(wanted: Sequence[Place], found: Sequence[Place]) -> Iterator[tuple[Pl
         yield wanted[0], found[0]
         return
     by_name = {place.component: place for place in found}
-    pairs = [(place, by_name.pop(place.component, None)) for place in wanted]
-    yield from sorted(pairs, key=lambda pair: pair[1] is None)
+    yield from ((place, by_name.pop(place.component, None)) for place in wanted)
     yield from ((None, place) for place in by_name.values())
 
 
 def scan(shard: Path) -> Iterator[Place]:
     """Walk through a tar and say what is there; ends at the first header that is damaged.
 
-    A hard link is where the member is that it leads to.
+    A hard link is where the member is that it leads to; one that leads nowhere is passed over.
 
     Raises:
         StorageError: The tar cannot be read: that says nothing about what is in it.
@@ -157,9 +156,8 @@ def scan(shard: Path) -> Iterator[Place]:
             for member in archive:
                 key, _, component = member.name.partition(".")
                 if member.islnk():
-                    if member.linkname not in stored:
-                        return
-                    yield dataclasses.replace(stored[member.linkname], key=key, component=component)
+                    if member.linkname in stored:
+                        yield dataclasses.replace(stored[member.linkname], key=key, component=component)
                     continue
                 file.seek(member.offset_data)
                 crc32 = zlib.crc32(file.read(member.size))

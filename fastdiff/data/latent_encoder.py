@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.data.shards import Normalisation
-from fastdiff.errors import ConfigError, DataError
+from fastdiff.errors import ConfigError
 from fastdiff.pretrained import Pretrained, TextEncoder
 
 # Of AutoencoderKL, for configurations that are older than the field.
@@ -31,7 +31,8 @@ class LatentEncoder:
     """
 
     def __init__(self, pretrained: Pretrained, device: torch.device, dtype: torch.dtype) -> None:
-        self._pretrained, self._device, self._dtype = pretrained, device, dtype
+        self.device = device
+        self._pretrained, self._dtype = pretrained, dtype
         self._config = pretrained.json("vae/config.json")
         kind = self._config.get("_class_name", "AutoencoderKL")
         if kind != "AutoencoderKL":
@@ -62,6 +63,10 @@ class LatentEncoder:
             shift, scale = [float(mean) for mean in means], [scaling / float(std) for std in deviations]
         return Normalisation(shift=(*shift, *[0.0] * self.channels), scale=(*scale, *scale))
 
+    def load(self, *, text: bool) -> None:
+        """Load the autoencoder and, if asked for, the text encoders now."""
+        _ = self._vae, text and self._text
+
     @torch.no_grad()
     def posterior(self, pixels: Tensor) -> Tensor:
         """The autoencoder's posterior of images ``x / 127.5 - 1``.
@@ -74,7 +79,7 @@ class LatentEncoder:
             where the autoencoder overflowed.
         """
         # The permuted view of [B, H, W, 3] is what torch calls channels_last, in which the autoencoder's weights are.
-        images = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2).to(self._dtype) / 127.5 - 1
+        images = pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).to(self._dtype) / 127.5 - 1
         distribution = self._vae.encode(images).latent_dist
         deviation = (0.5 * distribution.logvar.float()).exp()
         return torch.cat([distribution.mean.float(), deviation], dim=1)
@@ -84,16 +89,8 @@ class LatentEncoder:
 
         All L positions of a caption are kept, those behind its last token too: the UNet attends to them, and their
         values depend on the caption, so that a trimmed embedding would train something else.
-
-        Raises:
-            DataError: An embedding is not finite.
         """
-        found = self._text(captions)
-        if not all(bool(torch.isfinite(value).all()) for value in found.values()):
-            raise DataError(
-                f"the text encoder of {self._pretrained.path} overflows in {self._dtype}; use --precision fp32 or bf16"
-            )
-        return found
+        return self._text(captions)
 
     def null(self) -> dict[str, Tensor]:
         """The embedding of no caption, ``context [L, D]`` and ``pooled [P]``, in ``dtype``."""
@@ -101,11 +98,11 @@ class LatentEncoder:
 
     @cached_property
     def _vae(self) -> Any:
-        return self._pretrained.vae(self._device, self._dtype).to(memory_format=torch.channels_last)
+        return self._pretrained.vae(self.device, self._dtype).to(memory_format=torch.channels_last)
 
     @cached_property
     def _text(self) -> TextEncoder:
-        return self._pretrained.text(self._device, self._dtype)
+        return self._pretrained.text(self.device, self._dtype)
 
 
 def time_ids(original_size: tuple[int, int], crop: tuple[int, int], size: tuple[int, int]) -> tuple[float, ...]:

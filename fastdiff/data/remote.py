@@ -131,7 +131,8 @@ class _RemoteFile(io.RawIOBase):
     def __init__(self, url: str) -> None:
         self._url = url
         self._answer: _Answer | None = None
-        self._done, self._size, self._tag = 0, 0, None
+        self._done, self._size = 0, 0
+        self._tag: str | None = None
         _retried(url, self._connect)
 
     def readable(self) -> bool:
@@ -237,7 +238,9 @@ def _filesystem(kind: str) -> Any:
         if kind == "s3":
             # Repetition is ours alone: three layers of it would take minutes to say that a server is down.
             config = {"retries": {"total_max_attempts": 1}, "connect_timeout": _SILENCE, "read_timeout": _SILENCE}
-            system = fsspec.filesystem("s3", config_kwargs=config, use_listings_cache=False)
+            # Named here, though botocore reads it too: fsspec keeps one file system for each.
+            server = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+            system = fsspec.filesystem("s3", endpoint_url=server, config_kwargs=config, use_listings_cache=False)
             system.retries = 1
             return system
         import aiohttp
@@ -284,19 +287,11 @@ def _describe(error: Exception) -> tuple[str, str]:
     if isinstance(status, int):
         passing = status >= 500 or status in _PASSING
         return f"the server answers {status}", "" if passing else "check the address"
-    if not isinstance(error, _network_errors()):
-        return f"{type(error).__name__}", "check the address"
+    package = type(error).__module__.partition(".")[0]
+    if package in ("botocore", "aiobotocore"):
+        return str(error), ""
+    if not isinstance(error, OSError) and package != "aiohttp":
+        return type(error).__name__, "check the address"
     # Other texts than these may hold the whole address.
     own = isinstance(error, ConnectionResetError) and error.errno is None
     return str(error) if own else getattr(error, "strerror", None) or type(error).__name__, ""
-
-
-def _network_errors() -> tuple[type[Exception], ...]:
-    import aiohttp
-
-    found: list[type[Exception]] = [OSError, TimeoutError, aiohttp.ClientError]
-    try:
-        import botocore.exceptions
-    except ImportError:
-        return tuple(found)
-    return (*found, botocore.exceptions.BotoCoreError)

@@ -27,7 +27,8 @@ from fastdiff.data.image_tars import (
 from fastdiff.data.remote import is_remote, open_url, shown
 from fastdiff.errors import ConfigError, DataError, StorageError
 
-_BUFFER = 1 << 18
+_STREAM_BUFFER = 1 << 18
+_JUMP_BUFFER = 1 << 13
 _LOOKED_AT = 100
 
 
@@ -35,7 +36,8 @@ class WebDatasetSource:
     """Tars of ``<key>.jpg`` (or jpeg, png, webp) with ``<key>.txt``, ``<key>.json`` or ``<key>.cls``.
 
     The first sample decides what the source has: captions if it has any, else classes. Tars are streamed from their
-    first to their last byte; only random access, ``len`` and ``max_samples`` read all headers of local tars first.
+    first to their last byte. Random access, ``len``, ``max_samples`` and the number of classes need all headers first,
+    which remote tars refuse.
 
     Args:
         tars: Paths and addresses, in the order of the units.
@@ -43,7 +45,6 @@ class WebDatasetSource:
         caption_column: ``text``: the ``.txt`` member, else the caption in the ``.json`` one; otherwise a field of the
             latter.
         max_samples: Only so many, the first ones.
-        classes: Number of classes of the ``.cls`` members; None: found by reading them, which remote tars refuse.
 
     Raises:
         ConfigError: What is asked for needs local tars.
@@ -58,7 +59,6 @@ class WebDatasetSource:
         name: str,
         caption_column: str = "text",
         max_samples: int | None = None,
-        classes: int | None = None,
     ) -> None:
         if not tars:
             raise DataError(f"{name}: there are no tars")
@@ -72,9 +72,9 @@ class WebDatasetSource:
         self._offsets: list[npt.NDArray[np.int64]] | None = None
         self._starts = [0]
         if max_samples is not None:
-            self._scan()
+            self._scan("knowing where so many images end")
         self.captioned = self._has_captions()
-        self.classes = None if self.captioned else classes or self._count_classes()
+        self.classes = None if self.captioned else self._count_classes()
         names = [shown(tar) if is_remote(tar) else Path(tar).name for tar in self._tars]
         self.digest = digest_of(f"webdataset, {caption_column}, {max_samples} samples, {self.classes} classes", names)
 
@@ -121,10 +121,10 @@ class WebDatasetSource:
         except BadSampleError as error:
             return BadItem(key, name, str(error))
 
-    def _scan(self) -> list[npt.NDArray[np.int64]]:
+    def _scan(self, purpose: str = "reading single images") -> list[npt.NDArray[np.int64]]:
         """Offsets of the samples of each tar that is needed, from its headers."""
         if self._offsets is None:
-            self._require_local("knowing where each image lies, or how many there are,")
+            self._require_local(purpose)
             found, missing = [], self._most
             for tar in self._tars:
                 offsets = [group.offset for group in itertools.islice(_read(tar, kinds=()), missing)]
@@ -163,12 +163,12 @@ class WebDatasetSource:
                     largest = max(largest, label_of(group))
         return largest + 1
 
-    def _require_local(self, what: str) -> None:
+    def _require_local(self, purpose: str) -> None:
         remote = next(filter(is_remote, self._tars), None)
         if remote is not None:
             raise ConfigError(
-                f"{what} needs all headers of {_called(remote)}, and so to read all of it: run `fastdiff encode` and "
-                "train from its shards, or download the tars"
+                f"{purpose} needs all headers of {_called(remote)}, and so to read all of it: download the tars; or "
+                "choose some of them with braces and run `fastdiff encode`, which reads them once"
             )
 
 
@@ -179,7 +179,8 @@ def _called(tar: str) -> str:
 def _read(tar: str, *, kinds: Container[str] = KINDS, start: int = 0) -> Iterator[Group]:
     """The samples of a tar, with errors that name it."""
     try:
-        with _open(tar) as file:
+        # From header to header, or to one sample, a large buffer would read all that lies between.
+        with _open(tar, _STREAM_BUFFER if kinds is KINDS and not start else _JUMP_BUFFER) as file:
             if start:
                 file.seek(start)
             yield from groups(file, kinds)
@@ -192,5 +193,5 @@ def _read(tar: str, *, kinds: Container[str] = KINDS, start: int = 0) -> Iterato
         ) from error
 
 
-def _open(tar: str) -> IO[bytes]:
-    return open_url(tar) if is_remote(tar) else open(tar, "rb", buffering=_BUFFER)
+def _open(tar: str, buffer: int) -> IO[bytes]:
+    return open_url(tar) if is_remote(tar) else open(tar, "rb", buffering=buffer)

@@ -36,7 +36,9 @@ class GroupNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x: Tensor, *, shift: Tensor | None = None, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, *, shift: Tensor | None = None, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Normalise ``x + shift + residual``; return the result and ``x``, with a residual the sum instead of ``x``."""
         out = group_norm(
             x, self.groups, self.weight, self.bias, eps=self.eps, silu=self.silu, shift=shift, residual=residual

@@ -1,0 +1,53 @@
+"""``fastdiff export``: a run in the formats of other programs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fastdiff.commands.arguments import Subcommands, count
+from fastdiff.errors import require
+
+_FORMATS = "diffusers", "lora", "dit", "safetensors"
+
+
+def add(commands: Subcommands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("export", help="write a run in the format of another program")
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="run folder; its newest checkpoint is used")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
+    parser.add_argument(
+        "--format",
+        choices=_FORMATS,
+        required=True,
+        help="diffusers: a pipeline; lora: pytorch_lora_weights.safetensors; dit: the published DiT's dit.pt; "
+        "safetensors: the weights alone. But for lora, an adapter is merged into its base",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--ema", type=float, default=None, metavar="RATE", help="which average; default: the first")
+    which.add_argument("--raw", action="store_true", help="the weights themselves instead of an average")
+    parser.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="of the exported weights")
+    parser.add_argument("--step", type=count, default=None, metavar="N", help="an earlier checkpoint")
+    parser.add_argument("--push-to-hub", default=None, metavar="REPO_ID", help="upload OUT to the Hugging Face hub")
+    parser.add_argument("--private", action="store_true", help="a new repository on the hub is private")
+    parser.set_defaults(run=_export)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from fastdiff.export import Choice, export
+    from fastdiff.hub import check_repo_id, push
+
+    require(not arguments.private or arguments.push_to_hub is not None, "--private needs --push-to-hub")
+    if arguments.push_to_hub is not None:
+        check_repo_id(arguments.push_to_hub)
+    choice = Choice(
+        format=arguments.format,
+        ema=arguments.ema,
+        raw=arguments.raw,
+        dtype=arguments.dtype,
+        step=arguments.step,
+    )
+    export(arguments.run_folder, arguments.out, choice, published_as=arguments.push_to_hub)
+    print(f"{arguments.out}: {arguments.format}")
+    if arguments.push_to_hub is not None:
+        print(push(arguments.out, arguments.push_to_hub, private=arguments.private))

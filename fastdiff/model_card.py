@@ -1,0 +1,143 @@
+"""``README.md`` of an exported model: what it is made of, and how it is used."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from fastdiff.config import RunConfig
+from fastdiff.export_weights import ExportedWeights
+from fastdiff.model_config import DiTConfig
+from fastdiff.saved import Saved
+from fastdiff.trained import config_of
+
+_SAMPLES = "samples.png"
+
+
+def write_card(
+    folder: Path, run: Path, saved: Saved, weights: ExportedWeights, format_: str, dtype: str, place: str
+) -> None:
+    """Write the card, and copy the newest picture of the run that is not newer than the checkpoint.
+
+    Args:
+        folder: of the exported files.
+        run: run folder.
+        saved: the checkpoint that was exported.
+        weights: which of its weights.
+        format_: of the exported files.
+        dtype: of the exported weights.
+        place: where the examples find the model: its folder, or its id on the Hugging Face hub.
+    """
+    config = config_of(saved)
+    picture = _newest_picture(run, int(saved.manifest["progress"]["steps"]))
+    if picture is not None:
+        shutil.copyfile(picture, folder / _SAMPLES)
+    facts = "\n".join(f"| {name} | {value} |" for name, value in _facts(config, saved, weights, dtype).items())
+    shown = f"![samples drawn in the training]({_SAMPLES})\n\n" if picture is not None else ""
+    text = (
+        f"---\n{_front_matter(config, format_)}---\n\n"
+        f"# {run.resolve().name}\n\n"
+        f"{_subject(config, format_)}, trained with fastdiff.\n\n"
+        f"{shown}## Training\n\n| | |\n| --- | --- |\n{facts}\n\n"
+        f"## Use\n\n{_use(config, format_, place)}\n"
+        "## License\n\nNot stated yet: it is for the owner of this model to choose, and the licenses of the base model "
+        "and of the data bind it.\n"
+    )
+    (folder / "README.md").write_text(text)
+
+
+def _newest_picture(run: Path, step: int) -> Path | None:
+    pictures = {int(path.stem.removeprefix("step-")): path for path in (run / "samples").glob("step-*[0-9].png")}
+    return pictures[max(known)] if (known := [number for number in pictures if number <= step]) else None
+
+
+def _front_matter(config: RunConfig, format_: str) -> str:
+    lines = ["tags:", "- fastdiff", *(["- dit"] if isinstance(config.model, DiTConfig) else [])]
+    if not isinstance(config.model, DiTConfig):
+        lines += [*(["- lora"] if format_ == "lora" else []), "pipeline_tag: text-to-image", "library_name: diffusers"]
+    base = config.pretrained.path
+    if config.pretrained.weights and not Path(base).exists():  # the hub knows no local folder
+        lines.append(f"base_model: {base}")
+    return "".join(line + "\n" for line in lines)
+
+
+def _subject(config: RunConfig, format_: str) -> str:
+    network = (
+        "A class-conditional diffusion transformer" if isinstance(config.model, DiTConfig) else "A text-to-image UNet"
+    )
+    return f"A LoRA adapter of {network[0].lower()}{network[1:]}" if format_ == "lora" else network
+
+
+def _facts(config: RunConfig, saved: Saved, weights: ExportedWeights, dtype: str) -> dict[str, object]:
+    manifest, optim, objective = saved.manifest, config.optim, config.objective
+    pretrained, lora = config.pretrained, config.lora
+    facts: dict[str, object] = {"Steps": manifest["progress"]["steps"], "Samples seen": manifest["progress"]["samples"]}
+    if pretrained.path:
+        facts["Base model" if pretrained.weights else "Text encoder and autoencoder"] = f"`{pretrained.path}`"
+    if lora.rank:
+        alpha = lora.rank if lora.alpha is None else lora.alpha
+        facts["LoRA"] = f"rank {lora.rank}, alpha {alpha:g}, base weights in {_bits(config)}"
+    return facts | {
+        "Data set (sha256)": f"`{manifest['dataset']}`",
+        "Samples per step": config.batch.samples,
+        "Optimizer": f"{optim.name}, betas {optim.betas}, decay {optim.weight_decay:g}, clipped at {optim.clip:g}",
+        "Learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of warm-up",
+        "Prediction": f"{objective.prediction}, weighting {_weighting(config)}",
+        "Noise": f"{objective.schedule}, {objective.timesteps} steps, offset {objective.noise_offset:g}"
+        + (", zero terminal SNR" if objective.zero_terminal_snr else ""),
+        "Conditions dropped": f"{objective.condition_dropout:g}",
+        "Precision": config.performance.precision,
+        "Weights": f"{'as trained' if weights.ema is None else f'average with decay rate {weights.ema}'}, in {dtype}",
+        "Software": ", ".join(f"{name} {manifest['versions'][name]}" for name in ("fastdiff", "torch", "deepspeed")),
+    }
+
+
+def _bits(config: RunConfig) -> str:
+    return "full precision" if config.lora.quantize == "none" else config.lora.quantize.replace("bit", " bits")
+
+
+def _weighting(config: RunConfig) -> str:
+    objective = config.objective
+    if objective.weighting == "auto":
+        return "none" if objective.min_snr_gamma is None else f"min_snr, gamma {objective.min_snr_gamma:g}"
+    gamma = "" if objective.min_snr_gamma is None else f", gamma {objective.min_snr_gamma:g}"
+    return objective.weighting + gamma
+
+
+def _use(config: RunConfig, format_: str, place: str) -> str:
+    dit = isinstance(config.model, DiTConfig)
+    if format_ == "dit":
+        return _python(f'import torch\n\nstate_dict = torch.load("{place}/dit.pt", weights_only=True)["ema"]') + _shape(
+            config
+        )
+    if format_ == "safetensors" or dit:
+        name = "pytorch_lora_weights" if format_ == "lora" else "model"
+        code = f'from safetensors.torch import load_file\n\nweights = load_file("{place}/{name}.safetensors")'
+        return _python(code) + (_shape(config) if dit else "")
+    draw = 'image = pipeline("a photograph of a cat").images[0]\nimage.save("image.png")'
+    if format_ == "lora":
+        start = f'pipeline = DiffusionPipeline.from_pretrained("{config.pretrained.path}")\n'
+        return _python(
+            f'from diffusers import DiffusionPipeline\n\n{start}pipeline.load_lora_weights("{place}")\n{draw}'
+        )
+    if config.pretrained.path:
+        start = f'pipeline = DiffusionPipeline.from_pretrained("{place}")\n'
+        return _python(f"from diffusers import DiffusionPipeline\n\n{start}{draw}")
+    code = f'unet = UNet2DConditionModel.from_pretrained("{place}", subfolder="unet")'
+    return _python(f"from diffusers import UNet2DConditionModel\n\n{code}")
+
+
+def _python(code: str) -> str:
+    return f"```python\n{code}\n```\n"
+
+
+def _shape(config: RunConfig) -> str:
+    """How the class of the published models is called for these weights."""
+    model = config.model
+    assert isinstance(model, DiTConfig)
+    return (
+        "\nThe names are those of the published DiT, whose class takes them as "
+        f"`DiT(input_size={model.size}, patch_size={model.patch}, in_channels={model.channels}, "
+        f"hidden_size={model.hidden}, depth={model.depth}, num_heads={model.heads}, mlp_ratio={model.mlp_ratio}, "
+        f"num_classes={model.classes}, learn_sigma={model.learn_sigma})`.\n"
+    )

@@ -1,0 +1,104 @@
+"""TensorBoard and wandb are shown what a run measures, as a user finds it in their files."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fastdiff.boards import Boards, require_installed
+from fastdiff.dist import World
+from fastdiff.errors import ConfigError
+from fastdiff.train import train
+from tests.runs import launch, losses, records, tiny
+
+
+def test_tensorboard_shows_the_numbers_of_the_log(world: World, digits: Path, tmp_path: Path) -> None:
+    config = tiny(digits, tmp_path / "run", steps=3)
+    train(config, launch(0), world)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    shown = events.Scalars("loss")
+    assert [event.step for event in shown] == [1, 2, 3]
+    assert [event.value for event in shown] == pytest.approx(losses(tmp_path / "run"))
+    assert {"lr", "grad_norm", "samples_per_s"} <= set(events.Tags()["scalars"])
+
+
+def test_tensorboard_hides_the_steps_after_a_resume(world: World, digits: Path, tmp_path: Path) -> None:
+    """The second start repeats step 3, whose first event must go, and no other."""
+    run = tmp_path / "run"
+    train(tiny(digits, run, steps=3, output__checkpoint_every=2), launch(0), world)
+    (run / "checkpoints" / "step-00000003").rename(tmp_path / "lost")
+    train(tiny(digits, run, steps=4, output__checkpoint_every=2), launch(0, allow_change=("samples",)), world)
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+
+
+def test_no_board_is_asked_for(world: World, digits: Path, tmp_path: Path) -> None:
+    train(tiny(digits, tmp_path / "run", steps=1, output__report_to=()), launch(0), world)
+    assert len(records(tmp_path / "run")) == 1
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_a_missing_wandb_is_refused_before_anything_is_built(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else known(name, *rest)
+    )
+    with pytest.raises(ConfigError, match=r"pip install 'fastdiff\[wandb\]'"):
+        train(tiny(digits, tmp_path / "run", steps=1, output__report_to=("wandb",)), launch(0), world)
+    assert not (tmp_path / "run").exists()
+    require_installed(("tensorboard",))
+
+
+def test_wandb_gets_numbers_and_images(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real wandb, offline: what it would upload is read back from its own file."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
+    state.folder.mkdir()
+    with Boards(state) as boards:  # type: ignore[arg-type]
+        boards.scalars({"loss": 0.25, "lr": 1e-4}, 7)
+        boards.images({"a red cat": torch.full((2, 3, 8, 8), 200, dtype=torch.uint8)}, 7)
+    found = _wandb_history(state.folder)
+    assert found["loss"] == 0.25
+    assert found["_step"] == 7
+    assert found["validation"]["captions"] == ["a red cat", "a red cat"]
+    assert len(list(state.folder.glob("wandb/offline-run-*/files/media/images/*.png"))) == 2
+    first = (state.folder / "wandb-id").read_text()
+    with Boards(state):  # type: ignore[arg-type]
+        pass
+    assert (state.folder / "wandb-id").read_text() == first, "a resume goes on with the same run"
+
+
+class _State:
+    """What the boards read of a run."""
+
+    def __init__(self, config: Any, world: World) -> None:
+        self.config, self.world = config, world
+        self.folder = Path(config.output.folder)
+
+
+def _wandb_history(folder: Path) -> dict[str, Any]:
+    import json
+
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    [path] = folder.glob("wandb/offline-run-*/run-*.wandb")
+    store = DataStore()
+    store.open_for_scan(str(path))
+    found: dict[str, Any] = {}
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        for item in record.history.item:
+            found[item.key or item.nested_key[0]] = json.loads(item.value_json)
+        if record.history.item:
+            found["_step"] = record.history.step.num
+    return found
