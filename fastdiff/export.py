@@ -20,7 +20,7 @@ from torch import Tensor
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.export_weights import ExportedWeights, exported_weights
-from fastdiff.model_card import write_card
+from fastdiff.model_card import Place, write_card
 from fastdiff.model_config import DiTConfig, UNetConfig
 from fastdiff.pipeline_export import write_pipeline
 from fastdiff.safetensors_stream import write_tensors
@@ -70,7 +70,7 @@ def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = N
     weights = exported_weights(saved, config, ema=choice.ema, raw=choice.raw, merge=choice.format != "lora")
     with _new_folder(out) as folder:
         write(folder, weights, config, DTYPES[choice.dtype])
-        write_card(folder, run, saved, weights, choice.format, choice.dtype, published_as or str(out))
+        write_card(folder, run, saved, weights, choice.format, choice.dtype, Place(out, published_as))
 
 
 _Writer = Callable[[Path, ExportedWeights, RunConfig, torch.dtype], None]
@@ -98,15 +98,21 @@ def _write_safetensors(folder: Path, weights: ExportedWeights, config: RunConfig
 
 
 def _write_lora(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
     from fastdiff.models.lora import save_lora
 
     read = weights.reader(dtype)
     try:
-        save_lora(folder, {name: read(name).to(dtype) for name in weights.shapes}, config.lora, config.model)
+        file = save_lora(folder, {name: read(name).to(dtype) for name in weights.shapes}, config.lora, config.model)
     except SafetensorError as error:
-        raise StorageError(f"{folder}: the adapter could not be written ({error})") from None
+        raise StorageError(f"{folder}: the adapter could not be written ({error}); make room") from None
+    # Again, because the library writes the entries of the metadata in another order each time.
+    with safe_open(file, framework="pt") as saved:
+        metadata, names = saved.metadata(), saved.keys()
+        shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in names}
+        write_tensors(folder / "sorted.safetensors", shapes, dtype, saved.get_tensor, metadata)
+    (folder / "sorted.safetensors").replace(file)
 
 
 def _write_dit(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:

@@ -25,6 +25,11 @@ def check_repo_id(repo_id: str) -> None:
 def push(folder: Path, repo_id: str, *, private: bool) -> str:
     """Upload a folder to a model repository, which is made if there is none, and return its address.
 
+    Args:
+        folder: of the export.
+        repo_id: ``user/name``.
+        private: make a private repository; else one as is usual for its owner. One that is there stays as it is.
+
     Raises:
         StorageError: the hub cannot be reached, or refuses; the folder is as it was.
     """
@@ -33,7 +38,7 @@ def push(folder: Path, repo_id: str, *, private: bool) -> str:
 
     api = HfApi(library_name="fastdiff")
     try:
-        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        address = api.create_repo(repo_id, private=private or None, exist_ok=True)
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Export of fastdiff")
     except (HTTPError, OSError, ValueError) as error:
         raise StorageError(

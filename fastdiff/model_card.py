@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from fastdiff.config import RunConfig
@@ -14,8 +15,30 @@ from fastdiff.trained import config_of
 _SAMPLES = "samples.png"
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the examples of a card find the model."""
+
+    out: Path
+    """Its folder."""
+    repo_id: str | None = None
+    """Its id on the Hugging Face hub, if it goes there; the examples then use that."""
+
+    def __str__(self) -> str:
+        return self.repo_id or str(self.out)
+
+    @property
+    def imports(self) -> str:
+        """What ``file`` needs."""
+        return "from huggingface_hub import hf_hub_download\n" if self.repo_id else ""
+
+    def file(self, name: str) -> str:
+        """Code for the path of one of its files."""
+        return f'hf_hub_download("{self.repo_id}", "{name}")' if self.repo_id else f'"{self.out / name}"'
+
+
 def write_card(
-    folder: Path, run: Path, saved: Saved, weights: ExportedWeights, format_: str, dtype: str, place: str
+    folder: Path, run: Path, saved: Saved, weights: ExportedWeights, format_: str, dtype: str, place: Place
 ) -> None:
     """Write the card, and copy the newest picture of the run that is not newer than the checkpoint.
 
@@ -26,7 +49,7 @@ def write_card(
         weights: which of its weights.
         format_: of the exported files.
         dtype: of the exported weights.
-        place: where the examples find the model: its folder, or its id on the Hugging Face hub.
+        place: where the examples find the model.
     """
     config = config_of(saved)
     picture = _newest_picture(run, int(saved.manifest["progress"]["steps"]))
@@ -104,37 +127,36 @@ def _weighting(config: RunConfig) -> str:
     return objective.weighting + gamma
 
 
-def _use(config: RunConfig, format_: str, place: str) -> str:
+def _use(config: RunConfig, format_: str, place: Place) -> str:
     dit = isinstance(config.model, DiTConfig)
+    shape = _shape(config.model) if isinstance(config.model, DiTConfig) else ""
     if format_ == "dit":
-        return _python(f'import torch\n\nstate_dict = torch.load("{place}/dit.pt", weights_only=True)["ema"]') + _shape(
-            config
-        )
+        load = f"torch.load({place.file('dit.pt')}, weights_only=True)"
+        return _python(f'{place.imports}import torch\n\nstate_dict = {load}["ema"]') + shape
     if format_ == "safetensors" or dit:
-        name = "pytorch_lora_weights" if format_ == "lora" else "model"
-        code = f'from safetensors.torch import load_file\n\nweights = load_file("{place}/{name}.safetensors")'
-        return _python(code) + (_shape(config) if dit else "")
+        file = place.file("pytorch_lora_weights.safetensors" if format_ == "lora" else "model.safetensors")
+        code = f"{place.imports}from safetensors.torch import load_file\n\nweights = load_file({file})"
+        return _python(code) + shape
     draw = 'image = pipeline("a photograph of a cat").images[0]\nimage.save("image.png")'
     if format_ == "lora":
-        start = f'pipeline = DiffusionPipeline.from_pretrained("{config.pretrained.path}")\n'
-        return _python(
-            f'from diffusers import DiffusionPipeline\n\n{start}pipeline.load_lora_weights("{place}")\n{draw}'
-        )
+        load = f'pipeline.load_lora_weights("{place}")\n'
+        return _python(f"{_start(config.pretrained.path)}{load}{draw}")
     if config.pretrained.path:
-        start = f'pipeline = DiffusionPipeline.from_pretrained("{place}")\n'
-        return _python(f"from diffusers import DiffusionPipeline\n\n{start}{draw}")
+        return _python(_start(str(place)) + draw)
     code = f'unet = UNet2DConditionModel.from_pretrained("{place}", subfolder="unet")'
     return _python(f"from diffusers import UNet2DConditionModel\n\n{code}")
+
+
+def _start(path: str) -> str:
+    return f'from diffusers import DiffusionPipeline\n\npipeline = DiffusionPipeline.from_pretrained("{path}")\n'
 
 
 def _python(code: str) -> str:
     return f"```python\n{code}\n```\n"
 
 
-def _shape(config: RunConfig) -> str:
+def _shape(model: DiTConfig) -> str:
     """How the class of the published models is called for these weights."""
-    model = config.model
-    assert isinstance(model, DiTConfig)
     return (
         "\nThe names are those of the published DiT, whose class takes them as "
         f"`DiT(input_size={model.size}, patch_size={model.patch}, in_channels={model.channels}, "

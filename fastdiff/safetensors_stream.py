@@ -20,7 +20,11 @@ _ALIGNMENT = 8
 
 
 def write_tensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Callable[[str], Tensor]
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a new file, without an fsync; its bytes depend on the arguments alone.
 
@@ -29,18 +33,20 @@ def write_tensors(
         shapes: of the tensors, which are written in the order of their names.
         dtype: of every tensor: float32, float16 or bfloat16.
         read: given a name, the tensor of its shape; converted to ``dtype`` if it is of another one.
+        metadata: of the file, besides its format.
 
     Raises:
         OSError: the disk is full, or something else is wrong with it.
     """
     with path.open("xb") as file:
-        file.write(_header(shapes, dtype))
+        file.write(_header(shapes, dtype, metadata or {}))
         for name in sorted(shapes):
             file.write(_bytes(read(name), name, shapes[name], dtype))
 
 
-def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # loaders of transformers insist on it
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
+    # Loaders of transformers insist on the format.
+    content: dict[str, Any] = {"__metadata__": dict(sorted({"format": "pt", **metadata}.items()))}
     end = 0
     for name in sorted(shapes):
         start, end = end, end + math.prod(shapes[name]) * dtype.itemsize

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from fastdiff.data.encode_images import encode_images
@@ -34,10 +33,9 @@ def captioned(folder: Path, captions: Sequence[Any], sizes: Sequence[tuple[int, 
 
 
 def encode(source: Path, out: Path, pretrained: Path, **options: Any) -> list[str]:
-    """Encode in this process, on one thread, and return what was said."""
+    """Encode in this process and return what was said."""
     said: list[str] = []
     defaults: dict[str, Any] = {"resolution": 32, "decode": "pillow", "batch": 3, "samples_per_shard": 4, "workers": 1}
-    torch.set_num_threads(1)
     encode_images(
         EncodeOptions(source=str(source), out=out, pretrained=str(pretrained), **defaults | options), said.append
     )

@@ -20,6 +20,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.objective import Objective
 from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import betas
+from tests.processes import run_ranks
 from tests.runs import launch, losses, tiny, train_losses
 
 POSITION = torch.arange(40, 72)
@@ -116,7 +117,7 @@ def test_no_gradient_flows_through_the_estimate() -> None:
     assert not after.noisy.requires_grad
     assert torch.is_grad_enabled()
     prediction = model(after.noisy, after.time, **after.condition)
-    (found,) = torch.autograd.grad(objective.loss(prediction, batch, after).mean(), model.parameters())
+    (found,) = torch.autograd.grad(objective.loss(prediction, batch, after).mean(), model.share)
     error = prediction[:, : SHAPE[0]].double() - _noise(objective.config) - after.correction
     torch.testing.assert_close(found.double(), (2 * error * after.noisy).mean(), rtol=1e-5, atol=0)
 
@@ -181,12 +182,14 @@ def test_the_trainer_takes_one_more_forward_pass_per_micro_batch(world: World, d
     assert all(b > 1.1 * a for a, b in zip(found[False], found[True], strict=True)), "a larger target, at the start"
 
 
-def test_dream_is_the_same_at_every_stage_and_resumes(world: World, digits: Path, tmp_path: Path) -> None:
+def test_dream_is_the_same_sharded_and_resumed(world: World, digits: Path, tmp_path: Path) -> None:
     changes = {**DREAM, "objective__noise_offset": 0.1}
     plain = train_losses(world, tiny(digits, tmp_path / "0", steps=4, **changes), launch(0))
     assert train_losses(world, tiny(digits, tmp_path / "3", steps=4, **changes), launch(3)) == pytest.approx(
         plain, 1e-5
     )
+    parallel = run_ranks(train_losses, tiny(digits, tmp_path / "two", steps=4, **changes), launch(3), ranks=2)[0]
+    assert parallel == pytest.approx(plain, 1e-5)
     for steps in (2, 4):
         train_losses(world, tiny(digits, tmp_path / "parts", steps=steps, **changes), launch(3))
     assert losses(tmp_path / "parts") == losses(tmp_path / "3")

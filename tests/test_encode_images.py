@@ -236,6 +236,17 @@ def test_ranks_write_the_same_files_as_one(
     assert files(tmp_path / "out") == files(plain)
 
 
+def test_the_number_of_threads_does_not_matter(tmp_path: Path, source: Path, sd: Path) -> None:
+    """Ranks that share a machine have fewer threads each than one that has it for itself."""
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        encode(source, tmp_path / f"{threads}", sd, resolution=128, batch=6, max_samples=6)
+        assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
+    assert files(tmp_path / "1") == files(tmp_path / "2")
+
+
 def test_a_damaged_shard_of_a_killed_encode_is_written_again(
     tmp_path: Path, source: Path, sd: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,7 +243,7 @@ def test_a_run_keeps_two_windows_of_shards_open(tmp_path):
     encode(tmp_path, classes=11)
     model = DiTConfig(depth=1, hidden=32, heads=2, patch=2, channels=2, size=4, classes=11)
     config = replace(preset("digits"), model=model, data=DataConfig(path=str(tmp_path), shuffle_shards=70))
-    with open_data(config) as reader:
+    with open_data(config, CPU) as reader:
         assert reader.open_shards == 140
 
 

@@ -134,7 +134,7 @@ def test_bad_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         add_lora(model, LoraConfig(rank=2, targets=("to_q",)), seed=1)
     with pytest.raises(ConfigError, match=r"--lora.targets fc: "):
         add_lora(model, LoraConfig(rank=2, targets=("fc",)), seed=1)
-    with pytest.raises(ConfigError, match="--lora.dropout 0.1: .*number of ranks"):
+    with pytest.raises(ConfigError, match=r"--lora.dropout 0.1: .*number of ranks"):
         add_lora(model, LoraConfig(rank=2, dropout=0.1), seed=1)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install 'fastdiff\[peft\]'"):
@@ -169,7 +169,9 @@ def test_a_quantized_layer_is_near_and_small(bits: Any, error: float, size: floa
 def test_the_dequantized_weight_is_not_kept_for_the_backward_pass() -> None:
     layer = QuantizedLinear(nn.Linear(64, 64), 4)
     kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel() * t.element_size()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel() * t.element_size()) or t, lambda t: t
+    ):
         layer(torch.randn(2, 64, requires_grad=True)).sum()
     assert sum(kept) == 64 * 64 // 2 + 64 * 64 // 64 * 4
 
@@ -191,10 +193,10 @@ def test_a_quantized_base_trains_the_same_adapter(kind: str, quantize: Any, erro
     assert relative(found, expected) < 3 * error
 
 
-@pytest.mark.parametrize("quantize", ["none", "8bit", "4bit"])
-def test_blocks_compile_whole(quantize: Any) -> None:
+@pytest.mark.parametrize(("kind", "quantize"), [("sd15", "none"), ("dit", "8bit"), ("dit", "4bit")])
+def test_blocks_compile_whole(kind: str, quantize: Any) -> None:
     """With fullgraph, and with recomputation around them."""
-    model = adapted(UNETS["sd15"], LoraConfig(rank=2, quantize=quantize), recompute=True)
+    model = adapted(MODELS[kind], LoraConfig(rank=2, quantize=quantize), recompute=True)
     model.load_state_dict(trained(model), strict=False)
     given = inputs(model.config)
     expected = gradients(model, given)
@@ -209,8 +211,16 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize(("kind", "alpha"), [("sd15", None), ("sd15", 7.0), ("sdxl", 1.5)])
+@pytest.mark.parametrize(
+    ("kind", "alpha", "targets"),
+    [
+        ("sd15", None, "attention"),
+        ("sd15", 7.0, "attention"),
+        ("sd15", 7.0, "everywhere"),
+        ("sdxl", 1.5, "attention"),
+        ("sdxl", 1.5, "everywhere"),
+    ],
+)
 def test_diffusers_loads_the_file_and_changes_as_we_do(
     kind: Kind, alpha: float | None, targets: str, tmp_path: Path, pipelines: Mapping[Kind, Path]
 ) -> None:
@@ -248,14 +258,16 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
 
 
 def test_names_are_those_of_pefts_own_export() -> None:
+    """And, if all of it is attention, those of diffusers' training script."""
     from diffusers.utils import convert_state_dict_to_diffusers
     from peft import get_peft_model_state_dict
 
-    model: Any = adapted(UNETS["sd15"], LoraConfig(rank=2))
-    expected = convert_state_dict_to_diffusers(get_peft_model_state_dict(model))
-    found = lora_weights(trainable(model))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    for targets, convert in ((), convert_state_dict_to_diffusers), (("to_q", "ff.net.2"), dict):
+        model: Any = adapted(UNETS["sd15"], LoraConfig(rank=2, targets=targets))
+        expected = convert(get_peft_model_state_dict(model))
+        found = lora_weights(trainable(model))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_the_file_of_a_dit(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ def open_images(data: DataConfig, pipeline: Path) -> OnlineImages:
 def test_online_batches_are_those_of_the_shards(images: Path, pipeline: Path, tmp_path: Path) -> None:
     """The same latents, embeddings and sizes for the same transform: flips and captions are chosen alike."""
     shards = tmp_path / "shards"
-    command = ["encode", images, shards, "--pretrained", pipeline, "--resolution", "32", "--flip", "--decode", "pillow"]
-    assert main([str(word) for word in [*command, "--batch", MICRO]]) == 0
+    command = ["encode", images, shards, "--pretrained", pipeline, "--resolution", "32", "--flip"]
+    assert main([str(word) for word in [*command, "--decode", "pillow", "--captions", "all", "--batch", MICRO]]) == 0
     data = config(images)
     with LatentReader(shards) as reader, open_images(data, pipeline) as online:
         assert reader.info.columns == online.info.columns

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastdiff.deepspeed_config import resolve
 from fastdiff.dist import World
@@ -19,9 +22,16 @@ from tests.processes import run_ranks
 from tests.runs import launch, tiny
 from tests.unet_reference import SMALL, built, inputs
 
-Learned = tuple[list[str], dict[str, Tensor]]
-"""Losses to the last bit, and weights at the end."""
 _STEPS = 3
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a run of a few steps came to."""
+
+    losses: list[float]
+    weights: dict[str, Any]
+    """Arrays, which pass between processes as they are."""
 
 
 def learn(
@@ -42,25 +52,27 @@ def learn(
         loss = (engine(arguments.pop("noisy"), arguments.pop("time"), **arguments) - target).square().mean()
         engine.backward(loss)
         assert engine.step()
-        losses.append(float(loss).hex())
+        losses.append(float(loss))
     if stage == 3:
         released = {name: p.numel() for name, p in model.named_parameters() if p.numel()}
         assert not released, f"still gathered after a step: {list(released)[:5]}"
-    return losses, assemble(world, engine.flats, [flat.master for flat in engine.flats], engine.shapes)
+    weights = assemble(world, engine.flats, [flat.master for flat in engine.flats], engine.shapes)
+    return Learned(losses, {name: value.numpy() for name, value in weights.items()})
 
 
 def _every_way(world: World, kind: str) -> dict[str, Learned]:
     blocks = UNet.block_classes
-    torch._dynamo.utils.counters.clear()
     found = {
         "whole": learn(world, kind, 0, blocks),
         "cut": learn(world, kind, 3, blocks),
         "recomputed": learn(world, kind, 3, blocks, recompute=True),
-        "without leaves": learn(world, kind, 3, [Attention], recompute=True),
-        "compiled": learn(world, kind, 3, blocks, recompute=True, compiled=True),
     }
-    assert not torch._dynamo.utils.counters["graph_break"]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+    if kind == "sd15":
+        found["other leaves"] = learn(world, kind, 3, [Attention], recompute=True)
+        torch._dynamo.utils.counters.clear()
+        found["compiled"] = learn(world, kind, 3, blocks, recompute=True, compiled=True)
+        assert not torch._dynamo.utils.counters["graph_break"]
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
     return found
 
 
@@ -71,27 +83,26 @@ def learned(request: pytest.FixtureRequest, torch_extensions: Path) -> list[dict
 
 def test_recomputation_under_zero3_changes_no_bit(learned: list[dict[str, Learned]]) -> None:
     for found in learned:
-        losses, weights = found["cut"]
-        for way in ("recomputed", "without leaves"):
-            assert found[way][0] == losses, way
-            assert all(torch.equal(found[way][1][name], weights[name]) for name in weights), way
+        kept = found["cut"]
+        for way in {"recomputed", "other leaves"} & found.keys():
+            assert found[way].losses == kept.losses, way
+            assert all(np.array_equal(found[way].weights[name], kept.weights[name]) for name in kept.weights), way
 
 
-@pytest.mark.parametrize("way", ["cut", "compiled"])
-def test_zero3_learns_what_zero0_learns(learned: list[dict[str, Learned]], way: str) -> None:
+def test_zero3_learns_what_zero0_learns(learned: list[dict[str, Learned]]) -> None:
     for found in learned:
-        expected, weights = found["whole"]
-        losses, got = found[way]
-        assert [float.fromhex(x) for x in losses] == pytest.approx([float.fromhex(x) for x in expected], rel=1e-5)
-        assert losses[0] != losses[-1]
-        for name in weights:
-            torch.testing.assert_close(got[name], weights[name], rtol=1e-3, atol=1e-4)
+        whole = found["whole"]
+        assert whole.losses[0] != whole.losses[-1]
+        for way in {"cut", "compiled"} & found.keys():
+            assert found[way].losses == pytest.approx(whole.losses, rel=1e-5), way
+            for name, value in whole.weights.items():
+                np.testing.assert_allclose(found[way].weights[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 def test_the_ranks_end_with_the_same_weights(learned: list[dict[str, Learned]]) -> None:
     first, second = learned
-    for way, (_, weights) in first.items():
-        assert all(torch.equal(weights[name], second[way][1][name]) for name in weights), way
+    for way, run in first.items():
+        assert all(np.array_equal(value, second[way].weights[name]) for name, value in run.weights.items()), way
 
 
 def test_blocks_are_what_zero3_gathers(world: World) -> None:

@@ -8,8 +8,9 @@ through ``encode_plan.EncodeFolder``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy.typing as npt
@@ -70,6 +71,7 @@ class _ImageEncode:
         self._autoencoder_digest = self._pretrained.digest("vae")
         self._text_digest = self._pretrained.digest("text_encoder") if self._source.captioned else None
         self._stopwatch = Stopwatch()
+        self._threads = ThreadPoolExecutor(rank.cores(), thread_name_prefix="autoencoder")
         self._folder = EncodeFolder(options.out, self._plan(), self._source.units, self._captions_per_image)
         self._images = self._unused_captions = 0
         self._bad: list[BadRecord] = []  # of this rank, in the units of earlier attempts too
@@ -90,7 +92,7 @@ class _ImageEncode:
             for bad in record.bad:
                 self._refuse(bad, self._bad)
         to_do = [unit for unit in own if unit not in kept]
-        with reproducible():
+        with reproducible(), self._threads, self._enough_memory():
             if to_do:
                 self._encode(to_do, own, kept)
             missing = self._folder.publish(self._info, lambda: self._null)
@@ -125,6 +127,18 @@ class _ImageEncode:
                         self._folder.finish(unit, record)
                         bar.total = expected.after(record)
 
+    @contextmanager
+    def _enough_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"--batch {self._options.batch} needs more memory than {self._encoder.device} has "
+                f"({str(error).splitlines()[0]}); delete {self._options.out} and use a smaller --batch, or --precision "
+                "bf16",
+                everywhere=False,
+            ) from None
+
     def _encode_unit(self, unit: int, info: DatasetInfo, chunks: Iterable[Chunk], bar: Any) -> UnitRecord:
         bad: list[BadRecord] = []
 
@@ -136,6 +150,7 @@ class _ImageEncode:
             info,
             unit,
             encoder=self._encoder,
+            threads=self._threads,
             batch=self._options.batch,
             stopwatch=self._stopwatch,
             bad=leave_out,

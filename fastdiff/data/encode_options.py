@@ -91,12 +91,14 @@ class Rank:
         return cls(number, ranks, local)
 
     def device(self) -> torch.device:
-        """The GPU of this process, or the CPU with its share of the cores."""
-        if torch.cuda.is_available():
-            device = torch.device("cuda", self.local % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-            return device
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-        if local_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
-        return torch.device("cpu")
+        """The GPU of this process, or the CPU."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        device = torch.device("cuda", self.local % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+
+    def cores(self) -> int:
+        """How many cores this process may use beside the others on this machine."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        return max(1, len(os.sched_getaffinity(0)) // ranks)

@@ -173,5 +173,7 @@ def unreadable(path: Path, error: OSError, where: str = "") -> StorageError:
     """The error for a file that is there and cannot be read, with the remedy."""
     remedy = "check its permissions and the disk or network it is on"
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        remedy = "lower --data.shuffle_shards (twice as many shards are kept open), or raise `ulimit -n`"
+        remedy = (
+            "lower --data.shuffle_shards (twice as many shards of every bucket are kept open), or raise `ulimit -n`"
+        )
     return StorageError(f"cannot read {error.filename or path}{where}: {error.strerror or error}; {remedy}")

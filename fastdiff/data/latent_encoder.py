@@ -123,11 +123,16 @@ def time_ids(original_size: tuple[int, int], crop: tuple[int, int], size: tuple[
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """Deterministic convolutions, which are not tried out first, and no TensorFloat32."""
-    matmul = torch.backends.cuda.matmul.allow_tf32
+    """Deterministic convolutions, which are not tried out first, and no TensorFloat32.
+
+    On a CPU one thread per operator: sums that are split over threads depend on how many there are.
+    """
+    matmul, threads = torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads()
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_num_threads(1)
     try:
         with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
             yield
     finally:
+        torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = matmul

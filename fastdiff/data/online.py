@@ -110,12 +110,14 @@ class OnlineImages:
             self.source.digest, provenance.transform, provenance.autoencoder_digest, provenance.text_encoder_digest,
         ]  # fmt: skip
         digest = hashlib.sha256(canonical_json(facts)).hexdigest()
-        columns = {LATENT: (2 * self.encoder.channels, side, side)}
-        columns |= {name: value.shape for name, value in self._null.items()}
+        columns = {LATENT: Column(dtype="float16", shape=(2 * self.encoder.channels, side, side))}
+        columns |= {name: Column(dtype="float16", shape=value.shape) for name, value in self._null.items()}
+        if "pooled" in columns:
+            columns["time_ids"] = Column(dtype="float32", shape=(6,))
         count = len(self.source)
         runs = [min(_SHUFFLED_TOGETHER, count - start) for start in range(0, count, _SHUFFLED_TOGETHER)]
         return DatasetInfo(
-            columns={name: Column(dtype="float16", shape=shape) for name, shape in columns.items()},
+            columns=columns,
             normalisation=self.encoder.normalisation,
             provenance=provenance,
             kind="posterior",

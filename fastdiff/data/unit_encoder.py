@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ from fastdiff.data.read_ahead import Stopwatch
 from fastdiff.data.shards import CAPTIONED, FLIPPED, LATENT, DatasetInfo, ShardInfo
 from fastdiff.data.tar import ShardTar
 from fastdiff.errors import DataError
+
+_CPU_IMAGES = 4
 
 Images = Sequence[tuple[ImageItem, Decoded]]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -52,6 +55,7 @@ class UnitEncoder:
         info: What dataset.json will say, without shards.
         unit: Number of the unit.
         encoder: The models.
+        threads: On a CPU, parts of a batch are computed in these.
         batch: Images per batch.
         stopwatch: Gets the stages ``VAE``, ``text`` and ``write``.
         bad: Called with the name of an image that cannot be used and the reason.
@@ -68,12 +72,14 @@ class UnitEncoder:
         unit: int,
         *,
         encoder: LatentEncoder,
+        threads: Executor,
         batch: int,
         stopwatch: Stopwatch,
         bad: Callable[[str, str], None],
     ) -> None:
         self._out, self._info, self._unit = out, info, unit
-        self._encoder, self._batch, self._stopwatch, self._bad = encoder, batch, stopwatch, bad
+        self._encoder, self._threads, self._batch = encoder, threads, batch
+        self._stopwatch, self._bad = stopwatch, bad
         self._on_cuda = encoder.device.type == "cuda"
         self._pending: defaultdict[int, list[tuple[ImageItem, Decoded]]] = defaultdict(list)  # by bucket
         self._computing: _Batch | None = None
@@ -116,9 +122,9 @@ class UnitEncoder:
             pixels = torch.from_numpy(np.stack([decoded.pixels for _, decoded in images]))
             if self._on_cuda:
                 pixels = pixels.pin_memory()
-            batch.latents[LATENT] = self._to_host(self._encoder.posterior(pixels))
+            batch.latents[LATENT] = self._to_host(self._posterior(pixels))
             if self._info.flipped:
-                batch.latents[FLIPPED] = self._to_host(self._encoder.posterior(pixels.flip(2)))
+                batch.latents[FLIPPED] = self._to_host(self._posterior(pixels.flip(2)))
         if batch.captions:
             with self._device_stage("text", batch):
                 parts = [
@@ -128,6 +134,12 @@ class UnitEncoder:
                 batch.embeddings = {name: self._to_host(torch.cat([part[name] for part in parts])) for name in parts[0]}
         self._write()
         self._computing = batch
+
+    def _posterior(self, pixels: Tensor) -> Tensor:
+        """The posterior of a batch; on a CPU in parts that do not depend on the number of threads."""
+        if self._on_cuda:
+            return self._encoder.posterior(pixels)
+        return torch.cat(list(self._threads.map(self._encoder.posterior, pixels.split(_CPU_IMAGES))))
 
     def _to_host(self, values: Tensor) -> Tensor:
         """Start the copy of a result in the dtype in which it is stored."""
@@ -143,7 +155,7 @@ class UnitEncoder:
             with self._stopwatch.measure(stage):
                 yield
             return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         yield
         end.record()

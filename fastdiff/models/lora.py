@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastdiff.errors import ConfigError, require
 from fastdiff.model_config import DiTConfig, LoraConfig, ModelConfig
 from fastdiff.models import Model
-from fastdiff.models.quantized import QuantizedLinear
+from fastdiff.models.quantized import Bits, QuantizedLinear
 
 WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
 """The name under which diffusers looks for an adapter in a folder."""
@@ -65,6 +65,9 @@ def lora_targets(config: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
 def lora_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The trained parameters under the names that diffusers gives them, without the prefix of the network.
 
+    Its training scripts write ``to_q.lora.down.weight`` for the attention of a UNet, and ``lora_A.weight`` for all
+    other layers; of a file with both it loads only the latter, so names are of the former kind only if all can be.
+
     Args:
         weights: names as ``model.named_parameters()`` has them.
     """
@@ -72,7 +75,8 @@ def lora_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     suffix = f".{_ADAPTER}.weight"
     plain = {name.removesuffix(suffix) + ".weight": value.contiguous() for name, value in weights.items()}
-    return dict(convert_state_dict_to_diffusers(plain))
+    converted = dict(convert_state_dict_to_diffusers(plain))
+    return plain if any(name in plain for name in converted) else converted
 
 
 def save_lora(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, model: ModelConfig) -> Path:
@@ -160,7 +164,7 @@ def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def _quantize(model: nn.Module, config: LoraConfig) -> None:
-    bits = 4 if config.quantize == "4bit" else 8
+    bits: Bits = 4 if config.quantize == "4bit" else 8
     for name, module in list(model.named_modules()):
         frozen = isinstance(module, nn.Linear) and not module.weight.requires_grad
         if frozen and _BLOCKS & set(name.split(".")):

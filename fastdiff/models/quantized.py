@@ -7,7 +7,7 @@ arXiv:2208.07339, section 2); both are quantised by bitsandbytes. Activations ar
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +52,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features] -> [..., out_features]`` in the dtype of ``x``, which is that of the bias."""
-        out: Tensor = _FrozenLinear.apply(x, self.bias, self.packed, self.scale, self.out_features)
-        return out
+        inputs = (x, self.bias, self.packed, self.scale, self.out_features)
+        return cast(Tensor, _FrozenLinear.apply(*inputs))  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         """Sizes and bits, as torch prints them."""
