@@ -7,7 +7,7 @@ All arithmetic is fp32, whatever the dtype of the latents and of the prediction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -61,6 +61,7 @@ class Objective:
         null: the condition of no class or caption, one sample of each input that is dropped (``label []`` int64, or
             ``context [L, D]`` and ``pooled [P]``); inputs that are not named here are never dropped.
         device: where the batches will be.
+        inputs: names of what the model is conditioned on; other columns of the data are left out. None: all.
         posterior: whether the batches hold mean and std of a posterior, which is then sampled.
         dtype: of the noisy latents. That of a model whose first act is to round its input to it saves bytes, and
             changes nothing else.
@@ -76,6 +77,7 @@ class Objective:
         seed: int,
         null: Condition,
         device: torch.device | str,
+        inputs: Collection[str] | None = None,
         posterior: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -84,6 +86,7 @@ class Objective:
         self.config = config
         self.seed = seed
         self.null = {name: value.to(device) for name, value in null.items()}
+        self.inputs = inputs
         self.posterior = posterior
         self.dtype = dtype
         schedule = Schedule.build(config, "cpu", torch.float64)
@@ -176,10 +179,11 @@ class Objective:
 
     def _drop(self, batch: Batch) -> Condition:
         """Replace the condition of some samples by none (Ho & Salimans 2022, arXiv:2207.12598, algorithm 1)."""
+        wanted = {n: value for n, value in batch.condition.items() if self.inputs is None or n in self.inputs}
         if not self.config.condition_dropout:
-            return batch.condition
+            return wanted
         drop = uniform(self.seed, Stream.LABEL_DROP, batch.position, 1)[:, 0] < self.config.condition_dropout
-        return {name: self._dropped(name, value, drop) for name, value in batch.condition.items()}
+        return {name: self._dropped(name, value, drop) for name, value in wanted.items()}
 
     def _dropped(self, name: str, value: Tensor, drop: Tensor) -> Tensor:
         if name not in self.null:

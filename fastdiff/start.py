@@ -82,6 +82,7 @@ def build_run(
         seed=config.seed,
         null=null_condition(config, reader),
         device=world.device,
+        inputs=model.inputs,
         posterior=reader.info.kind == "posterior",
         dtype=backends.DTYPES[config.performance.precision],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,9 @@ class TrainedRun:
         self.step = int(saved.manifest["progress"]["steps"])
         self.classes: int | None = saved.manifest["classes"]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = build_network(self.config, saved.weights(self.ema)).to(device).eval()
+        # What is forced for the training may not run on this machine.
+        anywhere = replace(self.config, performance=replace(self.config.performance, attention="auto"))
+        self.model = build_network(anywhere, saved.weights(self.ema)).to(device).eval()
 
     @property
     def description(self) -> str:

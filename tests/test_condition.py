@@ -95,3 +95,12 @@ def test_another_seed_drops_others() -> None:
     batch = _batch({"label": torch.zeros(200, dtype=torch.int64)}, 200)
     first, second = (_dropped(batch, LABEL, seed=seed)["label"] for seed in (0, 1))
     assert 50 < (first != second).sum() < 150
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_columns_that_the_model_does_not_take_are_left_out(dropout: float) -> None:
+    config = DiffusionConfig(condition_dropout=dropout)
+    objective = Objective(config, seed=0, null=LABEL, device="cpu", inputs=("label",))
+    condition = {"label": torch.arange(4), "context": torch.zeros(4, 2, 3)}
+    batch = Batch(latents=torch.zeros(4, 1, 2, 2), position=torch.arange(4), condition=condition)
+    assert objective.corrupt(batch).condition.keys() == {"label"}

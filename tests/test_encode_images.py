@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,23 @@ def test_classes_need_no_text(tmp_path: Path, sd: Path) -> None:
     assert "no captions" in said[0]
     info = DatasetInfo.read(tmp_path / "out")
     assert (info.null, info.provenance.text_encoder, info.provenance.text_encoder_digest) == ({}, None, None)
+
+
+def test_a_tar_is_a_shard(tmp_path: Path, sd: Path) -> None:
+    for tar, count in enumerate((5, 2)):
+        with tarfile.open(tmp_path / f"{tar}.tar", "w") as archive:
+            for number in range(count):
+                image = io.BytesIO()
+                picture(10 * tar + number).save(image, "PNG")
+                for kind, content in (("png", image.getvalue()), ("txt", f"picture {number}".encode())):
+                    member = tarfile.TarInfo(f"{tar}{number}.{kind}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+    encode(tmp_path / "{0..1}.tar", tmp_path / "out", sd, captions="all", dtype="float32")
+    info = DatasetInfo.read(tmp_path / "out")
+    assert ([shard.samples for shard in info.shards], info.captions) == ([5, 2], 1)
+    images = [picture(number) for number in (0, 1, 2, 3, 4, 10, 11)]
+    np.testing.assert_allclose(read(tmp_path / "out")["latent"], posterior(sd, images), atol=1e-5)
 
 
 def test_several_captions(tmp_path: Path, sd: Path) -> None:

@@ -14,18 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fastdiff.commands import main
-from fastdiff.config import DiffusionConfig
 from fastdiff.dist import World
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.export import Choice, export
 from fastdiff.model_config import DiTConfig, LoraConfig
 from fastdiff.models import build_model
 from fastdiff.network import build_network
-from fastdiff.pipeline_export import scheduler_config
 from fastdiff.pretrained import Pretrained
 from fastdiff.safetensors_stream import write_tensors
 from fastdiff.saved import FORMAT, MANIFEST, VERSION
-from fastdiff.schedule import alpha_bar_of, betas
 from fastdiff.tiny_pipeline import IMAGE_SIZE, UNETS, Kind, build
 from fastdiff.train import train
 from fastdiff.trained import config_of
@@ -34,8 +31,6 @@ from tests.processes import run
 from tests.runs import launch, newest, tiny
 from tests.text_runs import encode, text_run
 from tests.tiny_disk import tiny_disk
-
-UNET_FILE = "unet/diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -216,21 +211,6 @@ def test_what_fp16_cannot_hold_is_refused(world: World, digits: Path, tmp_path: 
     with pytest.raises(ConfigError, match="use bf16"):
         export(tmp_path / "run", tmp_path / "out", Choice(format="safetensors", dtype="fp16", raw=True))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "cosine"])
-@pytest.mark.parametrize(("zero", "prediction"), [(False, "epsilon"), (True, "v"), (False, "x0")])
-def test_the_scheduler_has_the_noise_of_the_run(made: Path, schedule: Any, zero: bool, prediction: Any) -> None:
-    import diffusers
-
-    objective = DiffusionConfig(schedule=schedule, zero_terminal_snr=zero, prediction=prediction)
-    base = {"_class_name": "PNDMScheduler", "skip_prk_steps": True, "set_alpha_to_one": False, "steps_offset": 1}
-    found = scheduler_config(base, objective)
-    expected = torch.cumprod(1 - betas(objective), 0)
-    torch.testing.assert_close(alpha_bar_of(found), expected, rtol=1e-6, atol=1e-9)
-    scheduler = getattr(diffusers, found["_class_name"]).from_config(found)
-    torch.testing.assert_close(scheduler.alphas_cumprod.double(), expected, rtol=1e-3, atol=1e-6)
-    assert found["_class_name"] == ("PNDMScheduler" if prediction == "epsilon" else "DDIMScheduler")
 
 
 def test_a_checkpoint_is_exported_with_one_tensor_in_memory(tmp_path: Path) -> None:

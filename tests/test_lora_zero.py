@@ -36,7 +36,7 @@ MODELS: dict[str, ModelConfig] = {
 }
 RUNS = [
     ("dit", "none", "fp32"),
-    ("unet", "8bit", "fp32"),
+    ("dit", "8bit", "fp32"),
     ("unet", "4bit", "fp32"),
     ("dit", "4bit", "bf16"),
 ]

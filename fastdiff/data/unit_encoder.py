@@ -121,7 +121,7 @@ class UnitEncoder:
         with self._device_stage("VAE", batch):
             pixels = torch.from_numpy(np.stack([decoded.pixels for _, decoded in images]))
             if self._on_cuda:
-                pixels = pixels.pin_memory()
+                pixels = pixels.pin_memory().to(self._encoder.device, non_blocking=True)
             batch.latents[LATENT] = self._to_host(self._posterior(pixels))
             if self._info.flipped:
                 batch.latents[FLIPPED] = self._to_host(self._posterior(pixels.flip(2)))

@@ -18,6 +18,8 @@ class BlockwiseModel(nn.Module):
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = ()
     """Classes of the blocks. No block lies in another one, and none draws random numbers."""
+    inputs: ClassVar[tuple[str, ...]] = ()
+    """What the network can be conditioned on besides the time: names of arguments of its forward."""
 
     def compile_blocks(self, **options: Any) -> Self:
         """Compile the forward of every block in place and return the network.
