@@ -54,7 +54,7 @@ def write_pipeline(folder: Path, *, steps: int = _STEPS) -> float:
     """Write the tiny pipeline and fit its autoencoder to the digits.
 
     Returns:
-        Root mean squared error of its reconstructions of all scans, for pixels in [-1, 1].
+        Root mean squared error of its reconstructions of every fourth scan, for pixels in [-1, 1].
     """
     from diffusers import AutoencoderKL
 
@@ -62,7 +62,7 @@ def write_pipeline(folder: Path, *, steps: int = _STEPS) -> float:
     vae = AutoencoderKL.from_pretrained(folder, subfolder="vae")
     pixels = _pixels()
     _fit(vae, pixels, steps)
-    error, std = _reconstruct(vae, pixels)
+    error, std = _reconstruct(vae, pixels[::4])
     vae.register_to_config(scaling_factor=1.0 / std)
     vae.save_pretrained(folder / "vae")
     return error

@@ -132,9 +132,13 @@ def _write_dit(folder: Path, weights: ExportedWeights, config: RunConfig, dtype:
         state: dict[str, Tensor] = {name: file.get_tensor(name) for name in weights.shapes}
     state["pos_embed"] = position_table(config.model.hidden, config.model.size // config.model.patch).to(dtype)
     try:
-        torch.save({"ema": state}, folder / "dit.pt")
+        with (folder / "dit.pt").open("wb") as published:
+            torch.save({"ema": state}, published)
     except RuntimeError as error:  # what torch makes of a full disk
-        raise StorageError(f"{folder / 'dit.pt'}: could not be written ({str(error).splitlines()[0]})") from None
+        raise StorageError(
+            f"{folder / 'dit.pt'}: could not be written ({str(error).splitlines()[0]}); make room, twice the size of "
+            "the weights, or export to another disk"
+        ) from None
     scratch.unlink()
 
 

@@ -274,15 +274,12 @@ class LoraConfig:
     """Scale of what is added, times 1 / rank. None: the rank."""
     targets: tuple[str, ...] = ()
     """Layers that are adapted, by the end of their names. Default: the attention's projections."""
-    dropout: float = 0.0
-    """Dropout before the added matrices."""
     quantize: Literal["none", "8bit", "4bit"] = "none"
     """Keep the frozen matrices in 8 or 4 bits (bitsandbytes; 4 bits: NF4 of QLoRA, arXiv:2305.14314)."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, f"--lora.rank {self.rank}: 0 (no LoRA) or above")
         require(self.alpha is None or self.alpha > 0, f"--lora.alpha {self.alpha}: above 0, or None")
-        require(0.0 <= self.dropout < 1.0, f"--lora.dropout {self.dropout}: from 0 to below 1")
         require(self.rank > 0 or self.quantize == "none", "--lora.quantize needs --lora.rank: only LoRA leaves weights")
 
 

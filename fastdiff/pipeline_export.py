@@ -111,26 +111,27 @@ def _noise(objective: DiffusionConfig) -> tuple[str, float, float]:
 def _copy_part(pipeline: Pretrained, part: str, target: Path) -> None:
     """Copy the configuration and the weights of one part, under the names that need no variant to be loaded."""
     target.mkdir()
-    source = pipeline.folder / part
-    variant = f".{pipeline.variant}" if pipeline.variant else None
+    source, variant = pipeline.folder / part, pipeline.variant
     tensors = [path.name for path in source.glob("*.safetensors")]
-    chosen = [name for name in tensors if variant and name.endswith(f"{variant}.safetensors")]
+    chosen = [name for name in tensors if _is_of(variant, name)]
     chosen = chosen or [name for name in tensors if name.count(".") == 1]
     for name in sorted(chosen):
         shutil.copyfile(source / name, target / _plain(name, variant))
     for path in sorted(source.iterdir()):
         if ".index." in path.name:  # says which of several files a weight is in
-            of_variant = variant is not None and path.name.endswith(f"{variant}.json")
-            if "safetensors" in path.name and of_variant == any(variant and variant in name for name in chosen):
+            if "safetensors" in path.name and _is_of(variant, path.name) == any(_is_of(variant, n) for n in chosen):
                 (target / _plain(path.name, variant)).write_text(_plain(path.read_text(), variant))
         elif path.suffix in _TEXT:
             shutil.copyfile(path, target / path.name)
 
 
+def _is_of(variant: str | None, name: str) -> bool:
+    """Whether a file is ``model.VARIANT.safetensors``, ``model.VARIANT-00001-of-00002.safetensors`` or the index."""
+    return variant is not None and (f".{variant}." in name or f".{variant}-" in name)
+
+
 def _plain(text: str, variant: str | None) -> str:
-    return (
-        text.replace(f"{variant}.safetensors", ".safetensors").replace(f"{variant}.json", ".json") if variant else text
-    )
+    return text.replace(f".{variant}.", ".").replace(f".{variant}-", "-") if variant else text
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -190,8 +190,9 @@ def test_what_cannot_be_exported_is_refused(
 
 def test_a_full_disk_leaves_nothing(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
-    with tiny_disk(tmp_path / "disk", 0.1) as disk:
-        for name in ("safetensors", "dit"):
+    weights = sum(value.numel() * 4 / 2**20 for value in newest(tmp_path / "run").weights().values())
+    for name, room in (("safetensors", 0.5), ("dit", 0.5), ("dit", 1.5)):
+        with tiny_disk(tmp_path / f"{name}-{room}", room * weights) as disk:
             with pytest.raises(StorageError, match="make room"):
                 export(tmp_path / "run", disk / "out", Choice(format=name))  # type: ignore[arg-type]
             assert list(disk.iterdir()) == []
@@ -229,7 +230,7 @@ def test_a_checkpoint_is_exported_with_one_tensor_in_memory(tmp_path: Path) -> N
     done = run([sys.executable, "-c", _MEASURE, tmp_path])
     assert done.code == 0, done.output
     peak = float(done.output.split("peak MB")[1])
-    assert 5 < peak < 50, "one tensor in fp32 and in bf16, and not 100 MB in bf16 or 200 MB in fp32"
+    assert 5 < peak < 80, "a few tensors of 10 MB, and not the 200 MB of the model"
     found = load_file(tmp_path / "out.safetensors")
     assert all(torch.equal(found[name].float(), torch.full((numel,), float(name[5:]))) for name in names)
 
@@ -252,7 +253,7 @@ def watch():
         most[0] = max(most[0], held())
 thread = threading.Thread(target=watch)
 thread.start()
-write_tensors(folder / "out.safetensors", weights.shapes, torch.bfloat16, weights.reader(torch.bfloat16))
+write_tensors(folder / "out.safetensors", weights.shapes, torch.float32, weights.reader(torch.float32))
 done.set()
 thread.join()
 print("peak MB", most[0] - before)

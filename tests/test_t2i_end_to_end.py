@@ -59,6 +59,7 @@ def test_zero3_ema_recompute_checkpoint_images_and_export(torch_extensions: Path
     assert exported.keys() == average.keys()
     assert all(torch.equal(exported[name], average[name]) for name in average)
     assert any(not torch.equal(exported[name], trained[name]) for name in average)
+    assert (out / "samples.png").read_bytes() == (run / "samples" / pictures[-1]).read_bytes()
     loaded = StableDiffusionPipeline.from_pretrained(out)
     loaded.set_progress_bar_config(disable=True)
     state = loaded.unet.state_dict()

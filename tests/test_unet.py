@@ -125,12 +125,12 @@ def test_configurations_that_cannot_be(fields: dict[str, Any], message: str) -> 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
     model, arguments = built(SMALL["sd15"]), inputs(SMALL["sd15"])
-    with pytest.raises(ConfigError, match="10 x 8.*must divide by 4"):
+    with pytest.raises(ConfigError, match=r"10 x 8.*must divide by 4"):
         model(**inputs(SMALL["sd15"], height=10))
-    with pytest.raises(ConfigError, match="neither pooled nor time_ids.*given pooled"):
+    with pytest.raises(ConfigError, match=r"neither pooled nor time_ids.*given pooled"):
         model(**arguments, pooled=torch.zeros(2, 20))
     given = inputs(SMALL["sdxl"])
-    with pytest.raises(ConfigError, match="takes pooled and time_ids.*given pooled;"):
+    with pytest.raises(ConfigError, match=r"takes pooled and time_ids.*given pooled;"):
         built(SMALL["sdxl"])(given["noisy"], given["time"], given["context"], given["pooled"])
 
 

@@ -112,3 +112,24 @@ def test_blocks_are_what_zero3_gathers(world: World) -> None:
     model = built(SMALL["sd15"])
     Engine(model, config, resolve(launch(3).deepspeed, config, 1), world, model.block_classes)
     assert {type(module) for module in get_z3_leaf_modules(model)} == {ResBlock, TransformerBlock}
+
+
+@pytest.mark.parametrize("leaves", [UNet.block_classes, (Attention,)])
+@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+def test_one_sample_stays_channels_last(world: World, kind: str, leaves: tuple[type[nn.Module], ...]) -> None:
+    """DeepSpeed's hooks change the stride of the axis of a single sample, and with it what torch makes of a map."""
+    config = tiny(Path(), Path(), model=SMALL[kind])
+    expected = built(SMALL[kind])(**inputs(SMALL[kind], batch=1)).detach()
+    model = built(SMALL[kind], recompute=True)
+    engine = Engine(model, config, resolve(launch(3).deepspeed, config, 1), world, leaves)
+    orders: list[bool] = []
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(lambda *call: orders.append(call[2].permute(0, 2, 3, 1).is_contiguous()))
+    arguments = inputs(SMALL[kind], batch=1)
+    prediction = engine(arguments.pop("noisy"), arguments.pop("time"), **arguments)
+    torch.testing.assert_close(prediction.detach(), expected, rtol=1e-4, atol=1e-5)
+    engine.backward(prediction.square().mean())
+    assert engine.step()
+    assert len(orders) > 20
+    assert all(orders)

@@ -139,7 +139,7 @@ class UnitEncoder:
         """The posterior of a batch; on a CPU in parts that do not depend on the number of threads."""
         if self._on_cuda:
             return self._encoder.posterior(pixels)
-        return torch.cat(list(self._threads.map(self._encoder.posterior, pixels.split(_CPU_IMAGES))))
+        return torch.cat(list(self._threads.map(self._encoder.posterior, torch.split(pixels, _CPU_IMAGES))))
 
     def _to_host(self, values: Tensor) -> Tensor:
         """Start the copy of a result in the dtype in which it is stored."""

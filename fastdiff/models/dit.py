@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastdiff.errors import ConfigError, require
+from fastdiff.errors import ConfigError
 from fastdiff.model_config import DiTConfig, LoraConfig, ModelConfig
 from fastdiff.models import Model
 from fastdiff.models.quantized import Bits, QuantizedLinear
@@ -36,14 +36,8 @@ def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[st
         weights: A and B by name, as ``model.named_parameters()`` has them; None: the initial values.
 
     Raises:
-        ConfigError: peft is missing, a target is the name of no layer, ``weights`` are those of another adapter, or
-            dropout, which would draw from a state that depends on the number of ranks.
+        ConfigError: peft is missing, a target is the name of no layer, or ``weights`` are those of another adapter.
     """
-    require(
-        config.dropout == 0.0,
-        f"--lora.dropout {config.dropout}: in fastdiff nothing random may depend on the number of ranks or on where a "
-        "run was resumed, and this would; use 0",
-    )
     targets = lora_targets(config, model.config)
     _check_targets(model, targets)
     model.requires_grad_(False)

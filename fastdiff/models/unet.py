@@ -1,8 +1,7 @@
-"""The UNet of Stable Diffusion 1.x, 2.x and XL (Rombach et al. 2022, arXiv:2112.10752; Podell et al. 2023,
-arXiv:2307.01952), with the parameter names and shapes of diffusers' ``UNet2DConditionModel``.
+"""The UNet of Stable Diffusion 1.x, 2.x and XL, with diffusers' parameter names and shapes.
 
-Under ZeRO-3 a parameter is whole only while the forward of its own module, or of its block, runs; nothing here reads one
-at any other time, except its dtype.
+Rombach et al. 2022, arXiv:2112.10752; Podell et al. 2023, arXiv:2307.01952. Under ZeRO-3 a parameter is whole only
+while the forward of its own module, or of its block, runs; nothing here reads one at any other time, except its dtype.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from fastdiff.model_config import UNetConfig
 from fastdiff.models.blockwise import BlockwiseModel, run_block
 from fastdiff.models.embeddings import timestep_sinusoids
 from fastdiff.models.unet_blocks import (
+    Conv2d,
     Downsample,
     GroupNorm,
     ResBlock,
@@ -28,6 +28,7 @@ from fastdiff.models.unet_blocks import (
     Transformer,
     TransformerBlock,
     Upsample,
+    in_order,
 )
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.attention import AttentionBackend
@@ -56,7 +57,7 @@ class UNet(BlockwiseModel):
         self.config = config
         widths, groups = config.block_out_channels, config.norm_num_groups
         time_dim = 4 * widths[0]
-        self.conv_in = nn.Conv2d(config.channels, widths[0], kernel_size=3, padding=1)
+        self.conv_in = Conv2d(config.channels, widths[0], kernel_size=3, padding=1)
         self.time_embedding = TimestepEmbedding(widths[0], time_dim)
         features = config.pooled_dim + _SIZES * config.addition_time_embed_dim
         self.add_embedding = TimestepEmbedding(features, time_dim) if config.pooled_dim else None
@@ -66,7 +67,7 @@ class UNet(BlockwiseModel):
         self.mid_block = MiddleLevel(build(levels[-1]))
         self.up_blocks = nn.ModuleList(UpLevel(build(level)) for level in reversed(levels))
         self.conv_norm_out = GroupNorm(groups, widths[0])
-        self.conv_out = nn.Conv2d(widths[0], config.channels, kernel_size=3, padding=1)
+        self.conv_out = Conv2d(widths[0], config.channels, kernel_size=3, padding=1)
 
     def forward(
         self,
@@ -89,8 +90,8 @@ class UNet(BlockwiseModel):
             ``[B, C, H, W]``, contiguous, in the dtype of the weights.
 
         Raises:
-            ConfigError: H or W does not divide by ``config.smallest_factor``, or ``pooled`` and ``time_ids`` are missing
-                or too many.
+            ConfigError: H or W does not divide by ``config.smallest_factor``, or ``pooled`` and ``time_ids`` are
+                missing or too many.
         """
         self._check(noisy, pooled, time_ids)
         dtype = self.conv_in.weight.dtype
@@ -264,7 +265,7 @@ class UpLevel(_Level):
     ) -> tuple[Tensor, Tensor | None]:
         """Branch and base of the output for ``branch + base`` and the maps that join, the last one first."""
         for n, skip in enumerate(reversed(skips)):
-            joined = torch.cat([_sum(branch, base), skip], dim=1)
+            joined = torch.cat([in_order(_sum(branch, base)), in_order(skip)], dim=1)
             branch, base = self._res_block(n, joined, None, embedding)
             if self.attentions:
                 branch, base = self.attentions[n](branch, base, context)

@@ -1,8 +1,8 @@
 """The parts of the UNet of Stable Diffusion, named as in diffusers.
 
-Feature maps are channels_last: ``[B, C, H, W]`` whose memory runs as ``[B, H, W, C]``, so the tokens ``[B, H * W, C]`` of
-a map are a view of it. A map that the next norm can add up itself travels as a pair (branch, base) instead of their sum;
-a base of None is zero.
+Feature maps are channels_last: ``[B, C, H, W]`` whose memory runs as ``[B, H, W, C]``, so the tokens ``[B, H * W, C]``
+of a map are a view of it. A map that the next norm can add up itself travels as a pair (branch, base) instead of their
+sum; a base of None is zero.
 """
 
 from __future__ import annotations
@@ -27,6 +27,23 @@ _TRANSFORMER_NORM_EPS = 1e-6
 _MLP_RATIO = 4
 
 
+def in_order(x: Tensor) -> Tensor:
+    """``x [B, C, H, W]``, channels_last also to those who read the stride of its first axis.
+
+    ZeRO-3's hooks pass every tensor through ``view_as``, which gives the axis of a single sample another stride; torch
+    then takes the map for a contiguous one.
+    """
+    return x if x.shape[0] != 1 else x.permute(0, 2, 3, 1).reshape(1, *x.shape[2:], -1).permute(0, 3, 1, 2)
+
+
+class Conv2d(nn.Conv2d):
+    """A convolution of channels_last maps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, C, H, W] -> [B, C_out, H_out, W_out]``."""
+        return super().forward(in_order(x))
+
+
 class GroupNorm(nn.Module):
     """Group normalisation, and SiLU behind it, of channels_last maps; see ``fastdiff_kernels.group_norm``."""
 
@@ -40,6 +57,7 @@ class GroupNorm(nn.Module):
         self, x: Tensor, *, shift: Tensor | None = None, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Normalise ``x + shift + residual``; return the result and ``x``, with a residual the sum instead of ``x``."""
+        x, residual = in_order(x), None if residual is None else in_order(residual)
         out = group_norm(
             x, self.groups, self.weight, self.bias, eps=self.eps, silu=self.silu, shift=shift, residual=residual
         )
@@ -52,12 +70,12 @@ class ResBlock(nn.Module):
     def __init__(self, channels: int, out_channels: int, time_dim: int, groups: int) -> None:
         super().__init__()
         self.norm1 = GroupNorm(groups, channels)
-        self.conv1 = nn.Conv2d(channels, out_channels, kernel_size=3, padding=1)
+        self.conv1 = Conv2d(channels, out_channels, kernel_size=3, padding=1)
         self.time_emb_proj = nn.Linear(time_dim, out_channels)
         self.norm2 = GroupNorm(groups, out_channels)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1)
+        self.conv2 = Conv2d(out_channels, out_channels, kernel_size=3, padding=1)
         changes = channels != out_channels
-        self.conv_shortcut = nn.Conv2d(channels, out_channels, kernel_size=1) if changes else None
+        self.conv_shortcut = Conv2d(channels, out_channels, kernel_size=1) if changes else None
 
     def forward(self, branch: Tensor, base: Tensor | None, time: Tensor) -> tuple[Tensor, Tensor]:
         """The block on ``x = branch + base``.
@@ -126,7 +144,7 @@ class Transformer(nn.Module):
 
 
 def _projection(channels: int, linear: bool) -> nn.Module:
-    return nn.Linear(channels, channels) if linear else nn.Conv2d(channels, channels, kernel_size=1)
+    return nn.Linear(channels, channels) if linear else Conv2d(channels, channels, kernel_size=1)
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -218,7 +236,7 @@ class Downsample(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels, channels, kernel_size=3, stride=2, padding=1)
+        self.conv = Conv2d(channels, channels, kernel_size=3, stride=2, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, C, H, W] -> [B, C, H / 2, W / 2]``."""
@@ -230,7 +248,7 @@ class Upsample(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels, channels, kernel_size=3, padding=1)
+        self.conv = Conv2d(channels, channels, kernel_size=3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, C, H, W] -> [B, C, 2H, 2W]``.
