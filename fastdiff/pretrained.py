@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.model_config import UNetConfig
 
 _ENCODERS = ("text_encoder", "text_encoder_2")
-_NEEDED = ("*.json", "*.txt", "*.model")
+_DESCRIPTIONS = ("*.json", "*.txt")
 _WEIGHTS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "model"}
 
 
@@ -44,10 +45,10 @@ class Pretrained:
 
     @cached_property
     def folder(self) -> Path:
-        """Where the pipeline lies on this machine."""
+        """Where the pipeline lies on this machine; weights come when they are asked for."""
         if Path(self.path).is_dir():
             return Path(self.path)
-        return Path(self._download([*_NEEDED, "*.safetensors"]))
+        return self._download(_DESCRIPTIONS)
 
     @property
     def is_autoencoder(self) -> bool:
@@ -107,20 +108,19 @@ class Pretrained:
 
     def weight_files(self, part: str) -> list[Path]:
         """The safetensors files of a part, in the chosen variant."""
-        stem = _WEIGHTS[part.removesuffix("_2")]
-        ending = f".{self.variant}.safetensors" if self.variant else ".safetensors"
-        folder = self.folder_of(part)
-        files = sorted(
-            path
-            for path in folder.glob(f"{stem}*.safetensors")
-            # Without a variant neither model.fp16.safetensors nor model.non_ema.safetensors is meant.
-            if path.name.endswith(ending) and (self.variant or path.name.count(".") == 1)
-        )
+        stem, folder = _WEIGHTS[part.removesuffix("_2")], self.folder_of(part)
+        if not Path(self.path).is_dir():
+            self._download([str((folder / f"{stem}*.safetensors").relative_to(self.folder))])
+        # Without a variant neither model.fp16.safetensors nor model.non_ema.safetensors is meant.
+        ending = rf"\.{re.escape(self.variant)}" if self.variant else ""
+        name = re.compile(rf"{stem}{ending}(-\d+-of-\d+)?\.safetensors")
+        files = sorted(path for path in folder.glob(f"{stem}*.safetensors") if name.fullmatch(path.name))
         if not files:
+            wanted = f"{stem}.{self.variant}.safetensors" if self.variant else f"{stem}.safetensors"
             there = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
             raise ConfigError(
-                f"{folder} has no {stem}*{ending}; it has {there}. Use another --pretrained.variant, or save the "
-                "pipeline again with safe_serialization=True"
+                f"{folder} has no {wanted}; it has {there}. Use another --pretrained.variant, or save the pipeline "
+                "again with safe_serialization=True"
             )
         return files
 
@@ -154,16 +154,19 @@ class Pretrained:
         return hashlib.sha256(json.dumps([config, found], sort_keys=True).encode()).hexdigest()
 
     def _frozen(self, kind: Any, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
-        self.weight_files(part)  # its message is clearer than the library's
+        import transformers
+
+        self.weight_files(part)  # downloads them, and its message is clearer than the library's
+        transformers.utils.logging.disable_progress_bar()
         model = kind.from_pretrained(self.folder_of(part), variant=self.variant, torch_dtype=dtype)
         return model.to(device).requires_grad_(False).eval()
 
-    def _download(self, patterns: Sequence[str]) -> str:
+    def _download(self, patterns: Sequence[str]) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
 
         try:
-            return snapshot_download(self.path, revision=self.revision, allow_patterns=list(patterns))
+            return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=list(patterns)))
         except (OSError, ValueError, HFValidationError) as error:
             raise ConfigError(
                 f"--pretrained.path {self.path}: neither a folder on this machine nor a pipeline on the Hugging Face "

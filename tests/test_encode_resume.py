@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from fastdiff.commands import main
+from fastdiff.data.encode import encode_digits
 from fastdiff.data.verify import verify
+from fastdiff.errors import ConfigError
 from fastdiff.tiny_pipeline import build
 from tests.encoding import captioned, files
 from tests.processes import BIN, run, start, stop
@@ -150,3 +152,9 @@ def test_the_real_command_is_killed_and_goes_on(
     assert "more were there already" in done.output
     assert "1 bad images left out" in done.output
     assert files(out) == undisturbed
+
+
+def test_digits_do_not_go_where_images_are_being_encoded(tmp_path: Path) -> None:
+    (tmp_path / ".encoding").mkdir()
+    with pytest.raises(ConfigError, match="an encode of images that has not ended"):
+        encode_digits(tmp_path)

@@ -106,7 +106,8 @@ def test_basic_modules_import_no_siblings(name: str) -> None:
 
 def test_models_and_data_do_not_know_the_trainer() -> None:
     trainer = {
-        f"fastdiff.{n}" for n in ("engine", "callbacks", "checkpoint", "start", "train", "cli", "commands", "presets", "ema")
+        f"fastdiff.{n}"
+        for n in ("engine", "callbacks", "checkpoint", "start", "train", "cli", "commands", "presets", "ema")
     }
     for path in SOURCES:
         if path.parent.name in ("models", "data"):

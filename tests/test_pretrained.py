@@ -85,7 +85,12 @@ def test_variants_are_told_apart(copied: Path) -> None:
     assert Pretrained(str(copied), variant="fp16").weight_files("unet")[0].name.endswith(".fp16.safetensors")
     weights = Pretrained(str(copied), variant="fp16").unet_weights()
     assert {value.dtype for value in weights.values()} == {torch.float32}
-    with pytest.raises(ConfigError, match=r"no model\*\.non_ema\.safetensors; it has .*--pretrained.variant"):
+    parts = [path.with_name(f"diffusion_pytorch_model.fp16-0000{n}-of-00002.safetensors") for n in (1, 2)]
+    path.with_suffix(".fp16.safetensors").rename(parts[0])
+    shutil.copy(parts[0], parts[1])
+    assert Pretrained(str(copied), variant="fp16").weight_files("unet") == parts
+    assert Pretrained(str(copied)).weight_files("unet") == [path]
+    with pytest.raises(ConfigError, match=r"no model\.non_ema\.safetensors; it has .*--pretrained.variant"):
         Pretrained(str(copied), variant="non_ema").text()
 
 

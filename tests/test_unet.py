@@ -18,7 +18,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.flops import forward_flops
 from fastdiff.model_config import UNetConfig
 from fastdiff.models.unet import UNet
-from fastdiff.models.unet_blocks import GroupNorm, ResBlock, TransformerBlock
+from fastdiff.models.unet_blocks import Conv2d, GroupNorm, ResBlock, TransformerBlock
 from fastdiff_kernels import dispatch, group_norm
 from fastdiff_kernels.dispatch import Choice
 from tests.unet_reference import SMALL, built, difference, diffusers_forward, diffusers_unet, gradients, inputs
@@ -192,11 +192,11 @@ def test_maps_are_channels_last_and_are_not_copied(
         seen[type(module)] += 1
 
     for module in model.modules():
-        if isinstance(module, nn.Conv2d | GroupNorm | ResBlock):
+        if isinstance(module, Conv2d | GroupNorm | ResBlock):
             module.register_forward_hook(check, with_kwargs=True)
     with Copies() as copies:
         model(**inputs(config, batch, height, width))
-    assert min(seen[nn.Conv2d], seen[GroupNorm], seen[ResBlock]) > 5
+    assert min(seen[Conv2d], seen[GroupNorm], seen[ResBlock]) > 5
     levels = len(config.block_out_channels)
     # The input, what each upsampling repeats, and the output unless it is in both orders.
     assert copies.found.total() == 1 + (levels - 1) + (channels > 1), copies.found

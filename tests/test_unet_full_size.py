@@ -53,7 +53,7 @@ def _one_step(world: World) -> dict[str, float]:
     moved = [(flat.master[::997] != old).float() for flat, old in zip(engine.flats, before, strict=True)]
     return {
         "parameters": sum(math.prod(shape) for shape in engine.shapes.values()),
-        "loss": float(loss),
+        "loss": float(loss.detach()),
         "applied": applied,
         "moved": float(torch.cat(moved).mean()),
         "build_s": built - begun,

@@ -52,7 +52,7 @@ def learn(
         loss = (engine(arguments.pop("noisy"), arguments.pop("time"), **arguments) - target).square().mean()
         engine.backward(loss)
         assert engine.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     if stage == 3:
         released = {name: p.numel() for name, p in model.named_parameters() if p.numel()}
         assert not released, f"still gathered after a step: {list(released)[:5]}"

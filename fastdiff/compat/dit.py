@@ -71,7 +71,7 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
                 *flag("output.keep", max(2, steps // every + 1)),
                 *flag("output.sample_every", 0),
             ],
-            ["fastdiff", "export", run, f"{run}.pt", "--format", "dit"],
+            ["fastdiff", "export", run, f"{run}-export", "--format", "dit"],
         ],
         notes=[
             "the variance is not learned (learn_sigma): the loss is the squared error of the noise alone, without "

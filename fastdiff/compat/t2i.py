@@ -175,7 +175,8 @@ def _steps_per_epoch(flags: argparse.Namespace, gpus: int) -> int:
     )
     images = min(images, flags.max_train_samples or images)
     per_process = math.ceil(math.ceil(images / gpus) / flags.train_batch_size)
-    return math.ceil(per_process / flags.gradient_accumulation_steps)
+    steps: int = math.ceil(per_process / flags.gradient_accumulation_steps)
+    return steps
 
 
 def _data(flags: argparse.Namespace) -> list[str]:

@@ -8,7 +8,7 @@ plain prefetching thread.
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastdiff.config import DataConfig
 from fastdiff.data.bucket_order import BucketOrder
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from fastdiff.data.batches import Batches
+    from fastdiff.data.online import OnlineImages
 
 
 def dali_installed() -> bool:
@@ -66,7 +67,7 @@ def build_order(info: DatasetInfo, *, seed: int, window_shards: int, global_batc
 
 
 def build_batches(
-    reader: LatentReader,
+    source: LatentReader | OnlineImages,
     order: SampleOrder,
     *,
     config: DataConfig,
@@ -83,8 +84,8 @@ def build_batches(
     Both loaders give the same batches; which one it is stands in ``name`` of the result.
 
     Args:
-        reader: Stays open and belongs to the caller; it should keep two windows of ``order`` open.
-        order: Made from ``reader.info`` (``build_order``).
+        source: Stays open and belongs to the caller; a reader should keep two windows of ``order`` open.
+        order: Made from ``source.info`` (``build_order``).
         config: Its ``loader``, ``prefetch`` and ``random_flip`` count here.
         seed: Seed of the run, for the choice of flips and captions.
         device: Where the batches shall be.
@@ -98,17 +99,21 @@ def build_batches(
         ConfigError: DALI is asked for and not installed, the batch does not divide, or there are no flipped latents.
     """
     own = RankPositions(start_samples=start_samples, rank=rank, ranks=ranks, micro=micro, global_batch=global_batch)
-    if config.random_flip and not config.online and not reader.info.flipped:
+    options: dict[str, Any] = {
+        "seed": seed, "random_flip": config.random_flip, "device": device, "prefetch": config.prefetch,
+    }  # fmt: skip
+    if not isinstance(source, LatentReader):
+        from fastdiff.data.online import OnlineBatches
+
+        return OnlineBatches(source, order, own, **options)
+    if config.random_flip and not source.info.flipped:
         raise ConfigError(
-            f"--data.random_flip: {reader.folder} holds no flipped latents; encode with --flip, or leave it out"
+            f"--data.random_flip: {source.folder} holds no flipped latents; encode with --flip, or leave it out"
         )
-    loader: type[Batches]
-    if config.online:
-        from fastdiff.data.online import OnlineBatches as loader
-    elif loader_name(config) == "prefetch":
-        from fastdiff.data.prefetch import PrefetchBatches as loader
-    else:
-        from fastdiff.data.dali import DaliBatches as loader
-    return loader(
-        reader, order, own, seed=seed, random_flip=config.random_flip, device=device, prefetch=config.prefetch
-    )
+    if loader_name(config) == "prefetch":
+        from fastdiff.data.prefetch import PrefetchBatches
+
+        return PrefetchBatches(source, order, own, **options)
+    from fastdiff.data.dali import DaliBatches
+
+    return DaliBatches(source, order, own, **options)

@@ -10,8 +10,9 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +22,21 @@ from torch import Tensor
 from fastdiff.batch import Batch
 from fastdiff.data.order import Int64, RankPositions, SampleOrder
 from fastdiff.data.reader import Arrays, LatentReader
-from fastdiff.data.shards import LATENT
+from fastdiff.data.shards import LATENT, DatasetInfo
 from fastdiff.randomness import Stream
 from fastdiff_kernels import philox
 
 Tensors = dict[str, Tensor]
 
 _JOIN_SECONDS = 10.0
+
+
+class Source(Protocol):
+    """What samples come from: shards, or images."""
+
+    folder: Path
+    """Where they lie, for messages."""
+    info: DatasetInfo
 
 
 class Batches(ABC):
@@ -39,7 +48,7 @@ class Batches(ABC):
     (DataError, StorageError) is raised by ``next``, at the micro-batch that it belongs to.
 
     Args:
-        reader: Where samples come from.
+        source: Where samples come from.
         order: Which sample stands at which position.
         own: The positions of this rank.
         seed: Seed of the run.
@@ -52,7 +61,7 @@ class Batches(ABC):
 
     def __init__(
         self,
-        reader: LatentReader,
+        source: Source,
         order: SampleOrder,
         own: RankPositions,
         *,
@@ -61,7 +70,7 @@ class Batches(ABC):
         device: torch.device,
         prefetch: int,
     ) -> None:
-        self.reader, self.order, self.own = reader, order, own
+        self.source, self.order, self.own = source, order, own
         self.seed, self.random_flip = seed, random_flip
         self.device, self.on_cuda = device, device.type == "cuda"
         # The thread takes a slot before it makes a batch and the consumer gives it back: no polling, bounded
@@ -114,7 +123,7 @@ class Batches(ABC):
             # A read from storage that hangs cannot be cut short; the process must be able to end all the same.
             warnings.warn(
                 f"the thread {self._thread.name} did not end within {_JOIN_SECONDS:g} s and is left to the end of the "
-                f"process; check the storage of {self.reader.folder}",
+                f"process; check the storage of {self.source.folder}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -131,28 +140,15 @@ class Batches(ABC):
         """Positions ``[B]`` int64 of micro-batch number ``index``."""
         return self.own[index]
 
-    def read(self, positions: Int64, ids: Int64, out: Arrays | None = None) -> Arrays:
-        """Stored arrays of the samples ``ids`` that stand at these positions, checked."""
-        return self.reader.read(ids, out, choice=self._choice(positions))
-
-    def _choice(self, positions: Int64) -> Arrays:
-        """Which variant of each sample is taken, see ``LatentReader.read``."""
-        position = torch.from_numpy(positions)
-        chosen: Arrays = {}
-        if self.random_flip:
-            chosen["latent"] = (self._uniform(Stream.FLIP, position) < 0.5).astype(np.int64)
-        if self.reader.info.captions > 1:
-            chosen["caption"] = self._uniform(Stream.CAPTION, position)
-        return chosen
-
-    def _uniform(self, stream: Stream, position: Tensor) -> npt.NDArray[np.float32]:
-        # On the CPU whatever the run forces for its device; the numbers are the same.
+    def uniform(self, stream: Stream, position: Tensor) -> npt.NDArray[np.float32]:
+        """Uniform numbers ``[B]`` fp32 in [0, 1) of these positions, on the CPU."""
+        # Plain torch whatever the run forces for its device; the numbers are the same.
         return philox.uniform(self.seed, int(stream), position, 1, backend="reference")[:, 0].numpy()
 
     def _run(self) -> None:
         try:
             with self._side_stream() as stream:
-                shift, scale = map(self._per_channel, dataclasses.astuple(self.reader.info.normalisation))
+                shift, scale = map(self._per_channel, dataclasses.astuple(self.source.info.normalisation))
                 for index in itertools.count():
                     self._slots.acquire()
                     if self._stop.is_set():
@@ -178,6 +174,35 @@ class Batches(ABC):
 
     def _per_channel(self, values: tuple[float, ...]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.device).view(-1, 1, 1)
+
+
+class ShardBatches(Batches):
+    """Batches from shards; how they get to the device is left to the loaders.
+
+    Args:
+        reader: Of the shards.
+        order: As for ``Batches``, likewise the rest.
+        own: As there.
+        options: As there.
+    """
+
+    def __init__(self, reader: LatentReader, order: SampleOrder, own: RankPositions, **options: Any) -> None:
+        super().__init__(reader, order, own, **options)
+        self.reader = reader
+
+    def read(self, positions: Int64, ids: Int64, out: Arrays | None = None) -> Arrays:
+        """Stored arrays of the samples ``ids`` that stand at these positions, checked."""
+        return self.reader.read(ids, out, choice=self._choice(positions))
+
+    def _choice(self, positions: Int64) -> Arrays:
+        """Which variant of each sample is taken, see ``LatentReader.read``."""
+        position = torch.from_numpy(positions)
+        chosen: Arrays = {}
+        if self.random_flip:
+            chosen["latent"] = (self.uniform(Stream.FLIP, position) < 0.5).astype(np.int64)
+        if self.reader.info.captions > 1:
+            chosen["caption"] = self.uniform(Stream.CAPTION, position)
+        return chosen
 
 
 def _normalised(stored: Tensors, shift: Tensor, scale: Tensor) -> Batch:

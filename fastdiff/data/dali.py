@@ -14,14 +14,14 @@ import torch
 from nvidia.dali import Pipeline, fn, types
 from torch.utils.dlpack import from_dlpack
 
-from fastdiff.data.batches import Batches, Tensors
+from fastdiff.data.batches import ShardBatches, Tensors
 from fastdiff.data.order import RankPositions, SampleOrder
 from fastdiff.data.reader import LatentReader
 
 _TYPES = {"float16": types.FLOAT16, "float32": types.FLOAT, "int64": types.INT64}
 
 
-class DaliBatches(Batches):
+class DaliBatches(ShardBatches):
     """Micro-batches that come out of a DALI pipeline, on the CPU or, with CUDA, on the device.
 
     DALI calls its source from the thread that runs the pipeline, so the pipeline runs in the thread of

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from fastdiff.config import DataConfig
 from fastdiff.data.batches import Batches, Tensors
-from fastdiff.data.image_decode import BadImage, Decoded, ImageTransform, open_decoder
+from fastdiff.data.image_decode import BadImage, Crop, Decoded, ImageTransform, open_decoder
 from fastdiff.data.image_items import BadItem, ImageItem
 from fastdiff.data.image_sources import open_source
 from fastdiff.data.latent_encoder import LatentEncoder, time_ids
@@ -51,7 +52,7 @@ class OnlineImages:
     """
 
     def __init__(self, config: DataConfig, pretrained: Pretrained, device: torch.device, dtype: torch.dtype) -> None:
-        self.folder = config.path
+        self.folder = Path(config.path)
         self.encoder = LatentEncoder(pretrained, device, dtype)
         if config.resolution % self.encoder.factor:
             raise ConfigError(
@@ -67,7 +68,7 @@ class OnlineImages:
         )
         if not self.source.captioned:
             raise ConfigError(f"{config.path} has no captions in {config.caption_column!r}; see --data.caption_column")
-        crop = "center" if config.center_crop else "random"
+        crop: Crop = "center" if config.center_crop else "random"
         transform = ImageTransform(config.resolution, crop, config.image_interpolation_mode)
         self.decoder = open_decoder(config.decode, transform, config.workers)
         self.readers = ThreadPoolExecutor(config.workers, thread_name_prefix="fastdiff-images")
@@ -133,42 +134,24 @@ class OnlineBatches(Batches):
     """Micro-batches that a thread decodes and encodes ahead of the training step."""
 
     name: ClassVar[str] = "online"
-    reader: OnlineImages  # type: ignore[assignment]  (has what the base class asks of a reader)
 
-    def __init__(
-        self,
-        images: OnlineImages,
-        order: SampleOrder,
-        own: RankPositions,
-        *,
-        seed: int,
-        random_flip: bool,
-        device: torch.device,
-        prefetch: int,
-    ) -> None:
-        super().__init__(
-            images,  # type: ignore[arg-type]
-            order,
-            own,
-            seed=seed,
-            random_flip=random_flip,
-            device=device,
-            prefetch=prefetch,
-        )
+    def __init__(self, images: OnlineImages, order: SampleOrder, own: RankPositions, **options: Any) -> None:
+        super().__init__(images, order, own, **options)
+        self.images = images
 
     def load(self, index: int) -> Tensors:
         """Read, decode and encode one micro-batch."""
         positions = self.positions(index)
         position = torch.from_numpy(positions)
-        items = list(self.reader.readers.map(self._item, self.order.samples(positions).tolist()))
+        items = list(self.images.readers.map(self._item, self.order.samples(positions).tolist()))
         corners = philox.uniform(self.seed, int(Stream.CROP), position, 2, backend="reference")
         offsets = [(top, left) for top, left in corners.tolist()]
-        decoded = self.reader.decoder.decode([item.image for item in items], offsets)
+        decoded = self.images.decoder.decode([item.image for item in items], offsets)
         images = [_good(item, found) for item, found in zip(items, decoded, strict=True)]
-        flips = self.random_flip & (self._uniform(Stream.FLIP, position) < 0.5)
+        flips = self.random_flip & (self.uniform(Stream.FLIP, position) < 0.5)
         mirrored = [image.pixels[:, ::-1] if flip else image.pixels for image, flip in zip(images, flips, strict=True)]
         pixels = np.stack(mirrored)
-        tensors = {LATENT: self.reader.encoder.posterior(torch.from_numpy(pixels)).to(_STORED).contiguous()}
+        tensors = {LATENT: self.images.encoder.posterior(torch.from_numpy(pixels)).to(_STORED).contiguous()}
         tensors |= self._embed(items, position)
         if "pooled" in tensors:
             sizes = [time_ids(image.original_size, image.crop, image.pixels.shape[:2]) for image in images]
@@ -176,18 +159,18 @@ class OnlineBatches(Batches):
         return {"position": position.to(self.device), **tensors}
 
     def _item(self, number: int) -> ImageItem:
-        item = self.reader.source.item(number)
+        item = self.images.source.item(number)
         if isinstance(item, BadItem):
-            raise DataError(f"{item.name}: {item.reason}; mend it or take it out of {self.reader.folder}")
+            raise DataError(f"{item.name}: {item.reason}; mend it or take it out of {self.images.folder}")
         return item
 
     def _embed(self, items: Sequence[ImageItem], position: Tensor) -> Tensors:
         """Embed one caption of each image; what several images say is embedded once."""
-        shares = self._uniform(Stream.CAPTION, position)
+        shares = self.uniform(Stream.CAPTION, position)
         chosen = [item.captions[int(share * len(item.captions))] for item, share in zip(items, shares, strict=True)]
         unique = list(dict.fromkeys(chosen))
         row = torch.tensor([unique.index(caption) for caption in chosen], device=self.device)
-        return {name: value.to(_STORED)[row] for name, value in self.reader.encoder.embed(unique).items()}
+        return {name: value.to(_STORED)[row] for name, value in self.images.encoder.embed(unique).items()}
 
 
 def _good(item: ImageItem, found: Decoded | BadImage) -> Decoded:

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import torch
 
-from fastdiff.data.batches import Batches, Tensors
+from fastdiff.data.batches import ShardBatches, Tensors
 
 
-class PrefetchBatches(Batches):
+class PrefetchBatches(ShardBatches):
     """Micro-batches that a thread reads ahead; with CUDA into pinned memory, copied without waiting."""
 
     name: ClassVar[str] = "prefetch"

@@ -113,6 +113,11 @@ class ShardWriter:
         """Make sure that nothing of value is in the folder, and lock it against a second encode."""
         self._refuse_published()
         marker = self.folder / _MARKER
+        if marker.is_dir():
+            raise ConfigError(
+                f"{self.folder} holds an encode of images that has not ended; go on with it, choose another folder, or "
+                "delete this one"
+            )
         if not marker.exists() and (found := sorted(self.folder.glob("train-*"))):
             raise ConfigError(
                 f"{self.folder} holds {found[0].name}, which is not ours to replace; choose another folder"

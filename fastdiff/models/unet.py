@@ -101,10 +101,10 @@ class UNet(BlockwiseModel):
         for level in self.down_blocks:
             skips += level(skips[-1], embedding, context)
         branch, base = self.mid_block(skips[-1], embedding, context)
+        joining = self.config.layers_per_block + 1
         for level in self.up_blocks:
-            used = len(level.resnets)
-            branch, base = level(branch, base, skips[-used:], embedding, context)
-            del skips[-used:]
+            branch, base = level(branch, base, skips[-joining:], embedding, context)
+            del skips[-joining:]
         out, _ = self.conv_norm_out(branch, residual=base)
         return cast(Tensor, self.conv_out(out)).contiguous()
 
@@ -123,7 +123,7 @@ class UNet(BlockwiseModel):
         if self.add_embedding is None or pooled is None or time_ids is None:
             return embedding
         sizes = timestep_sinusoids(time_ids.flatten(), self.config.addition_time_embed_dim, dtype)
-        features = torch.cat([pooled.to(dtype), sizes.to(dtype).unflatten(0, time_ids.shape).flatten(1)], dim=1)
+        features = torch.cat([pooled.to(dtype), sizes.to(dtype).view(time_ids.shape[0], -1)], dim=1)
         return embedding + cast(Tensor, self.add_embedding(features))
 
     def _check(self, noisy: Tensor, pooled: Tensor | None, time_ids: Tensor | None) -> None:

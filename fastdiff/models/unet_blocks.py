@@ -154,7 +154,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 def _map(tokens: Tensor, size: torch.Size) -> Tensor:
     """``[B, H * W, C] -> [B, C, H, W]``, a view."""
-    return tokens.unflatten(1, size).permute(0, 3, 1, 2)
+    return tokens.view(tokens.shape[0], *size, -1).permute(0, 3, 1, 2)
 
 
 class TransformerBlock(nn.Module):
@@ -194,7 +194,7 @@ class Attention(nn.Module):
     def forward(self, tokens: Tensor, context: Tensor) -> Tensor:
         """``tokens [B, T, C], context [B, L, D] -> [B, T, C]``."""
         query, key, value = (
-            projected.unflatten(2, (self.heads, self.head_dim)).transpose(1, 2)
+            projected.view(*projected.shape[:2], self.heads, self.head_dim).transpose(1, 2)
             for projected in (self.to_q(tokens), self.to_k(context), self.to_v(context))
         )
         mixed = attention_op.attention(query, key, value, backend=self.backend)
