@@ -113,6 +113,7 @@ def _text_encoder(*, projected: bool) -> Any:
         projection_dim=_WIDTH,
         num_hidden_layers=2,
         num_attention_heads=4,
+        initializer_factor=8.0,  # else the embeddings of all captions are nearly the same
         max_position_embeddings=_TOKENS,
         bos_token_id=_vocabulary()[_START],
         eos_token_id=_vocabulary()[_END],
