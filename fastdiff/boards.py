@@ -29,8 +29,8 @@ class Board(Protocol):
     def images(self, images: Mapping[str, Tensor], step: int) -> None:
         """Show uint8 images ``[N, 3, H, W]`` by caption."""
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self, *, failed: bool) -> None:
+        """Write what is left, and whether the run ended in an error."""
 
 
 class Boards:
@@ -67,7 +67,7 @@ class Boards:
     ) -> None:
         for board in self._boards:
             with suppress(OSError):  # what could not be written has been reported when it was tried
-                board.close()
+                board.close(failed=kind is not None)
 
     def _open(self, state: TrainState) -> None:
         for name in state.config.output.report_to:
@@ -104,7 +104,7 @@ class _TensorBoard:
             self._writer.add_images(f"validation/{caption}", pixels, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._writer.close()
 
 
@@ -144,8 +144,8 @@ class _Wandb:
         ]
         self._run.log({"validation": shown}, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 def _wandb_id(folder: Path) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,10 +17,10 @@ from fastdiff.checkpoint import Checkpoints
 from fastdiff.dist import attempt
 from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.flops import peak_flops, training_flops
-from fastdiff.fragments import assemble
+from fastdiff.fragments import Room, assemble
 from fastdiff.grid import image_grid
 from fastdiff.metrics import JsonLines, Record, drop_records_after, peak_gib
-from fastdiff.model_config import DiTConfig
+from fastdiff.model_config import DiTConfig, UNetConfig
 from fastdiff.models import Model
 from fastdiff.network import build_network
 from fastdiff.progress import Every
@@ -64,7 +66,7 @@ class Log(Callback):
         self._boards = boards
         self._every = Every(state.config.output.log_every)
         self._is_first = state.world.is_first
-        self._flops = training_flops(state.config.model)
+        self._flops = _flops(state)
         self._peak = peak_flops(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
         if not self._is_first:
             return
@@ -118,6 +120,21 @@ class Log(Callback):
             self._bar.close()
             with suppress(OSError):  # what could not be written has been reported when it was tried
                 self._lines.close()
+
+
+def _flops(state: TrainState) -> float:
+    """Operations of a training step per sample, on average over the sizes of the latents."""
+    config, info = state.config, state.reader.info
+    total = 0.0
+    for shard in info.shards:
+        height, width = info.buckets[shard.bucket] if info.buckets else info.latent.shape[1:]
+        model = config.model
+        if isinstance(model, UNetConfig):
+            side = model.smallest_factor * max(1, round(math.sqrt(height * width) / model.smallest_factor))
+            model = replace(model, size=side)
+        step = training_flops(model, adapter=config.lora.rank > 0, dream=config.objective.dream)
+        total += step * shard.samples / info.samples
+    return total
 
 
 class NonFiniteGuard(Callback):
@@ -268,11 +285,20 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
     """
     flats = state.engine.flats
     averages = next(iter(state.ema.averages.values()), [flat.master for flat in flats])
-    weights = assemble(state.world, flats, averages, state.engine.shapes, dtype)
+    shapes, device = state.engine.shapes, state.world.device
+
+    def reserve() -> Room:
+        with memory_for_images(device):
+            return Room.reserve(shapes, dtype, device)
+
+    # Before the ranks add up: one that ran out of memory there would leave the others waiting for it.
+    room, error = attempt(reserve)
+    state.world.agree(error)
+    weights = assemble(state.world, flats, averages, shapes, room)
 
     def build() -> Model:
-        with memory_for_images(state.world.device):
-            return build_network(state.config, weights).to(state.world.device, dtype).eval()
+        with memory_for_images(device):
+            return build_network(state.config, weights).to(device, dtype).eval()
 
     model, error = attempt(build)
     state.world.agree(error)

@@ -10,12 +10,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
+from fastdiff.data_config import DataConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.model_config import DiTConfig, LoraConfig, ModelConfig, PretrainedConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
 KernelBackend = Literal["triton", "reference", "compile"]
 Prediction = Literal["epsilon", "v", "x0"]
+PREDICTION_TYPES: dict[Prediction, str] = {"epsilon": "epsilon", "v": "v_prediction", "x0": "sample"}
+"""What the schedulers of diffusers call the predictions."""
 KERNEL_OPS = ("philox", "noising", "loss", "group_norm", "adaln", "adamw8bit")
 """The ops of ``fastdiff_kernels.dispatch``, without its torch."""
 
@@ -91,51 +94,6 @@ class DiffusionConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """Where the latents come from and in which order they are seen."""
-
-    path: str = ""
-    """Folder of latent shards, as written by `fastdiff encode`, also at http(s):// or s3://; with --data.online, the
-    images: a folder, WebDataset shards or a Hugging Face dataset."""
-    cache: str = ""
-    """Folder for the shards of a --data.path that is not on this machine. Default: ~/.cache/fastdiff/shards."""
-    random_flip: bool = False
-    """Mirror half of the images; shards must hold the mirrored latents too (`fastdiff encode --flip`)."""
-    shuffle_shards: int = 16
-    """Samples are shuffled inside windows of this many (shuffled) shards."""
-    loader: Literal["auto", "dali", "prefetch"] = "auto"
-    """auto: DALI where it is installed, else the plain pinned-memory prefetcher; the batches are the same."""
-    prefetch: int = 4
-    """Micro-batches that are read ahead."""
-    online: bool = False
-    """Read images and encode them with the frozen autoencoder and text encoder of --pretrained.path in every step. The
-    fields below are for this only; `fastdiff encode` has them as its own flags."""
-    image_column: str = "image"
-    """Column of a Hugging Face dataset with the images."""
-    caption_column: str = "text"
-    """Column of a Hugging Face dataset, or of metadata.jsonl, with a caption or a list of captions."""
-    max_samples: int | None = None
-    """Use only this many of the images, the first ones."""
-    resolution: int = 512
-    """Height and width of the images after resizing the shorter side and cropping, in pixels."""
-    center_crop: bool = False
-    """Crop the middle instead of a random part."""
-    image_interpolation_mode: str = "lanczos"
-    """Filter of the resizing: nearest, nearest_exact, bilinear, bicubic, box, hamming or lanczos."""
-    decode: Literal["auto", "dali", "pillow"] = "auto"
-    """Who decodes and resizes the images; pillow is the exact reference."""
-    workers: int = 4
-    """Threads that decode images, per rank."""
-
-    def __post_init__(self) -> None:
-        require(self.resolution >= 8, f"--data.resolution {self.resolution}: at least 8")
-        require(self.workers >= 1, f"--data.workers {self.workers}: at least 1")
-        require(self.max_samples is None or self.max_samples >= 1, f"--data.max_samples {self.max_samples}: at least 1")
-        require(self.shuffle_shards >= 1, f"--data.shuffle_shards {self.shuffle_shards}: at least 1")
-        require(self.prefetch >= 1, f"--data.prefetch {self.prefetch}: at least 1")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig:
     """Images of given prompts, drawn with the averaged weights while training."""
 
@@ -153,6 +111,9 @@ class ValidationConfig:
     def __post_init__(self) -> None:
         for name, least in (("every", 0), ("images_per_prompt", 1), ("steps", 1)):
             require(getattr(self, name) >= least, f"--validation.{name} {getattr(self, name)}: at least {least}")
+        require(
+            math.isfinite(self.guidance_scale), f"--validation.guidance_scale {self.guidance_scale}: a finite number"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,6 +192,9 @@ class EmaConfig:
 
     rates: tuple[float, ...] = (0.9999,)
     """One average per rate; the first is the one that samples and evaluations use. Empty: none."""
+    warmup: bool = False
+    """Begin with lower rates, (1 + n) / (10 + n) at step n: for fine-tuning, whose few steps would else hardly move an
+    average that starts at the pretrained weights."""
 
     def __post_init__(self) -> None:
         require(
@@ -364,17 +328,27 @@ class RunConfig:
 
     def _check_pretrained(self) -> None:
         wants = {
-            f"--lora.rank {self.lora.rank}": self.lora.rank > 0,
             "--data.online": self.data.online,
             "--validation.prompts": bool(self.validation.prompts and self.validation.every),
             "--objective.prediction auto": self.objective.prediction == "auto",
         }
         for flag, wanted in wants.items():
             require(
-                not wanted or bool(self.pretrained.path), f"{flag} needs --pretrained.path, a pipeline of diffusers"
+                not wanted or (bool(self.pretrained.path) and not self.pretrained.is_file),
+                f"{flag} needs --pretrained.path, a pipeline of diffusers; given {self.pretrained.path or 'none'}",
             )
         require(
-            not self.validation.prompts or self.model.kind == "unet" or self.pretrained.weights,
+            self.lora.rank == 0 or self.pretrained.weights,
+            f"--lora.rank {self.lora.rank} needs --pretrained.weights true and their --pretrained.path: an adapter is "
+            "added to trained weights",
+        )
+        unet = self.model.kind == "unet" or (self.pretrained.weights and not self.pretrained.is_file)
+        require(
+            not self.data.online or unet,
+            "--data.online is for models of text; encode classes with `fastdiff encode` for a DiT",
+        )
+        require(
+            not self.validation.prompts or unet,
             "--validation.prompts is for models of text; a DiT draws grids (--output.sample_every)",
         )
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,8 +25,12 @@ from fastdiff.errors import FastdiffError, report
 from fastdiff.evaluation import evaluate_digits, evaluation_labels, real_digits
 from fastdiff.grid import image_grid
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SIZE = tiny_pipeline.IMAGE_SIZE
+GUIDANCE = 4.0
 _STEPS, _BATCH, _LR = 150, 32, 3e-3
 _KL_WEIGHT = 1e-4
 
@@ -37,16 +42,12 @@ def caption(digit: int) -> str:
 
 def write_images(folder: Path) -> None:
     """Write the 1,797 scans, enlarged to 32 x 32 pixels, with their captions in metadata.jsonl."""
-    from PIL import Image
-
     folder.mkdir(parents=True, exist_ok=True)
-    scans, labels = real_digits()
     lines = []
-    for number, (scan, label) in enumerate(zip(scans, labels, strict=True)):
+    for number, (image, label) in enumerate(_enlarged()):
         name = f"{number:04d}.png"
-        gray = Image.fromarray(np.round(scan.reshape(8, 8) * 255).astype(np.uint8))
-        gray.resize((SIZE, SIZE), Image.Resampling.BICUBIC).convert("RGB").save(folder / name)
-        lines.append(json.dumps({"file_name": name, "text": caption(int(label))}))
+        image.convert("RGB").save(folder / name)
+        lines.append(json.dumps({"file_name": name, "text": caption(label)}))
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -58,13 +59,15 @@ def write_pipeline(folder: Path, *, steps: int = _STEPS) -> float:
     """
     from diffusers import AutoencoderKL
 
-    tiny_pipeline.build(folder)
-    vae = AutoencoderKL.from_pretrained(folder, subfolder="vae")
+    unfinished = folder.with_name(folder.name + ".tmp")
+    tiny_pipeline.build(unfinished)
+    vae = AutoencoderKL.from_pretrained(unfinished, subfolder="vae")
     pixels = _pixels()
     _fit(vae, pixels, steps)
     error, std = _reconstruct(vae, pixels[::4])
     vae.register_to_config(scaling_factor=1.0 / std)
-    vae.save_pretrained(folder / "vae")
+    vae.save_pretrained(unfinished / "vae")
+    unfinished.rename(folder)
     return error
 
 
@@ -86,7 +89,7 @@ def judge(pipeline: Path, picture: Path, *, per_class: int = 20, seed: int = 0) 
     images = pipe(
         [caption(int(label)) for label in labels],
         num_inference_steps=20,
-        guidance_scale=2.0,
+        guidance_scale=GUIDANCE,
         height=SIZE,
         width=SIZE,
         output_type="pt",
@@ -99,19 +102,19 @@ def judge(pipeline: Path, picture: Path, *, per_class: int = 20, seed: int = 0) 
 
 
 def _pixels() -> Tensor:
-    """``[1797, 3, 32, 32]`` fp32 in [-1, 1], enlarged as the images are."""
-    from PIL import Image
+    """``[1797, 3, 32, 32]`` fp32 in [-1, 1]."""
+    images = np.stack([np.asarray(image) for image, _ in _enlarged()])
+    return torch.from_numpy(images).float()[:, None].expand(-1, 3, -1, -1) / 127.5 - 1
 
-    scans, _ = real_digits()
-    large = [
-        np.asarray(
-            Image.fromarray(np.round(scan.reshape(8, 8) * 255).astype(np.uint8)).resize(
-                (SIZE, SIZE), Image.Resampling.BICUBIC
-            )
-        )
-        for scan in scans
-    ]
-    return (torch.from_numpy(np.stack(large)).float() / 127.5 - 1)[:, None].expand(-1, 3, -1, -1)
+
+def _enlarged() -> Iterator[tuple[Image, int]]:
+    """Every scan as a grey image of 32 x 32 pixels, with its class."""
+    from PIL import Image as pillow
+
+    scans, labels = real_digits()
+    for scan, label in zip(scans, labels, strict=True):
+        gray = pillow.fromarray(np.round(scan.reshape(8, 8) * 255).astype(np.uint8))
+        yield gray.resize((SIZE, SIZE), pillow.Resampling.BICUBIC), int(label)
 
 
 def _fit(vae: Any, pixels: Tensor, steps: int) -> None:

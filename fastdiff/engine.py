@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ class Engine:
             (p for p in model.parameters() if p.requires_grad), config.optim, skip_non_finite=guard
         )
         names = {id(p): name for name, p in model.named_parameters()}
+        # DeepSpeed makes its fp32 masters of the cast weights; these are the ones that were not rounded.
+        exact = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and precision != "fp32"}
         # Some of DeepSpeed's wrappers take a step with zero gradients to create the state: without a learning rate
         # it moves nothing, and the state it leaves is thrown away.
         _set_lr(optimizer, 0.0)
@@ -81,6 +83,7 @@ class Engine:
         _set_lr(optimizer, config.optim.lr)
         self.optimizer = optimizer
         self.flats: list[Flat] = list(_flats(self._engine, optimizer, names, world))
+        _set_masters(self.flats, exact)
         world.agree(attempt(lambda: create_8bit_state(optimizer, config.optim.name, self.flats, world))[1])
         _unname_shared_memory()
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
@@ -188,6 +191,15 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
         group.pop("initial_lr", None)
+
+
+def _set_masters(flats: Iterable[Flat], weights: Mapping[str, Tensor]) -> None:
+    """Copy fp32 parameters into the masters, as far as they are given; the cast copies are their roundings already."""
+    for flat in flats:
+        for fragment in flat.fragments:
+            if fragment.name in weights:
+                values = weights[fragment.name].flatten()[fragment.start : fragment.start + fragment.numel]
+                fragment.of(flat.master).copy_(values)
 
 
 def _flats(engine: Any, optimizer: torch.optim.Optimizer, names: dict[int, str], world: World) -> Iterator[Flat]:

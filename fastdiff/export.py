@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fastdiff.backends import DTYPES
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.export_weights import ExportedWeights, exported_weights
@@ -27,8 +28,6 @@ from fastdiff.safetensors_stream import write_tensors
 from fastdiff.trained import config_of, open_saved
 
 Format = Literal["diffusers", "lora", "dit", "safetensors"]
-FORMATS: tuple[Format, ...] = get_args(Format)
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.fragments import Fragment
 from fastdiff.model_config import LoraConfig
-from fastdiff.network import build_network, pretrained
+from fastdiff.network import build_network, check_base, pretrained
+from fastdiff.pretrained import readable
 from fastdiff.saved import Saved
 
 Shapes = dict[str, tuple[int, ...]]
@@ -54,7 +56,7 @@ def exported_weights(saved: Saved, config: RunConfig, *, ema: float | None, raw:
         merge: with LoRA, the whole network with the adapter added to it; else the adapter alone.
 
     Raises:
-        ConfigError: there is no such average.
+        ConfigError: there is no such average, or the weights that the adapter was trained on are not there any more.
     """
     if ema is not None and ema not in saved.ema_rates:
         raise ConfigError(f"{saved.folder} has no EMA of rate {ema}; it has {list(saved.ema_rates)}; or use --raw")
@@ -67,13 +69,14 @@ def exported_weights(saved: Saved, config: RunConfig, *, ema: float | None, raw:
 
     if not (config.lora.rank and merge):
         return ExportedWeights(trained, read, rate)
+    check_base(config, saved.manifest.get("base"))
     shapes, base = _base(config)
     return ExportedWeights(shapes, _merged(base, read, trained, config.lora), rate)
 
 
 def _merged(base: Read, adapter: Read, trained: Mapping[str, object], config: LoraConfig) -> Read:
     """``W + alpha / rank * B A`` where there is an adapter (Hu et al. 2021, arXiv:2106.09685, section 4.1)."""
-    scale = (config.rank if config.alpha is None else config.alpha) / config.rank
+    scale = config.numerator / config.rank
 
     def read(name: str) -> Tensor:
         weight, layer = base(name), name.removesuffix(".weight")
@@ -86,18 +89,17 @@ def _merged(base: Read, adapter: Read, trained: Mapping[str, object], config: Lo
 
 
 def _base(config: RunConfig) -> tuple[Shapes, Read]:
-    """The frozen weights of a run with LoRA, from their files; where there are none, from memory."""
-    from safetensors import safe_open
-
+    """The frozen weights of a run with LoRA, one by one from safetensors files, or from memory."""
     path = Path(config.pretrained.path)
-    if not config.pretrained.weights or path.suffix == ".pt":
+    if path.suffix == ".pt":
         plain = replace(config, lora=LoraConfig())
         found = {name: value.detach() for name, value in build_network(plain).named_parameters()}
         return {name: tuple(value.shape) for name, value in found.items()}, found.__getitem__
     files = [path] if path.suffix == ".safetensors" else pretrained(config).weight_files("unet")
     handles: dict[str, Any] = {}
     for file in files:
-        handle: Any = safe_open(file, framework="pt")
+        with readable(file):
+            handle: Any = safe_open(file, framework="pt")
         handles |= {name: handle for name in handle.keys() if name != "pos_embed"}  # noqa: SIM118 (not a mapping)
     shapes = {name: tuple(handle.get_slice(name).get_shape()) for name, handle in handles.items()}
     return shapes, lambda name: handles[name].get_tensor(name).float()

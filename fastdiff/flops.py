@@ -6,7 +6,7 @@ DiT paper prints for XL/2 are multiply-adds.)
 
 from __future__ import annotations
 
-from fastdiff.model_config import DiTConfig, ModelConfig, UNetConfig
+from fastdiff.model_config import CAPTION_TOKENS, DiTConfig, ModelConfig, UNetConfig
 
 _PEAK_BF16 = {
     "A100": 312e12,
@@ -17,10 +17,6 @@ _PEAK_BF16 = {
     "B200": 2250e12,
 }
 """Dense bf16 operations per second, from NVIDIA's data sheets; the longest name that fits counts."""
-
-
-_CAPTION = 77
-"""Tokens of a caption for CLIP."""
 
 
 def forward_flops(config: ModelConfig) -> float:
@@ -71,13 +67,22 @@ def _res_block(inputs: int, width: int, positions: int, time: int) -> int:
 def _transformer(config: UNetConfig, width: int, layers: int, positions: int) -> int:
     """Projections around it and, in each layer, two attentions and a gated feed-forward layer."""
     own = positions * (4 * width**2 + 2 * positions * width)
-    cross = positions * (2 * width**2 + 2 * _CAPTION * width) + 2 * _CAPTION * config.cross_attention_dim * width
+    cross = (
+        positions * (2 * width**2 + 2 * CAPTION_TOKENS * width)
+        + 2 * CAPTION_TOKENS * config.cross_attention_dim * width
+    )
     return layers * (own + cross + 12 * positions * width**2) + (2 * positions * width**2 if layers else 0)
 
 
-def training_flops(config: ModelConfig) -> float:
-    """Return the operations of a forward and a backward pass on one sample, without recomputation."""
-    return 3.0 * forward_flops(config)
+def training_flops(config: ModelConfig, *, adapter: bool = False, dream: bool = False) -> float:
+    """Return the operations of a training step on one sample, without recomputation.
+
+    Args:
+        config: the network.
+        adapter: whether its own weights are frozen (LoRA), so that they have no gradient to compute.
+        dream: whether DREAM's estimate costs another forward pass.
+    """
+    return (3.0 - adapter + dream) * forward_flops(config)
 
 
 def peak_flops(device_name: str) -> float | None:

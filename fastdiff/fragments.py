@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,24 +106,42 @@ def owned_blocks(
                     yield mine, mine.of(tensor)
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory for full parameters and, in fp32, for the largest of them."""
+
+    full: dict[str, Tensor]
+    largest: Tensor
+
+    @staticmethod
+    def reserve(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Room:
+        """Room for parameters of these shapes and this dtype; may run out of memory, and then alone does."""
+        largest = max(math.prod(shape) for shape in shapes.values())
+        full = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+        return Room(full, torch.empty(largest, device=device))
+
+
 def assemble(
-    world: World,
-    flats: Sequence[Flat],
-    tensors: Sequence[Tensor | None],
-    shapes: Shapes,
-    dtype: torch.dtype = torch.float32,
+    world: World, flats: Sequence[Flat], tensors: Sequence[Tensor | None], shapes: Shapes, room: Room | None = None
 ) -> dict[str, Tensor]:
-    """Return the full parameters, rounded to ``dtype``, on every rank's device, from fragments spread over the ranks.
+    """Return the full parameters, on every rank's device, from fragments spread over the ranks; called by all ranks.
 
     Each rank writes its fragments into zeros and the ranks are added up: exact, since all other terms are zero.
+
+    Args:
+        world: the ranks.
+        flats: this rank's.
+        tensors: what stands for each flat, ``[N]`` fp32.
+        shapes: of the parameters.
+        room: where they go, and are rounded to its dtype; None: into new fp32 tensors.
     """
+    room = room or Room.reserve(shapes, torch.float32, world.device)
     mine: dict[str, list[tuple[Fragment, Tensor]]] = {name: [] for name in shapes}
     for fragment, values in owned_fragments(flats, tensors):
         mine[fragment.name].append((fragment, values))
-    full = {}
     for name, shape in shapes.items():
-        whole = torch.zeros(shape, device=world.device).view(-1)
+        whole = room.largest[: math.prod(shape)].zero_()
         for fragment, values in mine[name]:
             whole.narrow(0, fragment.start, fragment.numel).copy_(values)
-        full[name] = world.sum_(whole).view(shape).to(dtype)
-    return full
+        room.full[name].copy_(world.sum_(whole).view(shape))
+    return room.full

@@ -20,7 +20,7 @@ from fastdiff.errors import ConfigError
 
 Resume = Literal["auto", "must", "never"]
 
-_PACKAGES = ("fastdiff", "torch", "triton", "deepspeed", "diffusers", "transformers", "bitsandbytes")
+_PACKAGES = ("fastdiff", "torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes")
 _SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
 
 

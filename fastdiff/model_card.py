@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastdiff.config import RunConfig
 from fastdiff.export_weights import ExportedWeights
-from fastdiff.model_config import DiTConfig
+from fastdiff.model_config import DiTConfig, PretrainedConfig
 from fastdiff.saved import Saved
 from fastdiff.trained import config_of
 
 _SAMPLES = "samples.png"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def write_card(
         f"# {run.resolve().name}\n\n"
         f"{_subject(config, format_)}, trained with fastdiff.\n\n"
         f"{shown}## Training\n\n| | |\n| --- | --- |\n{facts}\n\n"
-        f"## Use\n\n{_use(config, format_, place)}\n"
+        f"## Use\n\n{use_of(config, format_, place)}\n"
         "## License\n\nNot stated yet: it is for the owner of this model to choose, and the licenses of the base model "
         "and of the data bind it.\n"
     )
@@ -78,9 +80,8 @@ def _front_matter(config: RunConfig, format_: str) -> str:
     lines = ["tags:", "- fastdiff", *(["- dit"] if isinstance(config.model, DiTConfig) else [])]
     if not isinstance(config.model, DiTConfig):
         lines += [*(["- lora"] if format_ == "lora" else []), "pipeline_tag: text-to-image", "library_name: diffusers"]
-    base = config.pretrained.path
-    if config.pretrained.weights and not Path(base).exists():  # the hub knows no local folder
-        lines.append(f"base_model: {base}")
+    if config.pretrained.weights and _base_name(config) == config.pretrained.path:  # the hub knows no local folder
+        lines.append(f"base_model: {config.pretrained.path}")
     return "".join(line + "\n" for line in lines)
 
 
@@ -96,10 +97,9 @@ def _facts(config: RunConfig, saved: Saved, weights: ExportedWeights, dtype: str
     pretrained, lora = config.pretrained, config.lora
     facts: dict[str, object] = {"Steps": manifest["progress"]["steps"], "Samples seen": manifest["progress"]["samples"]}
     if pretrained.path:
-        facts["Base model" if pretrained.weights else "Text encoder and autoencoder"] = f"`{pretrained.path}`"
+        facts["Base model" if pretrained.weights else "Text encoder and autoencoder"] = f"`{_base_name(config)}`"
     if lora.rank:
-        alpha = lora.rank if lora.alpha is None else lora.alpha
-        facts["LoRA"] = f"rank {lora.rank}, alpha {alpha:g}, base weights in {_bits(config)}"
+        facts["LoRA"] = f"rank {lora.rank}, alpha {lora.numerator:g}, base weights in {_bits(config)}"
     return facts | {
         "Data set (sha256)": f"`{manifest['dataset']}`",
         "Samples per step": config.batch.samples,
@@ -127,7 +127,8 @@ def _weighting(config: RunConfig) -> str:
     return objective.weighting + gamma
 
 
-def _use(config: RunConfig, format_: str, place: Place) -> str:
+def use_of(config: RunConfig, format_: str, place: Place) -> str:
+    """The code, in Markdown, that uses an exported model."""
     dit = isinstance(config.model, DiTConfig)
     shape = _shape(config.model) if isinstance(config.model, DiTConfig) else ""
     if format_ == "dit":
@@ -140,15 +141,29 @@ def _use(config: RunConfig, format_: str, place: Place) -> str:
     draw = 'image = pipeline("a photograph of a cat").images[0]\nimage.save("image.png")'
     if format_ == "lora":
         load = f'pipeline.load_lora_weights("{place}")\n'
-        return _python(f"{_start(config.pretrained.path)}{load}{draw}")
+        return _python(f"{_start(_base_name(config), _version(config.pretrained))}{load}{draw}")
     if config.pretrained.path:
         return _python(_start(str(place)) + draw)
     code = f'unet = UNet2DConditionModel.from_pretrained("{place}", subfolder="unet")'
     return _python(f"from diffusers import UNet2DConditionModel\n\n{code}")
 
 
-def _start(path: str) -> str:
-    return f'from diffusers import DiffusionPipeline\n\npipeline = DiffusionPipeline.from_pretrained("{path}")\n'
+def _start(path: str, options: str = "") -> str:
+    load = f'DiffusionPipeline.from_pretrained("{path}"{options})'
+    return f"from diffusers import DiffusionPipeline\n\npipeline = {load}\n"
+
+
+def _version(pretrained: PretrainedConfig) -> str:
+    """Arguments that choose the version of a pipeline."""
+    given = {"revision": pretrained.revision, "variant": pretrained.variant}
+    return "".join(f', {name}="{value}"' for name, value in given.items() if value is not None)
+
+
+def _base_name(config: RunConfig) -> str:
+    """What the card calls the pretrained pipeline: its id on the hub, or the last part of a path on this machine."""
+    path = config.pretrained.path
+    is_id = _HUB_ID.fullmatch(path) and not config.pretrained.is_file and not Path(path).exists()
+    return path if is_id else Path(path).resolve().name
 
 
 def _python(code: str) -> str:

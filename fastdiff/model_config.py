@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from fastdiff.errors import ConfigError, require
+
+CAPTION_TOKENS = 77
+"""Tokens of a caption for CLIP."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,8 +190,13 @@ class UNetConfig:
         levels = len(widths)
         down = list(config.get("down_block_types", ["CrossAttnDownBlock2D"] * (levels - 1) + ["DownBlock2D"]))
         layers = _per_level(config.get("transformer_layers_per_block", 1), levels)
-        if any(not isinstance(n, int) for n in layers):
+        if len(layers) != levels or any(not isinstance(n, int) for n in layers):
             raise _refused("transformer_layers_per_block", layers, "one number per level")
+        if len(down) != levels:
+            raise _refused("down_block_types", down, f"{levels} blocks, as many as block_out_channels")
+        heads = config.get("attention_head_dim", 8)
+        if not isinstance(heads, int | list | tuple):
+            raise _refused("attention_head_dim", heads, "a number, or one per level")
         attends = [name == "CrossAttnDownBlock2D" for name in down]
         text_time = config.get("addition_embed_type") == "text_time"
         time_dim = config.get("addition_time_embed_dim") or 256
@@ -197,7 +206,7 @@ class UNetConfig:
             size=config.get("sample_size") or 64,
             block_out_channels=tuple(widths),
             layers_per_block=config.get("layers_per_block", 2),
-            attention_heads=_per_level(config.get("attention_head_dim", 8), levels),
+            attention_heads=_per_level(heads, levels),
             transformer_layers=tuple(n if attend else 0 for n, attend in zip(layers, attends, strict=True)),
             mid_transformer_layers=layers[-1],
             cross_attention_dim=config.get("cross_attention_dim", 1280),
@@ -263,6 +272,11 @@ class PretrainedConfig:
     def __post_init__(self) -> None:
         require(not self.weights or bool(self.path), "--pretrained.weights needs --pretrained.path")
 
+    @property
+    def is_file(self) -> bool:
+        """Whether ``path`` names a file of weights and no pipeline."""
+        return Path(self.path).suffix in (".safetensors", ".pt")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
@@ -280,7 +294,13 @@ class LoraConfig:
     def __post_init__(self) -> None:
         require(self.rank >= 0, f"--lora.rank {self.rank}: 0 (no LoRA) or above")
         require(self.alpha is None or self.alpha > 0, f"--lora.alpha {self.alpha}: above 0, or None")
-        require(self.rank > 0 or self.quantize == "none", "--lora.quantize needs --lora.rank: only LoRA leaves weights")
+        for name, default in (("alpha", None), ("targets", ()), ("quantize", "none")):
+            require(self.rank > 0 or getattr(self, name) == default, f"--lora.{name} needs --lora.rank above 0")
+
+    @property
+    def numerator(self) -> float:
+        """``alpha``, or its default: what is added is scaled by this over the rank."""
+        return self.rank if self.alpha is None else self.alpha
 
 
 _UNET_DEFAULTS: dict[str, Any] = {

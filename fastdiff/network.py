@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from fastdiff.config import Prediction, RunConfig
+from fastdiff.config import PREDICTION_TYPES, Prediction, RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DiTConfig
 from fastdiff.models import Model, build_model, load_model
-from fastdiff.pretrained import Pretrained
+from fastdiff.pretrained import TEXT_ENCODERS, Pretrained, readable
+from fastdiff.saved import file_digest
 from fastdiff.schedule import alpha_bar_of, betas
-
-_PREDICTIONS: dict[str, Prediction] = {"epsilon": "epsilon", "v_prediction": "v", "sample": "x0"}
 
 
 def pretrained(config: RunConfig) -> Pretrained:
@@ -27,21 +28,72 @@ def pretrained(config: RunConfig) -> Pretrained:
 def resolve(config: RunConfig) -> RunConfig:
     """Fill in what the pretrained pipeline decides: the shape of its network, and what it predicts.
 
+    A branch of a pipeline on the hub is replaced by the commit that it stands for now, so that all of the run, its
+    resumes and its export, is of the same one.
+
     Raises:
         ConfigError: there is no such pipeline, or its noise schedule is not that of the run.
     """
-    if not config.pretrained.path or _is_file(config):
+    if not config.pretrained.path or config.pretrained.is_file:
         return config
     found = pretrained(config)
+    if found.commit is not None:
+        config = replace(config, pretrained=replace(config.pretrained, revision=found.commit))
     if config.pretrained.weights:
         config = replace(config, model=found.unet_config())
     if config.pretrained.weights or config.objective.prediction == "auto":
         scheduler = found.scheduler_config()
         if config.objective.prediction == "auto":
-            predicted = _PREDICTIONS[str(scheduler.get("prediction_type", "epsilon"))]
-            config = replace(config, objective=replace(config.objective, prediction=predicted))
+            config = replace(config, objective=replace(config.objective, prediction=_predicted(scheduler)))
         _check_schedule(config, scheduler)
     return config
+
+
+def download(config: RunConfig) -> None:
+    """Bring the weights that every rank reads onto this machine, or see that they are there.
+
+    Raises:
+        ConfigError: a part of the pipeline of the run is missing or cannot be reached.
+    """
+    if not config.pretrained.path or config.pretrained.is_file:
+        return
+    found = pretrained(config)
+    parts = ["unet"] if config.pretrained.weights else []
+    if config.data.online:
+        parts += ["vae", *(name for name in TEXT_ENCODERS if found.folder_of(name).is_dir())]
+    for part in parts:
+        found.weight_files(part)
+
+
+def base_digest(config: RunConfig) -> str | None:
+    """Digest of the frozen weights that a LoRA is added to; None if all weights are trained.
+
+    Raises:
+        ConfigError: they are missing or cannot be read.
+    """
+    if not config.lora.rank:
+        return None
+    if not config.pretrained.is_file:
+        return pretrained(config).digest("unet")
+    with readable(path := Path(config.pretrained.path)):
+        return file_digest(path)
+
+
+def check_base(config: RunConfig, recorded: str | None) -> None:
+    """Refuse frozen weights other than those that the adapter of a run was trained on.
+
+    Args:
+        config: the run's.
+        recorded: their digest, as the checkpoint has it.
+
+    Raises:
+        ConfigError: they differ, or cannot be read.
+    """
+    if recorded is not None and (here := base_digest(config)) != recorded:
+        raise ConfigError(
+            f"{config.pretrained.path} has other weights now (digest {str(here)[:12]}) than those that the adapter was "
+            f"trained on ({recorded[:12]}); put these back"
+        )
 
 
 def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Model:
@@ -78,19 +130,14 @@ def null_label(config: RunConfig) -> Tensor:
     return torch.tensor(config.model.classes)
 
 
-def _is_file(config: RunConfig) -> bool:
-    return Path(config.pretrained.path).suffix in (".safetensors", ".pt")
-
-
 def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
-    if not _is_file(config):
+    if not config.pretrained.is_file:
         return pretrained(config).unet_weights()
-    from safetensors.torch import load_file
-
     path = Path(config.pretrained.path)
     if not path.is_file():
         raise ConfigError(f"--pretrained.path {path}: no such file")
-    found = load_file(path) if path.suffix == ".safetensors" else _published(path)
+    with readable(path):
+        found = load_file(path) if path.suffix == ".safetensors" else _published(path)
     return {name: value.float() for name, value in found.items() if name != "pos_embed"}
 
 
@@ -99,8 +146,25 @@ def _published(path: Path) -> dict[str, Tensor]:
     import argparse
 
     with torch.serialization.safe_globals([argparse.Namespace]):
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    return dict(content.get("ema", content))
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, EOFError) as error:
+            raise ValueError(error) from None
+    state = content.get("ema", content) if isinstance(content, dict) else None
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError("expected a state dict, or one under 'ema'")
+    return state
+
+
+def _predicted(scheduler: Mapping[str, object]) -> Prediction:
+    given = scheduler.get("prediction_type", "epsilon")
+    for ours, theirs in PREDICTION_TYPES.items():
+        if given == theirs:
+            return ours
+    raise ConfigError(
+        f"scheduler_config.json has prediction_type {given!r}, expected {', '.join(PREDICTION_TYPES.values())}; or say "
+        "--objective.prediction epsilon, v or x0"
+    )
 
 
 def _check_schedule(config: RunConfig, scheduler: Mapping[str, object]) -> None:

@@ -174,7 +174,7 @@ class Objective:
             streams=_STREAMS,
             offset=self.config.noise_offset,
             posterior=self.posterior,
-            clean=self.config.prediction != "epsilon",
+            clean=self.config.predicted != "epsilon",
         )
 
     def _drop(self, batch: Batch) -> Condition:

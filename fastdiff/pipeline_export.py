@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fastdiff.config import DiffusionConfig, RunConfig
+from fastdiff.config import PREDICTION_TYPES, DiffusionConfig, RunConfig
+from fastdiff.errors import ConfigError
 from fastdiff.export_weights import ExportedWeights
 from fastdiff.model_config import UNetConfig
 from fastdiff.network import pretrained
@@ -19,7 +20,8 @@ from fastdiff.pretrained import Pretrained
 from fastdiff.safetensors_stream import write_tensors
 
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
-_PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "x0": "sample"}
+_OPTIONAL = ("safety_checker", "feature_extractor", "image_encoder")
+"""Parts that a pipeline works without."""
 _TEXT = (".json", ".txt", ".model")
 
 
@@ -36,7 +38,7 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
         dtype: of the UNet's weights.
 
     Raises:
-        ConfigError: the pretrained pipeline is not there any more.
+        ConfigError: the pretrained pipeline, or a part that it cannot work without, is not there any more.
         OSError: the disk is full, or something else is wrong with it.
     """
     assert isinstance(config.model, UNetConfig)
@@ -57,11 +59,9 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
         "scheduler": ["diffusers", scheduler["_class_name"]],
     }
     for part, kind in index.items():
-        if part not in ("unet", "scheduler") and isinstance(kind, list) and kind[0] is not None:
-            if (pipeline.folder / part).is_dir():
-                _copy_part(pipeline, part, folder / part)
-            else:  # such as a safety checker that was not downloaded
-                index[part] = [None, None]
+        own = part in ("unet", "scheduler") or not isinstance(kind, list) or kind[0] is None
+        if not own and not _copy_part(pipeline, part, folder / part):
+            index[part] = [None, None]
     _write_json(folder / "model_index.json", index)
 
 
@@ -83,7 +83,7 @@ def scheduler_config(base: Mapping[str, Any], objective: DiffusionConfig) -> dic
         "beta_start": start,
         "beta_end": end,
         "trained_betas": None,
-        "prediction_type": _PREDICTIONS[objective.predicted],
+        "prediction_type": PREDICTION_TYPES[objective.predicted],
     }
     zero = objective.zero_terminal_snr
     if not zero and objective.predicted != "x0":
@@ -108,21 +108,32 @@ def _noise(objective: DiffusionConfig) -> tuple[str, float, float]:
     return ("squaredcos_cap_v2" if objective.schedule == "cosine" else "linear"), 1e-4 * scale, 0.02 * scale
 
 
-def _copy_part(pipeline: Pretrained, part: str, target: Path) -> None:
-    """Copy the configuration and the weights of one part, under the names that need no variant to be loaded."""
+def _copy_part(pipeline: Pretrained, part: str, target: Path) -> bool:
+    """Copy the configuration and the weights of one part, under the names that need no variant to be loaded.
+
+    Returns:
+        Whether it was there; a part that a pipeline works without may be missing, or have no safetensors files.
+    """
+    source, variant, required = pipeline.folder / part, pipeline.variant, part not in _OPTIONAL
+    if not source.is_dir():
+        if required:
+            raise ConfigError(f"{source} is missing, without which {pipeline.path} is no pipeline; put it back")
+        return False
+    weights = pipeline.weight_files(part, required=required) if pipeline.has_weights(part) else []
+    if pipeline.has_weights(part) and not weights:
+        return False
     target.mkdir()
-    source, variant = pipeline.folder / part, pipeline.variant
-    tensors = [path.name for path in source.glob("*.safetensors")]
-    chosen = [name for name in tensors if _is_of(variant, name)]
-    chosen = chosen or [name for name in tensors if name.count(".") == 1]
-    for name in sorted(chosen):
-        shutil.copyfile(source / name, target / _plain(name, variant))
+    for path in weights:
+        shutil.copyfile(path, target / _plain(path.name, variant))
+    in_several = any("-of-" in path.name for path in weights)
+    of_variant = any(_is_of(variant, path.name) for path in weights)
     for path in sorted(source.iterdir()):
         if ".index." in path.name:  # says which of several files a weight is in
-            if "safetensors" in path.name and _is_of(variant, path.name) == any(_is_of(variant, n) for n in chosen):
+            if in_several and "safetensors" in path.name and _is_of(variant, path.name) == of_variant:
                 (target / _plain(path.name, variant)).write_text(_plain(path.read_text(), variant))
         elif path.suffix in _TEXT:
             shutil.copyfile(path, target / path.name)
+    return True
 
 
 def _is_of(variant: str | None, name: str) -> bool:

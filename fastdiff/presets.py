@@ -8,7 +8,6 @@ from functools import partial
 
 from fastdiff.config import (
     BatchConfig,
-    DataConfig,
     DiffusionConfig,
     EmaConfig,
     OptimConfig,
@@ -17,6 +16,7 @@ from fastdiff.config import (
     RunConfig,
     ValidationConfig,
 )
+from fastdiff.data_config import DataConfig
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DIT_PATCHES, DIT_SIZES, DiTConfig, PretrainedConfig, UNetConfig, dit_config
 
@@ -71,14 +71,14 @@ def digits_t2i() -> RunConfig:
 
     Not measured yet.
     """
-    steps, batch = 600, 64
+    steps, batch = 1000, 64
     return RunConfig(
         samples=steps * batch,
         model=UNetConfig(
             size=8,
             block_out_channels=(32, 64),
             layers_per_block=1,
-            attention_heads=(4, 4),
+            attention_heads=(2, 2),
             transformer_layers=(1, 0),
             cross_attention_dim=32,
             norm_num_groups=8,
@@ -91,9 +91,9 @@ def digits_t2i() -> RunConfig:
         ema=EmaConfig(rates=(0.98,)),
         performance=PerformanceConfig(precision="fp32"),
         validation=ValidationConfig(
-            prompts=("a handwritten three", "a handwritten seven"), every=300, images_per_prompt=4, guidance_scale=2.0
+            prompts=("a handwritten three", "a handwritten seven"), every=500, images_per_prompt=4, guidance_scale=4.0
         ),
-        output=OutputConfig(folder="runs/digits-t2i", log_every=20, checkpoint_every=300),
+        output=OutputConfig(folder="runs/digits-t2i", log_every=20, checkpoint_every=500),
     )
 
 
@@ -134,7 +134,7 @@ def _from_scratch(name: str, model: UNetConfig, pipeline: str) -> RunConfig:
         pretrained=PretrainedConfig(path=pipeline),
         objective=DiffusionConfig(schedule="scaled_linear", prediction="epsilon"),
         data=DataConfig(path="data/t2i-512"),
-        batch=BatchConfig(samples=batch),
+        batch=BatchConfig(samples=batch, micro=16),
         optim=OptimConfig(
             name="adamw8bit", lr=1e-4, weight_decay=0.01, schedule="constant_with_warmup", warmup_steps=10_000
         ),
@@ -157,8 +157,9 @@ def sd15_finetune() -> RunConfig:
         pretrained=PretrainedConfig(path="stable-diffusion-v1-5/stable-diffusion-v1-5", weights=True),
         objective=DiffusionConfig(schedule="scaled_linear", prediction="auto"),
         data=DataConfig(path="data/finetune"),
-        batch=BatchConfig(samples=batch),
+        batch=BatchConfig(samples=batch, micro=8),
         optim=OptimConfig(name="adamw8bit", lr=1e-5, weight_decay=0.01),
+        ema=EmaConfig(warmup=True),
         output=OutputConfig(folder="runs/sd15-finetune"),
     )
 

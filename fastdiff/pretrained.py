@@ -9,21 +9,32 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import UNetConfig
 
-_ENCODERS = ("text_encoder", "text_encoder_2")
-_DESCRIPTIONS = ("*.json", "*.txt")
-_WEIGHTS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "model"}
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+_DESCRIPTIONS = ("*.json", "*.txt", "*.model")
+_WEIGHTS = {
+    "unet": "diffusion_pytorch_model",
+    "vae": "diffusion_pytorch_model",
+    "text_encoder": "model",
+    "text_encoder_2": "model",
+    "safety_checker": "model",
+    "image_encoder": "model",
+}
+"""Parts with weights, and the names of their files without what follows the first dot or dash."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,8 @@ class Pretrained:
     Args:
         path: folder, or id on the Hugging Face hub, which is downloaded into its cache once.
         revision: branch, tag or commit of an id.
-        variant: variant of the weight files, for example ``fp16``.
+        variant: variant of the weight files, for example ``fp16``; a part that has no such files, and is not the UNet,
+            is taken without.
 
     Raises:
         ConfigError: from every member: no such pipeline, or a part of it is missing or of another kind.
@@ -46,9 +58,18 @@ class Pretrained:
     @cached_property
     def folder(self) -> Path:
         """Where the pipeline lies on this machine; weights come when they are asked for."""
-        if Path(self.path).is_dir():
+        if self._is_local:
             return Path(self.path)
-        return self._download(_DESCRIPTIONS)
+        return self._download(_DESCRIPTIONS, self.revision)
+
+    @property
+    def commit(self) -> str | None:
+        """The commit that ``revision`` stands for now; None for a folder on this machine."""
+        return None if self._is_local else self.folder.name
+
+    @property
+    def _is_local(self) -> bool:
+        return Path(self.path).is_dir()
 
     @property
     def is_autoencoder(self) -> bool:
@@ -61,11 +82,10 @@ class Pretrained:
 
     def unet_weights(self) -> dict[str, Tensor]:
         """Parameters of its UNet, fp32 on the CPU."""
-        from safetensors.torch import load_file
-
         found: dict[str, Tensor] = {}
         for path in self.weight_files("unet"):
-            found.update(load_file(path))
+            with readable(path):
+                found.update(load_file(path))
         return {name: value.float() for name, value in found.items()}
 
     def scheduler_config(self) -> dict[str, Any]:
@@ -80,18 +100,18 @@ class Pretrained:
 
     def text(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> TextEncoder:
         """Its one or two text encoders with their tokenizers, frozen."""
-        from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+        from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-        encoders, tokenizers = [], []
-        for name in _ENCODERS:
-            if (self.folder / name).is_dir():
-                kind = CLIPTextModelWithProjection if name == "text_encoder_2" else CLIPTextModel
-                encoders.append(self._frozen(kind, name, device, dtype))
-                tokenizers.append(
-                    CLIPTokenizer.from_pretrained(self.folder, subfolder=name.replace("text_encoder", "tokenizer"))
-                )
-        if not encoders:
-            raise ConfigError(f"{self.path} has no text_encoder; expected a Stable Diffusion pipeline")
+        kinds = {"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection}
+        names = [name for name in TEXT_ENCODERS if (self.folder / name).is_dir()]
+        if "text_encoder" not in names:
+            alone = " but text_encoder_2, like the refiner of SDXL" if names else ""
+            raise ConfigError(f"{self.path} has no text_encoder{alone}; expected a Stable Diffusion pipeline")
+        encoders = [self._frozen(kinds[name], name, device, dtype) for name in names]
+        tokenizers = [
+            self._tokenizer(name.replace("text_encoder", "tokenizer"), encoder.config.max_position_embeddings)
+            for name, encoder in zip(names, encoders, strict=True)
+        ]
         zeros = bool(self.json("model_index.json").get("force_zeros_for_empty_prompt"))
         return TextEncoder(tokenizers, encoders, torch.device(device), null_is_zero=zeros)
 
@@ -101,28 +121,36 @@ class Pretrained:
         The names, dtypes, shapes and bytes of the tensors count, not how they are spread over files.
         """
         total = hashlib.sha256()
-        for name in _ENCODERS if part == "text_encoder" else (part,):
+        for name in TEXT_ENCODERS if part == "text_encoder" else (part,):
             if self.folder_of(name).is_dir():
                 total.update(self._digest_of(name).encode())
         return total.hexdigest()
 
-    def weight_files(self, part: str) -> list[Path]:
-        """The safetensors files of a part, in the chosen variant."""
-        stem, folder = _WEIGHTS[part.removesuffix("_2")], self.folder_of(part)
-        if not Path(self.path).is_dir():
-            self._download([str((folder / f"{stem}*.safetensors").relative_to(self.folder))])
-        # Without a variant neither model.fp16.safetensors nor model.non_ema.safetensors is meant.
-        ending = rf"\.{re.escape(self.variant)}" if self.variant else ""
-        name = re.compile(rf"{stem}{ending}(-\d+-of-\d+)?\.safetensors")
-        files = sorted(path for path in folder.glob(f"{stem}*.safetensors") if name.fullmatch(path.name))
-        if not files:
-            wanted = f"{stem}.{self.variant}.safetensors" if self.variant else f"{stem}.safetensors"
-            there = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
-            raise ConfigError(
-                f"{folder} has no {wanted}; it has {there}. Use another --pretrained.variant, or save the pipeline "
-                "again with safe_serialization=True"
-            )
-        return files
+    def weight_files(self, part: str, *, required: bool = True) -> list[Path]:
+        """The safetensors files of a part, in the chosen variant; downloads them if the pipeline is on the hub.
+
+        Args:
+            part: its folder; see ``has_weights``.
+            required: whether it is an error if there are none.
+        """
+        variants = [self.variant] if part == "unet" else [self.variant, None]
+        for variant in dict.fromkeys(variants):
+            if files := self._files_of(part, variant):
+                return files
+        if not required:
+            return []
+        folder, stem = self.folder_of(part), _WEIGHTS[part]
+        wanted = f"{stem}.{self.variant}.safetensors" if self.variant and part == "unet" else f"{stem}.safetensors"
+        there = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
+        raise ConfigError(
+            f"{folder} has no {wanted}; it has {there}. Use another --pretrained.variant, or save the pipeline "
+            "again with safe_serialization=True"
+        )
+
+    @staticmethod
+    def has_weights(part: str) -> bool:
+        """Whether a part of that name, such as ``vae`` but not ``tokenizer``, has weights."""
+        return part in _WEIGHTS
 
     def folder_of(self, part: str) -> Path:
         """Where the files of a part lie."""
@@ -141,11 +169,9 @@ class Pretrained:
         return dict(content)
 
     def _digest_of(self, part: str) -> str:
-        from safetensors import safe_open
-
         found: dict[str, str] = {}
         for path in self.weight_files(part):
-            with safe_open(path, framework="pt") as file:
+            with readable(path), safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
                     value = file.get_tensor(name).contiguous()
                     digest = hashlib.sha256(value.view(-1).view(torch.uint8).numpy().data)
@@ -153,25 +179,78 @@ class Pretrained:
         config = {k: v for k, v in self.json(f"{part}/config.json").items() if not k.startswith(("_", "transformers_"))}
         return hashlib.sha256(json.dumps([config, found], sort_keys=True).encode()).hexdigest()
 
+    def _files_of(self, part: str, variant: str | None) -> list[Path]:
+        folder, stem = self.folder_of(part), _WEIGHTS[part] + (f".{variant}" if variant else "")
+        if not self._is_local:
+            place = (folder / stem).relative_to(self.folder)
+            self._download([f"{place}.safetensors", f"{place}-*.safetensors"], self.commit)
+        name = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors")
+        return sorted(path for path in folder.glob("*.safetensors") if name.fullmatch(path.name))
+
     def _frozen(self, kind: Any, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         import transformers
 
-        self.weight_files(part)  # downloads them, and its message is clearer than the library's
+        files, folder = self.weight_files(part), self.folder_of(part)
+        if part in TEXT_ENCODERS and (found := self.json(f"{part}/config.json").get("model_type")) != "clip_text_model":
+            raise ConfigError(f"{folder / 'config.json'} has model_type {found}, expected clip_text_model: CLIP's text")
+        has_variant = self.variant is not None and any(f".{self.variant}" in path.name for path in files)
         transformers.utils.logging.disable_progress_bar()
-        model = kind.from_pretrained(self.folder_of(part), variant=self.variant, torch_dtype=dtype)
+        with readable(folder):
+            model, report = kind.from_pretrained(
+                folder,
+                variant=self.variant if has_variant else None,
+                torch_dtype=dtype,
+                output_loading_info=True,
+            )
+        # They are only logged, and their places hold random numbers.
+        missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+        if missing:
+            raise ConfigError(
+                f"{folder}: {missing[0]} is missing in {files[0].name} or has another shape than config.json says "
+                f"({len(missing)} of the weights); download or save the pipeline again"
+            )
         return model.to(device).requires_grad_(False).eval()
 
-    def _download(self, patterns: Sequence[str]) -> Path:
+    def _tokenizer(self, name: str, length: int) -> Any:
+        from transformers import CLIPTokenizer
+
+        folder = self.folder / name
+        if not any((folder / file).is_file() for file in ("vocab.json", "tokenizer.json")):
+            raise ConfigError(f"{folder} has no vocab.json and no tokenizer.json; expected a tokenizer of CLIP")
+        with readable(folder):
+            tokenizer = CLIPTokenizer.from_pretrained(folder)
+        if tokenizer.model_max_length > length:
+            raise ConfigError(
+                f"{folder}/tokenizer_config.json has model_max_length {tokenizer.model_max_length}, the text encoder "
+                f"has room for {length}; expected at most that"
+            )
+        return tokenizer
+
+    def _download(self, patterns: Sequence[str], revision: str | None) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
 
         try:
-            return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=list(patterns)))
+            return Path(snapshot_download(self.path, revision=revision, allow_patterns=list(patterns)))
         except (OSError, ValueError, HFValidationError) as error:
             raise ConfigError(
                 f"--pretrained.path {self.path}: neither a folder on this machine nor a pipeline on the Hugging Face "
                 f"hub that can be reached ({str(error).splitlines()[0]})"
             ) from None
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Say which file or folder could not be read, whatever the library says that was to read it.
+
+    Raises:
+        ConfigError: instead of the library's error.
+    """
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{path} cannot be read ({reason}); is it complete? Copy or download it again") from None
 
 
 class TextEncoder:

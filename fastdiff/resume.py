@@ -18,9 +18,12 @@ Facts = dict[str, Any]
 
 FREE = (
     "output.",
+    "validation.",
     "data.path",
+    "data.cache",
     "data.loader",
     "data.prefetch",
+    "data.workers",
     "batch.micro",
     "performance.recompute",
 )
@@ -47,11 +50,14 @@ def find(checkpoints: Checkpoints, launch: Launch, facts: Facts, folder: Path) -
 
 
 def check_unchanged(saved: Saved, facts: Facts, allowed: Sequence[str]) -> None:
-    """Raise ConfigError with a diff if the configuration or the data set is not the saved one."""
+    """Raise ConfigError with a diff if the configuration, the data set or the base of a LoRA is not the saved one."""
     _check_known(allowed, facts["config"])
     changes = config_changes(saved.manifest["config"], facts["config"], allowed)
     if saved.manifest["dataset"] != facts["dataset"] and "dataset" not in allowed:
         changes["dataset"] = f"{saved.manifest['dataset'][:12]} -> {facts['dataset'][:12]} (digest)"
+    base, now = saved.manifest.get("base"), facts["base"]
+    if base is not None and now is not None and base != now and "base" not in allowed:
+        changes["base"] = f"{base[:12]} -> {now[:12]} (digest of the weights that the LoRA is added to)"
     if not changes:
         return
     diff = "\n".join(f"  --{key}: {change}" for key, change in changes.items())
@@ -91,7 +97,7 @@ def _is_free(key: str, free: Sequence[str]) -> bool:
 
 
 def _check_known(allowed: Sequence[str], config: dict[str, Any]) -> None:
-    known = ["dataset", *flatten(config)]
+    known = ["dataset", "base", *flatten(config)]
     for key in allowed:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)

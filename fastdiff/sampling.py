@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
-from fastdiff.config import DiffusionConfig
+from fastdiff.config import PREDICTION_TYPES, DiffusionConfig
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DiTConfig
 from fastdiff.schedule import betas
 
 SchedulerName = Literal["ddim", "dpmsolver++", "ddpm"]
 
-_PREDICTION = {"epsilon": "epsilon", "v": "v_prediction", "x0": "sample"}
 _SMALLEST_ALPHA_BAR = 2.0**-24
 
 
@@ -129,7 +128,7 @@ def _solver_factory(objective: DiffusionConfig, name: str, steps: int) -> Callab
     if name not in get_args(SchedulerName):
         choices = ", ".join(get_args(SchedulerName))
         raise ConfigError(f"scheduler {name!r} is unknown; choose one of {choices}")
-    if objective.zero_terminal_snr and objective.prediction == "epsilon":
+    if objective.zero_terminal_snr and objective.predicted == "epsilon":
         raise ConfigError(
             "the last level of a zero-terminal-SNR schedule is pure noise, from which an epsilon prediction "
             "gives no image; use --objective.prediction v or x0"
@@ -139,7 +138,7 @@ def _solver_factory(objective: DiffusionConfig, name: str, steps: int) -> Callab
     if objective.zero_terminal_snr and name == "dpmsolver++":
         # A level without any signal is infinitely far away for this solver, which counts in log SNR.
         alpha_bar = alpha_bar.clamp(min=_SMALLEST_ALPHA_BAR)
-    return lambda: _Solver(_diffusers_scheduler(name, alpha_bar, _PREDICTION[objective.predicted]), times)
+    return lambda: _Solver(_diffusers_scheduler(name, alpha_bar, PREDICTION_TYPES[objective.predicted]), times)
 
 
 def _diffusers_scheduler(name: str, alpha_bar: Tensor, prediction_type: str) -> Any:

@@ -109,7 +109,9 @@ def alpha_bar_of(scheduler: Mapping[str, Any]) -> Tensor:
     start, end = float(scheduler.get("beta_start", 1e-4)), float(scheduler.get("beta_end", 0.02))
     steps = int(scheduler.get("num_train_timesteps", 1000))
     kind = scheduler.get("beta_schedule", "linear")
-    if kind == "linear":
+    if scheduler.get("trained_betas") is not None:
+        table = torch.tensor(scheduler["trained_betas"], dtype=torch.float64)
+    elif kind == "linear":
         table = torch.linspace(start, end, steps, dtype=torch.float64)
     elif kind == "scaled_linear":
         table = torch.linspace(math.sqrt(start), math.sqrt(end), steps, dtype=torch.float64) ** 2

@@ -27,7 +27,7 @@ from fastdiff.objective import Objective
 from fastdiff.progress import Progress
 from fastdiff.saved import Saved
 from fastdiff.state import TrainState
-from fastdiff.training_data import null_condition, open_data
+from fastdiff.training_data import check_provenance, null_condition, open_data
 from fastdiff.validation import PromptImages
 from fastdiff_kernels import dispatch
 
@@ -46,7 +46,7 @@ def build_run(
     Raises:
         FastdiffError: a part does not fit the others, the folder is in use, or the data are damaged.
     """
-    config = _resolve(config, world)
+    config = world.on_first(lambda: _resolve(config))
     ds_config = deepspeed_config.resolve(launch.deepspeed, config, world.size)
     loader_name(config.data)  # refuses a missing loader before anything is built
     world.on_first(lambda: boards.require_installed(config.output.report_to))
@@ -57,8 +57,10 @@ def build_run(
     world.agree(error)
     assert reader is not None
     stack.enter_context(reader)
+    info = reader.info
+    world.on_first(lambda: check_provenance(config, info))
     order = build_order(
-        reader.info,
+        info,
         seed=config.seed,
         window_shards=config.data.shuffle_shards,
         global_batch=config.batch.samples,
@@ -67,15 +69,18 @@ def build_run(
     world.on_first(lambda: _claim(folder, stack))
     facts = {
         "config": as_json(config),
-        "dataset": reader.info.digest,
-        "classes": reader.info.classes,
+        "dataset": info.digest,
+        "classes": info.classes,
+        "base": world.on_first(lambda: network.base_digest(config)),
         "versions": versions(),
     }
     checkpoints = Checkpoints(folder / "checkpoints", config.output.keep, world)
     saved = resume.find(checkpoints, launch, facts, folder)
 
     # The restored weights before DeepSpeed casts and shards them: so the working copies are those of the masters.
-    model = _build_model(config, world, saved)
+    model, error = attempt(lambda: _build_model(config, world, saved))
+    world.agree(error)
+    assert model is not None
     engine = Engine(model, config, ds_config, world, blocks=model.block_classes)
     objective = Objective(
         config.objective,
@@ -83,10 +88,10 @@ def build_run(
         null=null_condition(config, reader),
         device=world.device,
         inputs=model.inputs,
-        posterior=reader.info.kind == "posterior",
+        posterior=info.kind == "posterior",
         dtype=backends.DTYPES[config.performance.precision],
     )
-    ema, meters = Ema(engine.flats, config.ema.rates), Meters(world)
+    ema, meters = Ema(engine.flats, config.ema.rates, warmup=config.ema.warmup), Meters(world)
     state = TrainState(config, world, engine, objective, ema, meters, reader, order, facts, Progress())
     if saved is not None:
         state.progress = restore(saved, state)
@@ -111,12 +116,10 @@ def _callbacks(state: TrainState, checkpoints: Checkpoints, boards: Boards) -> l
     return found
 
 
-def _resolve(config: RunConfig, world: World) -> RunConfig:
-    """Fill in what the pretrained pipeline decides; one rank downloads it, the others find it in the cache."""
-    world.on_first(lambda: network.resolve(config))
-    resolved, error = attempt(lambda: network.resolve(config))
-    world.agree(error)
-    assert resolved is not None
+def _resolve(config: RunConfig) -> RunConfig:
+    """Fill in what the pretrained pipeline decides, and download it: one rank does, the others find it in the cache."""
+    resolved = network.resolve(config)
+    network.download(resolved)
     return resolved
 
 

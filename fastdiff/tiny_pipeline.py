@@ -12,13 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from fastdiff.model_config import UNetConfig
+from fastdiff.model_config import CAPTION_TOKENS, UNetConfig
 
 Kind = Literal["sd15", "sd2", "sdxl"]
 
 IMAGE_SIZE = 32
 _WIDTH = 32
-_TOKENS = 77
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 
 UNETS: dict[Kind, UNetConfig] = {
@@ -114,7 +113,7 @@ def _text_encoder(*, projected: bool) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         initializer_factor=8.0,  # else the embeddings of all captions are nearly the same
-        max_position_embeddings=_TOKENS,
+        max_position_embeddings=CAPTION_TOKENS,
         bos_token_id=_vocabulary()[_START],
         eos_token_id=_vocabulary()[_END],
         pad_token_id=_vocabulary()[_END],
@@ -129,7 +128,7 @@ def _tokenizer(folder: Path) -> Any:
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     vocabulary.write_text(json.dumps(_vocabulary()))
     merges.write_text("#version: 0.2\n")
-    tokenizer = CLIPTokenizer(vocab=str(vocabulary), merges=str(merges), model_max_length=_TOKENS)
+    tokenizer = CLIPTokenizer(vocab=str(vocabulary), merges=str(merges), model_max_length=CAPTION_TOKENS)
     vocabulary.unlink()
     merges.unlink()
     return tokenizer

@@ -50,7 +50,7 @@ def train(config: RunConfig, launch: Launch, world: World) -> Progress:
             state.applied = engine.step()
             state.progress = state.progress.after(config.batch.samples, applied=state.applied)
             if state.applied:
-                ema.update()
+                ema.update(state.progress.applied)
             callbacks.on_step(state)
         callbacks.on_end(state)
         return state.progress

@@ -21,7 +21,7 @@ from fastdiff.data.sources import DIGITS_SOURCE
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.grid import image_grid
 from fastdiff.model_config import DiTConfig, UNetConfig
-from fastdiff.network import build_network, null_label, pretrained
+from fastdiff.network import build_network, check_base, null_label, pretrained
 from fastdiff.sampling import SchedulerName, grid_classes, sample
 from fastdiff.saved import Saved, committed, problems
 
@@ -48,7 +48,7 @@ class TrainedRun:
         ema: decay rate of the average to use; None: the run's first one, or the weights if it has none.
 
     Raises:
-        ConfigError: no run, or no checkpoint, in ``folder``.
+        ConfigError: no run, or no checkpoint, in ``folder``, or other weights than its LoRA was trained on.
         StorageError: there are checkpoints, and none is intact.
     """
 
@@ -60,6 +60,7 @@ class TrainedRun:
         self.step = int(saved.manifest["progress"]["steps"])
         self.classes: int | None = saved.manifest["classes"]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        check_base(self.config, saved.manifest.get("base"))
         # What is forced for the training may not run on this machine.
         anywhere = replace(self.config, performance=replace(self.config.performance, attention="auto"))
         self.model = build_network(anywhere, saved.weights(self.ema)).to(device).eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -34,7 +33,7 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
         device: where images are encoded, if they are.
 
     Raises:
-        ConfigError: they are not made for the model, or not by the pretrained autoencoder or text encoder.
+        ConfigError: they are not made for the model.
         DataError: they are damaged.
         StorageError: they cannot be read.
     """
@@ -48,7 +47,6 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
     # One window of shards is read at a time, and two at its border.
     reader = LatentReader(folder, open_shards=2 * config.data.shuffle_shards, fetch=fetch)
     _check(config, reader.info)
-    _check_provenance(config, reader.info)
     return reader
 
 
@@ -110,18 +108,24 @@ def _check_text(config: RunConfig, model: UNetConfig, info: DatasetInfo) -> None
         )
 
 
-def _check_provenance(config: RunConfig, info: DatasetInfo) -> None:
-    """Refuse latents of another autoencoder, or embeddings of another text encoder, than the pipeline's."""
-    if not config.pretrained.path or Path(config.pretrained.path).is_file():
+def check_provenance(config: RunConfig, info: DatasetInfo) -> None:
+    """Refuse latents of another autoencoder, or embeddings of another text encoder, than the pipeline's.
+
+    Their weights are read for this, all of them.
+
+    Raises:
+        ConfigError: the digests differ, or a part of the pipeline cannot be read.
+    """
+    if not config.pretrained.path or config.pretrained.is_file or config.data.online:
         return
     pipeline = pretrained(config)
     for part, name, made in (
         ("vae", "autoencoder", info.provenance.autoencoder_digest),
         ("text_encoder", "text encoder", info.provenance.text_encoder_digest),
     ):
-        if made is not None and made != pipeline.digest(part):
+        if made is not None and made != (here := pipeline.digest(part)):
             raise ConfigError(
                 f"{config.data.path} was encoded with another {name} than that of --pretrained.path "
-                f"{config.pretrained.path} (digest {made[:12]}, here {pipeline.digest(part)[:12]}); encode again with "
+                f"{config.pretrained.path} (digest {made[:12]}, here {here[:12]}); encode again with "
                 "it, or name the pipeline that the data were encoded with"
             )

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastdiff.config import BatchConfig, DataConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
+from fastdiff.config import BatchConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
+from fastdiff.data_config import DataConfig
 from fastdiff.dist import World
 from fastdiff.launch import Launch, as_json
 from fastdiff.model_config import DiTConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,25 @@ def test_wandb_gets_numbers_and_images(world: World, tmp_path: Path, monkeypatch
     assert (state.folder / "wandb-id").read_text() == first, "a resume goes on with the same run"
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_wandb_is_told_how_a_run_ended(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
+    state.folder.mkdir()
+    with suppress(ConfigError), Boards(state) as boards:  # type: ignore[arg-type]
+        boards.scalars({"loss": 0.25}, 1)
+        if failed:
+            raise ConfigError("what ends a run")
+    wandb.teardown()
+    codes = [record.exit.exit_code for record in _wandb_records(state.folder) if record.HasField("exit")]
+    assert codes == [int(failed)]
+
+
 class _State:
     """What the boards read of a run."""
 
@@ -91,16 +111,21 @@ class _State:
 
 
 def _wandb_history(folder: Path) -> dict[str, Any]:
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    [path] = folder.glob("wandb/offline-run-*/run-*.wandb")
     found: dict[str, Any] = {}
-    for data in _log_records(path.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
+    for record in _wandb_records(folder):
         for item in record.history.item:
             found[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
     return found
+
+
+def _wandb_records(folder: Path) -> Iterator[Any]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    [path] = folder.glob("wandb/offline-run-*/run-*.wandb")
+    for data in _log_records(path.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        yield record
 
 
 def _log_records(log: bytes) -> Iterator[bytes]:

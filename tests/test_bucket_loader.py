@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from fastdiff.config import DataConfig
 from fastdiff.data import build_batches, build_order
 from fastdiff.data.index import ShardIndex
 from fastdiff.data.reader import LatentReader
+from fastdiff.data_config import DataConfig
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.randomness import Stream, uniform
 from fastdiff_kernels import dispatch

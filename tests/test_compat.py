@@ -10,7 +10,7 @@ import pytest
 from fastdiff.cli import parse
 from fastdiff.commands import main
 from fastdiff.compat import in_words, translate
-from fastdiff.config import RunConfig
+from fastdiff.config import EmaConfig, RunConfig
 from fastdiff.errors import ConfigError
 from tests.images import encode, natural
 
@@ -103,7 +103,7 @@ def test_the_flags_arrive() -> None:
     assert config.optim.lr == pytest.approx(1e-5 * 32)
     assert (config.optim.schedule, config.optim.warmup_steps, config.optim.name) == ("cosine", 10, "adamw8bit")
     assert (config.optim.betas, config.optim.clip) == ((0.9, 0.95), 2.0)
-    assert config.ema.rates == (0.9999,)
+    assert config.ema == EmaConfig(rates=(0.9999,), warmup=True)
     objective = config.objective
     assert (objective.prediction, objective.min_snr_gamma) == ("v", 5.0)
     assert (objective.noise_offset, objective.input_perturbation) == (0.1, 0.1)
@@ -116,7 +116,8 @@ def test_the_flags_arrive() -> None:
     assert (config.pretrained.variant, config.seed, config.output.folder) == ("fp16", 7, "out")
     assert (config.output.checkpoint_every, config.output.keep) == (20, 3)
     assert config.output.report_to == ("tensorboard", "wandb")
-    assert any("comet_ml" in note for note in notes)
+    for word in ("comet_ml", "--variant fp16: the UNet", "no two samples share", "fp32 masters"):
+        assert any(word in note for note in notes), word
     assert any("offload_ema" in note for note in notes)
 
 
@@ -131,6 +132,7 @@ def test_lora() -> None:
     assert (config.lora.rank, config.ema.rates) == (8, ())
     assert config.performance.precision == "fp16"
     assert any("fp32 in every precision" in note for note in notes)
+    assert any("--max_grad_norm clips" in note for note in notes)
     with pytest.raises(ConfigError, match="use_ema"):
         translate("t2i-lora", [*T2I, "--use_ema"], gpus=1)
 
@@ -178,6 +180,9 @@ def test_the_encode_command_is_one_that_fastdiff_has(classes: Path, tmp_path: Pa
         ([*T2I, "--report_to", "wandb", "--hub_token", "secret"], "hf auth login"),
         ([*T2I, "--dataset_config_name", "x"], "save_to_disk"),
         ([*T2I, "--lr_scheduler", "steps"], "invalid choice"),
+        ([*T2I, "--image_interpolation_mode", "best"], "invalid choice"),
+        ([*T2I, "--train_batch_size", "0"], "--train_batch_size: 0: expected a whole number of at least 1"),
+        ([*T2I, "--checkpointing_steps", "0"], "--checkpointing_steps: 0"),
     ],
 )
 def test_what_cannot_be_translated_is_refused(flags: list[str], message: str) -> None:

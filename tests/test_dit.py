@@ -14,7 +14,7 @@ from bench.accuracy import assert_no_worse
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
 from fastdiff.models import build_model, load_model
-from fastdiff.models.dit import DiT, DiTBlock, compile_blocks
+from fastdiff.models.dit import DiT, DiTBlock
 from fastdiff.models.embeddings import position_table, timestep_sinusoids
 from fastdiff_kernels import adaln, dispatch
 from fastdiff_kernels.dispatch import Choice
@@ -238,7 +238,7 @@ def test_blocks_compile_to_one_whole_graph() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     config = DiTConfig(depth=4, hidden=24, heads=3, size=6, channels=3, classes=5)
-    model, eager = compile_blocks(trained(config), backend=counter), trained(config)
+    model, eager = trained(config).compile_blocks(backend=counter), trained(config)
     first, second = gradients(eager), gradients(model)
     assert counter.frame_count == 1
     assert all(isinstance(block, DiTBlock) for block in model.blocks)
@@ -265,7 +265,7 @@ def test_kernels_give_the_gradients_of_the_reference(
     model = trained(recompute=recompute)
     if compiled:
         torch._dynamo.reset()
-        compile_blocks(model, backend="aot_eager")
+        model.compile_blocks(backend="aot_eager")
     with dispatch.forced(adaln="triton"):
         ours = gradients(model)
     assert_no_worse(ours, eager, exact)
@@ -287,7 +287,7 @@ def test_layers_say_what_they_use() -> None:
         ("blocks.1.attn", attention),
         ("final_layer", plain),
     ]
-    compile_blocks(model)
+    model.compile_blocks()
     names = dict(dispatch.explain(model, example))
     inductor = "compile (Inductor)"
     assert names["blocks.0"] == Choice("adaln", inductor, inductor, "the tensor is on cpu; in a compiled block")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from fastdiff.commands import main
 from fastdiff.dist import World
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.export import Choice, export
-from fastdiff.model_config import DiTConfig, LoraConfig
+from fastdiff.model_card import Place, use_of
+from fastdiff.model_config import DiTConfig, LoraConfig, PretrainedConfig
 from fastdiff.models import build_model
 from fastdiff.network import build_network
 from fastdiff.pretrained import Pretrained
@@ -25,7 +28,7 @@ from fastdiff.safetensors_stream import write_tensors
 from fastdiff.saved import FORMAT, MANIFEST, VERSION
 from fastdiff.tiny_pipeline import IMAGE_SIZE, UNETS, Kind, build
 from fastdiff.train import train
-from fastdiff.trained import config_of
+from fastdiff.trained import TrainedRun, config_of
 from tests.dit_reference import reference_position
 from tests.processes import run
 from tests.runs import launch, newest, tiny
@@ -79,8 +82,10 @@ def test_the_code_of_the_card_works_and_the_facts_are_those_of_the_run(
         card = Path(name, "README.md").read_text()
         [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
         exec(compile(code, "card", "exec"), {})
-        for fact in (newest(folder).manifest["dataset"], "| Steps | 2 |", "| Samples seen | 16 |", str(made / "sd15")):
+        for fact in ("| Steps | 2 |", "| Samples seen | 16 |", "| Base model | `sd15` |"):
             assert fact in card
+        assert newest(folder).manifest["dataset"] in card
+        assert str(made) not in card, "it may be published"
     assert Path("image.png").exists()
     assert "average with decay rate 0.9, in fp32" in Path("pipe", "README.md").read_text()
     assert "as trained, in fp32" in card
@@ -112,6 +117,37 @@ def test_an_adapter_is_exported_alone_and_merged(world: World, made: Path, tmp_p
         torch.testing.assert_close(merged(noisy, time, context).sample, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(base.unet(noisy, time, context).sample, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(merged.conv_in.weight, before), "what has no adapter stays as it is"
+
+
+def test_an_adapter_belongs_to_its_base(world: World, made: Path, tmp_path: Path) -> None:
+    """Neither goes on, nor is merged, on other weights; alone it can be exported."""
+    base = Path(shutil.copytree(made / "sd15", tmp_path / "base"))
+    config = text_run(made / "sd15-data", base, tmp_path / "run", steps=1, lora=LoraConfig(rank=2))
+    train(config, launch(1), world)
+    assert newest(tmp_path / "run").manifest["base"] == Pretrained(str(base)).digest("unet")
+    path = base / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    weights["conv_in.bias"] += 1
+    save_file(weights, path)
+    with pytest.raises(ConfigError, match=r"has other weights now \(digest \w{12}\) than those that the adapter"):
+        export(tmp_path / "run", tmp_path / "out", Choice(format="diffusers"))
+    with pytest.raises(ConfigError, match="has other weights now"):
+        TrainedRun(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", Choice(format="lora"))
+    longer = replace(config, samples=16)
+    with pytest.raises(ConfigError, match=r"--base: \w{12} -> \w{12} .*\n.*--allow-change base"):
+        train(longer, launch(1), world)
+    train(longer, launch(1, allow_change=("base",)), world)
+    assert newest(tmp_path / "run").manifest["base"] == Pretrained(str(base)).digest("unet")
+
+
+def test_the_card_of_an_adapter_names_the_version_of_its_base(tmp_path: Path) -> None:
+    start = PretrainedConfig(path="me/pipeline", revision="1" * 40, variant="fp16", weights=True)
+    config = text_run(tmp_path, tmp_path, tmp_path, pretrained=start, lora=LoraConfig(rank=2))
+    version = f'revision="{"1" * 40}", variant="fp16"'
+    assert f'from_pretrained("me/pipeline", {version})' in use_of(config, "lora", Place(tmp_path))
+    local = replace(config, pretrained=replace(start, path="/home/me/base", revision=None))
+    assert 'from_pretrained("base", variant="fp16")' in use_of(local, "lora", Place(tmp_path))
 
 
 def test_a_dit_is_exported_under_its_published_names(world: World, digits: Path, tmp_path: Path) -> None:

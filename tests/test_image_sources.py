@@ -158,6 +158,42 @@ def test_class_folders(tmp_path: Path) -> None:
         source(tmp_path)
 
 
+def test_a_split_that_the_folder_does_not_have_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {f"{split}/{k}/{k}.jpg": picture(k) for split in ("train", "validation") for k in (1, 2)})
+    assert source(tmp_path, split="validation").classes == 2
+    with pytest.raises(ConfigError, match=r"has no split 'val'; it has train, validation: choose one of them"):
+        source(tmp_path, split="val")
+    (tmp_path / "train").rename(tmp_path / "test")
+    with pytest.raises(ConfigError, match=r"has no split 'train'; it has test, validation"):
+        source(tmp_path)
+    write(tmp_path, {"a.jpg": picture(1), "a.txt": "beside the folders", "test/1/1.txt": "one"})
+    assert len(source(tmp_path)) == 5
+
+
+def test_captions_are_counted_without_reading_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import pyarrow.parquet
+
+    rows = [{"file_name": f"{k}.jpg", "text": text} for k, text in enumerate(["a", ["b", "c", "d"], ["e", 7], "f"])]
+    write(tmp_path / "rows", {"metadata.jsonl": "\n".join(map(json.dumps, rows))})  # there are no images at all
+    found = source(tmp_path / "rows")
+    assert [found.most_captions(unit) for unit in range(found.units)] == [3, 1]
+    write(tmp_path / "texts", {"1.jpg": b"", "1.txt": "a\n\nb", "2.jpg": b"", "2.txt": b"\xff", "3.jpg": b""})
+    found = source(tmp_path / "texts")
+    for image in (tmp_path / "texts").glob("*.jpg"):
+        image.unlink()
+    assert [found.most_captions(unit) for unit in range(found.units)] == [2, 0]
+    write(tmp_path / "classes", {"one/1.jpg": picture(1)})
+    assert source(tmp_path / "classes").most_captions(0) == 0
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    images = [{"bytes": None, "path": f"/no/such-{k}.jpg"} for k in range(3)]
+    rows = dataset({"image": images, "text": [["a"], ["b", "c"], None]})
+    (tmp_path / "parquet").mkdir()
+    pyarrow.parquet.write_table(rows.data.table, tmp_path / "parquet" / "train.parquet")  # type: ignore[attr-defined]
+    found = source(tmp_path / "parquet")
+    assert [found.most_captions(unit) for unit in range(found.units)] == [2, 0]
+
+
 def test_folders_that_are_no_source(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no images \(jpeg, jpg, png, webp\) among its 0 files"):
         source(tmp_path)

@@ -68,6 +68,42 @@ def test_local_tars(shards: Path) -> None:
         source(shards, caption_column="nothing")
 
 
+def test_a_folder_of_tars_and_images_must_say_which(shards: Path) -> None:
+    for stray in ("train/a.jpg", "metadata.csv"):
+        path = shards / stray
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"-")
+        with pytest.raises(
+            DataError, match=rf"holds tars \(00000.tar\) and images \({stray}\): .* give .*shards/\*\.tar"
+        ):
+            source(shards)
+        assert contents(source(shards / "*.tar")) == expected(3, 4)
+        path.unlink()
+    assert source(shards / "0000[12].tar").units == 2
+    with pytest.raises(DataError, match="there are no tars"):
+        source(shards / "1*.tar")
+    (shards / "[0].tar").write_bytes((shards / "00000.tar").read_bytes())
+    assert contents(source(shards / "[0].tar")) == expected(1, 4)
+
+
+def test_captions_are_counted_without_reading_images(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    extract = tarfile.TarFile.extractfile
+
+    def spy(archive: tarfile.TarFile, member: tarfile.TarInfo) -> object:
+        read.append(member.name.rpartition(".")[2])
+        return extract(archive, member)
+
+    for options, most in (({}, 1), ({"caption_column": "alt"}, 2)):
+        found = source(shards, max_samples=6, **options)
+        monkeypatch.setattr(tarfile.TarFile, "extractfile", spy)
+        assert [found.most_captions(unit) for unit in range(2)] == [most, most]
+        assert set(read) == {"json", "txt"}
+        assert len(read) == 2 * 6
+        read.clear()
+        monkeypatch.undo()
+
+
 def everything_of_remote(text: str) -> list[object]:
     return [(item.image, item.captions, item.label) for item in everything(source(text)) if isinstance(item, ImageItem)]
 
@@ -115,6 +151,8 @@ def test_samples_that_cannot_be_used_are_named(tmp_path: Path) -> None:
             *[("json.jpg", image), ("json.json", b"[" * 100_000)],
             *[("list.jpg", image), ("list.json", b"[]")],
             *[("number.jpg", image), ("number.json", b'{"caption": 7}')],
+            *[("b.v2.jpg", image), ("b.v2.txt", b"x")],
+            *[("c.v2.jpg", image), ("c.v3.JPG", image), ("c.txt", b"x")],
         ],
     )
     members = "among its members"
@@ -128,6 +166,8 @@ def test_samples_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         "odd.tar!json": reasons(found)["odd.tar!json"],  # type: ignore[arg-type]
         "odd.tar!list": "list.json holds no object",
         "odd.tar!number": "its caption is '7', expected a text or a list of texts",
+        "odd.tar!b": "the name of b.v2.jpg has more than one dot, and a key ends at the first; rename it",
+        "odd.tar!c": "the name of c.v2.jpg has more than one dot, and a key ends at the first; rename it",
     }
     assert "json.json is no JSON" in reasons(found)["odd.tar!json"]  # type: ignore[arg-type]
 

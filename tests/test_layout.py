@@ -20,7 +20,8 @@ ENTRY_POINTS = {"fastdiff.train", "fastdiff.cli", "fastdiff.commands"}
 FREE_OF_SIBLINGS = {
     "errors": set(),
     "model_config": {"errors"},
-    "config": {"errors", "model_config"},
+    "data_config": {"errors"},
+    "config": {"errors", "model_config", "data_config"},
     "batch": set(),
     "progress": set(),
     "grid": set(),

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import fastdiff.data
-from fastdiff.config import DataConfig
 from fastdiff.data import build_batches
 from fastdiff.data.index import ShardIndex
 from fastdiff.data.order import Order
 from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.writer import ShardWriter
+from fastdiff.data_config import DataConfig
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.model_config import DiTConfig
 from fastdiff.presets import preset

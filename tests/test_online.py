@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fastdiff.batch import Batch
 from fastdiff.commands import main
-from fastdiff.config import DataConfig
 from fastdiff.data import build_batches, build_order
-from fastdiff.data.online import OnlineImages
+from fastdiff.data.image_items import ImageItem
+from fastdiff.data.online import OnlineBatches, OnlineImages
 from fastdiff.data.reader import LatentReader
+from fastdiff.data_config import DataConfig
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.pretrained import Pretrained
 from fastdiff.tiny_pipeline import build
@@ -79,7 +82,7 @@ def test_online_batches_are_those_of_the_shards(images: Path, pipeline: Path, tm
         assert {name: value.tobytes() for name, value in reader.null().items()} == {
             name: value.tobytes() for name, value in online.null().items()
         }
-        stored = draw(reader, replace(data, online=False, loader="prefetch"), count=6)
+        stored = draw(reader, DataConfig(loader="prefetch", random_flip=True), count=6)
         made = draw(online, data, count=6)
     for first, second in zip(stored, made, strict=True):
         assert torch.equal(first.position, second.position)
@@ -122,6 +125,53 @@ def test_crops_and_flips_change_from_epoch_to_epoch_and_not_with_the_ranks(image
 def test_what_does_not_fit_is_refused(images: Path, pipeline: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         open_images(config(images, **changes), pipeline)
+
+
+@pytest.mark.parametrize(
+    ("part", "weight", "column"),
+    [
+        ("vae/diffusion_pytorch_model", "quant_conv.bias", "latent"),
+        ("text_encoder_2/model", "text_projection.weight", "pooled"),
+    ],
+)
+def test_what_is_not_finite_ends_the_run_by_name(
+    images: Path, pipeline: Path, tmp_path: Path, part: str, weight: str, column: str
+) -> None:
+    broken = shutil.copytree(pipeline, tmp_path / "broken")
+    weights = load_file(broken / f"{part}.safetensors")
+    weights[weight].fill_(1e30)
+    save_file(weights, broken / f"{part}.safetensors")
+    message = rf"\d\d\.png: its {column} is not finite.*--performance\.precision bf16 or fp32"
+    with open_images(config(images), broken) as online, pytest.raises(DataError, match=message):
+        draw(online, config(images), count=1)
+
+
+def test_the_caption_is_chosen_in_fp64_as_from_shards(
+    images: Path, pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Just below 5/6; times six, fp32 rounds it to five.
+    shares = np.full(1, 13981013 / 2**24, np.float32)
+    assert (int(shares[0] * np.float32(6)), int(float(shares[0]) * 6)) == (5, 4)
+    items = [ImageItem("0", "0", b"", tuple(f"picture {n}" for n in range(6)))]
+    data = config(images)
+    with open_images(data, pipeline) as online:
+        order = build_order(online.info, seed=5, window_shards=16, global_batch=MICRO)
+        with build_batches(
+            online, order, config=data, seed=5, device=torch.device("cpu"), start_samples=0, rank=0, ranks=1,
+            micro=MICRO, global_batch=MICRO,
+        ) as batches:  # fmt: skip
+            assert isinstance(batches, OnlineBatches)
+            monkeypatch.setattr(batches, "uniform", lambda stream, position: shares)
+            found = batches._embed(items, torch.zeros(1, dtype=torch.int64))["pooled"]
+            expected = online.encoder.embed(["picture 4"])["pooled"].to(torch.float16)
+            assert torch.equal(found, expected)
+            assert not torch.equal(found, online.encoder.embed(["picture 5"])["pooled"].to(torch.float16))
+
+
+def test_messages_name_the_source_as_it_was_given(images: Path, pipeline: Path) -> None:
+    given = f"{images.parent}//{images.name}/"
+    with open_images(config(images, path=given), pipeline) as online:
+        assert online.folder == given
 
 
 def test_a_bad_image_ends_the_run_by_name(images: Path, pipeline: Path, tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +16,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fastdiff import config_file, tiny_pipeline
-from fastdiff.config import RunConfig
+from fastdiff.config import RunConfig, ValidationConfig
+from fastdiff.data.shards import DatasetInfo
+from fastdiff.data_config import DataConfig
 from fastdiff.errors import ConfigError
-from fastdiff.model_config import PretrainedConfig, UNetConfig
-from fastdiff.network import resolve
+from fastdiff.model_config import LoraConfig, PretrainedConfig, UNetConfig
+from fastdiff.network import build_network, resolve
 from fastdiff.presets import preset
 from fastdiff.pretrained import Pretrained
+from fastdiff.schedule import betas
+from fastdiff.training_data import check_provenance
+from tests.text_runs import encode, text_run
 
 CAPTIONS = ["a handwritten seven", "", "a" * 500]
 
@@ -90,8 +99,16 @@ def test_variants_are_told_apart(copied: Path) -> None:
     shutil.copy(parts[0], parts[1])
     assert Pretrained(str(copied), variant="fp16").weight_files("unet") == parts
     assert Pretrained(str(copied)).weight_files("unet") == [path]
-    with pytest.raises(ConfigError, match=r"no model\.non_ema\.safetensors; it has .*--pretrained.variant"):
-        Pretrained(str(copied), variant="non_ema").text()
+    with pytest.raises(ConfigError, match=r"no diffusion_pytorch_model\.non_ema\.safetensors; it has .*variant"):
+        Pretrained(str(copied), variant="non_ema").unet_weights()
+
+
+def test_a_variant_of_the_unet_alone(copied: Path) -> None:
+    """As in Stable Diffusion 1.5, where only the UNet has non_ema."""
+    plain, with_variant = Pretrained(str(copied)), Pretrained(str(copied), variant="non_ema")
+    assert torch.equal(with_variant.text()(CAPTIONS)["context"], plain.text()(CAPTIONS)["context"])
+    assert with_variant.vae().config == plain.vae().config
+    assert with_variant.digest("vae") == plain.digest("vae")
 
 
 def test_an_autoencoder_alone(pipelines: dict[str, Path]) -> None:
@@ -127,6 +144,51 @@ def test_an_incomplete_pipeline_is_refused(copied: Path) -> None:
         Pretrained(str(copied)).unet_config()
 
 
+@pytest.mark.parametrize(("part", "load"), [("text_encoder", "text"), ("vae", "vae")])
+def test_missing_weights_are_no_random_ones(copied: Path, part: str, load: str) -> None:
+    [path] = (copied / part).glob("*.safetensors")
+    weights = load_file(path)
+    name = sorted(weights)[3]
+    without = {key: value for key, value in weights.items() if key != name}
+    save_file(without, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=re.escape(name.removeprefix("text_model."))):
+        getattr(Pretrained(str(copied)), load)()
+    save_file(without | {name: torch.zeros(3, 3, 3)}, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=part):
+        getattr(Pretrained(str(copied)), load)()
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "vae", "unet"])
+def test_a_truncated_file_is_named(copied: Path, part: str) -> None:
+    [path] = (copied / part).glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-100])
+    found = Pretrained(str(copied))
+    loads = {"text_encoder": found.text, "vae": found.vae, "unet": found.unet_weights}
+    for load in (lambda: found.digest(part), loads[part]):
+        with pytest.raises(ConfigError, match=rf"{part}.* cannot be read"):
+            load()
+
+
+def test_a_text_encoder_of_another_kind_is_refused(pipelines: dict[str, Path], copied: Path, tmp_path: Path) -> None:
+    shutil.rmtree(copied / "tokenizer")
+    with pytest.raises(ConfigError, match=r"tokenizer has no vocab\.json"):
+        Pretrained(str(copied)).text()
+    path = copied / "text_encoder" / "config.json"
+    path.write_text(path.read_text().replace('"clip_text_model"', '"t5"'))
+    with pytest.raises(ConfigError, match="has model_type t5, expected clip_text_model"):
+        Pretrained(str(copied)).text()
+    refiner = Path(shutil.copytree(pipelines["sdxl"], tmp_path / "refiner"))
+    shutil.rmtree(refiner / "text_encoder")
+    with pytest.raises(ConfigError, match="has no text_encoder but text_encoder_2, like the refiner"):
+        Pretrained(str(refiner)).text()
+
+
+def test_a_tokenizer_without_a_length_is_refused(copied: Path) -> None:
+    (copied / "tokenizer" / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match="the text encoder has room for 77"):
+        Pretrained(str(copied)).text()
+
+
 # ---- what a pipeline decides of a run ------------------------------------------------------------------
 
 
@@ -150,6 +212,56 @@ def test_another_noise_schedule_is_refused(pipelines: dict[str, Path]) -> None:
             resolve(finetune(pipelines["sd15"], **wrong))
 
 
+def test_the_betas_of_a_scheduler_are_read(copied: Path) -> None:
+    path = copied / "scheduler" / "scheduler_config.json"
+    scheduler = json.loads(path.read_text())
+    table = betas(finetune(copied, prediction="v").objective)
+    path.write_text(json.dumps(scheduler | {"beta_schedule": "linear", "trained_betas": table.tolist()}))
+    assert resolve(finetune(copied)).objective.prediction == "epsilon"
+    path.write_text(json.dumps(scheduler | {"trained_betas": (table / 2).tolist()}))
+    with pytest.raises(ConfigError, match=r"not the noise of --objective\.schedule"):
+        resolve(finetune(copied))
+    path.write_text(json.dumps(scheduler | {"prediction_type": "flow_prediction"}))
+    with pytest.raises(ConfigError, match="'flow_prediction', expected epsilon, v_prediction, sample"):
+        resolve(finetune(copied))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_damaged_file_of_weights_is_named(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"dit{suffix}"
+    config = replace(preset("digits"), pretrained=PretrainedConfig(path=str(path), weights=True))
+    pickles = [pickle.dumps(content, protocol=2) for content in (os.getcwd, [1])]
+    for content in (None, b"", b"no weights at all", *pickles):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"dit\{suffix}.*(no such file|cannot be read)"):
+            build_network(config)
+
+
+def test_data_of_another_pipeline_are_refused(pipelines: dict[str, Path], copied: Path, tmp_path: Path) -> None:
+    """By its weights, and not by where it lies."""
+    data = encode(tmp_path / "data", pipelines["sd15"])
+    info = DatasetInfo.read(data)
+    check_provenance(text_run(data, copied, tmp_path / "run"), info)
+    for part, name in (("text_encoder", "text encoder"), ("vae", "autoencoder")):
+        [path] = (copied / part).glob("*.safetensors")
+        save_file({key: value + 1 for key, value in load_file(path).items()}, path)
+        with pytest.raises(ConfigError, match=rf"was encoded with another {name} .*digest \w{{12}}, here \w{{12}}"):
+            check_provenance(text_run(data, copied, tmp_path / "run"), info)
+
+
+def test_what_needs_a_pipeline_says_so() -> None:
+    file = PretrainedConfig(path="dit.pt", weights=True)
+    for flag, change in (
+        ("--validation.prompts", {"validation": ValidationConfig(prompts=("a cat",))}),
+        ("--data.online", {"data": DataConfig(online=True)}),
+    ):
+        with pytest.raises(ConfigError, match=f"{flag} needs --pretrained.path, a pipeline of diffusers; given dit.pt"):
+            replace(preset("digits"), pretrained=file, **change)
+    with pytest.raises(ConfigError, match=r"--lora.rank 4 needs --pretrained.weights"):
+        replace(preset("sd15-512"), lora=LoraConfig(rank=4))
+
+
 def test_a_run_that_names_no_pipeline_is_left_alone() -> None:
     assert resolve(preset("digits")) == preset("digits")
 
@@ -166,7 +278,17 @@ def test_the_kind_of_model_in_a_file_wins(tmp_path: Path) -> None:
     assert config_file.overlay(config, str(path)) == replace(config, seed=3)
 
 
-@pytest.mark.parametrize("changes", [{"act_fn": "gelu"}, {"resnet_time_scale_shift": "scale_shift"}, {"dropout": 0.1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"act_fn": "gelu"},
+        {"resnet_time_scale_shift": "scale_shift"},
+        {"dropout": 0.1},
+        {"down_block_types": ["DownBlock2D"]},
+        {"transformer_layers_per_block": [1, 2]},
+        {"attention_head_dim": None},
+    ],
+)
 def test_another_unet_is_refused(changes: dict[str, Any]) -> None:
     config = UNetConfig().to_diffusers()
     assert UNetConfig.from_diffusers(config) == UNetConfig()

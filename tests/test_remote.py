@@ -202,10 +202,16 @@ def test_shards_come_from_s3(bucket: str, digits: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], array)
 
 
-def test_a_folder_needs_no_cache_and_an_address_one(digits: Path) -> None:
+def test_a_folder_needs_no_cache_and_an_address_has_one(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert open_shards_folder(str(digits), "") == (digits, None)
-    with pytest.raises(ConfigError, match=r"--data.cache DIR"):
-        open_shards_folder(f"https://host/data?{SECRET}", "")
+    assert not list(tmp_path.iterdir())
+    with http_server(digits) as server:
+        folder, ensure = open_shards_folder(server.url, "")
+        assert folder.parent == tmp_path / ".cache" / "fastdiff" / "shards"
+        assert LatentReader(folder, fetch=ensure).read([5])["label"] == LatentReader(digits).read([5])["label"]
 
 
 def test_a_shard_of_another_encode_is_refused(digits: Path, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def _compare_ema(world: World, digits: Path, folder: Path) -> dict[int, bool]:
             prediction = engine(images, torch.full((8,), step), torch.arange(8))
             engine.backward((prediction - images).square().mean())
             assert engine.step()
-            ema.update()
+            ema.update(step + 1)
             weights = assemble(world, engine.flats, masters, engine.shapes)
             full = {name: torch.lerp(average, weights[name], 1.0 - 0.9) for name, average in full.items()}
         average = assemble(world, engine.flats, ema.averages[0.9], engine.shapes)

@@ -25,8 +25,6 @@ from tests.runs import tiny
 _GIB = 2**30
 _SIDE = 8
 """Height and width of the latents of an image of 64 px."""
-_SUB_GROUP = 50_000_000
-"""Parameters that are optimized at a time: plain torch, which does it on a CPU, has several fp32 copies of them."""
 
 
 def _one_step(world: World) -> dict[str, float]:
@@ -38,7 +36,6 @@ def _one_step(world: World) -> dict[str, float]:
     model = UNet(UNetConfig(), recompute=True)
     built = time.monotonic()
     settings = resolve(read(str(ROOT / "deepspeed_configs" / "zero3.json")), config, world.size)
-    settings["zero_optimization"]["sub_group_size"] = _SUB_GROUP
     engine = Engine(model, config, settings, world, model.block_classes)
     objective = Objective(config.objective, seed=0, null={}, device=world.device, dtype=torch.bfloat16)
     before = [flat.master[::997].clone() for flat in engine.flats]

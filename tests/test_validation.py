@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fastdiff import callbacks
+from fastdiff import callbacks, fragments
 from fastdiff.commands import main
 from fastdiff.config import RunConfig, ValidationConfig
 from fastdiff.dist import World
@@ -86,14 +86,14 @@ def runs(world: World, made: Path, digits: Path, tmp_path_factory: pytest.TempPa
     return {"text": folder / "text", "digits": folder / "digits"}
 
 
-def _train_without_memory(world: World, config: RunConfig, start: Launch) -> str:
-    """Train where the second rank has no memory for images."""
+def _train_without_memory(world: World, config: RunConfig, start: Launch, where: str) -> str:
+    """Train where the second rank has no memory for images, or for the copy of the network that draws them."""
 
     def full(*args: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     if world.rank == 1:
-        callbacks.sample = full  # type: ignore[assignment]
+        setattr(callbacks if where == "sample" else fragments.Room, where, full)
     try:
         train(config, start, world)
     except ConfigError as error:
@@ -101,9 +101,10 @@ def _train_without_memory(world: World, config: RunConfig, start: Launch) -> str
     return "no error"
 
 
-def test_a_rank_that_cannot_draw_stops_all(torch_extensions: Path, made: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["sample", "reserve"])
+def test_a_rank_that_cannot_draw_stops_all(torch_extensions: Path, made: Path, tmp_path: Path, where: str) -> None:
     config = text_run(made / "sd15-data", made / "sd15", tmp_path / "run", validation=DRAWN, output__checkpoint_every=1)
-    found = run_ranks(_train_without_memory, config, launch(3), ranks=2)
+    found = run_ranks(_train_without_memory, config, launch(3), where, ranks=2)
     assert found[0] == found[1]
     assert "no memory left" in found[0]
     assert "--validation.every 0" in found[0]

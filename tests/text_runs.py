@@ -11,7 +11,6 @@ import torch
 
 from fastdiff.config import (
     BatchConfig,
-    DataConfig,
     DiffusionConfig,
     EmaConfig,
     OptimConfig,
@@ -22,6 +21,7 @@ from fastdiff.config import (
 )
 from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.writer import ShardWriter
+from fastdiff.data_config import DataConfig
 from fastdiff.dist import World
 from fastdiff.launch import Launch
 from fastdiff.model_config import PretrainedConfig

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from fastdiff.commands.arguments import Subcommands, count, shape
-from fastdiff.errors import require
+from fastdiff.errors import ConfigError, require
 
 _ITSELF = ("digits", "synthetic")
+_SYNTHETIC = ("shape", "samples", "classes")
 
 
 def add(commands: Subcommands) -> None:
@@ -19,6 +22,9 @@ def add(commands: Subcommands) -> None:
         description="Encode images into latent shards with the autoencoder and the text encoder of a pipeline. Run it "
         "on many GPUs with torchrun, deepspeed --no_python --no_local_rank, or srun. After a kill, the same command "
         "goes on where it was.",
+        # What is not given is not among the arguments: the defaults are those of the functions that are called, and an
+        # option of another kind of source is noticed.
+        argument_default=argparse.SUPPRESS,
     )
     parser.add_argument(
         "source",
@@ -31,9 +37,9 @@ def add(commands: Subcommands) -> None:
     _add_images(parser)
     _add_work(parser)
     group = parser.add_argument_group("synthetic")
-    group.add_argument("--shape", type=shape, default=(4, 32, 32), metavar="C,H,W", help="latent shape")
-    group.add_argument("--samples", type=count, default=10_000, help="number of samples")
-    group.add_argument("--classes", type=count, default=1000, help="number of classes")
+    group.add_argument("--shape", type=shape, metavar="C,H,W", help="latent shape")
+    group.add_argument("--samples", type=count, help="number of samples")
+    group.add_argument("--classes", type=count, help="number of classes")
     parser.set_defaults(run=_encode)
 
 
@@ -45,21 +51,19 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--precision",
         choices=("fp32", "bf16", "fp16"),
-        default="fp32",
         help="of the autoencoder and the text encoders; fp32 is exact, bf16 several times as fast on a GPU",
     )
-    group.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="of what is stored")
-    group.add_argument("--batch", type=count, default=16, help="images per pass through the autoencoder")
+    group.add_argument("--dtype", choices=("float16", "float32"), help="of what is stored")
+    group.add_argument("--batch", type=count, help="images per pass through the autoencoder")
 
 
 def _add_images(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("images")
-    group.add_argument("--resolution", type=count, default=512, help="side of the images in pixels")
-    group.add_argument("--crop", choices=("center", "adm"), default="center", help="adm: as ADM, DiT and SiT do it")
+    group.add_argument("--resolution", type=count, help="side of the images in pixels")
+    group.add_argument("--crop", choices=("center", "adm"), help="adm: as ADM, DiT and SiT do it")
     group.add_argument(
         "--interpolation",
         choices=("nearest", "nearest_exact", "bilinear", "bicubic", "box", "hamming", "lanczos"),
-        default="lanczos",
         help="filter of the resize",
     )
     group.add_argument(
@@ -71,19 +75,17 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--decode",
         choices=("auto", "dali", "pillow"),
-        default="auto",
         help="pillow is the exact reference; auto: DALI where it is installed",
     )
     group.add_argument("--flip", action="store_true", help="store the latents of the mirrored images too")
     group.add_argument(
         "--captions",
         choices=("first", "all"),
-        default="first",
-        help="which captions of an image are embedded; all reads the source twice, to count them",
+        help="which captions of an image are embedded; all counts them first, for which a server sends all of its tars",
     )
-    group.add_argument("--image-column", default="image", help="column of a Hugging Face dataset")
-    group.add_argument("--caption-column", default="text", help="column or field of the captions")
-    group.add_argument("--split", default="train", help="split of a Hugging Face dataset or a folder")
+    group.add_argument("--image-column", help="column of a Hugging Face dataset")
+    group.add_argument("--caption-column", help="column or field of the captions")
+    group.add_argument("--split", help="split of a Hugging Face dataset or a folder")
     group.add_argument("--max-samples", type=count, help="only so many images, the first ones")
 
 
@@ -92,38 +94,51 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bad",
         choices=("fail", "skip"),
-        default="fail",
         help="skip: images that cannot be used are left out and listed in OUT/bad_images.jsonl",
     )
-    group.add_argument("--samples-per-shard", type=count, default=1024, help="images per shard; a tar is one shard")
-    group.add_argument("--workers", type=count, default=4, help="threads that decode, per rank")
+    group.add_argument("--samples-per-shard", type=count, help="images per shard; a tar is one shard")
+    group.add_argument("--workers", type=count, help="threads that decode, per rank")
 
 
 def _encode(arguments: argparse.Namespace) -> None:
-    if arguments.source in _ITSELF:
-        require(
-            arguments.pretrained is None,
-            f"{arguments.source} are no images, and take no --pretrained; for a folder of that name, say "
-            f"./{arguments.source}",
-        )
-        _encode_itself(arguments)
+    given = vars(arguments)
+    source = given["source"]
+    if source in _ITSELF:
+        _require_own(given, _SYNTHETIC if source == "synthetic" else ())
+        _encode_itself(source, given)
         return
     require(
-        arguments.pretrained is not None,
-        f"--pretrained is missing: the pipeline whose autoencoder encodes {arguments.source} (without it, the source "
+        "pretrained" in given,
+        f"--pretrained is missing: the pipeline whose autoencoder encodes {source} (without it, the source "
         f"is {' or '.join(_ITSELF)})",
     )
     from fastdiff.data.encode_images import encode_images
     from fastdiff.data.encode_options import EncodeOptions
 
     names = EncodeOptions.__dataclass_fields__
-    encode_images(EncodeOptions(**{name: getattr(arguments, name) for name in names}))
+    _require_own(given, names)
+    encode_images(EncodeOptions(**{name: given[name] for name in names if name in given}))
 
 
-def _encode_itself(arguments: argparse.Namespace) -> None:
+def _require_own(given: Mapping[str, Any], own: Collection[str]) -> None:
+    """Refuse options that the source has no use for."""
+    source = given["source"]
+    for name in given:
+        flag = "--" + name.replace("_", "-")
+        if name in (*own, "source", "out", "run"):
+            continue
+        if name in _SYNTHETIC:
+            instead = "use --max-samples" if name == "samples" and source not in _ITSELF else "leave it out"
+            raise ConfigError(f"{flag} is for the source synthetic, and the source is {source}; {instead}")
+        raise ConfigError(
+            f"{flag} is for images, and {source} is none; leave it out, or for a folder of that name say ./{source}"
+        )
+
+
+def _encode_itself(source: str, given: Mapping[str, Any]) -> None:
     from fastdiff.data.encode import encode_digits, encode_synthetic
 
-    if arguments.source == "digits":
-        encode_digits(arguments.out)
+    if source == "digits":
+        encode_digits(given["out"])
     else:
-        encode_synthetic(arguments.out, arguments.shape, arguments.samples, classes=arguments.classes)
+        encode_synthetic(given["out"], **{name: given[name] for name in _SYNTHETIC if name in given})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from fastdiff.commands.arguments import count
 from fastdiff.compat.translation import Translation, count_images, flag, launcher
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DIT_PATCHES, DIT_SIZES
 
 _MODELS = [f"DiT-{letter}/{patch}" for letter in DIT_SIZES for patch in DIT_PATCHES]
-_LARGEST_CLASS_COUNT = 1000
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -20,10 +20,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", choices=_MODELS, default="DiT-XL/2")
     add("--image-size", type=int, choices=(256, 512), default=256)
     for name, number in (
-        ("num-classes", _LARGEST_CLASS_COUNT), ("epochs", 1400), ("global-batch-size", 256), ("global-seed", 0),
-        ("num-workers", 4), ("log-every", 100), ("ckpt-every", 50_000),
+        ("num-classes", 1000), ("epochs", 1400), ("global-batch-size", 256), ("log-every", 100), ("ckpt-every", 50_000),
     ):  # fmt: skip
-        add(f"--{name}", type=int, default=number)
+        add(f"--{name}", type=count, default=number)
+    add("--global-seed", type=int, default=0)
+    add("--num-workers", type=int, default=4)
     add("--vae", choices=("ema", "mse"), default="ema")
 
 
@@ -45,7 +46,7 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
                 "fastdiff", "encode", flags.data_path, latents,
                 "--pretrained", f"stabilityai/sd-vae-ft-{flags.vae}",
                 "--resolution", str(flags.image_size), "--crop", "adm", "--decode", "pillow", "--flip",
-                "--workers", str(flags.num_workers),
+                "--workers", str(max(1, flags.num_workers)),
             ],
             [
                 *launcher(gpus),
@@ -75,7 +76,8 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
         ],
         notes=[
             "the variance is not learned (learn_sigma): the loss is the squared error of the noise alone, without "
-            "their variational term, and the network has half their output channels",
+            "their variational term, and the network has half their output channels, so that their sample.py does not "
+            "load it as it is",
             "the run is one folder that a second start continues; theirs makes a new numbered folder each time, "
             "and cannot resume",
             "noise, timesteps and dropped labels come from the seed and the position in the run, the same on any "

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import math
 
+from fastdiff.commands.arguments import count
 from fastdiff.compat.translation import Translation, count_images, flag, launcher
 from fastdiff.errors import ConfigError
 
-_PREDICTION = {None: "auto", "epsilon": "epsilon", "v_prediction": "v", "sample": "x0"}
+_PREDICTION = {None: "auto", "epsilon": "epsilon", "v_prediction": "v"}
 _PRECISION = {None: "fp32", "no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+_FILTERS = ("nearest", "nearest_exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
 
 
@@ -34,8 +36,8 @@ def add_lora_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of train_text_to_image_lora.py."""
     _add_common(parser, output_dir="sd-model-finetuned-lora", validation_epochs=1)
     parser.add_argument("--validation_prompt")
-    parser.add_argument("--num_validation_images", type=int, default=4)
-    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--num_validation_images", type=count, default=4)
+    parser.add_argument("--rank", type=count, default=4)
 
 
 def _add_common(parser: argparse.ArgumentParser, *, output_dir: str, validation_epochs: int) -> None:
@@ -47,16 +49,17 @@ def _add_common(parser: argparse.ArgumentParser, *, output_dir: str, validation_
     for name, text in (("image_column", "image"), ("caption_column", "text"), ("logging_dir", "logs")):
         add(f"--{name}", default=text)
     add("--output_dir", default=output_dir)
-    add("--image_interpolation_mode", default="lanczos")
+    add("--image_interpolation_mode", default="lanczos", choices=_FILTERS)
     add("--report_to", default="tensorboard")
-    for name in ("max_train_samples", "seed", "max_train_steps", "checkpoints_total_limit"):
-        add(f"--{name}", type=int)
-    whole = {
+    for name in ("max_train_samples", "max_train_steps", "checkpoints_total_limit"):
+        add(f"--{name}", type=count)
+    counts = {
         "resolution": 512, "train_batch_size": 16, "num_train_epochs": 100, "gradient_accumulation_steps": 1,
-        "lr_warmup_steps": 500, "dataloader_num_workers": 0, "checkpointing_steps": 500, "local_rank": -1,
-        "validation_epochs": validation_epochs,
+        "checkpointing_steps": 500, "validation_epochs": validation_epochs,
     }  # fmt: skip
-    for name, number in whole.items():
+    for name, number in counts.items():
+        add(f"--{name}", type=count, default=number)
+    for name, number in {"lr_warmup_steps": 500, "dataloader_num_workers": 0, "local_rank": -1, "seed": None}.items():
         add(f"--{name}", type=int, default=number)
     real = {
         "learning_rate": 1e-4, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_weight_decay": 1e-2,
@@ -83,15 +86,11 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
         *(flag("objective.dream", True) if flags.dream_training else []),
         *(flag("objective.dream_detail_preservation", flags.dream_detail_preservation) if flags.dream_training else []),
         *flag("ema.rates", (0.9999,) if flags.use_ema else ()),
+        *flag("ema.warmup", flags.use_ema),
         *flag("output.project", flags.tracker_project_name),
         *_validation(flags, gpus, flags.validation_prompts or [], 1),
     ]
     _add_commands(done, flags, gpus, own, "diffusers")
-    done.note(
-        flags.use_ema,
-        "the average starts at the weights and moves by 0.9999 from the first step on; theirs warms up, by "
-        "(1 + n) / (10 + n) at step n",
-    )
     done.note(
         flags.offload_ema or flags.foreach_ema,
         "--offload_ema and --foreach_ema: the average is always fused, and spread over the GPUs by ZeRO",
@@ -110,6 +109,11 @@ def translate_lora(flags: argparse.Namespace, gpus: int) -> Translation:
         *_validation(flags, gpus, prompts, flags.num_validation_images),
     ]
     _add_commands(done, flags, gpus, own, "lora")
+    done.note(
+        flags.max_grad_norm,
+        "--max_grad_norm clips the gradient; in their script it has no effect, because the list of parameters that it "
+        "is given is empty when it is used",
+    )
     done.notes.append(
         "the added matrices and their Adam state are fp32 in every precision; theirs are bf16 with "
         "--mixed_precision bf16"
@@ -169,7 +173,7 @@ def _batch(flags: argparse.Namespace, gpus: int) -> int:
 def _steps_per_epoch(flags: argparse.Namespace, gpus: int) -> int:
     images = count_images(
         _source(flags),
-        "give --max_train_steps, and leave out the validation prompts",
+        "give --max_train_steps, and no validation prompts",
         image_column=flags.image_column,
         caption_column=flags.caption_column,
     )
@@ -257,10 +261,31 @@ def _add_notes(done: Translation, flags: argparse.Namespace) -> None:
         "the images are encoded anew in every epoch, as in their script; `fastdiff encode` does it once, after which "
         "--data.path names the shards and --data.online goes (centre crops only)",
     ]
+    done.note(
+        flags.seed is not None,
+        "with --seed all of their processes draw the same noise and timesteps; here no two samples share any",
+    )
     done.note(flags.seed is None, "without --seed their run cannot be repeated; here the seed is 0")
     done.note(
         (flags.mixed_precision or "no") != "no",
         "the weights of the forward pass are in 16 bits, with fp32 masters (DeepSpeed); theirs are fp32 under autocast",
+    )
+    done.note(
+        flags.mixed_precision is None,
+        "without --mixed_precision theirs is the precision of `accelerate launch`; here it is fp32: add "
+        "--performance.precision bf16 if theirs is lower",
+    )
+    done.note(
+        flags.variant,
+        f"--variant {flags.variant}: the UNet is taken from that variant too; theirs starts from the plain weights",
+    )
+    done.note(
+        getattr(flags, "validation_prompts", None) or getattr(flags, "validation_prompt", None),
+        "validation images are drawn with DPM-Solver++; theirs with the scheduler of the pipeline",
+    )
+    done.note(
+        flags.dataset_name and flags.train_data_dir,
+        "--train_data_dir is not used beside --dataset_name; theirs hands it to the data set's loading script",
     )
     done.note(flags.max_train_samples, "--max_train_samples: the first ones are taken; theirs are shuffled before")
     done.note(

@@ -40,8 +40,7 @@ def count_images(source: str, what_else: str, **columns: str) -> int:
         return len(open_source(source, samples_per_unit=1, **columns))  # type: ignore[arg-type]
     except FastdiffError as error:
         raise ConfigError(
-            f"the length of the run is given in epochs, and the images of {source} cannot be counted ({error}); "
-            f"{what_else}"
+            f"something is given in epochs, and the images of {source} cannot be counted ({error}); {what_else}"
         ) from None
 
 

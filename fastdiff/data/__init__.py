@@ -8,13 +8,15 @@ plain prefetching thread.
 from __future__ import annotations
 
 import importlib.util
+import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from fastdiff.config import DataConfig
 from fastdiff.data.bucket_order import BucketOrder
 from fastdiff.data.order import Order, RankPositions, SampleOrder
 from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import DatasetInfo
+from fastdiff.data_config import DataConfig
 from fastdiff.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,12 +60,22 @@ def build_order(info: DatasetInfo, *, seed: int, window_shards: int, global_batc
         global_batch: Samples per optimizer step; it matters only if there are several buckets.
 
     Raises:
-        ConfigError: A bucket has fewer samples than a batch, or ``window_shards`` is below 1.
+        ConfigError: No bucket fills a batch, or ``window_shards`` is below 1.
     """
     sizes, buckets = [shard.samples for shard in info.shards], [shard.bucket for shard in info.shards]
     if len(set(buckets)) == 1:
         return Order(seed, sizes, window_shards)
-    return BucketOrder(seed, sizes, buckets, window_shards, global_batch, info.buckets)
+    order = BucketOrder(seed, sizes, buckets, window_shards, global_batch, info.buckets)
+    if order.left_out and os.environ.get("RANK", "0") == "0":
+        lost = (f"{bucket} ({'{}x{}'.format(*info.buckets[bucket])}): {n}" for bucket, n in order.left_out.items())
+        warnings.warn(
+            f"never trained on, as their buckets fill no batch of --batch.samples {global_batch}: "
+            f"{sum(order.left_out.values())} of {info.samples} samples (bucket (latents): samples; {', '.join(lost)}); "
+            "use a smaller batch, or encode with fewer buckets",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return order
 
 
 def build_batches(

@@ -34,9 +34,11 @@ _JOIN_SECONDS = 10.0
 class Source(Protocol):
     """What samples come from: shards, or images."""
 
-    folder: Path
-    """Where they lie, for messages."""
     info: DatasetInfo
+
+    @property
+    def folder(self) -> Path | str:
+        """Where they lie, for messages: a path, or an address."""
 
 
 class Batches(ABC):

@@ -24,7 +24,7 @@ class BucketOrder:
     The samples [s * G, (s + 1) * G) of step s are of one bucket. An epoch takes from every bucket, in the order of its
     own shards (``Order``), as many global batches as it fills; the batches of all buckets are shuffled. What does not
     fill a batch is left out; since the order of a bucket changes with every epoch, so do the samples that are left out.
-    Usable from several threads.
+    A bucket that fills no batch at all is left out altogether. Usable from several threads.
 
     Args:
         seed: Seed of the run, any integer; its low 64 bits count.
@@ -34,8 +34,11 @@ class BucketOrder:
         global_batch: G, samples per optimizer step.
         sizes: Latent height and width of each bucket, for messages.
 
+    Attributes:
+        left_out: Number of samples of each bucket that fills no batch.
+
     Raises:
-        ConfigError: A bucket has fewer samples than a batch, or ``window_shards`` is below 1.
+        ConfigError: No bucket fills a batch, or ``window_shards`` is below 1.
         DataError: A shard is empty.
     """
 
@@ -51,20 +54,22 @@ class BucketOrder:
         self._seed, self._global_batch = seed, global_batch
         all_sizes, of_shard = np.asarray(shard_sizes, np.int64), np.asarray(buckets, np.int64)
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(all_sizes)])
-        used = np.unique(of_shard).tolist()
+        totals = {bucket: int(all_sizes[of_shard == bucket].sum()) for bucket in np.unique(of_shard).tolist()}
+        used = [bucket for bucket, samples in totals.items() if samples >= global_batch]
+        self.left_out = {bucket: samples for bucket, samples in totals.items() if samples < global_batch}
+        if not used:
+            fullest = max(totals, key=totals.__getitem__)
+            height, width = sizes[fullest]
+            raise ConfigError(
+                f"no bucket fills a batch: {fullest} ({height}x{width} latents) has the most samples, "
+                f"{totals[fullest]}, fewer than --batch.samples {global_batch}, and every batch is of one bucket; use "
+                "a smaller batch, or encode with fewer buckets"
+            )
         self._shards = [np.flatnonzero(of_shard == bucket) for bucket in used]
         self._orders = [
             Order(seed, all_sizes[shards].tolist(), window_shards, bucket)
             for bucket, shards in zip(used, self._shards, strict=True)
         ]
-        for bucket, order in zip(used, self._orders, strict=True):
-            if len(order) < global_batch:
-                height, width = sizes[bucket]
-                raise ConfigError(
-                    f"the bucket {bucket} ({height}x{width} latents) has {len(order)} samples, fewer than "
-                    f"--batch.samples {global_batch}: every batch is of one bucket; use a smaller batch, or encode "
-                    "with fewer buckets"
-                )
         self._batches = [len(order) // global_batch for order in self._orders]
         self._epochs: OrderedDict[tuple[int, ...], tuple[Int64, Int64]] = OrderedDict()
         self._lock = threading.Lock()

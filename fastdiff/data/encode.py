@@ -33,8 +33,8 @@ def encode_digits(out: str | os.PathLike[str], *, samples_per_shard: int = 256) 
 
 def encode_synthetic(
     out: str | os.PathLike[str],
-    shape: tuple[int, int, int],
-    samples: int,
+    shape: tuple[int, int, int] = (4, 32, 32),
+    samples: int = 10_000,
     classes: int = 1000,
     *,
     seed: int = 0,

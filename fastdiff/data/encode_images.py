@@ -22,7 +22,7 @@ from fastdiff.data.encode_options import EncodeOptions, Rank
 from fastdiff.data.encode_plan import BAD_IMAGES, BadRecord, EncodeFolder, UnitRecord
 from fastdiff.data.geometry import Size, aspect_buckets
 from fastdiff.data.image_decode import BadImage, Decoder, ImageTransform, open_decoder
-from fastdiff.data.image_items import BadItem, ImageItem, ImageSource
+from fastdiff.data.image_items import BadItem, ImageSource
 from fastdiff.data.image_sources import open_source
 from fastdiff.data.image_stream import Chunk, decoded_images
 from fastdiff.data.latent_encoder import LatentEncoder, reproducible
@@ -72,7 +72,9 @@ class _ImageEncode:
         self._text_digest = self._pretrained.digest("text_encoder") if self._source.captioned else None
         self._stopwatch = Stopwatch()
         self._threads = ThreadPoolExecutor(rank.cores(), thread_name_prefix="autoencoder")
-        self._folder = EncodeFolder(options.out, self._plan(), self._source.units, self._captions_per_image)
+        self._folder = EncodeFolder(
+            options.out, self._plan(), self._source.units, self._captions_per_image, self._say_that_we_wait
+        )
         self._images = self._unused_captions = 0
         self._bad: list[BadRecord] = []  # of this rank, in the units of earlier attempts too
 
@@ -100,7 +102,7 @@ class _ImageEncode:
 
     def _encode(self, to_do: list[int], own: range, kept: dict[int, UnitRecord]) -> None:
         self._encoder.load(text=self._source.captioned)
-        expected = _Expectation(self._source, own, kept)
+        expected = _Expectation(self._source, self._options.samples_per_shard, own, kept)
         device, info = self._encoder.device, self._info()
         on_gpu = device.type == "cuda"
         stream = decoded_images(
@@ -125,7 +127,8 @@ class _ImageEncode:
                     if still_to_do:
                         record = self._encode_unit(unit, info, chunks, bar)
                         self._folder.finish(unit, record)
-                        bar.total = expected.after(record)
+                        expected.add(record)
+                        bar.total = expected.images
 
     @contextmanager
     def _enough_memory(self) -> Iterator[None]:
@@ -162,10 +165,12 @@ class _ImageEncode:
                         leave_out(item.name, decoded.reason if isinstance(decoded, BadImage) else "")
                     else:
                         self._unused_captions += len(item.captions) > info.captions
-                        shards.add(item, decoded)
+                        with self._folder.storage():
+                            shards.add(item, decoded)
                     self._images += 1
                     bar.update()
-            published = shards.finish()
+            with self._folder.storage():
+                published = shards.finish()
         finally:
             shards.abandon()
         self._bad += bad
@@ -184,11 +189,12 @@ class _ImageEncode:
         """How many captions the image with the most of them has, of those that are to be embedded."""
         if self._options.captions == "first" or not self._source.captioned:
             return 1
-        most = 1
-        for unit in tqdm(range(self._source.units), desc="counting captions", unit="shard", disable=None):
-            for item in self._source.items(unit):
-                most = max(most, len(item.captions) if isinstance(item, ImageItem) else 0)
-        return most
+        units = tqdm(range(self._source.units), desc="counting captions", unit="shard", disable=None)
+        return max(1, *map(self._source.most_captions, units))
+
+    def _say_that_we_wait(self) -> None:
+        if self._options.captions == "all":
+            self._say(f"rank {self._rank.number}: waiting for the rank that counts the captions of {self._source.name}")
 
     def _plan(self) -> dict[str, Any]:
         """Everything that decides the bytes, apart from versions and hardware."""
@@ -282,24 +288,25 @@ class _ImageEncode:
 class _Expectation:
     """How many images this rank has, from what is known so far."""
 
-    def __init__(self, source: ImageSource, own: range, kept: dict[int, UnitRecord]) -> None:
+    def __init__(self, source: ImageSource, per_unit: int, own: range, kept: dict[int, UnitRecord]) -> None:
         self._units = len(own)
         self._finished = len(kept)
         self.done = sum(record.images for record in kept.values())
-        self.images: int | None = None
+        self._exact: int | None = None
         if not isinstance(source, WebDatasetSource):  # which would have to look at every image
-            self.images = round(len(source) * len(own) / source.units)
-        elif kept:
-            self.images = self._estimate()
+            self._exact = sum(min(per_unit, len(source) - unit * per_unit) for unit in own)
 
-    def after(self, record: UnitRecord) -> int:
-        """The number when another unit is finished."""
+    @property
+    def images(self) -> int | None:
+        """The number; None: nothing is known yet."""
+        if self._exact is not None or not self._finished:
+            return self._exact
+        return round(self.done / self._finished * self._units)
+
+    def add(self, record: UnitRecord) -> None:
+        """Count another unit that is finished."""
         self._finished += 1
         self.done += record.images
-        return self._estimate()
-
-    def _estimate(self) -> int:
-        return round(self.done / self._finished * self._units)
 
 
 def _transform(options: EncodeOptions, factor: int) -> ImageTransform:

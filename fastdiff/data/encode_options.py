@@ -36,7 +36,7 @@ class EncodeOptions:
     flip: bool = False
     """Also encode every image mirrored."""
     captions: Literal["first", "all"] = "first"
-    """all: every caption of an image is embedded; the source is read once more at the start, to count them."""
+    """all: every caption of an image is embedded; they are counted at the start, without reading the images."""
     bad: Literal["fail", "skip"] = "fail"
     """What becomes of images that cannot be used."""
     image_column: str = "image"

@@ -60,6 +60,7 @@ class EncodeFolder:
         units: Number of units of the source.
         count_captions: Says how many captions an image has at most. Only the first process calls it; the others wait
             for it.
+        wait: Called by a process before it waits for the one that counts.
 
     Attributes:
         published: Whether the data set is there already, encoded by the same plan.
@@ -70,7 +71,14 @@ class EncodeFolder:
         StorageError: From every method: the folder cannot be written.
     """
 
-    def __init__(self, out: Path, plan: Mapping[str, Any], units: int, count_captions: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        out: Path,
+        plan: Mapping[str, Any],
+        units: int,
+        count_captions: Callable[[], int],
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
         self.out, self._units = out, units
         self._work = out / _FOLDER
         self._plan: dict[str, Any] = json.loads(canonical_json(plan))
@@ -78,10 +86,11 @@ class EncodeFolder:
         self.published, self.captions = False, 1
         with self.storage():
             self._refuse_foreign()
-            with self._locked("plan"):
+        with self._locked("plan", wait):
+            with self.storage():
                 self.published = self._is_published()
-                if not self.published:
-                    self.captions = self._agree(count_captions)
+            if not self.published:
+                self.captions = self._agree(count_captions)
 
     def record(self, unit: int) -> UnitRecord | None:
         """The record of a unit, if the unit is finished and its files are all there in full length."""
@@ -101,11 +110,12 @@ class EncodeFolder:
         Raises:
             ConfigError: Another process is at work on the unit.
         """
-        with self.storage(), self._locked(f"unit-{unit:06d}", wait=False):
-            # Without a record of this unit nobody can publish, so that from here on the files are ours.
-            to_do = not (self.out / INFO_FILE).exists() and self.record(unit) is None
-            for leftover in self.out.glob(f"train-{unit:06d}[.-]*") if to_do else ():
-                leftover.unlink(missing_ok=True)
+        with self._locked(f"unit-{unit:06d}", None):
+            with self.storage():
+                # Without a record of this unit nobody can publish, so that from here on the files are ours.
+                to_do = not (self.out / INFO_FILE).exists() and self.record(unit) is None
+                for leftover in self.out.glob(f"train-{unit:06d}[.-]*") if to_do else ():
+                    leftover.unlink(missing_ok=True)
             yield to_do
 
     def finish(self, unit: int, record: UnitRecord) -> None:
@@ -126,19 +136,22 @@ class EncodeFolder:
         Raises:
             DataError: No image could be used.
         """
-        with self.storage(), self._locked("plan"):
-            if self._is_published():
-                return 0
-            if missing := self._units - sum(1 for _ in self._work.glob("unit-*.json")):
-                return missing
-            records = [record for unit in range(self._units) if (record := self.record(unit)) is not None]
+        with self._locked("plan"):
+            with self.storage():
+                if self._is_published():
+                    return 0
+                if missing := self._units - sum(1 for _ in self._work.glob("unit-*.json")):
+                    return missing
+                records = [record for unit in range(self._units) if (record := self.record(unit)) is not None]
             if len(records) == self._units:
-                self._write(records, template(), null())
+                described, embedding = template(), null()
+                with self.storage():
+                    self._write(records, described, embedding)
             return self._units - len(records)
 
     @contextlib.contextmanager
     def storage(self) -> Iterator[None]:
-        """Turn what the file system says into a StorageError."""
+        """Turn what the file system says of the folder into a StorageError; nothing else may be read within."""
         try:
             yield
         except OSError as error:
@@ -204,9 +217,11 @@ class EncodeFolder:
         path = self._work / "plan.json"
         if not path.exists():
             captions = count_captions()
-            publish(path, canonical_json(self._plan | {_CAPTIONS: captions}))
+            with self.storage():
+                publish(path, canonical_json(self._plan | {_CAPTIONS: captions}))
             return captions
-        begun: dict[str, Any] = json.loads(path.read_bytes())
+        with self.storage():
+            begun: dict[str, Any] = json.loads(path.read_bytes())
         captions = begun.pop(_CAPTIONS)
         if begun != self._plan:
             names = sorted(begun.keys() | self._plan.keys())
@@ -232,17 +247,28 @@ class EncodeFolder:
             return False
 
     @contextlib.contextmanager
-    def _locked(self, name: str, *, wait: bool = True) -> Iterator[None]:
-        """Hold a lock that ends with this process; it needs a file system that has locks between its machines."""
-        with self._lock_file(name) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError as error:
-                raise ConfigError(
-                    f"another `fastdiff encode` is writing {name} to {self.out}; wait for it, or give every process "
-                    "a RANK of its own",
-                    everywhere=False,
-                ) from error
+    def _locked(self, name: str, wait: Callable[[], None] | None = lambda: None) -> Iterator[None]:
+        """Hold a lock that ends with this process; it needs a file system that has locks between its machines.
+
+        Args:
+            name: Of the lock.
+            wait: Called before waiting for another process; None: ConfigError instead.
+        """
+        with self.storage():
+            file = self._lock_file(name)
+        with file:
+            with self.storage():
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    if wait is None:
+                        raise ConfigError(
+                            f"another `fastdiff encode` is writing {name} to {self.out}; wait for it, or give every "
+                            "process a RANK of its own",
+                            everywhere=False,
+                        ) from error
+                    wait()
+                    fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _lock_file(self, name: str) -> IO[bytes]:

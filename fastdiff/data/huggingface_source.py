@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,21 @@ class HuggingFaceSource:
             return ImageItem(key, name, image, label=int(label))
         except (BadCaptionError, _NoImageError) as error:
             return BadItem(key, name, str(error))
+
+    def most_captions(self, unit: int) -> int:
+        """How many captions the row of a unit with the most of them has; images are not read."""
+        if not self.captioned:
+            return 0
+        rows = slice(unit * self._per_unit, (unit + 1) * self._per_unit)
+        try:
+            cells = self._rows.select_columns([self._caption])[rows][self._caption]
+        except OSError as error:
+            raise StorageError(f"cannot read {self.name}: {error}; check the disk or network it is on") from error
+        most = 0
+        for cell in cells:
+            with contextlib.suppress(BadCaptionError):  # of which ``item`` tells
+                most = max(most, len(clean_captions(cell)))
+        return most
 
     def _require_columns(self, columns: list[str]) -> None:
         if self._image == self._caption:

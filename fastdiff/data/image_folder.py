@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import io
@@ -59,7 +60,7 @@ class ImageFolder:
         max_samples: Only so many, the first ones.
 
     Raises:
-        ConfigError: The metadata has no such column.
+        ConfigError: The metadata has no such column, or the folder holds other splits only.
         DataError: The folder holds no images, or nothing says what is on them, or the metadata is not readable.
         StorageError: A folder or file cannot be read.
     """
@@ -105,11 +106,24 @@ class ImageFolder:
         try:
             _require_inside(entry.path)
             image = _read(path, LARGEST_IMAGE)
-            values = _lines(path.with_suffix(".txt")) if entry.captions is None and self.captioned else entry.captions
-            captions = clean_captions(values) if values is not None else ()
+            captions = self._captions(entry)
         except (BadCaptionError, _BadFileError) as error:
             return BadItem(key, name, str(error))
         return ImageItem(key, name, image, captions, entry.label)
+
+    def most_captions(self, unit: int) -> int:
+        """How many captions the image with the most of them has; no image is read."""
+        most = 0
+        for entry in self._entries[unit * self._per_unit : (unit + 1) * self._per_unit]:
+            with contextlib.suppress(BadCaptionError, _BadFileError):  # of which ``item`` tells
+                most = max(most, len(self._captions(entry)))
+        return most
+
+    def _captions(self, entry: _Entry) -> tuple[str, ...]:
+        if not self.captioned:
+            return ()
+        text = (self.root / entry.path).with_suffix(".txt")
+        return clean_captions(_lines(text) if entry.captions is None else entry.captions)
 
     def _list(self, caption_column: str) -> list[_Entry]:
         described = [name for name in METADATA if (self.root / name).is_file()]
@@ -197,11 +211,22 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _root(folder: Path, split: str) -> Path:
-    """The folder itself, or its sub-folder ``split`` if nothing but splits are in it."""
+    """The folder itself, or its sub-folder ``split`` if nothing but splits are in it.
+
+    Raises:
+        ConfigError: Nothing but other splits are in it.
+    """
     entries = _visible(folder)
     folders = {entry.name for entry in entries if _is_folder(entry)}
-    if split not in folders or not folders <= _SPLITS | {split} or {entry.name for entry in entries} & set(METADATA):
+    if not folders or not folders <= _SPLITS | {split} or {entry.name for entry in entries} & set(METADATA):
         return folder
+    if split not in folders:
+        if any(is_image(entry.name) for entry in entries):
+            return folder
+        raise ConfigError(
+            f"{folder} has no split {split!r}; it has {', '.join(sorted(folders))}: choose one of them, or give its "
+            "folder as the source"
+        )
     return folder / split
 
 

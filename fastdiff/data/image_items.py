@@ -75,6 +75,14 @@ class ImageSource(Protocol):
             StorageError: The storage cannot be read.
         """
 
+    def most_captions(self, unit: int) -> int:
+        """How many captions the image of a unit with the most of them has, 0 without captions; images are not read.
+
+        Raises:
+            DataError: As ``items``.
+            StorageError: As there.
+        """
+
     def __len__(self) -> int:
         """Number of images; ConfigError where it is not known without reading all of them."""
 

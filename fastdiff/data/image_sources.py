@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from fastdiff.data.huggingface_source import HuggingFaceSource, holds_rows, is_saved_dataset
 from fastdiff.data.image_folder import METADATA, ImageFolder, is_image, walk_files
@@ -28,9 +29,9 @@ def open_source(
 ) -> ImageSource:
     """Find out what a source is, and open it.
 
-    In this order: the address or path of one or more tars, braces expanded (``s3://bucket/{00000..00099}.tar``), or of
-    a folder of tars; a folder that ``datasets`` saved; a folder of images; a folder of parquet, arrow, JSON or CSV
-    files; an id of the Hugging Face hub.
+    In this order: the address or path of one or more tars, braces expanded (``s3://bucket/{00000..00099}.tar``) and in
+    a path wildcards too (``images/*.tar``), or of a folder of tars; a folder that ``datasets`` saved; a folder of
+    images; a folder of parquet, arrow, JSON or CSV files; an id of the Hugging Face hub.
 
     Args:
         text: What the user gave.
@@ -42,7 +43,7 @@ def open_source(
 
     Raises:
         ConfigError: A column or split does not exist, a package is missing, or remote tars cannot do what is asked.
-        DataError: There is no such source, or nothing says what is on its images.
+        DataError: There is no such source, or nothing says what is on its images, or it holds tars and images.
         StorageError: It cannot be read.
     """
     if samples_per_unit < 1 or (max_samples is not None and max_samples < 1):
@@ -81,10 +82,26 @@ def _tars(text: str) -> list[str] | None:
         raise ConfigError(f"{shown(text)}: expected a path, or an address that begins with http://, https:// or s3://")
     is_tar = (shown(text) if is_remote(text) else text).lower().endswith(".tar")
     if is_tar:
-        return [text] if Path(text).is_file() else _expanded(text)
+        return [text] if Path(text).is_file() else [tar for each in _expanded(text) for tar in _matching(each)]
     if is_remote(text):
         return [file for folder in _expanded(text) for file in list_folder(folder) if file.lower().endswith(".tar")]
-    return sorted(map(str, Path(text).glob("*.tar"))) or None
+    tars = sorted(map(str, Path(text).glob("*.tar")))
+    if tars and (image := next(filter(_is_of_images, walk_files(Path(text))), None)):
+        raise DataError(
+            f"{printable(text)} holds tars ({printable(Path(tars[0]).name)}) and images ({printable(image)}): for the "
+            f"tars, give {printable(text.rstrip('/'))}/*.tar (in quotes); for the images, move the tars elsewhere"
+        )
+    return tars or None
+
+
+def _is_of_images(file: str) -> bool:
+    return is_image(file) or PurePosixPath(file).name in METADATA
+
+
+def _matching(tar: str) -> list[str]:
+    """The tars that a path with wildcards means, sorted; whatever has none stands for itself."""
+    literal = is_remote(tar) or not glob.has_magic(tar) or Path(tar).exists()
+    return [tar] if literal else sorted(glob.glob(tar))
 
 
 def _expanded(text: str) -> list[str]:

@@ -144,6 +144,11 @@ def label_of(group: Group) -> int:
 def image_of(group: Group) -> bytes:
     """The image of a sample whose members were read (BadSampleError if there is not exactly one)."""
     images = [member for kind, member in group.members.items() if kind in IMAGE_EXTENSIONS]
+    dotted = [member for kind, member in group.members.items() if kind not in KINDS]
+    if dotted and not images:
+        raise BadSampleError(
+            f"the name of {printable(dotted[0].name)} has more than one dot, and a key ends at the first; rename it"
+        )
     if len(images) != 1:
         raise BadSampleError(
             f"it has {len(images)} images among its members ({', '.join(group.members)}), expected one"
@@ -152,11 +157,14 @@ def image_of(group: Group) -> bytes:
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Key and kind of a member by WebDataset's rule: the file name up to its first dot; None: no part of a sample."""
+    """Key and kind of a member by WebDataset's rule: the file name up to its first dot; None: no part of a sample.
+
+    Images of a longer kind (``1.mask.png``) are kept: beside no other image, they are a sample with a wrong name.
+    """
     folder, slash, base = name.rpartition("/")
     stem, dot, kind = base.partition(".")
     kind = kind.lower()
-    if not stem or not dot or kind not in KINDS:
+    if not stem or not dot or not (kind in KINDS or kind.rpartition(".")[2] in IMAGE_EXTENSIONS):
         return None
     return folder + slash + stem, kind
 

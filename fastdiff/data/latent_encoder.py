@@ -79,8 +79,9 @@ class LatentEncoder:
             where the autoencoder overflowed.
         """
         # The permuted view of [B, H, W, 3] is what torch calls channels_last, in which the autoencoder's weights are.
-        images = pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).to(self._dtype) / 127.5 - 1
-        distribution = self._vae.encode(images).latent_dist
+        # In fp32 up to the end: in half precision the division and the difference would each round.
+        images = pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).float() / 127.5 - 1
+        distribution = self._vae.encode(images.to(self._dtype)).latent_dist
         deviation = (0.5 * distribution.logvar.float()).exp()
         return torch.cat([distribution.mean.float(), deviation], dim=1)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -19,14 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastdiff.config import DataConfig
 from fastdiff.data.batches import Batches, Tensors
 from fastdiff.data.image_decode import BadImage, Crop, Decoded, ImageTransform, open_decoder
 from fastdiff.data.image_items import BadItem, ImageItem
 from fastdiff.data.image_sources import open_source
 from fastdiff.data.latent_encoder import LatentEncoder, time_ids
 from fastdiff.data.order import RankPositions, SampleOrder
+from fastdiff.data.remote import is_remote, shown
 from fastdiff.data.shards import LATENT, Column, DatasetInfo, Provenance, ShardInfo, canonical_json
+from fastdiff.data_config import DataConfig
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.pretrained import Pretrained
 from fastdiff.randomness import Stream
@@ -52,7 +52,7 @@ class OnlineImages:
     """
 
     def __init__(self, config: DataConfig, pretrained: Pretrained, device: torch.device, dtype: torch.dtype) -> None:
-        self.folder = Path(config.path)
+        self.folder = shown(config.path) if is_remote(config.path) else config.path
         self.encoder = LatentEncoder(pretrained, device, dtype)
         if config.resolution % self.encoder.factor:
             raise ConfigError(
@@ -67,7 +67,7 @@ class OnlineImages:
             max_samples=config.max_samples,
         )
         if not self.source.captioned:
-            raise ConfigError(f"{config.path} has no captions in {config.caption_column!r}; see --data.caption_column")
+            raise ConfigError(f"{self.folder} has no captions in {config.caption_column!r}; see --data.caption_column")
         crop: Crop = "center" if config.center_crop else "random"
         transform = ImageTransform(config.resolution, crop, config.image_interpolation_mode)
         self.decoder = open_decoder(config.decode, transform, config.workers)
@@ -153,10 +153,21 @@ class OnlineBatches(Batches):
         pixels = np.stack(mirrored)
         tensors = {LATENT: self.images.encoder.posterior(torch.from_numpy(pixels)).to(_STORED).contiguous()}
         tensors |= self._embed(items, position)
+        self._require_finite(items, tensors)
         if "pooled" in tensors:
             sizes = [time_ids(image.original_size, image.crop, image.pixels.shape[:2]) for image in images]
             tensors["time_ids"] = torch.tensor(sizes, dtype=torch.float32).to(self.device)
         return {"position": position.to(self.device), **tensors}
+
+    def _require_finite(self, items: Sequence[ImageItem], tensors: Tensors) -> None:
+        """Refuse what would spoil the weights; this thread may wait for the device, the training does not."""
+        finite = torch.stack([value.isfinite().flatten(1).all(1) for value in tensors.values()], 1)
+        if not bool(finite.all()):
+            row, column = (~finite).nonzero()[0].tolist()
+            raise DataError(
+                f"{items[row].name}: its {list(tensors)[column]} is not finite, as the autoencoder or the text encoder "
+                "overflows; use --performance.precision bf16 or fp32"
+            )
 
     def _item(self, number: int) -> ImageItem:
         item = self.images.source.item(number)
@@ -167,7 +178,9 @@ class OnlineBatches(Batches):
     def _embed(self, items: Sequence[ImageItem], position: Tensor) -> Tensors:
         """Embed one caption of each image; what several images say is embedded once."""
         shares = self.uniform(Stream.CAPTION, position)
-        chosen = [item.captions[int(share * len(item.captions))] for item, share in zip(items, shares, strict=True)]
+        # In fp64, as the reader of shards: below the number of captions for every share below 1.
+        numbers = [int(share * len(item.captions)) for item, share in zip(items, shares.tolist(), strict=True)]
+        chosen = [item.captions[number] for item, number in zip(items, numbers, strict=True)]
         unique = list(dict.fromkeys(chosen))
         row = torch.tensor([unique.index(caption) for caption in chosen], device=self.device)
         return {name: value.to(_STORED)[row] for name, value in self.images.encoder.embed(unique).items()}

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fastdiff.data.index import ShardIndex
-from fastdiff.data.remote import fetch, is_remote, join, open_url, shown
+from fastdiff.data.remote import fetch, is_remote, join, open_url
 from fastdiff.data.shards import INFO_FILE, DatasetInfo, ShardInfo, idx_path, index_path, null_path, publish
-from fastdiff.errors import ConfigError, StorageError
+from fastdiff.errors import StorageError
 
 
 class ShardCache:
@@ -91,20 +91,15 @@ def open_shards_folder(path: str, cache: str) -> tuple[Path, Callable[[ShardInfo
 
     Args:
         path: A folder, or the address of one.
-        cache: Where shards from a server are kept; not used for a folder.
+        cache: Where shards from a server are kept; empty: ~/.cache/fastdiff/shards. Not used for a folder.
 
     Raises:
-        ConfigError: An address without a cache.
         DataError: As ``ShardCache``.
         StorageError: As ``ShardCache``.
     """
     if not is_remote(path):
         return Path(path), None
-    if not cache:
-        raise ConfigError(
-            f"--data.path {shown(path)} is on a server: give a folder with room for all its shards, --data.cache DIR"
-        )
-    shards = ShardCache(path, Path(cache))
+    shards = ShardCache(path, Path(cache) if cache else Path.home() / ".cache" / "fastdiff" / "shards")
     return shards.folder, shards.ensure
 
 

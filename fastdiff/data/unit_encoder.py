@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -25,6 +25,8 @@ from fastdiff.data.tar import ShardTar
 from fastdiff.errors import DataError
 
 _CPU_IMAGES = 4
+_KEPT_EMBEDDINGS = 1024
+"""Captions that need not be embedded again; of SDXL 0.3 GiB in 16 bits."""
 
 Images = Sequence[tuple[ImageItem, Decoded]]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -37,7 +39,7 @@ class _Batch:
     images: Images
     bucket: int
     captions: list[str]
-    """Those that no batch of the unit had before."""
+    """Those whose embeddings are not kept from earlier batches."""
     latents: dict[str, Tensor] = field(default_factory=dict)
     embeddings: dict[str, Tensor] = field(default_factory=dict)
     events: list[tuple[str, Any, Any]] = field(default_factory=list)
@@ -83,8 +85,9 @@ class UnitEncoder:
         self._on_cuda = encoder.device.type == "cuda"
         self._pending: defaultdict[int, list[tuple[ImageItem, Decoded]]] = defaultdict(list)  # by bucket
         self._computing: _Batch | None = None
-        self._embeddings: dict[str, Arrays] = {}  # by caption
-        self._seen: set[str] = set()
+        # By caption, the one that was used last at the end. Which ones are kept depends on nothing but the unit, and
+        # so do the batches in which captions are embedded, and their bytes.
+        self._embeddings: OrderedDict[str, Arrays] = OrderedDict()
         self._tars: dict[int, ShardTar] = {}  # by bucket
 
     def add(self, item: ImageItem, decoded: Decoded) -> None:
@@ -116,8 +119,9 @@ class UnitEncoder:
     def _compute(self, bucket: int) -> None:
         images = self._pending.pop(bucket)
         captions = dict.fromkeys(caption for item, _ in images for caption in self._captions(item))
-        batch = _Batch(images, bucket, [caption for caption in captions if caption not in self._seen])
-        self._seen.update(batch.captions)
+        batch = _Batch(images, bucket, [caption for caption in captions if caption not in self._embeddings])
+        for caption in captions:
+            self._embeddings[caption] = self._embeddings.pop(caption, {})  # filled when the batch is written
         with self._device_stage("VAE", batch):
             pixels = torch.from_numpy(np.stack([decoded.pixels for _, decoded in images]))
             if self._on_cuda:
@@ -133,6 +137,8 @@ class UnitEncoder:
                 ]
                 batch.embeddings = {name: self._to_host(torch.cat([part[name] for part in parts])) for name in parts[0]}
         self._write()
+        while len(self._embeddings) > max(_KEPT_EMBEDDINGS, len(captions)):
+            self._embeddings.popitem(last=False)
         self._computing = batch
 
     def _posterior(self, pixels: Tensor) -> Tensor:
@@ -182,8 +188,10 @@ class UnitEncoder:
 
     def _keep_embeddings(self, batch: _Batch) -> None:
         for number, caption in enumerate(batch.captions):
-            self._embeddings[caption] = {name: values[number].numpy() for name, values in batch.embeddings.items()}
-            if not all(np.isfinite(value).all() for value in self._embeddings[caption].values()):
+            # Copies: a view would keep the page-locked memory of its whole batch.
+            found = {name: values[number].numpy().copy() for name, values in batch.embeddings.items()}
+            self._embeddings[caption] = found
+            if not all(np.isfinite(value).all() for value in found.values()):
                 raise DataError(
                     f"the text encoder overflows for the caption {caption[:80]!r}; use --precision fp32 and --dtype "
                     "float32"

@@ -90,9 +90,16 @@ class WebDatasetSource:
             DataError: The tar is damaged; samples that were complete before the damage were given.
             StorageError: It cannot be read.
         """
-        most = None if self._offsets is None else len(self._offsets[unit])
-        for row, group in enumerate(itertools.islice(_read(self._tars[unit]), most)):
+        for row, group in enumerate(self._first(unit, kinds=KINDS)):
             yield self._item(unit, row, group)
+
+    def most_captions(self, unit: int) -> int:
+        """How many captions the sample of a tar with the most of them has; of a local tar, only the texts are read."""
+        most = 0
+        for group in self._first(unit, kinds={"txt", "json"}) if self.captioned else ():
+            with contextlib.suppress(BadSampleError):  # of which ``items`` tells
+                most = max(most, len(captions_of(group, self._column)))
+        return most
 
     def __len__(self) -> int:
         """Number of samples; the first call reads the headers of all tars (ConfigError if they are remote)."""
@@ -120,6 +127,11 @@ class WebDatasetSource:
             return ImageItem(key, name, image, label=label)
         except BadSampleError as error:
             return BadItem(key, name, str(error))
+
+    def _first(self, unit: int, *, kinds: Container[str]) -> Iterator[Group]:
+        """The samples of a tar, up to the last one that is wanted."""
+        most = None if self._offsets is None else len(self._offsets[unit])
+        return itertools.islice(_read(self._tars[unit], kinds=kinds), most)
 
     def _scan(self, purpose: str = "reading single images") -> list[npt.NDArray[np.int64]]:
         """Offsets of the samples of each tar that is needed, from its headers."""
@@ -156,9 +168,8 @@ class WebDatasetSource:
     def _count_classes(self) -> int:
         self._require_local("finding the number of classes")
         largest = -1
-        for unit, tar in enumerate(self._tars):
-            most = None if self._offsets is None else len(self._offsets[unit])
-            for group in itertools.islice(_read(tar, kinds={"cls"}), most):
+        for unit in range(self.units):
+            for group in self._first(unit, kinds={"cls"}):
                 with contextlib.suppress(BadSampleError):
                     largest = max(largest, label_of(group))
         return largest + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -185,11 +185,6 @@ class Mlp(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """``[B, T, D] -> [B, T, D]``."""
         return cast(Tensor, self.fc2(F.gelu(self.fc1(tokens), approximate="tanh")))
-
-
-def compile_blocks(model: DiT, **options: Any) -> DiT:
-    """``model.compile_blocks(**options)``."""
-    return model.compile_blocks(**options)
 
 
 def _xavier(layer: nn.Linear | nn.Conv2d) -> None:

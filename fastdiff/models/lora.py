@@ -88,7 +88,7 @@ def save_lora(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, m
     """
     from diffusers.loaders import SD3LoraLoaderMixin, StableDiffusionLoraLoaderMixin
 
-    metadata = {"r": config.rank, "lora_alpha": _alpha(config), "target_modules": list(lora_targets(config, model))}
+    metadata = {"r": config.rank, "lora_alpha": config.numerator, "target_modules": list(lora_targets(config, model))}
     layers = lora_weights(weights)
     if isinstance(model, DiTConfig):
         SD3LoraLoaderMixin.save_lora_weights(
@@ -99,10 +99,6 @@ def save_lora(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, m
             folder, unet_lora_layers=layers, unet_lora_adapter_metadata=metadata
         )
     return folder / WEIGHTS_FILE
-
-
-def _alpha(config: LoraConfig) -> float:
-    return config.rank if config.alpha is None else config.alpha
 
 
 def _adaptable(model: nn.Module) -> list[str]:
@@ -132,7 +128,7 @@ def _inject(model: nn.Module, config: LoraConfig, targets: tuple[str, ...]) -> N
         raise ConfigError("--lora.rank needs peft, which is not installed: pip install 'fastdiff[peft]'") from None
     adapter: Any = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=_alpha(config),  # type: ignore[arg-type]  # peft divides it by r, whatever number it is
+        lora_alpha=config.numerator,  # type: ignore[arg-type]  # peft divides it by r, whatever number it is
         target_modules=list(targets),
         init_lora_weights="gaussian",
     )

@@ -1,0 +1,93 @@
+"""A hub on the loopback interface that serves one repository, as far as a download needs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def serve(folder: Path, repository: str, commit: str = "1" * 40) -> Iterator[Any]:
+    """Serve a folder; ``.environment`` leads the library here, ``.commit`` may change, ``.sent`` are the files."""
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.folder, server.repository, server.commit, server.sent = folder, repository, commit, []
+    address = f"http://127.0.0.1:{server.server_port}"
+    server.environment = {"HF_ENDPOINT": address, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._file(body=False)
+
+    def do_GET(self) -> None:
+        server: Any = self.server
+        model = f"/api/models/{server.repository}"
+        if self.path.startswith(f"{model}/tree/{server.commit}"):
+            files = sorted(path for path in server.folder.rglob("*") if path.is_file())
+            self._json(
+                [
+                    {
+                        "type": "file",
+                        "path": str(path.relative_to(server.folder)),
+                        "size": path.stat().st_size,
+                        "oid": _etag(path),
+                    }
+                    for path in files
+                ]
+            )
+        elif self.path.partition("?")[0] in (model, f"{model}/revision/main"):
+            self._json({"id": server.repository, "sha": server.commit, "siblings": []})
+        else:
+            self._file(body=True)
+
+    def _file(self, *, body: bool) -> None:
+        server: Any = self.server
+        start = f"/{server.repository}/resolve/{server.commit}/"
+        path = server.folder / self.path.removeprefix(start)
+        if not self.path.startswith(start) or not path.is_file():
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        content = path.read_bytes()
+        self.send_response(200)
+        for name, value in {
+            "X-Repo-Commit": server.commit,
+            "ETag": f'"{_etag(path)}"',
+            "Content-Length": str(len(content)),
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            server.sent.append(self.path.removeprefix(start))
+            self.wfile.write(content)
+
+    def _json(self, answer: Any) -> None:
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def _etag(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes()).hexdigest()
