@@ -57,7 +57,8 @@ def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.de
     if compiles(config, device):
         model.compile_blocks()
     # The model has no device, so a tensor tells where it will be.
-    yield from dispatch.explain(model, torch.empty(0, device=device, dtype=DTYPES[config.performance.precision]))
+    explained = dispatch.explain(model, torch.empty(0, device=device, dtype=DTYPES[config.performance.precision]))
+    yield from ((name or "last norm", choice) for name, choice in explained)
     latents = torch.empty(0, device=device)
     for op in ("philox", "noising"):
         yield "objective", dispatch.choice(op, latents, differentiated=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import threading
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,8 @@ def test_a_rank_says_that_it_waits_for_the_count_of_captions(images: Path, pipel
             said.append(text)
             fcntl.flock(other, fcntl.LOCK_UN)
 
+        deadline = threading.Timer(30, lambda: say("nobody has said anything"))
+        deadline.start()
         encode_images(
             EncodeOptions(
                 source=str(images), out=tmp_path / "out", pretrained=str(pipeline), resolution=32, decode="pillow",
@@ -85,6 +88,7 @@ def test_a_rank_says_that_it_waits_for_the_count_of_captions(images: Path, pipel
             ),
             say,
         )  # fmt: skip
+        deadline.cancel()
     assert said[0] == f"rank 0: waiting for the rank that counts the captions of images in {images}"
     assert DatasetInfo.read(tmp_path / "out").captions == 2
 
