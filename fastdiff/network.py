@@ -120,7 +120,10 @@ def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None
 
             add_lora(model, config.lora, seed=config.seed, weights=weights)
     except RuntimeError as error:
-        raise ConfigError(f"the weights are those of another network: {error}") from None
+        # The library lists every weight, one per line, under a heading.
+        first, *others = [line.strip() for line in str(error).splitlines()][1:] or [str(error)]
+        more = f" (and {len(others)} more)" if others else ""
+        raise ConfigError(f"the weights are those of another network: {first.rstrip('.')}{more}") from None
     return model
 
 

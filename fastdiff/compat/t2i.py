@@ -59,8 +59,9 @@ def _add_common(parser: argparse.ArgumentParser, *, output_dir: str, validation_
     }  # fmt: skip
     for name, number in counts.items():
         add(f"--{name}", type=count, default=number)
-    for name, number in {"lr_warmup_steps": 500, "dataloader_num_workers": 0, "local_rank": -1, "seed": None}.items():
+    for name, number in {"lr_warmup_steps": 500, "dataloader_num_workers": 0, "local_rank": -1}.items():
         add(f"--{name}", type=int, default=number)
+    add("--seed", type=int)
     real = {
         "learning_rate": 1e-4, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_weight_decay": 1e-2,
         "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "noise_offset": 0.0,
