@@ -148,11 +148,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fastdiff.demo_t2i", description=__doc__)
     parser.add_argument("command", choices=("prepare", "judge"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--picture", type=Path, default=Path("digits-t2i.png"), help="judge: PNG to write")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=Path("digits-t2i.png"),
+        help="judge: PNG to write, with the figures in a JSON beside it",
+    )
     arguments = parser.parse_args()
     try:
         if arguments.command == "judge":
-            print(json.dumps(judge(arguments.folder, arguments.picture)))
+            result = json.dumps(judge(arguments.folder, arguments.picture))
+            arguments.picture.with_suffix(".json").write_text(result + "\n")
+            print(result)
         else:
             write_images(arguments.folder / "images")
             error = write_pipeline(arguments.folder / "pipeline")

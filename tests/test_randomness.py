@@ -21,6 +21,7 @@ def test_the_numbering_of_the_streams_is_frozen():
         "PERTURBATION": 5,
         "OFFSET": 6,
         "CAPTION": 7,
+        "CROP": 8,
     }
 
 
