@@ -69,7 +69,7 @@ def digits_t2i() -> RunConfig:
 
     make demo-t2i
 
-    Not measured yet.
+    Measured (bench/results/cpu-2-cores/2026-11-21_digits-t2i): accuracy 0.900 of what diffusers draws, 4 min 55 s.
     """
     steps, batch = 1000, 64
     return RunConfig(

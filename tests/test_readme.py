@@ -39,6 +39,21 @@ def test_the_numbers_of_the_readme_stand_in_the_record() -> None:
     assert step_ms == f"{sorted(r['step_ms'] for r in records)[len(records) // 2]:.0f} ms"
 
 
+def test_the_numbers_of_text_to_image_stand_in_the_record() -> None:
+    folder = ROOT / "bench" / "results" / "cpu-2-cores" / "2026-11-21_digits-t2i"
+    result = json.loads((folder / "digits.json").read_text())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    row = re.search(r"^\| digits-t2i \|(.*)\|$", README, re.MULTILINE)
+    assert row is not None
+    accuracy, distance, step_ms = (cell.strip() for cell in row[1].split("|"))
+    assert accuracy == f"{result['accuracy']:.3f}"
+    assert distance == f"{result['frechet_distance']:.2f}"
+    assert step_ms == f"{sorted(r['step_ms'] for r in records)[len(records) // 2]:.0f} ms"
+    minutes = re.search(r"in (\d+ min \d+ s) \(`bench/results/cpu-2-cores/2026-11-21_digits-t2i`\)", README)
+    assert minutes is not None
+    assert minutes[1] in (folder / "README.md").read_text()
+
+
 def test_the_reference_of_the_distance_is_what_it_is() -> None:
     folder = ROOT / "bench" / "results" / "cpu-2-cores" / "2026-11-21_digits"
     recorded = json.loads((folder / "reference.json").read_text())["frechet_distance_of_500_real_scans"]
