@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 CONTEXT = "context"
 
-
 Data: TypeAlias = "LatentReader | OnlineImages"
 
 
@@ -51,10 +50,20 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
 
 
 def null_condition(config: RunConfig, reader: Data) -> Condition:
-    """The condition of no class or no caption, one sample of each input, on the CPU."""
+    """The condition of no class or no caption, one sample of each input, on the CPU.
+
+    Raises:
+        ConfigError: captions are to be dropped, and the data do not say what stands for none.
+    """
     if isinstance(config.model, DiTConfig):
         return {"label": null_label(config)}
-    return {name: torch.from_numpy(value) for name, value in reader.null().items()}
+    null = {name: torch.from_numpy(value) for name, value in reader.null().items()}
+    if config.objective.condition_dropout and CONTEXT not in null:
+        raise ConfigError(
+            f"{config.data.path} has no embedding of the empty caption, which --objective.condition_dropout "
+            f"{config.objective.condition_dropout} needs; encode again, or use --objective.condition_dropout 0"
+        )
+    return null
 
 
 def _open_images(config: RunConfig, device: torch.device) -> OnlineImages:

@@ -41,7 +41,7 @@ class OnlineImages:
 
     Args:
         config: source, transform and threads.
-        pretrained: the pipeline whose autoencoder and text encoders are used; they are loaded at the first batch.
+        pretrained: the pipeline whose autoencoder and text encoders are used.
         device: where they compute.
         dtype: of their weights and activations.
 
