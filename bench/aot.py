@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from bench import BenchError, assembly, record
+from bench.arguments import Commands
+from bench.cases import KERNELS, add_choice, chosen
 from bench.cases.case import Case, as_sequence
 from bench.table import progress, table
 from fastdiff_kernels import launch
@@ -61,6 +63,15 @@ def wide_share(bits: dict[int, int]) -> float:
     """Share of the bytes that instructions of 128 bits and more move; 1 of none."""
     total = sum(width * count for width, count in bits.items())
     return sum(width * count for width, count in bits.items() if width >= WIDE_BITS) / total if total else 1.0
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("aot", help="compile every kernel without a GPU: registers, spills, access widths")
+    add_choice(parser, KERNELS)
+    parser.add_argument("--arch", nargs="+", type=int, default=[*ARCHITECTURES], help="compute capabilities: sm_90")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the same numbers, as JSON lines")
+    parser.set_defaults(run=lambda a: main(chosen(a, KERNELS), a.arch, a.json))
 
 
 def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator[Compiled]:

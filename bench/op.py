@@ -7,6 +7,7 @@ further away.
 
 from __future__ import annotations
 
+import argparse
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,9 @@ from torch import Tensor
 
 from bench import BenchError, record
 from bench.accuracy import assert_no_worse, exact, poisoned_memory
+from bench.arguments import Commands, add_measuring
+from bench.arguments import device as device_of
+from bench.cases import OPS, add_choice, chosen
 from bench.cases.case import Case, Inputs, Outputs, as_sequence, differentiable
 from bench.table import progress
 from bench.timing import FULL, QUICK, Stopwatch, Timing
@@ -67,6 +71,18 @@ class Failure:
     provider: str
     reason: str
     timed: bool = False
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("op", help="time every op by every implementation")
+    add_choice(parser, OPS)
+    add_measuring(parser)
+    parser.set_defaults(run=_run_command)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    return main(chosen(arguments, OPS), device_of(arguments), arguments.out, arguments.smoke)
 
 
 def main(cases: Sequence[Case], device: str, path: Path | None, quick: bool) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,7 +85,16 @@ def peak_gib(device: torch.device) -> float:
     """Return the largest memory use so far in GiB: allocated on a GPU, resident of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return peak_resident_bytes() / 2**30
+
+
+def peak_resident_bytes() -> int:
+    """Return the high-water mark of this process's resident memory.
+
+    Not ``ru_maxrss``, which a process inherits from the one that started it.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 class JsonLines:

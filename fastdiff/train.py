@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from fastdiff import cli, deepspeed_config, dist
+from fastdiff.batch import Batch
+from fastdiff.callbacks import Callbacks
 from fastdiff.config import RunConfig
 from fastdiff.dist import World
 from fastdiff.errors import FastdiffError, as_storage_error, report
@@ -16,6 +18,7 @@ from fastdiff.launch import Launch
 from fastdiff.progress import Progress
 from fastdiff.quiet import quieten
 from fastdiff.start import build_run
+from fastdiff.state import TrainState
 
 _GRACE_S = 10.0
 
@@ -33,27 +36,32 @@ def train(config: RunConfig, launch: Launch, world: World) -> Progress:
     """
     with ExitStack() as stack:
         state, batches, callbacks = build_run(config, launch, world, stack)
-        engine, objective, ema, meters = state.engine, state.objective, state.ema, state.meters
-        accumulation = config.batch.accumulation(world.size)
-
-        while state.progress.samples < config.samples:
-            meters.start_step()
-            for _ in range(accumulation):
-                with meters.waiting_for_data():
-                    batch = next(batches)
-                corruption = objective.corrupt(batch)
-                corruption = objective.dream(corruption, batch, engine)
-                prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
-                losses = objective.loss(prediction, batch, corruption)
-                engine.backward(losses.mean())
-                meters.add(losses, batch.position)
-            state.applied = engine.step()
-            state.progress = state.progress.after(config.batch.samples, applied=state.applied)
-            if state.applied:
-                ema.update(state.progress.applied)
-            callbacks.on_step(state)
+        take_steps(state, batches, callbacks)
         callbacks.on_end(state)
         return state.progress
+
+
+def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks) -> None:
+    """Take optimizer steps until the run has seen its samples; ``batches`` are this rank's micro-batches."""
+    config, engine, objective, ema, meters = state.config, state.engine, state.objective, state.ema, state.meters
+    accumulation = config.batch.accumulation(state.world.size)
+
+    while state.progress.samples < config.samples:
+        meters.start_step()
+        for _ in range(accumulation):
+            with meters.waiting_for_data():
+                batch = next(batches)
+            corruption = objective.corrupt(batch)
+            corruption = objective.dream(corruption, batch, engine)
+            prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
+            losses = objective.loss(prediction, batch, corruption)
+            engine.backward(losses.mean())
+            meters.add(losses, batch.position)
+        state.applied = engine.step()
+        state.progress = state.progress.after(config.batch.samples, applied=state.applied)
+        if state.applied:
+            ema.update(state.progress.applied)
+        callbacks.on_step(state)
 
 
 def main(argv: Sequence[str]) -> int:

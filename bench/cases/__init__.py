@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from importlib import import_module
 
+import torch
+
+from bench import BenchError
 from bench.cases.case import Case
 from fastdiff_kernels import dispatch
 
@@ -15,3 +19,28 @@ OPS = (*KERNELS, "attention")
 def cases(ops: tuple[str, ...] = OPS) -> list[Case]:
     """The cases of the named ops, each op's in its file's order."""
     return [case for op in ops for case in import_module(f"bench.cases.{op}").CASES]
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_choice(parser: argparse.ArgumentParser, known: tuple[str, ...]) -> None:
+    """Add the flags that choose among the cases of the ``known`` ops."""
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"some of: {', '.join(known)}; default: all")
+    parser.add_argument("--dtype", nargs="+", choices=[*_DTYPES], default=[*_DTYPES])
+
+
+def chosen(arguments: argparse.Namespace, known: tuple[str, ...]) -> list[Case]:
+    """The cases that the flags choose.
+
+    Raises:
+        BenchError: there is no such op, or no case of these dtypes.
+    """
+    for op in arguments.ops:
+        if op not in known:
+            raise BenchError(f"op {op!r}: expected some of {', '.join(known)}")
+    found = [c for c in cases(tuple(arguments.ops) or known) if c.dtype in [_DTYPES[name] for name in arguments.dtype]]
+    if not found:
+        of, dtypes = ", ".join(arguments.ops) or "any op", " or ".join(arguments.dtype)
+        raise BenchError(f"no case of {of} has dtype {dtypes}")
+    return found

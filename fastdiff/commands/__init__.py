@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from fastdiff.commands import check, compat, encode, export, sample
+from fastdiff.commands import bench, check, compat, encode, export, sample
 from fastdiff.errors import FastdiffError, as_storage_error, report
 from fastdiff.quiet import quieten
 
@@ -19,9 +19,11 @@ def entry() -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the ``fastdiff`` command with ``argv`` and return its exit code."""
     quieten()
-    arguments = _parser().parse_args(list(argv))
-    run: Callable[[argparse.Namespace], None] = arguments.run
     try:
+        if argv[:1] == [bench.NAME]:
+            bench.run(argv[1:])
+        arguments = _parser().parse_args(list(argv))
+        run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
     except FastdiffError as error:
         return report(error)
@@ -33,6 +35,6 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fastdiff", description="Train diffusion models from sharded latents.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (encode, compat, check, sample, export):
+    for module in (encode, compat, check, sample, export, bench):
         module.add(commands)
     return parser

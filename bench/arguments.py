@@ -1,0 +1,39 @@
+"""Flags that several benchmarks have."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from bench import BenchError, record
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_measuring(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``, ``--smoke`` and ``--out``."""
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
+    parser.add_argument("--smoke", action="store_true", help="smallest sizes, few repetitions: does everything run?")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for the record; default: bench/results/<machine>/<date>_<what>"
+    )
+
+
+def device(arguments: argparse.Namespace) -> str:
+    """``cuda`` or ``cpu``.
+
+    Raises:
+        BenchError: cuda is asked for and there is none.
+    """
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise BenchError("--device cuda: there is no CUDA device to measure on; use --device cpu to try the harness")
+    return arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def open_log(arguments: argparse.Namespace, command: str, what: str | None = None) -> record.Log:
+    """The record ``<command>.jsonl`` in the folder that ``--out`` names, or in ``..._<what>``."""
+    what = what or command
+    return record.Log(record.folder(arguments.out, f"{what}-smoke" if arguments.smoke else what) / f"{command}.jsonl")

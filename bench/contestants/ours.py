@@ -1,0 +1,106 @@
+"""fastdiff itself: the loop of ``fastdiff/train.py`` as it is, with a callback that takes the time."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from bench.subject import Subject
+from bench.turn import Turn
+from fastdiff import dist
+from fastdiff.batch import Batch, Corruption
+from fastdiff.callbacks import Callback, Callbacks
+from fastdiff.launch import Launch
+from fastdiff.quiet import quieten
+from fastdiff.start import build_run
+from fastdiff.state import TrainState
+from fastdiff.train import take_steps
+
+
+def run(turn: Turn, subject: Subject, data: Path, phases: bool = False) -> None:
+    """Step until there is enough.
+
+    Args:
+        turn: of this process.
+        subject: what to train.
+        data: folder of shards that fit its model.
+        phases: take the time of the parts of a step as well.
+    """
+    quieten()
+    world = dist.start()
+    with ExitStack() as stack:
+        folder = world.on_first(lambda: Path(tempfile.mkdtemp(prefix="fastdiff-bench-")))
+        if world.is_first:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        config = subject.config(data, folder)
+        launch = Launch(deepspeed=subject.deepspeed_json(), resume="never")
+        state, batches, _ = build_run(config, launch, world, stack)
+        turn.ready(parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()))
+        stream: Iterator[Batch] = _timed_batches(turn, batches) if phases else batches
+        if phases:
+            state.engine = cast(Any, _TimedEngine(turn, state.engine))
+            state.objective = cast(Any, _TimedObjective(turn, state.objective))
+            state.ema = cast(Any, _TimedEma(turn, state.ema))
+        take_steps(state, stream, Callbacks([_AfterStep(turn)]))
+
+
+class _AfterStep(Callback):
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+
+    def on_step(self, state: TrainState) -> None:
+        self._turn.after_step()
+
+
+def _timed_batches(turn: Turn, batches: Iterator[Batch]) -> Iterator[Batch]:
+    while True:
+        with turn.phase("data"):
+            batch = next(batches)
+        yield batch
+
+
+class _Timed:
+    """Stands before a part of the run; what it does not time goes to the part itself."""
+
+    def __init__(self, turn: Turn, part: Any) -> None:
+        self._turn, self._part = turn, part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+class _TimedEngine(_Timed):
+    def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
+        with self._turn.phase("forward"):
+            return cast(Tensor, self._part(*inputs, **condition))
+
+    def backward(self, loss: Tensor) -> None:
+        with self._turn.phase("backward"):
+            self._part.backward(loss)
+
+    def step(self) -> bool:
+        with self._turn.phase("optimizer"):
+            return bool(self._part.step())
+
+
+class _TimedObjective(_Timed):
+    def corrupt(self, batch: Batch) -> Corruption:
+        with self._turn.phase("objective"):
+            return cast(Corruption, self._part.corrupt(batch))
+
+    def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
+        with self._turn.phase("objective"):
+            return cast(Tensor, self._part.loss(prediction, batch, corruption))
+
+
+class _TimedEma(_Timed):
+    def update(self, applied: int) -> None:
+        with self._turn.phase("ema"):
+            self._part.update(applied)

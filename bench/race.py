@@ -1,0 +1,285 @@
+"""Contestants step in turns (A, B, A, B, ...), each in a process of its own, so that noise meets all of them alike.
+
+A process of its own gives each its own peak memory, global settings and compiled code. All of them are built, one after
+the other, before the first turn, and wait while another steps.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import BenchError
+from bench.table import progress
+from bench.timing import Timing
+from bench.turn import Enough, Fact, Steps, Turn
+from fastdiff.dist import free_port
+from fastdiff.metrics import peak_resident_bytes
+
+_LAST_LINES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Largest memory use of a contestant (its first rank) in bytes."""
+
+    resident: int
+    """High-water mark of the process."""
+    allocated: int | None = None
+    """By tensors on the GPU; None without one."""
+    reserved: int | None = None
+    """By torch's allocator on the GPU; None without one."""
+
+    @property
+    def peak(self) -> int:
+        """That of the device the contestant computes on."""
+        return self.resident if self.allocated is None else self.allocated
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """Who steps."""
+
+    name: str
+    run: Callable[..., None]
+    """``run(turn, *arguments)``, a function of a module: builds, calls ``turn.ready()`` and steps until ``Enough``."""
+    arguments: tuple[Any, ...] = ()
+    ranks: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its processes, besides those of this one."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What a contestant did."""
+
+    turns: list[Steps] = field(default_factory=list)
+    """One per round, the warm-up left out."""
+    facts: dict[str, Fact] = field(default_factory=dict)
+    memory: Memory | None = None
+    failure: str | None = None
+    """Why it did not run to the end, in one line; None: it did."""
+    out_of_memory: bool = False
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of every step."""
+        return [second for turn in self.turns for second in turn.seconds]
+
+    @property
+    def timing(self) -> Timing:
+        """Of a step."""
+        return Timing.of(self.seconds)
+
+    def phase(self, name: str) -> Timing:
+        """Of one phase of a step."""
+        return Timing.of([second for turn in self.turns for second in turn.phases[name]])
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much each contestant steps."""
+
+    rounds: int
+    """Turns of each, two at least."""
+    steps: int
+    """Per turn."""
+    warm_up: int
+    """Steps of each before the first round, which do not count."""
+    limit_seconds: float = 600.0
+    """For building, and for every turn; one that takes longer is stopped."""
+
+
+def race(contestants: Sequence[Contestant], effort: Effort, *, device: str) -> dict[str, Result]:
+    """Let the contestants step in turns; one that fails is left out from then on.
+
+    Args:
+        contestants: with different names.
+        effort: how much each steps.
+        device: ``cuda`` or ``cpu``.
+
+    Returns:
+        By name, in the order given.
+    """
+    results = {contestant.name: Result() for contestant in contestants}
+    workers: dict[str, _Worker] = {}
+    logs = Path(tempfile.mkdtemp(prefix="fastdiff-bench-logs-"))
+    try:
+        for number, contestant in enumerate(contestants):
+            progress(f"{contestant.name}: building and warming up")
+            worker = _Worker(contestant, effort.limit_seconds, device, logs / f"{number}.log")
+            workers[contestant.name] = worker
+            _attempt(worker, results[contestant.name], lambda w: w.ready(effort.warm_up))
+        for number in range(effort.rounds):
+            for name, worker in workers.items():
+                if results[name].failure is None:
+                    progress(f"round {number + 1} of {effort.rounds}: {name}")
+                    _attempt(worker, results[name], lambda w: w.turn(effort.steps))
+        for name, worker in workers.items():
+            if results[name].failure is None:
+                _attempt(worker, results[name], lambda w: w.finish())
+    finally:
+        progress("")
+        for worker in workers.values():
+            worker.kill()
+        shutil.rmtree(logs, ignore_errors=True)
+    return results
+
+
+def ratios(ours: Result, theirs: Result) -> Timing:
+    """How many times as fast as ``theirs`` ``ours`` steps, round by round: above 1, ours is faster."""
+    pairs = zip(ours.turns, theirs.turns, strict=True)
+    return Timing.of([statistics.median(b.seconds) / statistics.median(a.seconds) for a, b in pairs])
+
+
+def _attempt(worker: _Worker, result: Result, action: Callable[[_Worker], None]) -> None:
+    worker.result = result
+    try:
+        action(worker)
+    except BenchError as error:
+        result.failure = str(error)
+        worker.kill()
+        if not result.out_of_memory:
+            progress("")
+            print(worker.last_words(), file=sys.stderr)
+
+
+class _Worker:
+    """The processes of a contestant, one per rank, seen from here."""
+
+    def __init__(self, contestant: Contestant, limit_seconds: float, device: str, log: Path) -> None:
+        self.result = Result()
+        self._limit, self._log = limit_seconds, log
+        context = multiprocessing.get_context("spawn")
+        port, ranks = free_port(), contestant.ranks
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            environment = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}), **contestant.environment,
+            }  # fmt: skip
+            arguments = (theirs, device, log, contestant.run, contestant.arguments)
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            with _environment(environment):
+                process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def ready(self, warm_up: int) -> None:
+        self.result.facts.update(self._answers("ready")[0])
+        if warm_up:
+            self._go(warm_up)
+
+    def turn(self, steps: int) -> None:
+        self.result.turns.append(self._go(steps))
+
+    def finish(self) -> None:
+        self._tell(0)
+        facts, self.result.memory = self._answers("finished")[0]
+        self.result.facts.update(facts)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def last_words(self) -> str:
+        """The end of what its processes printed."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+
+    def _go(self, steps: int) -> Steps:
+        self._tell(steps)
+        found: Steps = self._answers("steps")[0]
+        return found
+
+    def _tell(self, steps: int) -> None:
+        for connection in self._connections:
+            connection.send(steps)
+
+    def _answers(self, kind: str) -> list[Any]:
+        """What every rank says; a BenchError if one fails."""
+        return [self._answer(connection, kind) for connection in self._connections]
+
+    def _answer(self, connection: Connection, kind: str) -> Any:
+        if not connection.poll(self._limit):
+            raise BenchError(f"no answer within {self._limit:.0f} s")
+        try:
+            found, content = connection.recv()
+        except EOFError:
+            raise BenchError("the process ended without a word; most likely it was killed for memory") from None
+        if found != kind:
+            self.result.out_of_memory = found == "out of memory"
+            raise BenchError(str(content))
+        return content
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables that a process started inside inherits: some are read when it first imports torch."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name)
+        os.environ.update(before)
+
+
+def _work(
+    connection: Connection,
+    device: str,
+    log: Path,
+    run: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    """The process of one rank, which prints into ``log``."""
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        turn = Turn(connection, torch.device(device))
+        try:
+            run(turn, *arguments)
+        except Enough:
+            connection.send(("finished", (turn.facts, _memory(torch.device(device)))))
+        else:
+            raise RuntimeError("the contestant ended before it had enough steps")
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        connection.send(("out of memory", _reason(error)))
+    except BaseException as error:
+        traceback.print_exc()
+        connection.send(("failed", _reason(error)))
+    finally:
+        # The ordinary end would wait for the other ranks, or for the threads of a loader.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _memory(device: torch.device) -> Memory:
+    if device.type != "cuda":
+        return Memory(peak_resident_bytes())
+    return Memory(peak_resident_bytes(), torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,130 @@
+"""What is stepped: a preset with choices of batch, engine, precision and implementation, on synthetic latents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench import BenchError
+from bench.fingerprint import ROOT
+from bench.turn import Fact
+from fastdiff import deepspeed_config
+from fastdiff.config import OutputConfig, RunConfig, ValidationConfig
+from fastdiff.data_config import DataConfig
+from fastdiff.deepspeed_config import DsConfig
+from fastdiff.errors import ConfigError
+from fastdiff.model_config import PretrainedConfig
+from fastdiff.presets import preset
+
+_STEPS = 1_000_000
+"""Of the run that is begun; nobody takes them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A run; None stands for what the preset, or fastdiff, chooses."""
+
+    preset: str
+    batch: int | None = None
+    """Samples per optimizer step over all ranks."""
+    micro: int | None = None
+    """Samples per rank per forward pass; None: no accumulation."""
+    deepspeed: str = "ddp"
+    """A file of ``deepspeed_configs/`` without ``.json``, or the path of one."""
+    precision: str | None = None
+    compile: bool | None = None
+    kernels: str | None = None
+    attention: str | None = None
+    optimizer: str | None = None
+    recompute: bool | None = None
+    loader: str | None = None
+
+    def config(self, data: Path, folder: Path) -> RunConfig:
+        """The run, on the shards in ``data``, that writes nothing of value into ``folder``.
+
+        Raises:
+            BenchError: a choice does not exist, or does not fit the preset.
+        """
+        try:
+            return self._config(data, folder)
+        except ConfigError as error:
+            raise BenchError(str(error)) from None
+
+    def _config(self, data: Path, folder: Path) -> RunConfig:
+        base = preset(self.preset)
+        samples = self.batch or base.batch.samples
+        performance = _given(
+            precision=self.precision, compile=self.compile, kernels=self.kernels, attention=self.attention,
+            recompute=self.recompute,
+        )  # fmt: skip
+        prediction = {"prediction": "epsilon"} if base.objective.prediction == "auto" else {}
+        return replace(
+            base,
+            samples=_STEPS * samples,
+            # The weights are random: what they are costs no time.
+            pretrained=PretrainedConfig(),
+            objective=replace(base.objective, **prediction),  # type: ignore[arg-type]
+            data=DataConfig(path=str(data), **_given(loader=self.loader)),
+            batch=replace(base.batch, samples=samples, micro=self.micro),
+            optim=replace(base.optim, **_given(name=self.optimizer)),
+            performance=replace(base.performance, **performance),
+            validation=ValidationConfig(),
+            output=OutputConfig(folder=str(folder), checkpoint_every=0, sample_every=0, report_to=()),
+        )
+
+    def deepspeed_json(self) -> DsConfig:
+        """The DeepSpeed JSON as given.
+
+        Raises:
+            BenchError: there is no such file.
+        """
+        path = Path(self.deepspeed)
+        if path.suffix != ".json":
+            path = ROOT / "deepspeed_configs" / f"{self.deepspeed}.json"
+        try:
+            return deepspeed_config.read(str(path))
+        except ConfigError as error:
+            raise BenchError(str(error)) from None
+
+    @property
+    def case(self) -> str:
+        """What it trains, for records: what a rival trains too."""
+        config = self.config(Path(), Path())
+        model = config.model
+        shape = f"{model.channels}x{model.size}x{model.size}"
+        parts = [self.preset, shape, f"batch {config.batch.samples}", config.performance.precision]
+        return ", ".join([*parts, *([f"micro {self.micro}"] if self.micro else [])])
+
+    @property
+    def provider(self) -> str:
+        """How fastdiff trains it, for records."""
+        choices = {
+            "kernels": self.kernels, "attention": self.attention, "optim": self.optimizer, "loader": self.loader,
+        }  # fmt: skip
+        parts = ["fastdiff", Path(self.deepspeed).stem]
+        parts += [] if self.compile is None else ["compiled" if self.compile else "eager"]
+        parts += ["recompute"] if self.recompute else []
+        return " ".join([*parts, *(f"{name}={value}" for name, value in choices.items() if value is not None)])
+
+    @property
+    def facts(self) -> dict[str, Fact]:
+        """The choices one by one, for records."""
+        config = self.config(Path(), Path())
+        return {
+            "preset": self.preset,
+            "batch": config.batch.samples,
+            "micro": config.batch.micro,
+            "deepspeed": Path(self.deepspeed).stem,
+            "precision": config.performance.precision,
+            "compile": config.performance.compile,
+            "kernels": config.performance.kernels,
+            "attention": config.performance.attention,
+            "optimizer": config.optim.name,
+            "recompute": config.performance.recompute,
+            "loader": config.data.loader,
+        }
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

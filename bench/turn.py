@@ -1,0 +1,105 @@
+"""The side of a contestant: it steps in its own process, when it is told to, and says how long each step took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+Fact = str | int | float | bool | None
+
+
+class Enough(Exception):
+    """The contestant has taken all the steps that were asked for."""
+
+
+@dataclass(slots=True)
+class Steps:
+    """The steps of one turn."""
+
+    seconds: list[float]
+    """Of each step."""
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds of each step by phase, summed where a phase came more than once in a step."""
+    cpu_seconds: float = 0.0
+    """Processor time of this process over the whole turn, all threads."""
+
+
+class Turn:
+    """What a contestant holds: it calls ``ready`` once and ``after_step`` after every step, for ever.
+
+    On a GPU the times are those of events on the current stream, read at the end of the turn only.
+    """
+
+    def __init__(self, connection: Connection, device: torch.device) -> None:
+        self._connection = connection
+        self._mark: Callable[[], Any] = _event if device.type == "cuda" else time.perf_counter
+        self._on_cuda = device.type == "cuda"
+        self.device = device
+        self.facts: dict[str, Fact] = {}
+        """What else is to be known of the contestant in the end."""
+        self._left = 0
+        self._marks: list[Any] = []
+        self._phases: list[tuple[str, int, Any, Any]] = []
+        self._cpu_seconds = 0.0
+
+    def ready(self, **facts: Fact) -> None:
+        """Say that everything is built, and wait for the first turn.
+
+        Raises:
+            Enough: there is none.
+        """
+        self._connection.send(("ready", facts))
+        self._wait()
+
+    def after_step(self) -> None:
+        """Note the end of a step; at the end of the turn, report and wait for the next one.
+
+        Raises:
+            Enough: there is none.
+        """
+        self._marks.append(self._mark())
+        self._left -= 1
+        if self._left == 0:
+            self._connection.send(("steps", self._steps()))
+            self._wait()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Take the time of a part of a step: ``data``, ``forward``, ``backward``, ``optimizer``, ``ema``, ..."""
+        begin = self._mark()
+        yield
+        self._phases.append((name, len(self._marks) - 1, begin, self._mark()))
+
+    def _wait(self) -> None:
+        self._left = self._connection.recv()
+        if self._left == 0:
+            raise Enough
+        self._phases.clear()
+        self._cpu_seconds = time.process_time()
+        self._marks = [self._mark()]
+
+    def _steps(self) -> Steps:
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        count = len(self._marks) - 1
+        steps = Steps([self._between(a, b) for a, b in zip(self._marks, self._marks[1:], strict=False)])
+        for name, step, begin, end in self._phases:
+            if step >= 0:
+                steps.phases.setdefault(name, [0.0] * count)[step] += self._between(begin, end)
+        steps.cpu_seconds = time.process_time() - self._cpu_seconds
+        return steps
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) * 1e-3 if self._on_cuda else float(end - begin)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
