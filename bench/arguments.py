@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import TypeAlias
 
@@ -34,6 +35,11 @@ def device(arguments: argparse.Namespace) -> str:
 
 
 def open_log(arguments: argparse.Namespace, command: str, what: str | None = None) -> record.Log:
-    """The record ``<command>.jsonl`` in the folder that ``--out`` names, or in ``..._<what>``."""
+    """A new record ``<command>.jsonl`` in the folder that ``--out`` names, or in ``..._<what>``.
+
+    What is there already stays: the second record of a folder is ``<command>-2.jsonl``, and so on.
+    """
     what = what or command
-    return record.Log(record.folder(arguments.out, f"{what}-smoke" if arguments.smoke else what) / f"{command}.jsonl")
+    folder = record.folder(arguments.out, f"{what}-smoke" if arguments.smoke else what)
+    names = itertools.chain([command], (f"{command}-{number}" for number in itertools.count(2)))
+    return record.Log(next(path for name in names if not (path := folder / f"{name}.jsonl").exists()))

@@ -180,7 +180,7 @@ def _restore_optimizer(saved: Saved, state: TrainState, applied: int) -> None:
                 for part in flat.blocks(BLOCK) if key in PER_BLOCK else flat.fragments:
                     part.of(whole.view(-1)).copy_(saved.slice(key, part))
                 values[key] = whole
-        values["step"] = step_count(state.config.optim.name, applied)
+        values["step"] = step_count(state.config.optim.name, applied, flat.key.device)
         flat.states[flat.key] = values
 
 
