@@ -69,10 +69,9 @@ _GROUPS_PER_PROGRAM = 256
 
 
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of ``word * factor``, whose 64 bits an int64 could not hold."""
-    by_low = word * (factor & 0xFFFF)
-    middle = word * (factor >> 16) + (by_low >> 16)
-    return middle >> 16, ((middle & 0xFFFF) << 16) | (by_low & 0xFFFF)
+    """High and low 32 bits of ``word * factor``: the int64 product wraps, but all of its 64 bits are right."""
+    product = word * factor
+    return (product >> 32) & _WORD, product & _WORD
 
 
 def philox_reference(
