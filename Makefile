@@ -35,5 +35,5 @@ bench: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt .venv/bin/python -m pip install --quiet torch triton
-	PIP_CONSTRAINT=constraints.txt .venv/bin/python -m pip install --quiet --editable ".[dali,xformers,peft,remote,hf,dev]"
+	PIP_CONSTRAINT=constraints.txt .venv/bin/python -m pip install --quiet --editable ".[dali,xformers,peft,remote,hf,bench,dev]"
 	touch $@

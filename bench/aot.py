@@ -7,8 +7,9 @@ Triton's cache, which is keyed by the source and everything that it calls.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ import torch
 from torch import Tensor
 
 from bench import BenchError, assembly, record
-from bench.arguments import Commands
+from bench.aot_baseline import Baseline
+from bench.arguments import Commands, open_log
 from bench.cases import KERNELS, add_choice, chosen
 from bench.cases.case import Case, as_sequence
+from bench.record import Failure, Log, Measurement
 from bench.table import progress, table
 from fastdiff_kernels import launch
 from fastdiff_kernels.launch import Launch
 
+BENCH = "aot"
 ARCHITECTURES = (80, 90, 100)
 WIDE_BITS = 128
 _STREAMS_BYTES = 2**18
@@ -33,7 +37,7 @@ _SIDES: tuple[assembly.Side, ...] = ("loads", "stores")
 class Compiled:
     """One kernel of one case for one architecture."""
 
-    case: str
+    case: Case
     kernel: str
     arch: int
     registers: int
@@ -58,6 +62,30 @@ class Compiled:
                 found.append(f"global {name} narrower than {WIDE_BITS} bits: {bits}")
         return found
 
+    def rows(self) -> Iterator[Measurement | Failure]:
+        """The same for the record."""
+        case = f"{self.case} sm_{self.arch}"
+        loads: dict[str, record.Fact] = {"bits": _counts(self.load_bits)}
+        stores: dict[str, record.Fact] = {"bits": _counts(self.store_bits)}
+        quantities: list[tuple[str, str, float, record.Better, dict[str, record.Fact]]] = [
+            ("registers", "1", self.registers, "lower", {}),
+            ("spilled", "B", self.spill_bytes, "lower", {}),
+            ("shared", "B", self.shared_bytes, "lower", {}),
+            ("wide loads", "1", wide_share(self.load_bits), "higher", loads),
+            ("wide stores", "1", wide_share(self.store_bits), "higher", stores),
+        ]
+        for quantity, unit, value, better, facts in quantities:
+            yield Measurement(
+                bench=BENCH, case=case, provider=self.kernel, quantity=quantity, unit=unit, value=value, better=better,
+                facts=facts,
+            )  # fmt: skip
+        for problem in self.problems:
+            yield Failure(bench=BENCH, case=case, provider=self.kernel, reason=problem)
+
+
+def _counts(bits: dict[int, int]) -> str:
+    return " ".join(f"{width}x{count}" for width, count in bits.items()) or "-"
+
 
 def wide_share(bits: dict[int, int]) -> float:
     """Share of the bytes that instructions of 128 bits and more move; 1 of none."""
@@ -70,8 +98,27 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser("aot", help="compile every kernel without a GPU: registers, spills, access widths")
     add_choice(parser, KERNELS)
     parser.add_argument("--arch", nargs="+", type=int, default=[*ARCHITECTURES], help="compute capabilities: sm_90")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the same numbers, as JSON lines")
-    parser.set_defaults(run=lambda a: main(chosen(a, KERNELS), a.arch, a.json))
+    parser.add_argument(
+        "--baseline", type=Path, metavar="RECORD", help="file, or folder whose newest counts: fail if anything is worse"
+    )
+    parser.add_argument("--smoke", action="store_true", help="one case for one GPU: does everything run?")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for the record; default: bench/results/aot/<date>_kernels"
+    )
+    parser.set_defaults(run=_run_command)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    cases, architectures = chosen(arguments, KERNELS), arguments.arch
+    if arguments.smoke:
+        cases, architectures = cases[:1], architectures[:1]
+    _refuse_what_cannot_compile()
+    baseline = Baseline.read(arguments.baseline, cases, architectures) if arguments.baseline else None
+    if arguments.out is None:  # what is compiled does not depend on the machine
+        name = record.folder(None, "kernels-smoke" if arguments.smoke else "kernels").name
+        arguments.out = record.RESULTS / BENCH / name
+    with open_log(arguments, BENCH) as log:
+        return main(cases, architectures, log, baseline)
 
 
 def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator[Compiled]:
@@ -80,10 +127,7 @@ def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator
     Raises:
         BenchError: Triton is in its interpreter, which cannot compile, or not installed.
     """
-    if launch.triton is None:
-        raise BenchError("Triton is not installed: there is nothing to compile with; install it")
-    if launch.INTERPRETED:
-        raise BenchError("TRITON_INTERPRET is set: the interpreter does not compile; unset it")
+    _refuse_what_cannot_compile()
     seen = set()
     for case in cases:
         for recorded in record_launches(case):
@@ -93,6 +137,13 @@ def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator
                 if key not in seen:
                     seen.add(key)
                     yield _compile(case, recorded, source, options, arch)
+
+
+def _refuse_what_cannot_compile() -> None:
+    if launch.triton is None:
+        raise BenchError("Triton is not installed: there is nothing to compile with; install it")
+    if launch.INTERPRETED:
+        raise BenchError("TRITON_INTERPRET is set: the interpreter does not compile; unset it")
 
 
 def record_launches(case: Case) -> list[Launch]:
@@ -129,7 +180,7 @@ def _compile(case: Case, recorded: Launch, source: Any, options: dict[str, Any],
     loads, stores = (assembly.access_widths(ptx, side) - assembly.single_widths(ttgir, side) for side in _SIDES)
     name = recorded.kernel.__name__
     return Compiled(
-        case=str(case),
+        case=case,
         kernel=name,
         arch=arch,
         registers=usage["REG"],
@@ -155,24 +206,28 @@ def report(rows: Sequence[Compiled]) -> str:
         ("kernel", "arch", "regs", "spill B", "smem B", "load bits x count", "store bits x count", "case")
     ]
     for row in rows:
-        loads, stores = (" ".join(f"{w}x{n}" for w, n in b.items()) or "-" for b in (row.load_bits, row.store_bits))
         numbers = (str(n) for n in (row.arch, row.registers, row.spill_bytes, row.shared_bytes))
-        cells.append((row.kernel, *numbers, loads, stores, row.case))
+        cells.append((row.kernel, *numbers, _counts(row.load_bits), _counts(row.store_bits), str(row.case)))
     return table(cells, "<>>>><<<")
 
 
-def main(cases: Sequence[Case], architectures: Sequence[int], path: Path | None) -> int:
-    """Compile, print the table and write it as JSON lines; 1 if a kernel spills or a streaming one is narrow."""
-    rows = []
+def main(cases: Sequence[Case], architectures: Sequence[int], log: Log, baseline: Baseline | None = None) -> int:
+    """Compile, write down and print; 1 if a kernel spills, a streaming one is narrow, or one got worse."""
+    compiled: list[Compiled] = []
+    found: list[Measurement] = []
     for row in compile_all(cases, architectures):
-        rows.append(row)
-        progress(f"{len(rows)} compiled: {row.kernel} sm_{row.arch}")
+        compiled.append(row)
+        progress(f"{len(compiled)} compiled: {row.kernel} sm_{row.arch}")
+        for line in row.rows():
+            log.write(line)
+            found += [line] if isinstance(line, Measurement) else []
     progress("")
-    print(report(rows))
-    if path is not None:
-        with record.Log(path) as log:
-            for row in rows:
-                log.write(asdict(row) | {"problems": row.problems})
-    bad = [f"PROBLEM {r.kernel} sm_{r.arch} ({r.case}): {problem}" for r in rows for problem in r.problems]
-    print("\n".join(bad) or f"{len(rows)} kernels: no spills, wide accesses throughout")
-    return 1 if bad else 0
+    print(report(compiled))
+    bad = [f"PROBLEM {r.kernel} sm_{r.arch} ({r.case}): {problem}" for r in compiled for problem in r.problems]
+    print("\n".join(bad) or f"{len(compiled)} kernels: no spills, wide accesses throughout")
+    worse = False
+    if baseline is not None:
+        text, worse = baseline.compare(found)
+        print(f"\n{text}")
+    print(f"written to {log.path}")
+    return 1 if bad or worse else 0

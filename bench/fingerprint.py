@@ -21,8 +21,8 @@ from fastdiff_kernels import launch
 
 ROOT = Path(__file__).parent.parent
 
-STRICT = ConfigDict(extra="forbid")
-"""A line of a record has the fields that its type has, and no others."""
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+"""A line of a record has the fields that its type has, and no others; its numbers are finite."""
 
 _GPU_QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +106,16 @@ class Effort:
     """For building, and for every turn; one that takes longer is stopped."""
 
 
-def race(contestants: Sequence[Contestant], effort: Effort, *, device: str) -> dict[str, Result]:
+def race(
+    contestants: Sequence[Contestant], effort: Effort, *, device: str, before_turn: Callable[[], None] | None = None
+) -> dict[str, Result]:
     """Let the contestants step in turns; one that fails is left out from then on.
 
     Args:
         contestants: with different names.
         effort: how much each steps.
         device: ``cuda`` or ``cpu``.
+        before_turn: called here before every turn but the warm-up, while all contestants wait.
 
     Returns:
         By name, in the order given.
@@ -127,6 +133,8 @@ def race(contestants: Sequence[Contestant], effort: Effort, *, device: str) -> d
             for name, worker in workers.items():
                 if results[name].failure is None:
                     progress(f"round {number + 1} of {effort.rounds}: {name}")
+                    if before_turn is not None:
+                        before_turn()
                     _attempt(worker, results[name], lambda w: w.turn(effort.steps))
         for name, worker in workers.items():
             if results[name].failure is None:
@@ -175,7 +183,9 @@ class _Worker:
                 **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}), **contestant.environment,
             }  # fmt: skip
             arguments = (theirs, device, log, contestant.run, contestant.arguments)
-            process = context.Process(target=_work, args=arguments, daemon=True)
+            # No daemon, which could have no processes of its own; it ends with this one all the same (_Worker.kill, or
+            # the end of the connection).
+            process = context.Process(target=_work, args=arguments)
             with _environment(environment):
                 process.start()
             theirs.close()
@@ -211,23 +221,37 @@ class _Worker:
 
     def _tell(self, steps: int) -> None:
         for connection in self._connections:
-            connection.send(steps)
+            with suppress(BrokenPipeError):  # it has ended, as the answer will tell
+                connection.send(steps)
 
     def _answers(self, kind: str) -> list[Any]:
-        """What every rank says; a BenchError if one fails."""
-        return [self._answer(connection, kind) for connection in self._connections]
+        """What every rank says; a BenchError as soon as one fails: the others may wait for it for ever."""
+        answers: dict[Connection, Any] = {}
+        until = time.monotonic() + self._limit
+        while len(answers) < len(self._connections):
+            open_ = [connection for connection in self._connections if connection not in answers]
+            heard = wait(open_, max(0.0, until - time.monotonic()))
+            if not heard:
+                raise BenchError(f"no answer within {self._limit:.0f} s")
+            answers |= {connection: self._answer(connection, kind) for connection in open_ if connection in heard}
+        return [answers[connection] for connection in self._connections]
 
     def _answer(self, connection: Connection, kind: str) -> Any:
-        if not connection.poll(self._limit):
-            raise BenchError(f"no answer within {self._limit:.0f} s")
         try:
             found, content = connection.recv()
-        except EOFError:
-            raise BenchError("the process ended without a word; most likely it was killed for memory") from None
+        except (EOFError, ConnectionResetError):
+            raise self._ended(self._processes[self._connections.index(connection)]) from None
         if found != kind:
             self.result.out_of_memory = found == "out of memory"
             raise BenchError(str(content))
         return content
+
+    def _ended(self, process: BaseProcess) -> BenchError:
+        process.join(self._limit)
+        self.result.out_of_memory = process.exitcode == -signal.SIGKILL
+        if self.result.out_of_memory:
+            return BenchError("the process was killed, most likely by the system for its memory")
+        return BenchError(f"the process ended without a word, with exit code {process.exitcode}")
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from bench.fingerprint import ROOT
 from bench.turn import Fact
 from fastdiff import deepspeed_config
 from fastdiff.config import OutputConfig, RunConfig, ValidationConfig
+from fastdiff.config_file import from_mapping
 from fastdiff.data_config import DataConfig
 from fastdiff.deepspeed_config import DsConfig
 from fastdiff.errors import ConfigError
@@ -29,7 +30,7 @@ class Subject:
     batch: int | None = None
     """Samples per optimizer step over all ranks."""
     micro: int | None = None
-    """Samples per rank per forward pass; None: no accumulation."""
+    """Samples per rank per forward pass; None: those of the preset with its own batch, no accumulation with another."""
     deepspeed: str = "ddp"
     """A file of ``deepspeed_configs/`` without ``.json``, or the path of one."""
     precision: str | None = None
@@ -53,25 +54,27 @@ class Subject:
 
     def _config(self, data: Path, folder: Path) -> RunConfig:
         base = preset(self.preset)
-        samples = self.batch or base.batch.samples
+        samples = base.batch.samples if self.batch is None else self.batch
+        micro = base.batch.micro if self.micro is None and self.batch is None else self.micro
         performance = _given(
             precision=self.precision, compile=self.compile, kernels=self.kernels, attention=self.attention,
             recompute=self.recompute,
         )  # fmt: skip
         prediction = {"prediction": "epsilon"} if base.objective.prediction == "auto" else {}
-        return replace(
+        config = replace(
             base,
             samples=_STEPS * samples,
             # The weights are random: what they are costs no time.
             pretrained=PretrainedConfig(),
             objective=replace(base.objective, **prediction),  # type: ignore[arg-type]
             data=DataConfig(path=str(data), **_given(loader=self.loader)),
-            batch=replace(base.batch, samples=samples, micro=self.micro),
+            batch=replace(base.batch, samples=samples, micro=micro),
             optim=replace(base.optim, **_given(name=self.optimizer)),
             performance=replace(base.performance, **performance),
             validation=ValidationConfig(),
             output=OutputConfig(folder=str(folder), checkpoint_every=0, sample_every=0, report_to=()),
         )
+        return from_mapping(asdict(config), "bench")  # refuses a choice that does not exist
 
     def deepspeed_json(self) -> DsConfig:
         """The DeepSpeed JSON as given.
@@ -90,11 +93,24 @@ class Subject:
     @property
     def case(self) -> str:
         """What it trains, for records: what a rival trains too."""
+        micro = self.config(Path(), Path()).batch.micro
+        return self._case(f"batch {self.samples}") + (f", micro {micro}" if micro else "")
+
+    @property
+    def case_of_any_batch(self) -> str:
+        """The same for what is measured of all batches together."""
+        return self._case("any batch")
+
+    def _case(self, batch: str) -> str:
         config = self.config(Path(), Path())
         model = config.model
         shape = f"{model.channels}x{model.size}x{model.size}"
-        parts = [self.preset, shape, f"batch {config.batch.samples}", config.performance.precision]
-        return ", ".join([*parts, *([f"micro {self.micro}"] if self.micro else [])])
+        return ", ".join([self.preset, shape, batch, config.performance.precision])
+
+    @property
+    def samples(self) -> int:
+        """Samples per optimizer step."""
+        return self.config(Path(), Path()).batch.samples
 
     @property
     def provider(self) -> str:

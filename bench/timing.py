@@ -20,7 +20,6 @@ Call = Callable[[], object]
 
 _ROUNDS_PER_READING = 10
 _FLUSHED_BYTES = {"cuda": 2**30, "cpu": 2**25}
-_COPIED_BYTES = {"cuda": 2**31, "cpu": 2**26}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +41,11 @@ QUICK = Effort(repetitions=3, seconds=0.0, limit_seconds=0.0, warm_up_seconds=0.
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds that a call took."""
+    """What the repetitions of a call gave: seconds, or the rate that they mean."""
 
     median: float
     p20: float
-    """20 % took no longer."""
+    """20 % gave no more."""
     p80: float
     repetitions: int
 
@@ -55,6 +54,14 @@ class Timing:
         """Summarise the repetitions, two at least."""
         tenths = statistics.quantiles(seconds, n=10, method="inclusive")
         return cls(statistics.median(seconds), tenths[1], tenths[7], len(seconds))
+
+    def per_second(self, amount: float) -> Timing:
+        """The rate, if ``amount`` is done in these seconds."""
+        return Timing(amount / self.median, amount / self.p80, amount / self.p20, self.repetitions)
+
+    def times(self, factor: float) -> Timing:
+        """The same in another unit."""
+        return Timing(factor * self.median, factor * self.p20, factor * self.p80, self.repetitions)
 
 
 class Stopwatch:
@@ -90,13 +97,6 @@ class Stopwatch:
                 seconds[name] += more
             done += rounds
         return {name: Timing.of(values) for name, values in seconds.items()}
-
-    def copy_bandwidth(self) -> float:
-        """Bytes per second of a large copy within the device's memory, read and written bytes together."""
-        source = torch.zeros(_COPIED_BYTES[self._device], dtype=torch.uint8, device=self._device)
-        target = torch.empty_like(source)
-        timing = self.measure({"copy": lambda: target.copy_(source)})["copy"]
-        return 2 * source.nbytes / timing.median
 
     def _rounds(self, calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
         readings: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}

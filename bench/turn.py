@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import torch
 
 Fact = str | int | float | bool | None
@@ -27,7 +29,10 @@ class Steps:
     phases: dict[str, list[float]] = field(default_factory=dict)
     """Seconds of each step by phase, summed where a phase came more than once in a step."""
     cpu_seconds: float = 0.0
-    """Processor time of this process over the whole turn, all threads."""
+    """Processor time since the end of the turn before, all threads, of this process and those it started.
+
+    From there, because what is read ahead for this turn is read while others step.
+    """
 
 
 class Turn:
@@ -55,6 +60,7 @@ class Turn:
             Enough: there is none.
         """
         self._connection.send(("ready", facts))
+        self._cpu_seconds = _cpu_seconds()
         self._wait()
 
     def after_step(self) -> None:
@@ -81,7 +87,6 @@ class Turn:
         if self._left == 0:
             raise Enough
         self._phases.clear()
-        self._cpu_seconds = time.process_time()
         self._marks = [self._mark()]
 
     def _steps(self) -> Steps:
@@ -92,11 +97,27 @@ class Turn:
         for name, step, begin, end in self._phases:
             if step >= 0:
                 steps.phases.setdefault(name, [0.0] * count)[step] += self._between(begin, end)
-        steps.cpu_seconds = time.process_time() - self._cpu_seconds
+        before, self._cpu_seconds = self._cpu_seconds, _cpu_seconds()
+        steps.cpu_seconds = self._cpu_seconds - before
         return steps
 
     def _between(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) * 1e-3 if self._on_cuda else float(end - begin)
+
+
+def cpu_seconds_of_started() -> float:
+    """Processor time of the processes that this one started, and those that they did, in steps of 10 ms."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = ended.ru_utime + ended.ru_stime
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            seconds += times.user + times.system
+    return seconds
+
+
+def _cpu_seconds() -> float:
+    return time.process_time() + cpu_seconds_of_started()
 
 
 def _event() -> torch.cuda.Event:

@@ -1,7 +1,7 @@
 """Floating-point operations of the models, and what the devices can do.
 
-One multiply-add counts as two operations; a backward pass costs twice a forward pass. (The "119 Gflops" that the
-DiT paper prints for XL/2 are multiply-adds.)
+One multiply-add counts as two operations; a backward pass costs twice a forward pass, but for the layers that see the
+inputs, which have no gradient. (The "119 Gflops" that the DiT paper prints for XL/2 are multiply-adds.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _dit(config: DiTConfig) -> float:
 def _unet(config: UNetConfig) -> float:
     """Multiply-adds."""
     widths, time = config.block_out_channels, 4 * config.block_out_channels[0]
-    sizes = config.pooled_dim + 6 * config.addition_time_embed_dim
+    sizes = _pooled_width(config)
     total = time * (widths[0] + time) + (time * (sizes + time) if config.pooled_dim else 0)
     total += 2 * 9 * config.size**2 * config.channels * widths[0]  # the first and the last convolution
     count = config.layers_per_block
@@ -74,6 +74,24 @@ def _transformer(config: UNetConfig, width: int, layers: int, positions: int) ->
     return layers * (own + cross + 12 * positions * width**2) + (2 * positions * width**2 if layers else 0)
 
 
+def _pooled_width(config: UNetConfig) -> int:
+    """Of what SDXL embeds besides the time: the pooled caption and six sizes."""
+    return config.pooled_dim + 6 * config.addition_time_embed_dim
+
+
+def _on_inputs(config: ModelConfig) -> float:
+    """Multiply-adds of the layers whose input is noisy latents, captions or an encoding of the time."""
+    if isinstance(config, DiTConfig):
+        return float(config.hidden * (config.size**2 * config.channels + 256))
+    widths, count = config.block_out_channels, config.layers_per_block
+    time = 4 * widths[0]
+    total = 9 * config.size**2 * config.channels * widths[0] + time * widths[0]
+    total += time * _pooled_width(config) if config.pooled_dim else 0
+    layers = [(2 * count + 1) * layers for layers in config.transformer_layers]
+    keyed = sum(width * n for width, n in zip(widths, layers, strict=True)) + widths[-1] * config.mid_transformer_layers
+    return float(total + 2 * CAPTION_TOKENS * config.cross_attention_dim * keyed)
+
+
 def training_flops(config: ModelConfig, *, adapter: bool = False, dream: bool = False) -> float:
     """Return the operations of a training step on one sample, without recomputation.
 
@@ -82,7 +100,7 @@ def training_flops(config: ModelConfig, *, adapter: bool = False, dream: bool = 
         adapter: whether its own weights are frozen (LoRA), so that they have no gradient to compute.
         dream: whether DREAM's estimate costs another forward pass.
     """
-    return (3.0 - adapter + dream) * forward_flops(config)
+    return (3.0 - adapter + dream) * forward_flops(config) - 2.0 * _on_inputs(config)
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.cases.case import Case, Inputs
+from bench.cases.case import Case, Inputs, elements
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.dispatch import Backend
 from fastdiff_kernels.launch import jit, run, tl
@@ -126,5 +126,7 @@ def squaring(rivals: dict[str, Callable[[Inputs], Callable[[], Any]]] | None = N
         dtype=torch.float32,
         build=lambda device: {"x": torch.randn(1000, device=device).requires_grad_()},
         call=partial(_square, factor=factor),
+        forward_operations=elements("x", 1),
+        backward_operations=elements("x", 2),
         rivals=rivals or {},
     )

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.cases.case import Case, Inputs
+from bench.cases.case import Case, Inputs, elements
+from bench.cases.philox import WORD
 from fastdiff_kernels.adamw8bit_kernel import adamw8bit, largest
 from fastdiff_kernels.adamw8bit_reference import Extras, Moments, Step
 from fastdiff_kernels.blocks import Blocks, Whole, build_blocks
@@ -106,6 +107,14 @@ def _bytes(inputs: Inputs) -> int:
     return sum(int(t.nbytes) for t in (*both, *both, *once) if t is not None)
 
 
+def _operations(param: torch.dtype, extras: bool) -> int:
+    """Per element: gradient 1, m 5, v 6, its root 1, largest 2, parameter 6, codes and their dither 11.
+
+    Average 3; rounding of a bf16 parameter: a random word, an addition and a mask.
+    """
+    return 32 + 3 * extras + (WORD + 2) * (param == torch.bfloat16)
+
+
 CASES = [
     Case(
         op="adamw8bit",
@@ -114,6 +123,7 @@ CASES = [
         call=_call,
         exact=_exact,
         forward_bytes=_bytes,
+        forward_operations=elements("param", _operations(param, extras)),
         narrow=("_masked_kernel", "_largest_kernel"),
         build=_build(param, grad, extras=extras, cut=cut),
         build_large=_build(param, grad, extras=extras, cut=cut, times=_TIMES_LARGE),

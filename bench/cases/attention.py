@@ -36,6 +36,16 @@ def _call(inputs: Inputs, backend: AttentionBackend) -> Tensor:
     return attention(query, key, value, backend=backend).transpose(1, 2)
 
 
+def _operations(inputs: Inputs, products: int) -> int:
+    """Of ``products`` matrix products of ``T x S x head_dim`` per head.
+
+    Forward: scores and mixture. Backward: gradients of value, probabilities, query and key. Kernels that do not store
+    the scores make them once more, so that published rates, which count five products, are 1.25 times those here.
+    """
+    samples, queries, heads, head_dim = inputs["query"].shape
+    return int(2 * products * samples * heads * queries * inputs["key"].shape[1] * head_dim)
+
+
 def _case(model: str, heads: int, queries: int, head_dim: int, keys: int) -> Case:
     build = partial(_build, queries=queries, keys=keys, head_dim=head_dim)
     return Case(
@@ -46,6 +56,9 @@ def _case(model: str, heads: int, queries: int, head_dim: int, keys: int) -> Cas
         build=partial(build, samples=1, heads=1),
         build_large=partial(build, samples=_QUERIES_LARGE // queries, heads=heads),
         call=_call,
+        forward_operations=partial(_operations, products=2),
+        backward_operations=partial(_operations, products=4),
+        arithmetic="bf16",
     )
 
 

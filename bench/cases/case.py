@@ -38,6 +38,18 @@ class Case:
     """Least bytes that the forward pass can move; None: every input read once and every output written once."""
     backward_bytes: Callable[[Inputs], int] | None = None
     """Likewise the backward pass; None: upstream gradients and inputs read once, gradients written once."""
+    forward_operations: Callable[[Inputs], int] | None = None
+    """Operations that the forward pass takes at least, when it moves the least bytes; None: not counted.
+
+    An addition, multiplication, division or comparison of two numbers is one, and so is a root, exponential, logarithm,
+    sine or cosine, whatever instructions it becomes. Random bits count as the integer operations that make them.
+    Conversions, signs, selections and addresses are none, and so is what happens once per row, channel, group or
+    sample. Of an op that is made of matrix products these alone are counted, as everyone does.
+    """
+    backward_operations: Callable[[Inputs], int] | None = None
+    """Likewise the backward pass, with what it has to make again of what was not stored."""
+    arithmetic: str = "fp32"
+    """Precision of the operations, as in ``Limits.matmul``: that of the matrix products of an op that has them."""
     rivals: Mapping[str, Callable[[Inputs], Callable[[], Outputs]]] = field(default_factory=dict)
     """Implementations of other libraries by name: each prepares itself for the inputs and returns the call that is
     timed. It raises ImportError where its library is not installed, and returns no outputs if they cannot be compared.
@@ -56,13 +68,23 @@ class Case:
         ends, seeds = zip(*reached, strict=True)
         return torch.autograd.grad(ends, wanted, seeds, retain_graph=True)
 
+    @property
+    def dtype_name(self) -> str:
+        """``bfloat16``."""
+        return str(self.dtype).removeprefix("torch.")
+
     def __str__(self) -> str:
-        return f"{self.op} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.op} {self.shape} {self.dtype_name}"
 
 
 def as_sequence(outputs: Outputs) -> Sequence[Tensor]:
     """Outputs as a sequence also where there is one."""
     return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
+def elements(name: str, count: int) -> Callable[[Inputs], int]:
+    """``count`` operations for every element of the input ``name``."""
+    return lambda inputs: count * int(inputs[name].numel())
 
 
 def differentiable(inputs: Inputs) -> dict[str, Tensor]:

@@ -9,12 +9,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.cases.case import Case, Inputs, Outputs
+from bench.cases.case import Case, Inputs, Outputs, elements
 from fastdiff_kernels.dispatch import Backend
 from fastdiff_kernels.group_norm import group_norm, group_norm_reference
 
 _BATCH = 64
 _GROUPS = 32
+
+
+_EXTRA = {"": 0, "shift": 1, "residual": 1}
+_EXTRA_BACKWARD = {"": 0, "shift": 2, "residual": 1}
+
+
+def _forward_operations(silu: bool, extra: str) -> int:
+    """Per element: mean 1, centred 1, variance 2, scale and bias 2; SiLU 3; what is added before 1."""
+    return 6 + 3 * silu + _EXTRA[extra]
+
+
+def _backward_operations(silu: bool, extra: str) -> int:
+    """Per element: sums for weight and bias (and thus for the group) 3, gradient 4.
+
+    SiLU: its argument 2, sigmoid 3, derivative 4, product 1. Shift: h again 1, sum 1. Residual: gradient of h 1.
+    """
+    return 7 + 10 * silu + _EXTRA_BACKWARD[extra]
 
 
 def _liger(inputs: Inputs) -> Callable[[], Tensor]:
@@ -78,6 +95,8 @@ def _case(
         exact=exact,
         # The sum and three gradients or outputs: the gradients of both summands are one.
         backward_bytes=(lambda inputs: 4 * inputs["x"].nbytes) if extra == "residual" else None,
+        forward_operations=elements("x", _forward_operations(silu, extra)),
+        backward_operations=elements("x", _backward_operations(silu, extra)),
         rivals=(_RIVALS[memory] if silu and not extra else {}),
     )
 

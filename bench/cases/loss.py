@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.cases.case import Case, Inputs
-from bench.cases.noising import BATCH, TIMESTEPS
+from bench.cases.noising import BATCH, TIMESTEPS, noise_operations
 from bench.cases.noising import latents as corruption
 from fastdiff_kernels.dispatch import Backend
 from fastdiff_kernels.loss import weighted_mse, weighted_mse_reference
@@ -47,6 +47,15 @@ def _backward_bytes(inputs: Inputs, **options: Any) -> int:
     return _read(inputs, **options) + written
 
 
+def _operations(inputs: Inputs, each: int, clean: bool = True, posterior: bool = False, **options: Any) -> int:
+    """Per element: the noise, the target 1 (with x0: 3), the difference 1, and ``each``.
+
+    The noise is drawn in either pass, which is what the least bytes need.
+    """
+    each += noise_operations(posterior=posterior, **options) + 1 + 2 * clean + 1
+    return each * int(inputs["latents"].numel()) // (1 + posterior)
+
+
 def _case(name: str, dtype: torch.dtype, shape: tuple[int, ...], channels: int | None = None, **options: Any) -> Case:
     return Case(
         op="loss",
@@ -58,6 +67,8 @@ def _case(name: str, dtype: torch.dtype, shape: tuple[int, ...], channels: int |
         exact=partial(_exact, **options),
         forward_bytes=partial(_read, **options),
         backward_bytes=partial(_backward_bytes, **options),
+        forward_operations=partial(_operations, each=2, **options),  # square, sum
+        backward_operations=partial(_operations, each=1, **options),  # product
     )
 
 

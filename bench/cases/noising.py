@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.cases.case import Case, Inputs
+from bench.cases.philox import NORMAL
 from fastdiff_kernels.dispatch import Backend
 from fastdiff_kernels.noising import Streams, corrupt, corrupt_reference
 
@@ -37,6 +38,17 @@ def _exact(inputs: Inputs, **options: Any) -> Sequence[Tensor]:
     return corrupt_reference(**inputs, seed=_SEED, streams=Streams(), **options)
 
 
+def noise_operations(offset: float = 0.0, posterior: bool = False, **_: Any) -> int:
+    """Per element: the noise, with its offset, and a sample of the posterior."""
+    return NORMAL + bool(offset) + (NORMAL + 2) * posterior
+
+
+def _operations(inputs: Inputs, posterior: bool = False, perturbation: float = 0.0, **options: Any) -> int:
+    """The noise, its perturbation, and the mixture 3."""
+    each = noise_operations(posterior=posterior, **options) + (NORMAL + 2) * bool(perturbation) + 3
+    return each * int(inputs["latents"].numel()) // (1 + posterior)
+
+
 def _case(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], noisy: torch.dtype | None = None, **options: Any
 ) -> Case:
@@ -48,6 +60,7 @@ def _case(
         build_large=partial(latents, dtype=dtype, shape=(BATCH, *shape[1:])),
         call=partial(_call, noisy=noisy or dtype, **options),
         exact=partial(_exact, **options),
+        forward_operations=partial(_operations, **options),
     )
 
 

@@ -14,6 +14,11 @@ from fastdiff_kernels.dispatch import Backend
 
 _COUNT = 4 * 64 * 64
 
+WORD = 15
+"""Operations per random word: ten rounds of two products and four exclusive ors make four; keys are made once."""
+NORMAL = WORD + 5
+"""Per normal number: of two words two products and a maximum; logarithm, factor, root, cosine, sine, two products."""
+
 
 def _build(device: str, batch: int = 64) -> Inputs:
     return {"position": torch.arange(batch, device=device)}
@@ -39,5 +44,6 @@ CASES = [
         build_large=partial(_build, batch=1024),
         call=_call,
         exact=_exact,
+        forward_operations=lambda inputs: NORMAL * _COUNT * int(inputs["position"].numel()),
     )
 ]

@@ -6,14 +6,17 @@ import math
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
+from bench import launches
 from bench.subject import Subject
-from bench.turn import Turn
+from bench.turn import Enough, Turn
 from fastdiff import dist
 from fastdiff.batch import Batch, Corruption
 from fastdiff.callbacks import Callback, Callbacks
@@ -27,11 +30,15 @@ from fastdiff.train import take_steps
 def run(turn: Turn, subject: Subject, data: Path, phases: bool = False) -> None:
     """Step until there is enough.
 
+    Facts: ``parameters``, ``device`` (its name), ``graph_breaks`` and ``compilations`` of torch.compile,
+    ``last_compilation`` (the step, counted from 1, that compiled last; 0: none did); with ``phases`` also ``launches``
+    of a step and what they are, ``launched``.
+
     Args:
         turn: of this process.
         subject: what to train.
         data: folder of shards that fit its model.
-        phases: take the time of the parts of a step as well.
+        phases: take the time of the parts of a step as well, and count its launches in the end.
     """
     quieten()
     world = dist.start()
@@ -42,21 +49,49 @@ def run(turn: Turn, subject: Subject, data: Path, phases: bool = False) -> None:
         config = subject.config(data, folder)
         launch = Launch(deepspeed=subject.deepspeed_json(), resume="never")
         state, batches, _ = build_run(config, launch, world, stack)
-        turn.ready(parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()))
+        turn.ready(
+            parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()),
+            device=torch.cuda.get_device_name() if turn.device.type == "cuda" else "cpu",
+        )
         stream: Iterator[Batch] = _timed_batches(turn, batches) if phases else batches
         if phases:
             state.engine = cast(Any, _TimedEngine(turn, state.engine))
             state.objective = cast(Any, _TimedObjective(turn, state.objective))
             state.ema = cast(Any, _TimedEma(turn, state.ema))
-        take_steps(state, stream, Callbacks([_AfterStep(turn)]))
+        try:
+            take_steps(state, stream, Callbacks([AfterStep(turn)]))
+        except Enough:
+            if phases:
+                found = launches.count(lambda: _one_step(state, stream), turn.device)
+                turn.facts["launches"], turn.facts["launched"] = found
+            raise
 
 
-class _AfterStep(Callback):
+class AfterStep(Callback):
+    """Tells the turn of every step, and of what torch.compile did until then."""
+
     def __init__(self, turn: Turn) -> None:
-        self._turn = turn
+        self._turn, self._steps = turn, 0
+        turn.facts["compilations"] = turn.facts["last_compilation"] = turn.facts["graph_breaks"] = 0
 
     def on_step(self, state: TrainState) -> None:
+        """Note the facts, then end the step."""
+        facts, self._steps = self._turn.facts, self._steps + 1
+        compilations = counters["stats"]["unique_graphs"]
+        if compilations != facts["compilations"]:
+            facts["compilations"], facts["last_compilation"] = compilations, self._steps
+        facts["graph_breaks"] = counters["graph_break"].total()
         self._turn.after_step()
+
+
+class _Stop(Callback):
+    def on_step(self, state: TrainState) -> None:
+        raise Enough
+
+
+def _one_step(state: TrainState, batches: Iterator[Batch]) -> None:
+    with suppress(Enough):
+        take_steps(state, batches, Callbacks([_Stop()]))
 
 
 def _timed_batches(turn: Turn, batches: Iterator[Batch]) -> Iterator[Batch]:

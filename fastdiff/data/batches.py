@@ -208,5 +208,6 @@ class ShardBatches(Batches):
 
 
 def _normalised(stored: Tensors, shift: Tensor, scale: Tensor) -> Batch:
-    latents = (stored.pop(LATENT).float() - shift) * scale
+    latents = stored.pop(LATENT).float()
+    latents.sub_(shift).mul_(scale)  # in place: memory for two more results would cost more time than computing them
     return Batch(latents=latents, position=stored.pop("position"), condition=stored)

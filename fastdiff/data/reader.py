@@ -1,7 +1,8 @@
 """Read samples by number, checking every byte: a sample comes back exactly as it was encoded, or not at all.
 
-Rows go from the file straight into the batch with ``preadv``. Files are never memory-mapped: a shard that
-shrinks under a mapping kills the process with SIGBUS, while a short read is an error with a name.
+Rows go from the file straight into the batch with ``preadv``; their crc32 is computed by ISA-L, to the same number as
+by zlib in a tenth of the time. Files are never memory-mapped: a shard that shrinks under a mapping kills the process
+with SIGBUS, while a short read is an error with a name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import itertools
 import os
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,8 +21,9 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from isal.isal_zlib import crc32
 
-from fastdiff.data.index import Place, ShardIndex
+from fastdiff.data.index import Component, ShardIndex
 from fastdiff.data.integrity import Problem, check_size, load_index, unreadable
 from fastdiff.data.null import read_null
 from fastdiff.data.shards import CAPTIONED, LATENT, Column, DatasetInfo, ShardInfo
@@ -58,8 +59,7 @@ class LatentReader:
         self._fetch = fetch
         self._used_buckets = len({shard.bucket for shard in self.info.shards})
         self._starts = list(itertools.accumulate(self.shard_sizes, initial=0))
-        self._columns = [self.info.columns_of(bucket) for bucket in range(max(1, len(self.info.buckets)))]
-        self._variants = {name: self.info.variants(name) for name in self.info.columns}
+        self._stored = [_Stored.all_of(self.info, bucket) for bucket in range(max(1, len(self.info.buckets)))]
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
         # One lock for all of a read: a descriptor that another thread closes must not be read from.
         self._lock = threading.Lock()
@@ -105,6 +105,7 @@ class LatentReader:
         arrays = dict(out) if out is not None else self.empty(len(ids), bucket)
         self._check_arrays(arrays, len(ids), bucket)
         flips, captions = self._check_choice(choice or {}, len(ids))
+        contents = [(stored, _bytes_of(arrays[stored.name])) for stored in self._stored[bucket]]
         with self._lock:
             # By number is by shard and offset: near-sequential reads, and each shard is opened once per
             # batch.
@@ -115,15 +116,16 @@ class LatentReader:
                     own = shard.read_number("captions", sample, 1, self.info.captions)
                     caption = int(captions[row] * own)  # fp64: below ``own`` for every u below 1
                 variant = {LATENT: flips[row], **dict.fromkeys(CAPTIONED, caption)}
-                for name, column in self._columns[bucket].items():
-                    shard.read_array(self._variants[name][variant.get(name, 0)], sample, column, arrays[name][row])
+                for stored, values in contents:
+                    own_row = values[row * stored.nbytes : (row + 1) * stored.nbytes]
+                    shard.read_array(stored.components[variant.get(stored.name, 0)], sample, stored, own_row)
                 if self.info.classes is not None:
                     arrays["label"][row] = shard.read_number("cls", sample, 0, self.info.classes - 1)
         return arrays
 
     def empty(self, batch: int, bucket: int = 0) -> Arrays:
         """Uninitialised arrays for ``batch`` samples of a bucket."""
-        arrays: Arrays = {name: np.empty((batch, *c.shape), c.dtype) for name, c in self._columns[bucket].items()}
+        arrays: Arrays = {s.name: np.empty((batch, *s.column.shape), s.column.dtype) for s in self._stored[bucket]}
         if self.info.classes is not None:
             arrays["label"] = np.empty(batch, np.int64)
         return arrays
@@ -203,11 +205,31 @@ class LatentReader:
     def _check_choice(self, choice: Mapping[str, npt.NDArray[Any]], batch: int) -> tuple[list[int], list[float]]:
         flips = choice.get("latent", np.zeros(batch, np.int64))
         captions = choice.get("caption", np.zeros(batch))
-        if flips.shape != (batch,) or not np.isin(flips, range(len(self._variants[LATENT]))).all():
-            raise ValueError(f"choice['latent'] must be {batch} numbers below {len(self._variants[LATENT])}")
+        variants = 1 + self.info.flipped
+        if flips.shape != (batch,) or not ((flips >= 0) & (flips < variants)).all():
+            raise ValueError(f"choice['latent'] must be {batch} numbers below {variants}")
         if captions.shape != (batch,) or not ((captions >= 0) & (captions < 1)).all():
             raise ValueError(f"choice['caption'] must be {batch} numbers from 0 to below 1")
         return flips.tolist(), captions.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A column of a bucket as its samples have it in the shards."""
+
+    name: str
+    column: Column
+    header: bytes
+    nbytes: int
+    components: tuple[str, ...]
+    """One per variant."""
+
+    @classmethod
+    def all_of(cls, info: DatasetInfo, bucket: int) -> list[_Stored]:
+        return [
+            cls(name, column, column.header, column.nbytes, tuple(f"{v}.npy" for v in info.variants(name)))
+            for name, column in info.columns_of(bucket).items()
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,55 +254,64 @@ class _OpenShard:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         return cls(path, info, index, descriptor)
 
-    def read_array(self, name: str, sample: int, column: Column, row: npt.NDArray[Any]) -> None:
-        """Read one row of a batch; the crc32 of the index covers the npy header and the values."""
-        place = self._place(f"{name}.npy", sample)
-        header = bytearray(len(column.header))
-        if place.length != len(header) + row.nbytes:
-            raise self._damage(place, f"{place.length} bytes, expected {len(header) + row.nbytes} for {column}")
-        values = row.data.cast("B")
-        self._read(place, [memoryview(header), values])
-        self._check_crc(place, zlib.crc32(values, zlib.crc32(header)))
-        if header != column.header:
-            raise self._damage(place, f"the npy header {bytes(header)!r} is not that of {column}")
+    def read_array(self, component: str, sample: int, stored: _Stored, values: memoryview) -> None:
+        """Read the bytes of one row of a batch; the crc32 of the index covers the npy header and the values."""
+        place, header = self._component(component), bytearray(len(stored.header))
+        length, expected = place.length.item(sample), len(header) + len(values)
+        if length != expected:
+            raise self._damage(component, sample, f"{length} bytes, expected {expected} for {stored.column}")
+        self._read(component, sample, place, [memoryview(header), values])
+        self._check_crc(component, sample, place, crc32(values, crc32(header)))
+        if header != stored.header:
+            raise self._damage(component, sample, f"the npy header {bytes(header)!r} is not that of {stored.column}")
 
     def read_number(self, component: str, sample: int, least: int, largest: int) -> int:
         """Read a component that is a decimal text."""
-        place = self._place(component, sample)
-        if place.length > _MAX_DIGITS:
-            raise self._damage(place, f"{place.length} bytes, expected a number up to {largest}")
-        text = bytearray(place.length)
-        self._read(place, [memoryview(text)])
-        self._check_crc(place, zlib.crc32(text))
+        place = self._component(component)
+        length = place.length.item(sample)
+        if length > _MAX_DIGITS:
+            raise self._damage(component, sample, f"{length} bytes, expected a number up to {largest}")
+        text = bytearray(length)
+        self._read(component, sample, place, [memoryview(text)])
+        self._check_crc(component, sample, place, crc32(text))
         if not text.isdigit() or not least <= int(text) <= largest:
             of = f"none of the {largest + 1} classes" if component == "cls" else f"not from {least} to {largest}"
-            raise self._damage(place, f"{bytes(text)!r} is {of}")
+            raise self._damage(component, sample, f"{bytes(text)!r} is {of}")
         return int(text)
 
-    def _place(self, component: str, sample: int) -> Place:
-        if component not in self.index.components:
-            raise Problem(self.info.name, f"there are no {component} components").error(self.path.parent)
-        return self.index.place(component, sample)
+    def _component(self, name: str) -> Component:
+        component = self.index.components.get(name)
+        if component is None:
+            raise Problem(self.info.name, f"there are no {name} components").error(self.path.parent)
+        return component
 
-    def _read(self, place: Place, buffers: list[memoryview]) -> None:
-        """Fill the buffers, ``place.length`` bytes together; a read may bring less than was asked for."""
-        done = 0
-        while done < place.length:
+    def _read(self, component: str, sample: int, place: Component, buffers: list[memoryview]) -> None:
+        """Fill the buffers, as long as the component together; a read may bring less than was asked for."""
+        offset, length, done = place.offset.item(sample), place.length.item(sample), 0
+        while done < length:
             try:
-                count = os.preadv(self.descriptor, buffers, place.offset + done)
+                count = os.preadv(self.descriptor, buffers, offset + done)
             except OSError as error:
-                raise unreadable(self.path, error, f", {place}") from error
+                raise unreadable(self.path, error, f", {self.index.place(component, sample)}") from error
             if count == 0:
-                raise self._damage(place, f"the file ends after {done} of {place.length} bytes; it was truncated")
+                what = f"the file ends after {done} of {length} bytes; it was truncated"
+                raise self._damage(component, sample, what)
             done += count
-            buffers = _without(buffers, count)
+            if done < length:
+                buffers = _without(buffers, count)
 
-    def _check_crc(self, place: Place, found: int) -> None:
-        if found != place.crc32:
-            raise self._damage(place, f"crc32 {found:08x}, expected {place.crc32:08x}")
+    def _check_crc(self, component: str, sample: int, place: Component, found: int) -> None:
+        expected = place.crc32.item(sample)
+        if found != expected:
+            raise self._damage(component, sample, f"crc32 {found:08x}, expected {expected:08x}")
 
-    def _damage(self, place: Place, what: str) -> DataError:
-        return Problem(self.info.name, what, place).error(self.path.parent)
+    def _damage(self, component: str, sample: int, what: str) -> DataError:
+        return Problem(self.info.name, what, self.index.place(component, sample)).error(self.path.parent)
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    """The bytes of a contiguous array, to be written to."""
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _without(buffers: list[memoryview], count: int) -> list[memoryview]:

@@ -1,0 +1,102 @@
+"""The training step that was published with DiT (Peebles & Xie 2023; github.com/facebookresearch/DiT, train.py).
+
+fp32 with TF32 on a GPU, no clipping, AdamW as torch has it by default, an average that is updated parameter by
+parameter, and a loss that is read in every step. Latents and not images, no ``DistributedDataParallel``, and neither a
+learned variance nor its part of the loss: all of these are left out on both sides, or to its favour. With ``best`` what
+its users add: autocast where fastdiff computes in 16 bits, compiled blocks where fastdiff's are, the fused optimizer,
+the average over all parameters at once, and a loss that is read when it is logged.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.contestants.plain_torch import Noise, Samples, network, train
+from bench.subject import Subject
+from bench.turn import Turn
+from fastdiff.backends import compiles
+from fastdiff.batch import Condition
+from fastdiff.config import RunConfig
+from fastdiff.model_config import DiTConfig
+from fastdiff_kernels import dispatch
+
+_LOG_EVERY = 100
+
+
+def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
+    """Step until there is enough, on the shards in ``data``."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    config = subject.config(data, data)
+    assert isinstance(config.model, DiTConfig)
+    with dispatch.forced(**dict.fromkeys(dispatch.OPS, "reference")):
+        samples = Samples(
+            data, config.batch.samples, config.objective.condition_dropout, config.model.classes, turn.device
+        )
+        train(turn, Dit(config, turn.device, best=best), samples, config.objective.timesteps)
+
+
+class Dit:
+    """See ``Peer``.
+
+    Args:
+        config: the run, of a DiT.
+        device: where it computes.
+        best: with what its users add.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
+        config = replace(config, performance=replace(config.performance, attention="sdpa"))
+        self._best, self._rate = best, config.ema.rates[0]
+        self._noise = Noise(config.objective, device)
+        self.model = network(config, device, compiled=False)
+        self._average = deepcopy(self.model).requires_grad_(False).eval()
+        if best and compiles(config, device):
+            self.model.compile_blocks()
+        self._autocast = torch.autocast(
+            device.type, torch.bfloat16, enabled=best and config.performance.precision == "bf16"
+        )
+        optim = config.optim
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay,
+            fused=best or None,
+        )  # fmt: skip
+        self._sum: Tensor | float = 0.0
+        self._steps = 0
+
+    def loss(self, clean: Tensor, noise: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        """See ``Peer``."""
+        noisy = self._noise.noisy(clean, noise, time)
+        with self._autocast:
+            prediction = self.model(noisy, time, condition["label"])
+        return self._noise.loss(prediction, clean, noise, time)
+
+    def update(self, loss: Tensor) -> None:
+        """See ``Peer``."""
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        self._update_average()
+        self._steps += 1
+        self._sum += loss.detach() if self._best else loss.item()
+        if self._steps % _LOG_EVERY == 0:
+            print(f"step {self._steps}: loss {float(self._sum) / _LOG_EVERY:.4f}")
+            self._sum = 0.0
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        pairs = zip(self._average.parameters(), self.model.parameters(), strict=True)
+        if self._best:
+            torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), 1 - self._rate)
+            return
+        for average, weight in pairs:
+            average.mul_(self._rate).add_(weight, alpha=1 - self._rate)
+
+    @property
+    def averages(self) -> list[Tensor]:
+        """See ``Peer``."""
+        return list(self._average.parameters())

@@ -1,0 +1,83 @@
+"""A loop of plain PyTorch without DeepSpeed: autocast, AdamW, clipping, and an average by ``torch.optim.swa_utils``.
+
+As most people would write it: the optimizer and the average as torch has them by default. With ``best`` the fused
+optimizer, averages and clipping over all parameters at once, and blocks that are compiled where fastdiff's are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+from bench.contestants.plain_torch import Noise, Samples, network, train
+from bench.subject import Subject
+from bench.turn import Turn
+from fastdiff.batch import Condition
+from fastdiff.config import RunConfig
+from fastdiff.model_config import DiTConfig
+from fastdiff.optim import build_lr_schedule
+from fastdiff_kernels import dispatch
+
+
+def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
+    """Step until there is enough, on the shards in ``data``."""
+    config = subject.config(data, data)
+    with dispatch.forced(**dict.fromkeys(dispatch.OPS, "reference")):
+        null = config.model.classes if isinstance(config.model, DiTConfig) else None
+        samples = Samples(data, config.batch.samples, config.objective.condition_dropout, null, turn.device)
+        train(turn, Plain(config, turn.device, best=best), samples, config.objective.timesteps)
+
+
+class Plain:
+    """See ``Peer``.
+
+    Args:
+        config: the run.
+        device: where it computes.
+        best: with the fastest that torch has.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
+        config = replace(config, performance=replace(config.performance, attention="sdpa"))
+        self._config, self._best = config, best
+        self._noise = Noise(config.objective, device)
+        self.model = network(config, device, compiled=best)
+        self._autocast = torch.autocast(
+            device.type, torch.bfloat16, enabled=config.performance.precision == "bf16", cache_enabled=True
+        )
+        optim, rate = config.optim, config.ema.rates[0]
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay,
+            fused=best or None,
+        )  # fmt: skip
+        self._schedule = build_lr_schedule(self._optimizer, optim, config.steps)
+        average = {"multi_avg_fn": get_ema_multi_avg_fn(rate)} if best else {"avg_fn": get_ema_avg_fn(rate)}
+        self._ema = AveragedModel(self.model, **average)
+        self._ema.update_parameters(self.model)  # the first update is a copy
+
+    def loss(self, clean: Tensor, noise: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        """See ``Peer``."""
+        noisy = self._noise.noisy(clean, noise, time)
+        with self._autocast:
+            prediction = self.model(noisy, time, **condition)
+        return self._noise.loss(prediction, clean, noise, time)
+
+    def update(self, loss: Tensor) -> None:
+        """See ``Peer``."""
+        self._optimizer.zero_grad()
+        loss.backward()
+        if self._config.optim.clip:
+            clip_grad_norm_(self.model.parameters(), self._config.optim.clip, foreach=self._best or None)
+        self._optimizer.step()
+        self._schedule.step()
+        self._ema.update_parameters(self.model)
+
+    @property
+    def averages(self) -> list[Tensor]:
+        """See ``Peer``."""
+        return list(self._ema.module.parameters())

@@ -1,0 +1,151 @@
+"""What the loops of the peers have in common: samples in memory, and noise and loss in plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.turn import Turn
+from fastdiff.backends import compiles
+from fastdiff.batch import Condition
+from fastdiff.config import DiffusionConfig, RunConfig
+from fastdiff.data.reader import LatentReader
+from fastdiff.network import build_network
+from fastdiff.objective import weighting
+from fastdiff.schedule import Schedule
+from fastdiff_kernels.weights import loss_weights
+
+
+class Peer(Protocol):
+    """A training step as somebody else takes it."""
+
+    model: nn.Module
+
+    def loss(self, clean: Tensor, noise: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        """The mean loss of a batch, as a scalar with a gradient; ``clean`` and ``noise [B, C, H, W]``, ``time [B]``."""
+
+    def update(self, loss: Tensor) -> None:
+        """Everything behind the loss: gradient, optimizer, learning rate, average."""
+
+    @property
+    def averages(self) -> list[Tensor]:
+        """The averaged weights, in the order of the model's parameters."""
+
+
+class Noise:
+    """Forward process and weighted loss (Ho et al. 2020, arXiv:2006.11239; Hang et al. 2023, arXiv:2303.09556).
+
+    The tables are those of the run, so that it is the same mathematics; what is done with them in a step is plain.
+    """
+
+    def __init__(self, config: DiffusionConfig, device: torch.device) -> None:
+        self._config = config
+        self.steps = config.timesteps
+        tables = Schedule.build(config, device)
+        self._alpha, self._sigma = tables.alpha, tables.sigma
+        exact = Schedule.build(config, "cpu", torch.float64)
+        kind = weighting(config)
+        weights = loss_weights(kind, exact.snr, config.predicted, config.min_snr_gamma)
+        self._weights = None if kind == "none" else weights.to(device, torch.float32)
+
+    def noisy(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """``[B, C, H, W]``: the latents at ``time``."""
+        return _at(self._alpha, time) * clean + _at(self._sigma, time) * noise
+
+    def loss(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """Scalar; a second half of the channels of ``prediction``, a variance, is not trained."""
+        prediction = prediction[:, : clean.shape[1]].float()
+        target = self._target(clean, noise, time)
+        if self._weights is None:
+            return F.mse_loss(prediction, target)
+        by_sample = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
+        return (by_sample * self._weights[time]).mean()
+
+    def _target(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        if self._config.predicted == "v":
+            return _at(self._alpha, time) * noise - _at(self._sigma, time) * clean
+        return noise if self._config.predicted == "epsilon" else clean
+
+
+def _at(table: Tensor, time: Tensor) -> Tensor:
+    return table[time].view(-1, 1, 1, 1)
+
+
+class Samples:
+    """Endless shuffled batches of a folder of shards, all of which is in the memory of the device from the start.
+
+    Args:
+        folder: what ``bench.synthetic.write`` wrote.
+        batch: samples per batch.
+        dropout: share of the samples whose class or caption is replaced by none.
+        null: class that stands for none; captions have their own.
+        device: where they are.
+    """
+
+    def __init__(self, folder: Path, batch: int, dropout: float, null: int | None, device: torch.device) -> None:
+        with LatentReader(folder) as reader:
+            stored = {name: _in_memory(a) for name, a in reader.read(np.arange(len(reader))).items()}
+            nothing = {name: _in_memory(array) for name, array in reader.null().items()}
+        if null is not None:
+            nothing["label"] = torch.tensor(null)
+        normalisation, latents = reader.info.normalisation, stored.pop("latent")
+        shift, scale = (torch.tensor(v).view(-1, 1, 1) for v in (normalisation.shift, normalisation.scale))
+        self._latents = ((latents - shift) * scale).to(device)
+        self._condition = {name: values.to(device) for name, values in stored.items()}
+        self._null = {name: value.to(device) for name, value in nothing.items()}
+        self._is_posterior = reader.info.kind == "posterior"
+        self._batch, self._dropout = batch, dropout
+        self._order = iter(())
+
+    def next(self) -> tuple[Tensor, Condition]:
+        """Clean latents ``[B, C, H, W]`` in fp32, sampled from their posterior if there is one, and the condition."""
+        chosen = next(self._order, None)
+        if chosen is None:
+            order = torch.randperm(len(self._latents), device=self._latents.device)
+            self._order = iter(order[: len(order) // self._batch * self._batch].split(self._batch))
+            chosen = next(self._order)
+        latents = self._latents[chosen]
+        if self._is_posterior:
+            mean, deviation = latents.chunk(2, dim=1)
+            latents = mean + deviation * torch.randn_like(mean)
+        return latents, self._dropped({name: values[chosen] for name, values in self._condition.items()})
+
+    def _dropped(self, condition: Condition) -> Condition:
+        drop = torch.rand(self._batch, device=self._latents.device) < self._dropout
+        return {
+            name: torch.where(drop.view(-1, *(1,) * (value.ndim - 1)), self._null[name], value)
+            if name in self._null
+            else value
+            for name, value in condition.items()
+        }
+
+
+def _in_memory(array: npt.NDArray[Any]) -> Tensor:
+    """fp32, so that no step has to convert; whole numbers as they are."""
+    tensor = torch.from_numpy(array)
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def network(config: RunConfig, device: torch.device, *, compiled: bool) -> nn.Module:
+    """The network of the run in fp32, to be called while ``dispatch`` forces the reference: plain torch and SDPA."""
+    model = build_network(config).to(device).train()
+    if compiled and compiles(config, device):
+        model.compile_blocks()
+    return model
+
+
+def train(turn: Turn, peer: Peer, samples: Samples, timesteps: int) -> None:
+    """Step until there is enough."""
+    turn.ready(parameters=sum(p.numel() for p in peer.model.parameters()))
+    while True:
+        clean, condition = samples.next()
+        noise = torch.randn_like(clean)
+        time = torch.randint(timesteps, (len(clean),), device=clean.device)
+        peer.update(peer.loss(clean, noise, time, condition))
+        turn.after_step()

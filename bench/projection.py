@@ -1,0 +1,200 @@
+"""The second half of ``bench scale``: step time and efficiency for many GPUs, from the step of one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import BenchError, record
+from bench.arguments import open_log
+from bench.communication import Cluster, Compute, Link, Message, sent, step_seconds
+from bench.record import Log, Measurement
+from bench.subject import Subject
+from bench.table import table
+from bench.turn import Fact
+from bench.zero import Zero, parameters_of, width_of
+
+_LINKS = {
+    # Data sheets: NVLink 4 has 450 GB/s per direction, a ConnectX-7 per GPU 400 Gbit/s; collectives reach about 80 %.
+    # The latencies are of the order of one hop of NCCL's ring.
+    "h200": Cluster(8, Link(3e-6, 0.8 * 450e9), Link(8e-6, 0.8 * 50e9)),
+    # The same nodes with one 100 Gbit/s Ethernet card, shared by 8 GPUs.
+    "h200-ethernet": Cluster(8, Link(3e-6, 0.8 * 450e9), Link(30e-6, 0.8 * 12.5e9 / 8)),
+}
+_GPUS = tuple(2**power for power in range(11))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A step of one GPU."""
+
+    case: str
+    deepspeed: str | None
+    """The DeepSpeed JSON that it was measured with; None: unknown."""
+    seconds: float
+    phases: Mapping[str, float]
+    """Seconds by name, or none."""
+    parameters: tuple[int, ...]
+    """Elements of each."""
+    precision: str
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a prediction; with one of the first two, nothing is measured."""
+    flags = parser.add_argument_group("prediction from a measured step, instead of a measurement")
+    flags.add_argument("--from", dest="source", type=Path, metavar="RECORD", help="of `bench step`, on one GPU")
+    flags.add_argument("--step-ms", type=float, metavar="MS", help="time of a step on one GPU, with --parameters")
+    flags.add_argument("--parameters", type=int, metavar="N", help="of the model, for --step-ms")
+    flags.add_argument("--gpus", nargs="+", type=int, default=_GPUS, metavar="W", help="default: 1 2 4 ... 1024")
+    flags.add_argument("--links", choices=_LINKS, default="h200", help="what the next five default to (default: h200)")
+    flags.add_argument("--gpus-per-node", type=int, metavar="N")
+    flags.add_argument("--inside-gb-s", type=float, metavar="X", help="per GPU and direction, within a node")
+    flags.add_argument("--inside-us", type=float, metavar="X", help="per message")
+    flags.add_argument("--between-gb-s", type=float, metavar="X", help="per GPU and direction, between nodes")
+    flags.add_argument("--between-us", type=float, metavar="X", help="per message")
+    flags.add_argument("--no-overlap", action="store_true", help="the network rests while the GPUs compute")
+
+
+def wanted(arguments: argparse.Namespace) -> bool:
+    """Whether a prediction is asked for."""
+    return arguments.source is not None or arguments.step_ms is not None
+
+
+def run(arguments: argparse.Namespace, provider: Callable[[str], str]) -> int:
+    """Predict, print and record.
+
+    Raises:
+        BenchError: a flag is missing, or the record is not of steps on one GPU.
+    """
+    cluster = _cluster(arguments)
+    sources = _from_flags(arguments) if arguments.source is None else _from_record(arguments.source)
+    with open_log(arguments, "scale", "scale-prediction") as log:
+        for source in sources:
+            _predict(source, cluster, arguments, provider, log)
+        print(f"record: {log.path}")
+    return 0
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    base = _LINKS[arguments.links]
+
+    def link(name: str, base: Link) -> Link:
+        us, rate = getattr(arguments, f"{name}_us"), getattr(arguments, f"{name}_gb_s")
+        found = Link(base.latency if us is None else 1e-6 * us, base.bandwidth if rate is None else 1e9 * rate)
+        if found.latency < 0 or found.bandwidth <= 0:
+            raise BenchError(
+                f"--{name}-us {us}, --{name}-gb-s {rate}: expected a latency of at least 0 and a rate above 0"
+            )
+        return found
+
+    per_node = base.per_node if arguments.gpus_per_node is None else arguments.gpus_per_node
+    bad = [gpus for gpus in arguments.gpus if gpus < 1 or (per_node > 0 and gpus > per_node and gpus % per_node)]
+    if per_node < 1 or bad:
+        raise BenchError(f"--gpus {bad or ''}, {per_node} per node: expected at most one node, or whole nodes")
+    return Cluster(per_node, link("inside", base.inside), link("between", base.between))
+
+
+def _from_flags(arguments: argparse.Namespace) -> list[Source]:
+    if arguments.parameters is None or arguments.parameters < 1 or arguments.step_ms <= 0:
+        raise BenchError("--step-ms needs a time above 0 and --parameters, the number of the model's parameters")
+    precision = arguments.precision or "bf16"
+    case = f"{arguments.parameters} parameters, {arguments.step_ms:g} ms, {precision}"
+    # Of their sizes only the buckets depend: parameters of a million elements fill them evenly.
+    blocks, rest = divmod(arguments.parameters, 2**20)
+    parameters = (2**20,) * blocks + ((rest,) if rest else ())
+    return [Source(case, None, 1e-3 * arguments.step_ms, {}, parameters, precision)]
+
+
+def _from_record(path: Path) -> list[Source]:
+    found: dict[tuple[str, str], Source] = {}
+    for file in record.read_all(record.files(path)):
+        times = [m for m in file.measurements if m.bench == "step" and m.quantity == "step time"]
+        for row in times:
+            phases = {
+                m.quantity.removeprefix("phase "): 1e-3 * m.value
+                for m in file.measurements
+                if m.name[:3] == row.name[:3] and m.quantity.startswith("phase ")
+            }
+            source = _source(row, phases)
+            key = source.case, str(source.deepspeed)
+            if key not in found or source.seconds < found[key].seconds:
+                found[key] = source
+    if not found:
+        raise BenchError(f"{path}: no step time; expected a record of `python -m bench step`")
+    return list(found.values())
+
+
+def _source(row: Measurement, phases: Mapping[str, float]) -> Source:
+    facts = row.facts
+    missing = {"preset", "precision", "deepspeed", "parameters"} - facts.keys()
+    if missing:
+        raise BenchError(f"{row.case}, {row.provider}: the record does not say {', '.join(sorted(missing))}")
+    if facts.get("micro") not in (None, facts.get("batch")):
+        raise BenchError(f"{row.case}: expected steps of one micro-batch; measure again without --micro")
+    subject = Subject(preset=str(facts["preset"]), precision=str(facts["precision"]))
+    parameters = tuple(parameters_of(subject.config(Path(), Path()).model))
+    if sum(parameters) != facts["parameters"]:
+        raise BenchError(
+            f"{row.case}: {facts['parameters']} parameters are trained of {sum(parameters)}; expected a run that "
+            "trains all of them"
+        )
+    return Source(row.case, str(facts["deepspeed"]), 1e-3 * row.value, phases, parameters, str(facts["precision"]))
+
+
+def _predict(
+    source: Source, cluster: Cluster, arguments: argparse.Namespace, provider: Callable[[str], str], log: Log
+) -> None:
+    """One table for the assumptions, one for step time and efficiency."""
+    stages = [stage for stage in arguments.stages if source.deepspeed in (None, Path(stage).stem)] or arguments.stages
+    rows = [["predicted", *(f"{provider(s)} {column}" for s in stages for column in ("ms", "eff.", "GiB sent"))]]
+    zeros = {stage: Zero.of(Subject(preset="digits", deepspeed=stage).deepspeed_json()) for stage in stages}
+    facts = _assumptions(source, cluster, arguments)
+    print(f"\n{table([['assumption', source.case], *([name, str(value)] for name, value in facts.items())], '<<')}\n")
+    for gpus in arguments.gpus:
+        cells = []
+        for stage, zero in zeros.items():
+            compute = Compute.of(source.seconds, source.phases, zero.shards)
+            messages = zero.messages(source.parameters, width_of(source.precision), gpus)
+            seconds = step_seconds(compute, messages, _cost(cluster, gpus), gpus, overlap=not arguments.no_overlap)
+            efficiency = source.seconds / seconds
+            volume = sum(sent(message.kind, message.bytes, gpus) for message in messages) / 2**30
+            cells += [f"{1e3 * seconds:.2f}", f"{100 * efficiency:.1f} %", f"{volume:.3f}"]
+            for quantity, unit, value in (
+                ("predicted step time", "ms", 1e3 * seconds),
+                ("predicted efficiency", "1", efficiency),
+            ):
+                log.write(
+                    Measurement(
+                        bench="scale", case=source.case, provider=f"{provider(stage)}, {gpus} GPUs", quantity=quantity,
+                        unit=unit, value=value, better="neither",
+                        facts={**facts, "gpus": gpus, "stage": zero.stage, "sent GiB": volume},
+                    )
+                )  # fmt: skip
+        rows.append([f"{gpus} GPUs", *cells])
+    print(table(rows, "<" + ">" * (len(rows[0]) - 1)))
+
+
+def _cost(cluster: Cluster, gpus: int) -> Callable[[Message], float]:
+    return lambda message: cluster.seconds(message.kind, message.bytes, gpus)
+
+
+def _assumptions(source: Source, cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Fact]:
+    return {
+        "step of one GPU": f"{1e3 * source.seconds:.3f} ms",
+        "measured with": source.deepspeed or "unknown",
+        "passes": "as measured" if "backward" in source.phases else "one third forward, two thirds backward",
+        "weak scaling": "the same samples per GPU, one micro-batch per step, no GPU waits for another or for data",
+        "parameters": sum(source.parameters),
+        "bytes per element": width_of(source.precision),
+        "GPUs per node": cluster.per_node,
+        "inside, GB/s": cluster.inside.bandwidth / 1e9,
+        "inside, us per message": 1e6 * cluster.inside.latency,
+        "between, GB/s per GPU": cluster.between.bandwidth / 1e9,
+        "between, us per message": 1e6 * cluster.between.latency,
+        "algorithm": "within the node and between nodes one after the other; rings, or two trees between nodes",
+        "overlap": "none"
+        if arguments.no_overlap
+        else "buckets beside the backward pass, gathers beside the pass that needs them; at stage 0 none",
+    }

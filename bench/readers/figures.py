@@ -1,0 +1,116 @@
+"""What the readers did, as measurements and as a table."""
+
+from __future__ import annotations
+
+import statistics
+import timeit
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from isal.isal_zlib import crc32
+
+from bench import race
+from bench.notation import number
+from bench.readers.samples import Samples
+from bench.record import Fact, Failure, Log, Measurement, measured
+from bench.table import table
+from bench.timing import Timing
+from bench.turn import Steps
+
+READER = "fastdiff reader"
+"""The one that others are compared with."""
+
+Heat = Literal["warm", "cold"]
+"""Whether the files are in the page cache before a turn: all of them, or none."""
+
+_QUANTITIES = {
+    "throughput": "samples/s",
+    "bandwidth": "MB/s",
+    "cpu time": "us",
+    "peak resident": "GiB",
+    "speed-up": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The same samples for all readers, with a warm or a cold cache."""
+
+    samples: Samples
+    workers: int
+    """Processes of those readers that have some."""
+    heat: Heat
+    device: str
+
+    @property
+    def name(self) -> str:
+        """That of the case in records."""
+        return f"{self.samples.kilobytes} KB samples, batch {self.samples.batch}, {self.heat}"
+
+    def report(self, results: Mapping[str, race.Result], log: Log) -> None:
+        """Write the measurements, and print them as a table."""
+        heading = ["reader", "samples/s", "[p20,", "p80]", "MB/s", "CPU us/sample", "peak GiB", f"{READER} over it"]
+        rows = [heading]
+        settled = {name: self._settled(result) for name, result in results.items() if result.failure is None}
+        for name, result in results.items():
+            if result.failure is not None:
+                log.write(Failure(bench="data", case=self.name, provider=name, reason=result.failure))
+                rows.append([name, "", "", "", "", "", "", result.failure])
+                continue
+            found = list(self._measurements(name, settled))
+            for measurement in found:
+                log.write(measurement)
+            first, last = found[0].interval
+            cells = [number(value) for value in (found[0].value, first, last, *(one.value for one in found[1:]))]
+            rows.append([name, *cells, *[""] * (len(heading) - 1 - len(cells))])
+        print(f"\n{self.name}\n{table(rows, '<>>>>>>>')}")
+
+    def _settled(self, result: race.Result) -> race.Result:
+        """A result with one step per turn, the mean: processes deliver in bursts.
+
+        Without the first steps of a turn, which take what was read ahead while others stepped.
+        """
+        turns = []
+        for turn in result.turns:
+            ahead = min(4 + 2 * self.workers, len(turn.seconds) // 2)
+            turns.append(Steps([statistics.fmean(turn.seconds[ahead:])], {}, turn.cpu_seconds / len(turn.seconds)))
+        return race.Result(turns, result.facts, result.memory)
+
+    def _measurements(self, name: str, settled: Mapping[str, race.Result]) -> Iterator[Measurement]:
+        result, batch, size = settled[name], self.samples.batch, self.samples.sample_bytes
+        facts = self._facts(checked=name.startswith("fastdiff"))
+
+        def one(quantity: str, timing: Timing, scale: float = 1.0, provider: str = name) -> Measurement:
+            return Measurement(
+                bench="data", case=self.name, provider=provider, quantity=quantity, unit=_QUANTITIES[quantity],
+                better="lower" if quantity == "cpu time" else "higher", facts=facts, **measured(timing, scale),
+            )  # fmt: skip
+
+        rates = Timing.of([batch / seconds for seconds in result.seconds])
+        yield one("throughput", rates)
+        yield one("bandwidth", rates, size * 1e-6)
+        yield one("cpu time", Timing.of([turn.cpu_seconds / batch for turn in result.turns]), 1e6)
+        assert result.memory is not None
+        resident = result.memory.resident + int(result.facts["workers' memory"] or 0)
+        yield Measurement(
+            bench="data", case=self.name, provider=name, quantity="peak resident", unit=_QUANTITIES["peak resident"],
+            value=resident / 2**30, better="lower", facts=facts,
+        )  # fmt: skip
+        if name != READER and READER in settled:
+            yield one("speed-up", race.ratios(settled[READER], result), provider=f"{READER} over {name}")
+
+    def _facts(self, *, checked: bool) -> dict[str, Fact]:
+        samples = self.samples
+        facts: dict[str, Fact] = {
+            "samples": samples.count, "batch": samples.batch, "sample_bytes": samples.sample_bytes,
+            "mixed": samples.mixed, "workers": self.workers, "heat": self.heat, "device": self.device,
+            "crc32 checked": checked,
+        }  # fmt: skip
+        return facts | ({"crc32 us per sample": _crc32_seconds(samples.sample_bytes) * 1e6} if checked else {})
+
+
+def _crc32_seconds(size: int) -> float:
+    """How much of the time of reading a sample its check takes."""
+    content = bytes(size)
+    return min(timeit.repeat(lambda: crc32(content), number=10, repeat=10)) / 10

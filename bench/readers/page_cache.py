@@ -1,0 +1,55 @@
+"""The kernel's cache of file contents: emptied for some files, without being root, and looked into."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from bench import BenchError
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+
+def drop(files: Iterable[Path]) -> None:
+    """Ask the kernel to forget the contents of files, which must be on disk (``os.sync``).
+
+    Pages that a process has mapped stay, and those of a file system in memory.
+    """
+    for file in files:
+        with _open(file) as descriptor:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cached_share(files: Iterable[Path]) -> float:
+    """The share of the pages of files, none of them empty, that the kernel holds.
+
+    Raises:
+        BenchError: the kernel does not say.
+    """
+    pages = held = 0
+    for file in files:
+        with _open(file) as descriptor, mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+            resident = np.zeros(-(-len(content) // mmap.PAGESIZE), np.uint8)
+            view = np.frombuffer(content, np.uint8)
+            if _LIBC.mincore(view.ctypes.data, len(content), resident.ctypes.data):
+                raise BenchError(f"mincore of {file}: {os.strerror(ctypes.get_errno())}")
+            del view  # or the mapping could not be closed
+            pages += len(resident)
+            held += int((resident & 1).sum())
+    return held / pages
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[int]:
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,238 @@
+"""The peers compute what fastdiff computes, and train; the race between them is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from bench import BenchError, peers, record, synthetic
+from bench.contestants import frozen, images
+from bench.contestants.dit import Dit
+from bench.contestants.plain import Plain
+from bench.contestants.plain_torch import Peer, Samples
+from bench.contestants.text_to_image import TextToImage
+from bench.race import Effort
+from bench.subject import Subject
+from fastdiff.batch import Batch
+from fastdiff.config import RunConfig
+from fastdiff.data.reader import LatentReader
+from fastdiff.model_config import DiTConfig
+from fastdiff.network import build_network
+from fastdiff.objective import Objective
+from fastdiff.presets import SD15_UNET
+from fastdiff.randomness import Stream, normal
+
+CPU = torch.device("cpu")
+BATCH, SEED = 6, 3
+MIN_SNR = {"min_snr_gamma": 5.0}
+Build = Callable[..., Peer]
+EACH_PEER = pytest.mark.parametrize(
+    ("preset", "build"), [("digits", Plain), ("digits-t2i", Plain), ("digits", Dit), ("digits-t2i", TextToImage)]
+)
+BOTH_COLUMNS = pytest.mark.parametrize("best", [False, True])
+
+
+def config(preset: str, **objective: Any) -> RunConfig:
+    """Constant learning rate, and an epsilon that lets the size of a gradient count in the first step of Adam."""
+    found = Subject(preset=preset, batch=BATCH, precision="fp32").config(Path(), Path())
+    optim = replace(found.optim, lr=1e-2, eps=1e-2, weight_decay=0.1, clip=0.5, schedule="constant", warmup_steps=0)
+    model = replace(found.model, learn_sigma=True) if isinstance(found.model, DiTConfig) else found.model
+    objective = {"condition_dropout": 0.0, **objective}
+    return replace(found, model=model, optim=optim, objective=replace(found.objective, **objective))
+
+
+def batch_of(run: RunConfig) -> Batch:
+    generator, model = torch.Generator().manual_seed(2), run.model
+    latents = torch.randn(BATCH, model.channels, model.size, model.size, generator=generator)
+    if isinstance(model, DiTConfig):
+        return Batch(latents, torch.arange(BATCH), {"label": torch.arange(BATCH) % model.classes})
+    context = torch.randn(BATCH, 77, model.cross_attention_dim, generator=generator)
+    return Batch(latents, torch.arange(BATCH), {"context": context})
+
+
+def woken(model: nn.Module) -> nn.Module:
+    """With other weights, the same for the same names: adaLN-Zero starts with gradients that are 0 on all sides."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def of_fastdiff(run: RunConfig, batch: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+    """Loss and gradients, and the noise and timesteps of them."""
+    model = build_network(run)
+    woken(model)
+    objective = Objective(run.objective, seed=SEED, null={}, device=CPU, inputs=model.inputs)
+    corruption = objective.corrupt(batch)
+    loss = objective.loss(model(corruption.noisy, corruption.time, **corruption.condition), batch, corruption).mean()
+    loss.backward()
+    noise = normal(SEED, Stream.NOISE, batch.position, batch.latents.shape[1:])
+    return loss.detach(), gradients(model), noise, corruption.time
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@EACH_PEER
+@BOTH_COLUMNS
+@pytest.mark.parametrize("objective", [{"prediction": "epsilon"}, {"prediction": "v", **MIN_SNR}])
+def test_loss_and_gradients_of_a_peer_are_those_of_fastdiff(
+    preset: str, build: Build, best: bool, objective: dict[str, Any]
+) -> None:
+    run = config(preset, **objective)
+    batch = batch_of(run)
+    loss, expected, noise, time = of_fastdiff(run, batch)
+    peer = build(run, CPU, best=best)
+    woken(peer.model)
+    found = peer.loss(batch.latents, noise, time, batch.condition)
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss, rtol=1e-5, atol=0)
+    assert loss > 0.1
+    theirs = gradients(peer.model)
+    assert theirs.keys() == expected.keys()
+    scale = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: n + m)
+
+
+@EACH_PEER
+@BOTH_COLUMNS
+def test_an_update_of_a_peer_is_adamw_with_its_clipping_and_moves_its_average(
+    preset: str, build: Build, best: bool
+) -> None:
+    run = config(preset)
+    batch = batch_of(run)
+    peer = build(run, CPU, best=best)
+    before = [p.detach().clone() for p in peer.model.parameters()]
+    noise, time = torch.randn_like(batch.latents), torch.arange(BATCH)
+    peer.loss(batch.latents, noise, time, batch.condition).backward()
+    slopes = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in peer.model.parameters()]
+    peer.model.zero_grad()
+    norm = torch.cat([slope.flatten() for slope in slopes]).norm()
+    factor = 1.0 if build is Dit else min(1.0, run.optim.clip / (norm.item() + 1e-6))
+    assert build is Dit or factor < 0.9
+
+    peer.update(peer.loss(batch.latents, noise, time, batch.condition))
+    once = [p.detach().clone() for p in peer.model.parameters()]
+    for old, new, slope in zip(before, once, (factor * slope for slope in slopes), strict=True):
+        moved = old * (1 - run.optim.lr * run.optim.weight_decay) - run.optim.lr * slope / (slope.abs() + run.optim.eps)
+        torch.testing.assert_close(new, moved, rtol=1e-4, atol=1e-6)
+
+    averages = [average.clone() for average in peer.averages]
+    peer.update(peer.loss(batch.latents, noise, time, batch.condition))
+    # diffusers' average warms up: 2 / 11 in its second update.
+    rate = 2 / 11 if build is TextToImage else run.ema.rates[0]
+    for average, old, weight in zip(peer.averages, averages, peer.model.parameters(), strict=True):
+        torch.testing.assert_close(average, rate * old + (1 - rate) * weight.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_the_samples_in_memory_are_those_of_the_shards_once_per_epoch(tmp_path: Path) -> None:
+    run = config("digits")
+    folder = synthetic.write(tmp_path / "shards", run.model, 3 * BATCH)
+    samples = Samples(folder, BATCH, 0.0, run.model.classes, CPU)
+    epoch = [samples.next() for _ in range(3)]
+    found = torch.cat([latents for latents, _ in epoch])
+    with LatentReader(folder) as reader:
+        stored = reader.read(range(len(reader)))
+        shift, scale = reader.info.normalisation.shift[0], reader.info.normalisation.scale[0]
+    expected = (torch.from_numpy(stored["latent"]).float() - shift) * scale
+    by_first = found[:, 0, 0, 0].argsort(), expected[:, 0, 0, 0].argsort()
+    assert torch.equal(found[by_first[0]], expected[by_first[1]])
+    labels = torch.cat([condition["label"] for _, condition in epoch])
+    assert torch.equal(labels[by_first[0]], torch.from_numpy(stored["label"])[by_first[1]])
+    _, dropped = Samples(folder, BATCH, 1.0, run.model.classes, CPU).next()
+    assert dropped["label"].tolist() == [run.model.classes] * BATCH
+
+
+def test_posteriors_in_memory_are_sampled_anew(tmp_path: Path) -> None:
+    run = config("digits-t2i")
+    folder = synthetic.write(tmp_path / "shards", run.model, BATCH)
+    samples = Samples(folder, BATCH, 0.0, None, CPU)
+    (first, condition), (second, _) = samples.next(), samples.next()
+    assert first.shape == (BATCH, 4, 8, 8)
+    assert condition["context"].dtype == torch.float32
+    distances = torch.cdist(first.flatten(1), second.flatten(1))
+    assert sorted(distances.argmin(1).tolist()) == list(range(BATCH))
+    # Two samples with a deviation of 0.1 each around the same means.
+    expected = torch.full((BATCH,), 0.1 * (2 * first[0].numel()) ** 0.5)
+    torch.testing.assert_close(distances.min(1).values, expected, rtol=0.2, atol=0)
+
+
+def test_online_images_are_decoded_cropped_and_normalised_with_their_captions(tmp_path: Path) -> None:
+    folder = images.write(tmp_path / "images", 2 * BATCH, 64)
+    assert Image.open(folder / "000000.jpg").size == (96, 80)
+    loader = images.loader(folder, 64, BATCH, frozen.tokenizer())
+    assert len(loader) == 2
+    batch = next(iter(loader))
+    assert batch["pixel_values"].shape == (BATCH, 3, 64, 64)
+    assert batch["pixel_values"].dtype == torch.float32
+    assert -1.0 <= batch["pixel_values"].min().item() < -0.5
+    assert 0.5 < batch["pixel_values"].max().item() <= 1.0
+    assert batch["input_ids"].shape == (BATCH, 77)
+    assert len(np.unique(batch["input_ids"].numpy(), axis=0)) > 1
+
+
+def test_the_frozen_parts_are_in_stable_diffusions_proportions() -> None:
+    published = frozen.Shares.of(SD15_UNET)
+    # 1.117 and 0.0133 TFLOP over three times 0.803, by torch's counter on the published pipeline.
+    assert published.autoencoder == pytest.approx(1.1167 / (3 * 0.8033), rel=0.01)
+    assert published.text_encoder == pytest.approx(0.013299 / (3 * 0.8033), rel=0.01)
+    here = frozen.Shares.of(config("digits-t2i").model)
+    assert here.autoencoder == pytest.approx(published.autoencoder, rel=0.1)
+    assert here.text_encoder < 0.03
+
+
+@pytest.mark.parametrize(
+    ("subject", "names", "message"),
+    [
+        (Subject(preset="digits"), ["torchrec"], "expected some of plain, dit, diffusers, each once"),
+        (Subject(preset="digits"), [], "expected some of"),
+        (Subject(preset="digits"), ["dit", "dit"], "each once"),
+        (Subject(preset="digits-t2i"), ["dit"], "preset digits-t2i has a UNet; try --preset dit-s-2"),
+        (Subject(preset="digits"), ["diffusers"], "preset digits has another network; try --preset digits-t2i"),
+        (Subject(preset="digits", batch=16, micro=4), ["plain"], "--micro 4: .*leave it out"),
+        (Subject(preset="digits", precision="fp16"), ["plain"], "--precision fp16: .*use one of them"),
+    ],
+)
+def test_a_peer_that_cannot_train_the_subject_is_refused(
+    subject: Subject, names: list[str], message: str, tmp_path: Path
+) -> None:
+    with record.Log(tmp_path / "peer.jsonl") as log, pytest.raises(BenchError, match=message):
+        peers.run(subject, names, Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
+
+
+def test_a_race_is_recorded_with_its_speed_ups(
+    tmp_path: Path, torch_extensions: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(torch_extensions))
+    subject = Subject(preset="digits-t2i", batch=2)
+    with record.Log(tmp_path / "peer.jsonl") as log:
+        assert peers.run(subject, ["diffusers"], Effort(rounds=2, steps=1, warm_up=1), "cpu", log) == 0
+    rows = {row.name: row for row in record.read(tmp_path / "peer.jsonl").measurements}
+    case = "digits-t2i, 4x8x8, batch 2, fp32"
+    where = {"fastdiff ddp": "cached", "diffusers": "online", "diffusers, best flags": "cached"}
+    times = {name: rows["peer", f"{case}, {kind}", name, "step time"] for name, kind in where.items()}
+    for name, kind in where.items():
+        throughput = rows["peer", f"{case}, {kind}", name, "throughput"]
+        assert throughput.value == pytest.approx(2e3 / times[name].value)
+        assert rows["peer", f"{case}, {kind}", name, "peak resident"].value > 0.1
+    ratio = rows["peer", f"{case}, online", "fastdiff ddp over diffusers", "speed-up"]
+    assert (ratio.better, ratio.n) == ("higher", 2)
+    low, high = (min(t.p20 for t in times.values()), max(t.p80 for t in times.values()))
+    assert low / high < ratio.value < high / low
+    assert ("peer", f"{case}, cached", "fastdiff ddp over diffusers, best flags", "speed-up") in rows
+    encoding = rows["peer", f"{case}, online", "diffusers", "phase encode"]
+    assert 0 < encoding.value < times["diffusers"].value
+    assert encoding.facts["autoencoder, share of the step of the UNet"] == pytest.approx(0.5, abs=0.05)
+    assert encoding.facts["best flags"] is False
+    assert "diffusers, best flags" in capsys.readouterr().out
