@@ -58,9 +58,8 @@ def run(subject: Subject, peers: Sequence[str], effort: race.Effort, device: str
         BenchError: a peer cannot train this subject.
     """
     _check(subject, peers)
-    if subject.optimizer is None:
-        # The peers have torch's AdamW; by default it is a race of equal optimizers.
-        subject = replace(subject, optimizer=_other_than_adamw(subject))
+    if subject.optimizer is None and subject.config(Path(), Path()).optim.name != "adamw":
+        subject = replace(subject, optimizer="adamw")  # the peers', so that it is a race of equal optimizers
     folder = Path(tempfile.mkdtemp(prefix="fastdiff-bench-peers-"))
     try:
         entries = _entries(subject, peers, folder)
@@ -91,10 +90,6 @@ def _check(subject: Subject, peers: Sequence[str]) -> None:
         raise BenchError(f"--micro {subject.micro}: the peers take their batch as a whole; leave it out")
     if config.performance.precision == "fp16":
         raise BenchError("--precision fp16: the peers compute in fp32 and bf16; use one of them")
-
-
-def _other_than_adamw(subject: Subject) -> str | None:
-    return None if subject.config(Path(), Path()).optim.name == "adamw" else "adamw"
 
 
 def _entries(subject: Subject, peers: Sequence[str], folder: Path) -> list[_Entry]:

@@ -113,10 +113,11 @@ def growing(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
 
     turn.ready(parameters=1, device="cpu", graph_breaks=0, compilations=0, last_compilation=0, launches=1, launched="")
     while True:
+        held = torch.ones(subject.samples * PER_SAMPLE // 4)
         for name in PHASES[:-1]:
             with turn.phase(name):
-                held = torch.ones(subject.samples * PER_SAMPLE // 4)
-                del held
+                held[:1] += 1
+        del held
         turn.after_step()
 
 

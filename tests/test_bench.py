@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 
 import pytest
 import torch
 
 from bench.__main__ import main
-from bench.fingerprint import Fingerprint
+from bench.fingerprint import ROOT, Fingerprint
 from bench.table import table
 from fastdiff_kernels import launch
 
@@ -43,3 +44,8 @@ def test_the_fingerprint_names_the_commit_and_the_command(monkeypatch: pytest.Mo
     fingerprint = Fingerprint.here()
     assert fingerprint.command == "python -m bench op --smoke"
     assert re.fullmatch(r"unknown|[0-9a-f]{12}(-dirty)?", fingerprint.git)
+
+
+def test_kernels_are_measured_without_deepspeed() -> None:
+    code = "import sys, bench.__main__; sys.exit('deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0

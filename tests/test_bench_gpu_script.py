@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 from bench.fingerprint import ROOT
@@ -116,6 +117,7 @@ def test_the_smallest_run_asks_for_the_smallest_run_of_everything(tmp_path: Path
 
 def test_it_refuses_a_machine_without_a_gpu(tmp_path: Path) -> None:
     given = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
+    given["PATH"] = f"{Path(sys.executable).parent}:{given['PATH']}"
     command = ["bash", "bench/gpu.sh", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2

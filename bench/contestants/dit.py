@@ -10,13 +10,12 @@ the average over all parameters at once, and a loss that is read when it is logg
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bench.contestants.plain_torch import Noise, Samples, network, train
+from bench.contestants.plain_torch import PLAIN, Noise, Samples, network, train
 from bench.subject import Subject
 from bench.turn import Turn
 from fastdiff.backends import compiles
@@ -33,7 +32,7 @@ def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     config = subject.config(data, data)
     assert isinstance(config.model, DiTConfig)
-    with dispatch.forced(**dict.fromkeys(dispatch.OPS, "reference")):
+    with dispatch.forced(**PLAIN):
         samples = Samples(
             data, config.batch.samples, config.objective.condition_dropout, config.model.classes, turn.device
         )
@@ -50,7 +49,6 @@ class Dit:
     """
 
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
-        config = replace(config, performance=replace(config.performance, attention="sdpa"))
         self._best, self._rate = best, config.ema.rates[0]
         self._noise = Noise(config.objective, device)
         self.model = network(config, device, compiled=False)
@@ -78,7 +76,7 @@ class Dit:
     def update(self, loss: Tensor) -> None:
         """See ``Peer``."""
         self._optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._update_average()
         self._steps += 1
@@ -89,11 +87,12 @@ class Dit:
 
     @torch.no_grad()
     def _update_average(self) -> None:
-        pairs = zip(self._average.parameters(), self.model.parameters(), strict=True)
+        averages: list[Tensor] = list(self._average.parameters())
+        weights: list[Tensor] = list(self.model.parameters())
         if self._best:
-            torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), 1 - self._rate)
+            torch._foreach_lerp_(averages, weights, 1 - self._rate)
             return
-        for average, weight in pairs:
+        for average, weight in zip(averages, weights, strict=True):
             average.mul_(self._rate).add_(weight, alpha=1 - self._rate)
 
     @property

@@ -6,7 +6,6 @@ optimizer, averages and clipping over all parameters at once, and blocks that ar
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-from bench.contestants.plain_torch import Noise, Samples, network, train
+from bench.contestants.plain_torch import PLAIN, Noise, Samples, network, train
 from bench.subject import Subject
 from bench.turn import Turn
 from fastdiff.batch import Condition
@@ -27,7 +26,7 @@ from fastdiff_kernels import dispatch
 def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
     """Step until there is enough, on the shards in ``data``."""
     config = subject.config(data, data)
-    with dispatch.forced(**dict.fromkeys(dispatch.OPS, "reference")):
+    with dispatch.forced(**PLAIN):
         null = config.model.classes if isinstance(config.model, DiTConfig) else None
         samples = Samples(data, config.batch.samples, config.objective.condition_dropout, null, turn.device)
         train(turn, Plain(config, turn.device, best=best), samples, config.objective.timesteps)
@@ -43,21 +42,19 @@ class Plain:
     """
 
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
-        config = replace(config, performance=replace(config.performance, attention="sdpa"))
         self._config, self._best = config, best
         self._noise = Noise(config.objective, device)
         self.model = network(config, device, compiled=best)
-        self._autocast = torch.autocast(
-            device.type, torch.bfloat16, enabled=config.performance.precision == "bf16", cache_enabled=True
-        )
+        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.performance.precision == "bf16")
         optim, rate = config.optim, config.ema.rates[0]
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay,
             fused=best or None,
         )  # fmt: skip
         self._schedule = build_lr_schedule(self._optimizer, optim, config.steps)
-        average = {"multi_avg_fn": get_ema_multi_avg_fn(rate)} if best else {"avg_fn": get_ema_avg_fn(rate)}
-        self._ema = AveragedModel(self.model, **average)
+        one_by_one = None if best else get_ema_avg_fn(rate)  # type: ignore[no-untyped-call]
+        together = get_ema_multi_avg_fn(rate) if best else None  # type: ignore[no-untyped-call]
+        self._ema = AveragedModel(self.model, avg_fn=one_by_one, multi_avg_fn=together)
         self._ema.update_parameters(self.model)  # the first update is a copy
 
     def loss(self, clean: Tensor, noise: Tensor, time: Tensor, condition: Condition) -> Tensor:
@@ -70,7 +67,7 @@ class Plain:
     def update(self, loss: Tensor) -> None:
         """See ``Peer``."""
         self._optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         if self._config.optim.clip:
             clip_grad_norm_(self.model.parameters(), self._config.optim.clip, foreach=self._best or None)
         self._optimizer.step()

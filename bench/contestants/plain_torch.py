@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,16 +18,24 @@ from fastdiff.backends import compiles
 from fastdiff.batch import Condition
 from fastdiff.config import DiffusionConfig, RunConfig
 from fastdiff.data.reader import LatentReader
+from fastdiff.models import Model
 from fastdiff.network import build_network
 from fastdiff.objective import weighting
 from fastdiff.schedule import Schedule
+from fastdiff_kernels import dispatch
+from fastdiff_kernels.dispatch import Backend
 from fastdiff_kernels.weights import loss_weights
+
+PLAIN: dict[str, Backend] = dict.fromkeys(dispatch.OPS, "reference")
+"""For ``dispatch.forced``: none of fastdiff's kernels."""
 
 
 class Peer(Protocol):
     """A training step as somebody else takes it."""
 
-    model: nn.Module
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
 
     def loss(self, clean: Tensor, noise: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """The mean loss of a batch, as a scalar with a gradient; ``clean`` and ``noise [B, C, H, W]``, ``time [B]``."""
@@ -36,6 +46,13 @@ class Peer(Protocol):
     @property
     def averages(self) -> list[Tensor]:
         """The averaged weights, in the order of the model's parameters."""
+
+
+class Source(Protocol):
+    """Where the clean latents of a step come from."""
+
+    def next(self) -> tuple[Tensor, Condition]:
+        """``[B, C, H, W]`` in fp32, and what they are conditioned on."""
 
 
 class Noise:
@@ -101,14 +118,14 @@ class Samples:
         self._null = {name: value.to(device) for name, value in nothing.items()}
         self._is_posterior = reader.info.kind == "posterior"
         self._batch, self._dropout = batch, dropout
-        self._order = iter(())
+        self._order: Iterator[Tensor] = iter(())
 
     def next(self) -> tuple[Tensor, Condition]:
         """Clean latents ``[B, C, H, W]`` in fp32, sampled from their posterior if there is one, and the condition."""
         chosen = next(self._order, None)
         if chosen is None:
             order = torch.randperm(len(self._latents), device=self._latents.device)
-            self._order = iter(order[: len(order) // self._batch * self._batch].split(self._batch))
+            self._order = iter(torch.split(order[: len(order) // self._batch * self._batch], self._batch))
             chosen = next(self._order)
         latents = self._latents[chosen]
         if self._is_posterior:
@@ -132,15 +149,16 @@ def _in_memory(array: npt.NDArray[Any]) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def network(config: RunConfig, device: torch.device, *, compiled: bool) -> nn.Module:
-    """The network of the run in fp32, to be called while ``dispatch`` forces the reference: plain torch and SDPA."""
-    model = build_network(config).to(device).train()
+def network(config: RunConfig, device: torch.device, *, compiled: bool) -> Model:
+    """The network of the run in fp32, with torch's own attention; plain torch while ``PLAIN`` is forced."""
+    model = build_network(replace(config, performance=replace(config.performance, attention="sdpa")))
+    model.to(device).train()
     if compiled and compiles(config, device):
         model.compile_blocks()
     return model
 
 
-def train(turn: Turn, peer: Peer, samples: Samples, timesteps: int) -> None:
+def train(turn: Turn, peer: Peer, samples: Source, timesteps: int) -> None:
     """Step until there is enough."""
     turn.ready(parameters=sum(p.numel() for p in peer.model.parameters()))
     while True:

@@ -4,7 +4,7 @@ As published: images are decoded in the training process (no workers, its defaul
 run in every step, everything is fp32, and the loss is read twice per step. With ``best``: latents and embeddings from
 memory, mixed precision where fastdiff computes in 16 bits, compilation where fastdiff compiles, channels_last, the
 fused optimizer and an average over all parameters at once. Attention is torch's SDPA in both. The script drops no
-captions; accelerate would shorten nothing by its distributed wrapper, so it runs as on one device.
+captions, and is started here as for one device, without a distributed wrapper.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TextToImage:
     """
 
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
-        from accelerate import Accelerator
+        from accelerate import Accelerator  # type: ignore[import-untyped,unused-ignore]
         from diffusers import DDPMScheduler, UNet2DConditionModel
         from diffusers.training_utils import EMAModel
 
