@@ -64,16 +64,12 @@ def build_optimizer(
     base = _optimizer_class(config.name)
     if skip_non_finite:
         base = type(f"Guarded{base.__name__}", (SkipNonFinite, base), {"clip": config.clip})
-    # Fused: one pass over memory without temporaries, on a CPU a sixth of the time of the plain loop.
-    fused: dict[str, Any] = {"fused": True} if config.name == "adamw" else {}
-    return base(
-        parameters,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        **fused,
-    )
+    options: dict[str, Any] = {
+        "lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay,
+    }  # fmt: skip
+    if config.name == "adamw":
+        options["fused"] = True  # one pass over memory without temporaries: on a CPU a sixth of the time
+    return base(parameters, **options)
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
