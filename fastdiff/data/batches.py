@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from fastdiff.batch import Batch
@@ -149,7 +150,7 @@ class Batches(ABC):
 
     def _run(self) -> None:
         try:
-            with self._side_stream() as stream:
+            with _single_threaded(), self._side_stream() as stream:
                 shift, scale = map(self._per_channel, dataclasses.astuple(self.source.info.normalisation))
                 for index in itertools.count():
                     self._slots.acquire()
@@ -205,6 +206,12 @@ class ShardBatches(Batches):
         if self.reader.info.captions > 1:
             chosen["caption"] = self.uniform(Stream.CAPTION, position)
         return chosen
+
+
+def _single_threaded() -> threadpool_limits:
+    """Keep this thread's operations to itself: a second team of OpenMP threads would take the cores from the step's."""
+    torch.get_num_threads()  # torch sets a limit of its own at the first operation of a thread
+    return threadpool_limits(1, user_api="openmp")
 
 
 def _normalised(stored: Tensors, shift: Tensor, scale: Tensor) -> Batch:
