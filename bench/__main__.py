@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from types import FrameType
 
 from bench import BenchError
 
@@ -28,5 +30,13 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
 
 
+def _terminated(number: int, frame: FrameType | None) -> None:
+    """End as after an error, so that temporary folders and the processes of contestants go too."""
+    signal.signal(number, signal.SIG_IGN)  # once: a second one would interrupt just that
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _terminated)
     sys.exit(main(sys.argv[1:]))

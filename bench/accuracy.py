@@ -23,7 +23,8 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = True
     try:
-        assert torch.empty(1).isnan().all()
+        if not torch.empty(1).isnan().all():
+            raise RuntimeError("torch.empty does not fill its memory with NaN, so that unwritten elements are not seen")
         yield
     finally:
         torch.use_deterministic_algorithms(before)
@@ -78,17 +79,22 @@ def assert_as_accurate_as_eager(
 
 
 def assert_no_worse(ours: dict[str, Tensor], eager: dict[str, Tensor], oracle: dict[str, Tensor]) -> None:
-    """The same for results that are there already, by name; ``oracle`` those in fp64."""
-    assert ours.keys() == eager.keys()
+    """The same for results that are there already, by name; ``oracle`` those in fp64.
+
+    Raises:
+        AssertionError: they are less accurate, or of another dtype or shape; also where ``python -O`` drops assertions.
+    """
+    _hold(ours.keys() == eager.keys(), f"gives {', '.join(ours)}, eager {', '.join(eager)}")
     for name, value in ours.items():
-        assert value.dtype == eager[name].dtype, f"{name}: {value.dtype}, eager gives {eager[name].dtype}"
-        assert value.shape == oracle[name].shape, f"{name}: {tuple(value.shape)}, eager {tuple(oracle[name].shape)}"
+        _hold(value.dtype == eager[name].dtype, f"{name}: {value.dtype}, eager gives {eager[name].dtype}")
+        shapes = f"{name}: {tuple(value.shape)}, eager {tuple(oracle[name].shape)}"
+        _hold(value.shape == oracle[name].shape, shapes)
         rounded = oracle[name].to(value.dtype)
         for measure in (_maximum, _rms):
             least = measure(rounded, oracle[name])
             allowed = 2.0 * max(measure(eager[name], oracle[name]), least)
             got = measure(value, oracle[name])
-            assert got <= allowed, f"{name}: {measure.__name__} error {got:.3e}, allowed {allowed:.3e}"
+            _hold(got <= allowed, f"{name}: {measure.__name__} error {got:.3e}, allowed {allowed:.3e}")
 
 
 def _maximum(value: Tensor, oracle: Tensor) -> float:
@@ -100,5 +106,10 @@ def _rms(value: Tensor, oracle: Tensor) -> float:
 
 
 def _finite(error: Tensor) -> Tensor:
-    assert error.isfinite().all(), "not finite: an element was not written, or overflowed"
+    _hold(bool(error.isfinite().all()), "not finite: an element was not written, or overflowed")
     return error
+
+
+def _hold(right: bool, otherwise: str) -> None:
+    if not right:
+        raise AssertionError(otherwise)

@@ -37,9 +37,20 @@ def device(arguments: argparse.Namespace) -> str:
 def open_log(arguments: argparse.Namespace, command: str, what: str | None = None) -> record.Log:
     """A new record ``<command>.jsonl`` in the folder that ``--out`` names, or in ``..._<what>``.
 
-    What is there already stays: the second record of a folder is ``<command>-2.jsonl``, and so on.
+    What is there already stays: the second record of a folder is ``<command>-2.jsonl``, and so on. That holds also for
+    what another process begins at the same time.
     """
     what = what or command
     folder = record.folder(arguments.out, f"{what}-smoke" if arguments.smoke else what)
     names = itertools.chain([command], (f"{command}-{number}" for number in itertools.count(2)))
-    return record.Log(next(path for name in names if not (path := folder / f"{name}.jsonl").exists()))
+    folder.mkdir(parents=True, exist_ok=True)
+    return record.Log(next(path for name in names if _created(path := folder / f"{name}.jsonl")))
+
+
+def _created(path: Path) -> bool:
+    """Create a file, unless it exists."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

@@ -36,7 +36,7 @@ class Message:
 
 
 def sent(kind: str, size: int, ranks: int) -> float:
-    """Bytes that a rank sends, on the average over the ranks, for a vector of ``size`` bytes."""
+    """Bytes that a rank sends at least, on the average over the ranks, for a vector (or a part) of ``size`` bytes."""
     return (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks * size
 
 

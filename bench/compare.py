@@ -1,7 +1,9 @@
 """Compares two records: what got faster, what slower, and what of it is more than noise.
 
 A change counts if the intervals from p20 to p80 do not overlap and the medians differ by more than a tolerance. The
-interval of what was not repeated is its value. Of what was measured more than once, the last counts.
+interval of what was not repeated is its value. Of what was measured more than once, the last counts. What was measured
+before and now is not counts as worse. The limits of the machine and shares of them are shown but do not count: they say
+nothing of the code that times and rates do not say.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ Verdict = Literal["same", "changed", "better", "worse"]
 _TOLERANCE_PERCENT = 3.0
 _VERDICTS: tuple[Verdict, ...] = ("same", "changed", "better", "worse")
 _MAY_DIFFER = {"git", "date", "command"}
+_SHARES_OF_LIMITS = {"of copy", "of matmul"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,11 @@ class Change:
 
     @property
     def verdict(self) -> Verdict:
-        """``same`` within noise or tolerance; ``changed`` where neither way is an improvement."""
+        """``same`` within noise or tolerance; ``changed`` where a change does not count."""
         (a20, a80), (b20, b80) = self.a.interval, self.b.interval
         if abs(self.ratio - 1) <= self.tolerance or (a20 <= b80 and b20 <= a80):
             return "same"
-        if self.a.better == "neither":
+        if not _counts(self.a):
             return "changed"
         return "better" if (self.a.better == "higher") == (self.b.value > self.a.value) else "worse"
 
@@ -64,16 +67,27 @@ class Comparison:
     only_b: tuple[Measurement, ...]
     new_failures: tuple[Failure, ...]
     """In B, of contestants that did not fail in A."""
+    partial: bool
+    """Whether B need not have all of A."""
+
+    @property
+    def missing(self) -> tuple[Measurement, ...]:
+        """What counts as worse because B does not have it; if it is partial, because it fails there."""
+        return tuple(
+            m
+            for m in self.only_a
+            if _counts(m) and (not self.partial or any(_concerns(failure, m) for failure in self.new_failures))
+        )
 
     @property
     def worse(self) -> bool:
-        """Whether anything got worse, or fails that was measured before."""
-        return any(change.verdict == "worse" for change in self.changes) or any(
-            _concerns(failure, measurement) for failure in self.new_failures for measurement in self.only_a
-        )
+        """Whether anything got worse, or is not there any more."""
+        return any(change.verdict == "worse" for change in self.changes) or bool(self.missing)
 
 
-def compare(a: Sequence[Record], b: Sequence[Record], *, tolerance: float, only: Sequence[str] = ("*",)) -> Comparison:
+def compare(
+    a: Sequence[Record], b: Sequence[Record], *, tolerance: float, only: Sequence[str] = ("*",), partial: bool = False
+) -> Comparison:
     """Join two sets of records.
 
     Args:
@@ -81,6 +95,7 @@ def compare(a: Sequence[Record], b: Sequence[Record], *, tolerance: float, only:
         b: what is compared with it.
         tolerance: share by which a value may differ, 0.03 for 3 %.
         only: patterns of the shell for ``bench/quantity``; a measurement that fits one counts.
+        partial: whether ``b`` may lack measurements of ``a``, unless they fail.
 
     Raises:
         BenchError: they have no measurement in common, or one in another unit.
@@ -101,6 +116,7 @@ def compare(a: Sequence[Record], b: Sequence[Record], *, tolerance: float, only:
         only_a=tuple(m for name, m in of_a.items() if name not in of_b),
         only_b=tuple(m for name, m in of_b.items() if name not in of_a),
         new_failures=tuple(failures),
+        partial=partial,
     )
 
 
@@ -110,14 +126,16 @@ def differences(a: Sequence[Record], b: Sequence[Record]) -> list[str]:
     def values(records: Sequence[Record], field: str) -> str:
         return " and ".join(sorted({str(asdict(one.fingerprint)[field]) for one in records}))
 
-    dirty = [
+    both = (*a, *b)
+    doubtful = [
         f"{one.path} was measured on files that differ from commit {one.fingerprint.git.removesuffix('-dirty')}"
-        for one in (*a, *b)
+        for one in both
         if one.fingerprint.git.endswith("-dirty")
     ]
+    doubtful += [f"{one.path}: its commit is not known" for one in both if one.fingerprint.git == "unknown"]
     fields = [field for field in asdict(a[0].fingerprint) if field not in _MAY_DIFFER]
     pairs = [(field, values(a, field), values(b, field)) for field in fields]
-    return [*(f"{field}: {one} against {other}" for field, one, other in pairs if one != other), *dirty]
+    return [*(f"{field}: {one} against {other}" for field, one, other in pairs if one != other), *doubtful]
 
 
 def report(found: Comparison) -> str:
@@ -130,13 +148,15 @@ def report(found: Comparison) -> str:
         lines += [f"only in {name}: {' | '.join(m.name)}" for m in measurements]
     lines += [f"fails in B: {f.bench} | {f.case} | {f.provider}: {f.reason}" for f in found.new_failures]
     counts = Counter(change.verdict for change in found.changes)
-    return "\n".join([*lines, ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(_VERDICTS))])
+    summary = [*(f"{counts[verdict]} {verdict}" for verdict in reversed(_VERDICTS)), f"{len(found.missing)} missing"]
+    return "\n".join([*lines, ", ".join(summary)])
 
 
 def add(commands: Commands) -> None:
     """Register the command."""
     parser = commands.add_parser(
-        "compare", help="two records, measurement by measurement; exit code 1 if one got worse by more than noise"
+        "compare",
+        help="two records, measurement by measurement; exit code 1 if one got worse by more than noise or is missing",
     )
     parser.add_argument("a", type=Path, metavar="A", help="the baseline: a record or a folder of them")
     parser.add_argument("b", type=Path, metavar="B", help="what is compared with it")
@@ -147,6 +167,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--only", nargs="+", default=["*"], metavar="BENCH/QUANTITY", help="patterns such as 'step/*' or '*/throughput'"
     )
+    parser.add_argument(
+        "--partial", action="store_true", help="B need not have all of A; what fails there still counts"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -154,11 +177,16 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.tolerance >= 0:
         raise BenchError(f"--tolerance {arguments.tolerance}: expected a percentage, 0 or more")
     a, b = record.read_all([arguments.a]), record.read_all([arguments.b])
-    found = compare(a, b, tolerance=arguments.tolerance / 100, only=arguments.only)
+    found = compare(a, b, tolerance=arguments.tolerance / 100, only=arguments.only, partial=arguments.partial)
     print(report(found))
     for difference in differences(a, b):
         print(f"warning: {difference}", file=sys.stderr)
     return 1 if found.worse else 0
+
+
+def _counts(measurement: Measurement) -> bool:
+    """Whether it says something of the code: neither a limit of the machine nor a share of one."""
+    return measurement.better != "neither" and measurement.quantity not in _SHARES_OF_LIMITS
 
 
 def _concerns(failure: Failure, measurement: Measurement) -> bool:

@@ -34,7 +34,7 @@ class Fingerprint:
     __pydantic_config__: ClassVar = STRICT
 
     git: str
-    """Commit, with ``-dirty`` if files differ from it; ``unknown`` outside a clone."""
+    """Commit, with ``-dirty`` if files differ from it; outside a clone that of FASTDIFF_COMMIT, or ``unknown``."""
     device: str
     """Name of the GPU, or ``cpu``."""
     cpu: str
@@ -65,7 +65,7 @@ class Fingerprint:
         """That of this process."""
         driver, sm_clock, memory_clock, power_cap = _gpu()
         return cls(
-            git=_output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12") or "unknown",
+            git=_commit(),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             cpu=_cpu(),
             cores=len(os.sched_getaffinity(0)),
@@ -93,6 +93,11 @@ def machine() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name().lower().replace(" ", "-")
     return f"cpu-{len(os.sched_getaffinity(0))}-cores"
+
+
+def _commit() -> str:
+    found = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+    return found or os.environ.get("FASTDIFF_COMMIT") or "unknown"
 
 
 def _command() -> str:

@@ -23,6 +23,8 @@ _LEAP = 16
 """How many times as large as the largest batch that ran the next one may be: far away a line is a guess."""
 _SHARE_OF_CPU_MEMORY = 0.8
 """Of what is available: a process that takes too much is killed, or another one is."""
+_SHARE_OF_GPU_MEMORY = 0.95
+"""Of what is free: a batch that just fits makes the allocator give memory back and ask again, which costs time."""
 _PRECISION = 0.04
 """What is found is this close to the largest batch, as a share of it, or to the next multiple of 8."""
 
@@ -104,7 +106,7 @@ def _step_down(too_large: Sequence[int]) -> int:
 
 
 def memory_limit(device: str, gib: float | None) -> int:
-    """Bytes that may be used: ``gib``, or what is free on the GPU, or 80 % of what is available to a CPU.
+    """Bytes that may be used: ``gib``, or 95 % of what is free on the GPU, or 80 % of what is available to a CPU.
 
     Raises:
         BenchError: ``gib`` is not above 0.
@@ -121,4 +123,4 @@ def memory_limit(device: str, gib: float | None) -> int:
 
 
 def _free_on_gpu() -> int:
-    return int(torch.cuda.mem_get_info()[0])
+    return int(_SHARE_OF_GPU_MEMORY * torch.cuda.mem_get_info()[0])

@@ -50,11 +50,11 @@ class Limits:
         return {precision: rate.median for precision, rate in self.matmul.items()}
 
     def measurements(self, bench: str) -> list[Measurement]:
-        """The same for the record of the command ``bench``."""
+        """The same for the record of the command ``bench``; what the machine can do is no merit of the code."""
         rates = {f"matmul rate {precision}": ("TFLOP/s", rate, 1e-12) for precision, rate in self.matmul.items()}
         return [
             Measurement(
-                bench=bench, case=CASE, provider=PROVIDER, quantity=quantity, unit=unit, better="higher",
+                bench=bench, case=CASE, provider=PROVIDER, quantity=quantity, unit=unit, better="neither",
                 **measured(rate, scale),
             )
             for quantity, (unit, rate, scale) in ({"copy bandwidth": ("GB/s", self.copy, 1e-9)} | rates).items()

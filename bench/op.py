@@ -1,7 +1,8 @@
 """Times every op by every implementation: the kernel, eager PyTorch, ``torch.compile`` and other libraries.
 
 An implementation is timed only if it is right (``bench.gate``). Times are set against what the op moves and computes
-at least, and these against the limits of the machine, measured in the same run.
+at least, and these against the limits of the machine, measured in the same run. A time that may be that of launching
+instead of that of the device (``Timing.launch_bound``) is marked.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from fastdiff_kernels import dispatch, launch
 BENCH = "op"
 
 _OURS = {"triton", "compile"}
+_MUST_BE_RIGHT = {"triton", "eager", "auto", "every"}
+"""What fastdiff may run by default, the reference, and cases as a whole: if one fails, so does the command."""
 _LINE = "{:<52} {:<12} {:<8} {:>10} {:>21} {:>6} {:>6} {:>8} {:>7} {:>8}  {}"
 _HEADING = _LINE.format(
     "case", "provider", "pass", "median us", "[p20, p80]", "GB/s", "% copy", "TFLOP/s", "% mm", "/compile", "default"
 )
 _TIMED_ALL_THE_SAME = "; timed all the same: it is what the others are compared with"
+_LAUNCH_BOUND = "launch bound"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,7 @@ class Result:
         facts: dict[str, record.Fact] = {
             "op": self.case.op, "shape": self.case.shape, "dtype": self.case.dtype_name, "direction": self.direction,
             "bytes": self.bytes, "operations": self.operations, "arithmetic": self.case.arithmetic,
-            "default": self.default,
+            "default": self.default, _LAUNCH_BOUND: self.time.launch_bound,
         }  # fmt: skip
         for quantity, (unit, reading) in self.quantities(limits).items():
             better: record.Better = "lower" if quantity == "time" else "higher"
@@ -114,7 +118,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 
 def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool) -> int:
-    """Time the cases, write down and print every result; 1 if a kernel or its reference is wrong or fails."""
+    """Time the cases, write down and print every result; 1 if what fastdiff runs, or its reference, fails."""
     effort = QUICK if smoke else FULL
     stopwatch, limit = Stopwatch(device, effort), limits.measure(device, effort)
     for measurement in limit.measurements(BENCH):
@@ -139,8 +143,10 @@ def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool) -> int:
                     failures.append(row)
                     log.write(row)
                     print(f"{row.case:<52} {row.provider:<12} {row.reason}", flush=True)
+    if any(result.time.launch_bound for result in results):
+        print(f"\n{_LAUNCH_BOUND}: the device may have waited for the host, which took longer to launch the work")
     print(f"\n{_verdict(results)}\nwritten to {log.path}")
-    return 1 if any(f.provider.split()[0] in ("triton", "eager", "every") for f in failures) else 0
+    return 1 if any(f.provider.split()[0] in _MUST_BE_RIGHT for f in failures) else 0
 
 
 def run(case: Case, device: str, stopwatch: Stopwatch, *, large: bool) -> Iterator[Result | Failure]:
@@ -231,7 +237,8 @@ def _line(result: Result, limits: Limits) -> str:
         f"[{time.p20:.1f}, {time.p80:.1f}]", f"{found['bandwidth'].median:.0f}",
         f"{100 * found['of copy'].median:.0f}", f"{rate.median:.3g}" if rate else "-",
         f"{100 * share.median:.1f}" if share else "-",
-        "-" if result.over_compile is None else f"{result.over_compile:.2f}x", result.default,
+        "-" if result.over_compile is None else f"{result.over_compile:.2f}x",
+        f"{result.default}{f'  {_LAUNCH_BOUND}' if time.launch_bound else ''}",
     )  # fmt: skip
 
 

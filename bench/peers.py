@@ -1,8 +1,9 @@
 """fastdiff's step against other people's: the same model, batch and data, stepped in turns.
 
 Each peer comes twice: as it was published, and with the best flags it can have. What each does is in its module:
-``contestants/plain.py``, ``contestants/dit.py``, ``contestants/text_to_image.py``. All of them have their data in
-memory, apart from diffusers as published, which decodes and encodes images in every step, as its script does.
+``contestants/plain.py``, ``contestants/dit.py``, ``contestants/text_to_image.py``; the record and the lines below the
+table name the flags. All of them have their data in memory, apart from diffusers as published, which decodes and
+encodes images in every step, as its script does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from bench import BenchError, race, record, stepping, synthetic
 from bench.contestants import dit, images, plain, text_to_image
 from bench.contestants.frozen import FACTOR, Shares
+from bench.contestants.plain_torch import FLAGS
 from bench.record import Fact, Measurement, measured
 from bench.subject import Subject
 from bench.table import progress, table
@@ -28,6 +30,8 @@ BEST = "best flags"
 _BENCH = "peer"
 _BATCHES = 4
 """In the data: more cost time to write, and none to train on."""
+_SHARED = ("preset", "batch", "recompute")
+"""Facts that are those of all; the others are fastdiff's own."""
 _GIB = 2**30
 
 
@@ -87,7 +91,9 @@ def _check(subject: Subject, peers: Sequence[str]) -> None:
             f"{subject.preset} has another network; try --preset digits-t2i or sd2-512"
         )
     if config.batch.accumulation(1) > 1:
-        raise BenchError(f"--micro {subject.micro}: the peers take their batch as a whole; leave it out")
+        cause = f"--micro {subject.micro}" if subject.micro else f"preset {subject.preset} accumulates gradients"
+        cure = "leave it out" if subject.micro else "give --batch"
+        raise BenchError(f"{cause}: the peers take their batch as a whole; {cure}")
     if config.performance.precision == "fp16":
         raise BenchError("--precision fp16: the peers compute in fp32 and bf16; use one of them")
 
@@ -108,7 +114,9 @@ def _entries(subject: Subject, peers: Sequence[str], folder: Path) -> list[_Entr
     }
     for name in peers:
         for best in (False, True):
-            data, case, facts = shards, cached, {**subject.facts, "deepspeed": None, "best flags": best}
+            data, case = shards, cached
+            facts: dict[str, Fact] = {fact: subject.facts[fact] for fact in _SHARED}
+            facts |= {"optimizer": "adamw", "best flags": best}
             if name == "diffusers" and not best:
                 data = images.write(folder / "images", count, FACTOR * config.model.size)
                 case, facts = online, facts | _shares(config.model)
@@ -199,5 +207,11 @@ def _summary(
     lines = [f"{entries[0].case}", table(rows, "<" + ">" * (len(rows[0]) - 1))]
     shares = next((entry.facts for entry in entries if entry.case.endswith("online")), {})
     lines += [f"{name}: {share}" for name, share in shares.items() if "share" in name]
+    for entry in entries:
+        found = results[entry.contestant.name].facts
+        flags = ", ".join(f"{flag} {found[flag]}" for flag in FLAGS if flag in found)
+        lines += [f"{entry.contestant.name}: {flags}"] if flags else []
+    peaks = [result.memory.peak for result in results.values() if result.memory is not None]
+    lines.append(f"all at once in memory: {sum(peaks) / _GIB:.2f} GiB, the sum of the peaks")
     lines += [f"{name}: {result.failure}" for name, result in results.items() if result.failure is not None]
     return "\n".join(lines)

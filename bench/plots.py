@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -129,7 +129,8 @@ def _roofline(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str
     _roof(axes, measurements, [m for points in cases.values() for m in points.values()])
     drawing.legend(figure, providers)
     names = ", ".join(f"{place} {op}" for place, op in enumerate(ops, 1))
-    yield figure, f"Rate of each op against its operations per byte, and what the machine can do: {names}."
+    caption = f"Rate of each op against its operations per byte, and what the machine can do: {names}."
+    yield figure, caption + _launch_bound(m for points in cases.values() for m in points.values())
 
 
 def _roof(axes: Axes, measurements: Sequence[Measurement], points: Sequence[Measurement]) -> None:
@@ -171,7 +172,8 @@ def _bandwidth(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, st
         figure, axes = drawing.dots({op: cases}, label("bandwidth", "GB/s"), reference=limit.value if limit else None)
         if limit:
             axes.set_title(f"dashed: copy, {number(limit.value)} GB/s", loc="right", fontweight="normal", fontsize=8)
-        yield figure, f"Bandwidth of {op} by implementation, median with p20 to p80, against that of a copy."
+        caption = f"Bandwidth of {op} by implementation, median with p20 to p80, against that of a copy."
+        yield figure, caption + _launch_bound(m for points in cases.values() for m in points.values())
 
 
 def _speed_ups(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
@@ -224,6 +226,12 @@ def _matmul_rates(measurements: Sequence[Measurement]) -> dict[str, float]:
     """TFLOP/s by precision."""
     prefix = "matmul rate "
     return {q.removeprefix(prefix): m.value for q, m in _limits(measurements).items() if q.startswith(prefix)}
+
+
+def _launch_bound(measurements: Iterable[Measurement]) -> str:
+    """How many points are of times that may be those of launching the work; nothing if none is."""
+    marked = [m.facts.get("launch bound") is True for m in measurements]
+    return f" {sum(marked)} of {len(marked)} points are launch bound." if any(marked) else ""
 
 
 def _op(case: str) -> str:

@@ -6,6 +6,7 @@ the other, before the first turn, and wait while another steps.
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,6 +35,13 @@ from fastdiff.dist import free_port
 from fastdiff.metrics import peak_resident_bytes
 
 _LAST_LINES = 30
+_PARTING_SECONDS = 5.0
+"""In which a contestant that is stopped may end by itself."""
+_NO_MEMORY = (
+    "out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)  # fmt: skip
+"""How torch's allocators, CUDA's runtime and libraries, and Triton say it, each in a RuntimeError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,11 @@ class Result:
         """Of one phase of a step."""
         return Timing.of([second for turn in self.turns for second in turn.phases[name]])
 
+    @property
+    def allocation_retries(self) -> int:
+        """How often in these turns torch's allocator had to give memory back to the GPU before it got some."""
+        return sum(turn.allocation_retries for turn in self.turns)
+
 
 @dataclass(frozen=True, slots=True)
 class Effort:
@@ -99,9 +113,12 @@ class Effort:
     rounds: int
     """Turns of each, two at least."""
     steps: int
-    """Per turn."""
+    """Per turn, that count."""
     warm_up: int
     """Steps of each before the first round, which do not count."""
+    settling: int = 0
+    """Steps at the start of every turn that do not count: those for which a loader that reads ahead has had the turns
+    of the others to read, and in which torch's allocator gets its memory back from the GPU."""
     limit_seconds: float = 600.0
     """For building, and for every turn; one that takes longer is stopped."""
 
@@ -122,11 +139,11 @@ def race(
     """
     results = {contestant.name: Result() for contestant in contestants}
     workers: dict[str, _Worker] = {}
-    logs = Path(tempfile.mkdtemp(prefix="fastdiff-bench-logs-"))
+    folder = Path(tempfile.mkdtemp(prefix="fastdiff-bench-race-"))
     try:
         for number, contestant in enumerate(contestants):
             progress(f"{contestant.name}: building and warming up")
-            worker = _Worker(contestant, effort.limit_seconds, device, logs / f"{number}.log")
+            worker = _Worker(contestant, effort.limit_seconds, device, folder / str(number))
             workers[contestant.name] = worker
             _attempt(worker, results[contestant.name], lambda w: w.ready(effort.warm_up))
         for number in range(effort.rounds):
@@ -135,7 +152,7 @@ def race(
                     progress(f"round {number + 1} of {effort.rounds}: {name}")
                     if before_turn is not None:
                         before_turn()
-                    _attempt(worker, results[name], lambda w: w.turn(effort.steps))
+                    _attempt(worker, results[name], lambda w: w.turn(effort.steps, effort.settling))
         for name, worker in workers.items():
             if results[name].failure is None:
                 _attempt(worker, results[name], lambda w: w.finish())
@@ -143,7 +160,7 @@ def race(
         progress("")
         for worker in workers.values():
             worker.kill()
-        shutil.rmtree(logs, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     return results
 
 
@@ -168,9 +185,10 @@ def _attempt(worker: _Worker, result: Result, action: Callable[[_Worker], None])
 class _Worker:
     """The processes of a contestant, one per rank, seen from here."""
 
-    def __init__(self, contestant: Contestant, limit_seconds: float, device: str, log: Path) -> None:
+    def __init__(self, contestant: Contestant, limit_seconds: float, device: str, folder: Path) -> None:
         self.result = Result()
-        self._limit, self._log = limit_seconds, log
+        self._limit, self._log = limit_seconds, folder / "log"
+        folder.mkdir()
         context = multiprocessing.get_context("spawn")
         port, ranks = free_port(), contestant.ranks
         self._connections: list[Connection] = []
@@ -182,7 +200,7 @@ class _Worker:
                 "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}), **contestant.environment,
             }  # fmt: skip
-            arguments = (theirs, device, log, contestant.run, contestant.arguments)
+            arguments = (theirs, device, folder, contestant.run, contestant.arguments)
             # No daemon, which could have no processes of its own; it ends with this one all the same (_Worker.kill, or
             # the end of the connection).
             process = context.Process(target=_work, args=arguments)
@@ -197,8 +215,8 @@ class _Worker:
         if warm_up:
             self._go(warm_up)
 
-    def turn(self, steps: int) -> None:
-        self.result.turns.append(self._go(steps))
+    def turn(self, steps: int, settling: int) -> None:
+        self.result.turns.append(self._go(settling + steps).without_first(settling))
 
     def finish(self) -> None:
         self._tell(0)
@@ -206,7 +224,11 @@ class _Worker:
         self.result.facts.update(facts)
 
     def kill(self) -> None:
+        for connection in self._connections:
+            connection.close()  # ends one that waits for its turn
+        until = time.monotonic() + _PARTING_SECONDS
         for process in self._processes:
+            process.join(max(0.0, until - time.monotonic()))
             process.kill()
             process.join()
 
@@ -232,7 +254,7 @@ class _Worker:
             open_ = [connection for connection in self._connections if connection not in answers]
             heard = wait(open_, max(0.0, until - time.monotonic()))
             if not heard:
-                raise BenchError(f"no answer within {self._limit:.0f} s")
+                raise self._silent()
             answers |= {connection: self._answer(connection, kind) for connection in open_ if connection in heard}
         return [answers[connection] for connection in self._connections]
 
@@ -245,6 +267,11 @@ class _Worker:
             self.result.out_of_memory = found == "out of memory"
             raise BenchError(str(content))
         return content
+
+    def _silent(self) -> BenchError:
+        from fastdiff import doctor  # here: contestants import this module, and their memory is measured
+
+        return BenchError("; ".join([f"no answer within {self._limit:.0f} s", *doctor.stale_locks()]))
 
     def _ended(self, process: BaseProcess) -> BenchError:
         process.join(self._limit)
@@ -270,32 +297,52 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _work(
     connection: Connection,
     device: str,
-    log: Path,
+    folder: Path,
     run: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
-    """The process of one rank, which prints into ``log``."""
-    with log.open("a") as file:
+    """The process of one rank, which prints into ``log`` in ``folder``."""
+    with (folder / "log").open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        turn = Turn(connection, torch.device(device))
+        turn = Turn(connection, torch.device(device), folder)
         try:
             run(turn, *arguments)
         except Enough:
             connection.send(("finished", (turn.facts, _memory(torch.device(device)))))
         else:
             raise RuntimeError("the contestant ended before it had enough steps")
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        connection.send(("out of memory", _reason(error)))
     except BaseException as error:
         traceback.print_exc()
-        connection.send(("failed", _reason(error)))
+        connection.send(("out of memory" if ran_out(error) else "failed", _reason(error)))
     finally:
-        # The ordinary end would wait for the other ranks, or for the threads of a loader.
+        # The ordinary end would wait for the other ranks, or for the threads of a loader. Semaphores have names in the
+        # system, which the process of the race would warn of: they are taken back here.
+        util._run_finalizers(0)  # type: ignore[attr-defined]
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether memory ran out, of the GPU or of the system: torch.compile and others wrap the error that says so."""
+    chain: list[BaseException] = []
+    open_: list[BaseException | None] = [error]
+    while open_:
+        one = open_.pop()
+        if one is not None and one not in chain:
+            chain.append(one)
+            open_ += [one.__cause__, one.__context__]
+    return any(_says_no_memory(one) for one in chain)
+
+
+def _says_no_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)
+    return isinstance(error, MemoryError)
 
 
 def _memory(device: torch.device) -> Memory:

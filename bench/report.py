@@ -32,6 +32,8 @@ class Row:
     provider: str
     cells: tuple[tuple[str, str], ...]
     """Value and interval per column; empty where it measured nothing."""
+    launch_bound: bool
+    """Whether a part of the time may be that of launching the work."""
     n: str
     """Repetitions."""
 
@@ -70,7 +72,8 @@ class Section:
     anchor: str
     title: str
     machine: str
-    dirty: bool
+    doubts: tuple[str, ...]
+    """What the commit does not say, as sentences."""
     fingerprint: tuple[tuple[str, str], ...]
     """Fields that its files have in common, or all values that they have."""
     files: tuple[tuple[str, str, str], ...]
@@ -108,17 +111,16 @@ def tables(measurements: Sequence[Measurement]) -> list[Table]:
 
 
 def _alike(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
-    """Cases that have a quantity in common together; the others have no column in common."""
+    """Cases with a quantity in common together, also by way of others; two groups have no column in common."""
     quantities: dict[str, set[str]] = {}
     for m in measurements:
         quantities.setdefault(m.case, set()).add(m.quantity)
     groups: list[set[str]] = []
     for own in quantities.values():
-        found = next((group for group in groups if group & own), None)
-        if found is None:
-            groups.append(set(own))
-        else:
-            found |= own
+        linked = [group for group in groups if group & own]
+        groups = [own.union(*linked), *(group for group in groups if group not in linked)]
+    order = list(dict.fromkeys(m.quantity for m in measurements))
+    groups.sort(key=lambda group: min(map(order.index, group)))
     return [[m for m in measurements if m.quantity in group] for group in groups]
 
 
@@ -157,7 +159,7 @@ def _section(anchor: str, folder: Path, records: Sequence[Record]) -> Section:
         anchor=anchor,
         title=f"{folder.parent.name} / {folder.name}",
         machine="; ".join(dict.fromkeys(machine(one.fingerprint) for one in records)),
-        dirty=any(one.fingerprint.git.endswith("-dirty") for one in records),
+        doubts=tuple(_doubts([one.fingerprint.git for one in records])),
         fingerprint=tuple(
             (name.replace("_", " "), "; ".join(dict.fromkeys(str(of_one[name]) for of_one in fields)))
             for name in fields[0]
@@ -166,6 +168,13 @@ def _section(anchor: str, folder: Path, records: Sequence[Record]) -> Section:
         files=tuple((one.path.name, one.fingerprint.date, one.fingerprint.command) for one in records),
         benches=tuple(sorted(benches, key=lambda bench: order.index(bench.name))),
     )
+
+
+def _doubts(commits: Sequence[str]) -> Iterator[str]:
+    if any(commit.endswith("-dirty") for commit in commits):
+        yield "Measured on files that differ from that commit."
+    if "unknown" in commits:
+        yield "Measured on files of a commit that is not known."
 
 
 def _benches(one: Record, prefix: str) -> Iterator[Bench]:
@@ -239,5 +248,6 @@ def _row(provider: str, of_one: dict[str, Measurement], quantities: Iterable[str
     return Row(
         provider,
         tuple((number(m.value), interval(m)) if m else ("", "") for m in found),
+        any(m.facts.get("launch bound") is True for m in found if m),
         "" if not repetitions else "–".join(dict.fromkeys(map(str, (repetitions[0], repetitions[-1])))),
     )

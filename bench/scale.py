@@ -1,8 +1,8 @@
 """``bench scale``: what several ranks cost, measured on this machine, and predicted for many GPUs.
 
-Measured: steps of one rank, of as many runs apart (which share the machine but send nothing) and of that many ranks
-together, in turns, for each ZeRO stage, with the same samples per rank (weak scaling), and what they send. Fitted: the
-time of each collective by its size. Checked: from both and the steps that send nothing, the model of
+Measured, for one ZeRO stage after the other: steps of one rank, of as many runs apart (which share the machine but send
+nothing) and of that many ranks together, in turns, with the same samples per rank (weak scaling), and what they send.
+Fitted: the time of each collective by its size. Checked: from both and the steps that send nothing, the model of
 ``bench/communication.py`` predicts the steps of the ranks together. Predicted: see ``bench/projection.py``.
 """
 
@@ -32,12 +32,12 @@ from bench.zero import Zero, parameters_of, width_of
 
 _KINDS = ("all-reduce", "reduce-scatter", "all-gather")
 _STAGES = ("ddp", "zero1", "zero2", "zero3")
-_FULL, _SMOKE = Effort(rounds=8, steps=5, warm_up=10), Effort(rounds=2, steps=2, warm_up=4)
+FULL, SMOKE = Effort(rounds=8, steps=5, warm_up=10), Effort(rounds=2, steps=2, warm_up=4)
 _SAMPLES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
     """What is measured."""
 
     subject: Subject
@@ -54,6 +54,7 @@ class _Plan:
         return f"{provider(stage)}, {ranks} rank{'s' if ranks > 1 else ''}{' apart' if apart else ''}"
 
     def zero(self, stage: str) -> Zero:
+        """What the DeepSpeed JSON of a stage says of the communication."""
         return Zero.of(replace(self.subject, deepspeed=stage).deepspeed_json())
 
     def messages(self, stage: str, ranks: int) -> list[Message]:
@@ -68,8 +69,8 @@ def add(commands: Commands) -> None:
         "scale", help="several ranks on this machine, and a prediction for many GPUs", description=__doc__
     )
     add_measuring(parser)
-    parser.add_argument("--preset", default="digits", help="what to train (default: digits)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples per rank and step (default: 8)")
+    parser.add_argument("--preset", help="what to train (default: digits)")
+    parser.add_argument("--batch", type=int, metavar="N", help="samples per rank and step (default: 8)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
     parser.add_argument(
         "--stages", nargs="+", default=_STAGES, metavar="FILE", help="files of deepspeed_configs/ (default: all stages)"
@@ -87,39 +88,48 @@ def provider(stage: str) -> str:
 def _run(arguments: argparse.Namespace) -> int:
     if projection.wanted(arguments):
         return projection.run(arguments, provider)
+    projection.refuse(arguments, projection.FLAGS, "without --from or --step-ms, as steps are measured")
     plan = _plan(arguments)
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, "scale") as log:
         data = Path(folder) / "data"
         synthetic.write(data, plan.subject.config(data, data).model, _SAMPLES)
-        results = race(_contestants(plan, data), plan.effort, device=plan.device)
+        results: dict[str, Result] = {}
+        for stage in plan.stages:  # one at a time: each contestant holds its processes and their memory
+            results |= race(_contestants(plan, data, stage), plan.effort, device=plan.device)
         failed = [name for name, result in results.items() if result.failure is not None]
         for name in failed:
             log.write(Failure(bench="scale", case=plan.subject.case, provider=name, reason=str(results[name].failure)))
         _report_measured(plan, results, log)
+        fitted = True
         for ranks in plan.ranks:
             if ranks > 1:
-                lines = _fit(plan, ranks, log)
-                _report_checked(plan, ranks, results, lines, log)
+                lines = fit_links(plan, ranks, log)
+                fitted = fitted and lines is not None
+                if lines is not None:
+                    _report_checked(plan, ranks, results, lines, log)
         print(f"record: {log.path}")
-    return int(bool(failed))
+    return int(bool(failed) or not fitted)
 
 
-def _plan(arguments: argparse.Namespace) -> _Plan:
+def _plan(arguments: argparse.Namespace) -> Plan:
     on, smoke = device(arguments), arguments.smoke
     gpus = torch.cuda.device_count() if on == "cuda" else None
     ranks = tuple(dict.fromkeys(arguments.ranks or ([1] if gpus == 1 else [1, 2])))
-    if min(ranks) < 1 or (gpus is not None and max(ranks) > gpus):
-        raise BenchError(f"--ranks {max(ranks)}: expected at least 1 and at most the {gpus} GPUs that there are")
-    if arguments.batch < 1:
-        raise BenchError(f"--batch {arguments.batch}: expected at least one sample per rank")
-    subject = Subject(preset=arguments.preset, batch=arguments.batch, precision=arguments.precision)
+    bad = [rank for rank in ranks if rank < 1 or (gpus is not None and rank > gpus)]
+    if bad:
+        most = "" if gpus is None else f" and at most the number of GPUs, {gpus}"
+        raise BenchError(f"--ranks {bad[0]}: expected at least 1{most}")
+    batch = 8 if arguments.batch is None else arguments.batch
+    if batch < 1:
+        raise BenchError(f"--batch {batch}: expected at least one sample per rank")
+    subject = Subject(preset=arguments.preset or "digits", batch=batch, precision=arguments.precision)
     stages = tuple(arguments.stages[-1:] if smoke else arguments.stages)
-    plan = _Plan(
+    plan = Plan(
         subject,
         stages,
         ranks,
         on,
-        _SMOKE if smoke else _FULL,
+        SMOKE if smoke else FULL,
         sizes=tuple(2**power for power in range(10, 19 if smoke else (29 if on == "cuda" else 25), 2)),
     )
     for stage in stages:
@@ -127,24 +137,22 @@ def _plan(arguments: argparse.Namespace) -> _Plan:
     return plan
 
 
-def _contestants(plan: _Plan, data: Path) -> list[Contestant]:
+def _contestants(plan: Plan, data: Path, stage: str) -> list[Contestant]:
     # One thread per rank, however many ranks there are: each computes with what it has beside the others.
     threads = {} if plan.device == "cuda" else {"OMP_NUM_THREADS": "1"}
     warm_up = plan.effort.warm_up
-    found = []
-    for stage in plan.stages:
-        alone = replace(plan.subject, deepspeed=stage)
-        for ranks in plan.ranks:
-            if ranks > 1:
-                name = plan.name(stage, ranks, apart=True)
-                found.append(Contestant(name, collectives.run_apart, (alone, data), ranks, threads))
-            together = replace(alone, batch=ranks * (alone.batch or 1))
-            given = (together, data, (warm_up // 2, warm_up))
-            found.append(Contestant(plan.name(stage, ranks), collectives.run, given, ranks, threads))
+    alone, found = replace(plan.subject, deepspeed=stage), []
+    for ranks in plan.ranks:
+        if ranks > 1:
+            name = plan.name(stage, ranks, apart=True)
+            found.append(Contestant(name, collectives.run_apart, (alone, data), ranks, threads))
+        together = replace(alone, batch=ranks * (alone.batch or 1))
+        given = (together, data, (warm_up // 2, warm_up))
+        found.append(Contestant(plan.name(stage, ranks), collectives.run, given, ranks, threads))
     return found
 
 
-def _report_measured(plan: _Plan, results: dict[str, Result], log: Log) -> None:
+def _report_measured(plan: Plan, results: dict[str, Result], log: Log) -> None:
     rows = [["measured", "step ms", "p20", "p80", "collectives", "sent MiB", "by the model", "communication ms"]]
     for stage in plan.stages:
         for ranks in plan.ranks:
@@ -163,7 +171,7 @@ def _report_measured(plan: _Plan, results: dict[str, Result], log: Log) -> None:
     print(table(rows, "<>>>>>>>"))
 
 
-def _report_counted(plan: _Plan, stage: str, ranks: int, result: Result, facts: dict[str, Fact], log: Log) -> list[str]:
+def _report_counted(plan: Plan, stage: str, ranks: int, result: Result, facts: dict[str, Fact], log: Log) -> list[str]:
     steps: list[list[collectives.Call]] = json.loads(str(result.facts["calls"]))
     name = plan.name(stage, ranks)
     by_kind: dict[str, float] = {}
@@ -181,7 +189,7 @@ def _report_counted(plan: _Plan, stage: str, ranks: int, result: Result, facts: 
             unit="MiB",
             value=sum(by_kind.values()),
             better="neither",
-            facts={**facts, **by_kind, "by the model": model},
+            facts={**facts, **by_kind, "by the model": model, "bytes": "the least that any algorithm sends"},
         )
     )
     seconds = Timing.of([sum(seconds for *_, seconds in calls) for calls in steps])
@@ -190,7 +198,7 @@ def _report_counted(plan: _Plan, stage: str, ranks: int, result: Result, facts: 
 
 
 def _measurement(
-    plan: _Plan, name: str, quantity: str, unit: str, timing: Timing, better: str, facts: dict[str, Fact]
+    plan: Plan, name: str, quantity: str, unit: str, timing: Timing, better: str, facts: dict[str, Fact]
 ) -> Measurement:
     return Measurement(
         bench="scale",
@@ -204,14 +212,16 @@ def _measurement(
     )
 
 
-def _fit(plan: _Plan, ranks: int, log: Log) -> dict[str, Line]:
-    """Measure and record how long each collective takes by its size."""
+def fit_links(plan: Plan, ranks: int, log: Log) -> dict[str, Line] | None:
+    """Measure and record how long each collective takes by its size; None: it failed."""
     name = f"{'nccl' if plan.device == 'cuda' else 'gloo'}, {ranks} ranks"
     arguments = (_KINDS, tuple(ranks * size for size in plan.sizes))
     contestant = Contestant(name, collectives.sweep, arguments, ranks, {"OMP_NUM_THREADS": "1"})
     result = race([contestant], replace(plan.effort, warm_up=1), device=plan.device)[name]
     if result.failure is not None:
-        raise BenchError(f"the sweep of message sizes failed: {result.failure}")
+        log.write(Failure(bench="scale", case="links", provider=name, reason=result.failure))
+        print(f"\n{name}: the sweep of message sizes failed: {result.failure}")
+        return None
     calls: list[collectives.Call] = json.loads(str(result.facts["calls"]))
     lines, rows = {}, [["fitted", "alpha us", "1/beta GB/s", "residual"]]
     for kind in _KINDS:
@@ -241,7 +251,7 @@ def _fit(plan: _Plan, ranks: int, log: Log) -> dict[str, Line]:
     return lines
 
 
-def _report_checked(plan: _Plan, ranks: int, results: dict[str, Result], lines: dict[str, Line], log: Log) -> None:
+def _report_checked(plan: Plan, ranks: int, results: dict[str, Result], lines: dict[str, Line], log: Log) -> None:
     """Predict the steps of ranks together from steps that send nothing."""
     rows = [["checked", "from", "predicted ms", "measured ms", "error"]]
     overlap = plan.device == "cuda"

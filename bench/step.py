@@ -19,15 +19,18 @@ from bench.record import Failure, Measurement
 from bench.stepping import BENCH, PHASES, Stepped
 from bench.subject import Subject
 from bench.table import progress, table
+from fastdiff.data_config import DataConfig
 
 _SAMPLES = 512
 """Of the synthetic data."""
-_FULL = Effort(rounds=5, steps=10, warm_up=5)
-_SMOKE = Effort(rounds=2, steps=2, warm_up=2)
+_FULL = Effort(rounds=5, steps=10, warm_up=5, settling=DataConfig().prefetch)
+"""A turn begins with the batches that were read ahead while others stepped: they do not count, for anybody."""
+_SMOKE = Effort(rounds=2, steps=2, warm_up=2, settling=1)
 
 _COLUMNS = {
     "samples/s": ("throughput", "{:.1f}"),
     "ms": ("step time", "{:.2f}"),
+    "marked ms": ("marked step time", "{:.2f}"),
     **{name: (f"phase {name}", "{:.2f}") for name in PHASES},
     "allocated GiB": ("peak allocated", "{:.2f}"),
     "reserved GiB": ("peak reserved", "{:.2f}"),
@@ -35,7 +38,7 @@ _COLUMNS = {
     "MFU": ("mfu", "{:.1%}"),
     "of matmul": ("of matmul", "{:.1%}"),
     "launches": ("launches", "{:.0f}"),
-    "breaks": ("graph breaks", "{:.0f}"),
+    "breaks": ("graph breaks in code", "{:.0f}"),
     "compiled": ("compilations", "{:.0f}"),
 }
 """Heading, quantity and format."""
@@ -52,7 +55,7 @@ def add(commands: Commands) -> None:
         "--memory",
         type=float,
         metavar="GIB",
-        help="for --find-batch; default: what is free on the GPU, or 80 %% of RAM",
+        help="for --find-batch; default: 95 %% of what is free on the GPU, or 80 %% of RAM",
     )
     parser.add_argument("--peer", nargs="+", metavar="NAME", help="step rivals in turns with fastdiff and compare")
     add_measuring(parser)
@@ -63,6 +66,11 @@ def _run(arguments: argparse.Namespace) -> int:
     where, effort = device(arguments), _effort(arguments)
     if arguments.memory is not None and not arguments.find_batch:
         raise BenchError("--memory is how much --find-batch may use; add --find-batch, or leave it out")
+    if arguments.find_batch and arguments.peer:
+        raise BenchError(
+            "--find-batch with --peer: the batch would be the largest for fastdiff alone, without the rivals' memory; "
+            "give --batch instead"
+        )
     subjects = sweep.subjects(arguments, where)
     limit = fit.memory_limit(where, arguments.memory) if arguments.find_batch else None
     with (
@@ -71,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
     ):
         measuring = _Measuring(Path(folder), effort, where, log)
         if arguments.peer:
-            return measuring.peers(subjects, arguments.peer, limit)
+            return measuring.peers(subjects, arguments.peer)
         code = measuring.steps(subjects, limit, timing.QUICK if arguments.smoke else timing.FULL)
         print(f"\nrecord: {log.path}")
         return code
@@ -100,7 +108,7 @@ class _Measuring:
         for number, subject in enumerate(subjects, 1):
             progress(f"{number} of {len(subjects)}: {subject.case}; {subject.provider}")
             stepped = self._step(subject, memory, bounds)
-            self._write([*stepped.measurements, *([stepped.failure] if stepped.failure else [])])
+            self._write([stepped.failure] if stepped.failure else [])
             progress("")
             print("\n".join(_verdict(stepped)), flush=True)
             found.append(stepped)
@@ -109,12 +117,11 @@ class _Measuring:
             print(f"\n{_table(done)}")
         return int(not done or any(s.failure is not None and not s.out_of_memory for s in found))
 
-    def peers(self, subjects: Sequence[Subject], names: Sequence[str], memory: int | None) -> int:
+    def peers(self, subjects: Sequence[Subject], names: Sequence[str]) -> int:
         """Step rivals in turns with every subject; the worst of the exit codes."""
         from bench import peers
 
-        chosen = subjects if memory is None else [self._fitted(subject, memory)[0] for subject in subjects]
-        return max(peers.run(subject, names, self._effort, self._device, self._log) for subject in chosen)
+        return max(peers.run(subject, names, self._effort, self._device, self._log) for subject in subjects)
 
     def _step(self, subject: Subject, memory: int | None, bounds: Limits) -> Stepped:
         data = self._data(subject)
@@ -123,11 +130,12 @@ class _Measuring:
             if memory is not None:
                 subject, row = self._fitted(subject, memory)
                 largest = [row]
+                self._write(largest)
         except BenchError as error:
             case = subject.case_of_any_batch
             failure = Failure(bench=BENCH, case=case, provider=subject.provider, reason=str(error))
             return Stepped(subject, failure=failure, out_of_memory=isinstance(error.__cause__, fit.DoesNotFit))
-        stepped = stepping.step(subject, data, self._effort, self._device, bounds)
+        stepped = stepping.step(subject, data, self._effort, self._device, bounds, self._write)
         stepped.measurements += largest
         return stepped
 

@@ -6,7 +6,7 @@ between the parts of a step, says what share each part has, and counts the launc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,14 @@ class Stepped:
         return {row.quantity: row.value for row in self.measurements}
 
 
-def step(subject: Subject, data: Path, effort: Effort, device: str, limits: Limits) -> Stepped:
+def step(
+    subject: Subject,
+    data: Path,
+    effort: Effort,
+    device: str,
+    limits: Limits,
+    write: Callable[[Sequence[Measurement]], None],
+) -> Stepped:
     """Measure one subject.
 
     Args:
@@ -53,31 +60,42 @@ def step(subject: Subject, data: Path, effort: Effort, device: str, limits: Limi
         effort: of the clean measurement; the marked one has two rounds.
         device: ``cuda`` or ``cpu``.
         limits: of this machine, measured now.
+        write: gets the measurements as soon as they exist: those of the clean steps before the marked ones are taken.
     """
     found = Stepped(subject)
-    clean = _race(subject, data, effort, device, phases=False)
-    marked = clean if clean.failure else _race(subject, data, replace(effort, rounds=2), device, phases=True)
-    if marked.failure is not None:
-        found.out_of_memory = marked.out_of_memory
-        found.failure = Failure(bench=BENCH, case=subject.case, provider=subject.provider, reason=marked.failure)
+    result = _race(subject, data, effort, device, phases=False)
+    if result.failure is None:
+        found.measurements = [*_clean(subject, result, limits)]
+        found.problems = problems(result, effort.warm_up)
+        write(found.measurements)
+        result = _race(subject, data, replace(effort, rounds=2), device, phases=True)
+    if result.failure is not None:
+        found.out_of_memory = result.out_of_memory
+        found.failure = Failure(bench=BENCH, case=subject.case, provider=subject.provider, reason=result.failure)
         return found
-    found.measurements = [*_clean(subject, clean, limits), *_marked(subject, marked)]
-    found.problems = problems(clean.facts, effort.warm_up)
+    marked = [*_marked(subject, result)]
+    write(marked)
+    found.measurements += marked
     return found
 
 
-def problems(facts: Mapping[str, Fact], warm_up: int) -> list[str]:
-    """What the facts of ``bench.contestants.ours`` say against the figures, if they warmed up for so many steps."""
-    found, last, breaks = [], facts["last_compilation"], facts["graph_breaks"]
+def problems(result: Result, warm_up: int) -> list[str]:
+    """What ``bench.contestants.ours`` says against its figures, if it warmed up for so many steps."""
+    found, last, breaks = [], result.facts["last_compilation"], result.facts["graph_breaks"]
     if isinstance(last, int) and last > warm_up:
         found.append(f"torch.compile compiled again in step {last}; only {warm_up} steps of warm-up do not count")
     if breaks:
         found.append(f"{breaks} graph breaks: the blocks are not compiled whole")
+    if result.allocation_retries:
+        found.append(
+            f"torch's allocator gave memory back to the GPU and asked again {result.allocation_retries} times, which "
+            "costs time: the batch is close to the largest that fits"
+        )
     return found
 
 
 def peak(subject: Subject, data: Path, device: str, limit_seconds: float, batch: int) -> int:
-    """Peak memory in bytes of a few steps with this batch.
+    """Peak memory in bytes of a few steps with this batch: what is resident, or what torch reserves on the GPU.
 
     Raises:
         DoesNotFit: it ran out of memory.
@@ -89,14 +107,14 @@ def peak(subject: Subject, data: Path, device: str, limit_seconds: float, batch:
         raise DoesNotFit(result.failure)
     if result.failure is not None or result.memory is None:
         raise BenchError(f"batch {batch}: {result.failure}")
-    return result.memory.peak
+    return result.memory.resident if result.memory.reserved is None else result.memory.reserved
 
 
 def contestant(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
     """``bench.contestants.ours.run``, imported where it runs: this process needs no DeepSpeed, nor what it prints."""
     from bench.contestants import ours
 
-    ours.run(turn, subject, data, phases)
+    ours.run(turn, subject, data, phases, launched=phases)
 
 
 def _race(subject: Subject, data: Path, effort: Effort, device: str, *, phases: bool) -> Result:
@@ -122,7 +140,8 @@ def _clean(subject: Subject, result: Result, limits: Limits) -> Iterator[Measure
         memory = {"peak resident": result.memory.resident}
     for quantity, size in memory.items():
         yield row(quantity, "GiB", "lower", (size or 0) / 2**30)
-    yield row("graph breaks", "1", "lower", float(result.facts["graph_breaks"] or 0))
+    # Met when the code was compiled, and in every step that runs it.
+    yield row("graph breaks in code", "1", "lower", float(result.facts["graph_breaks"] or 0))
     yield row("compilations", "1", "neither", float(result.facts["compilations"] or 0))
 
 
@@ -139,10 +158,13 @@ def phases_of(result: Result) -> dict[str, list[float]]:
 
 def _marked(subject: Subject, result: Result) -> Iterator[Measurement]:
     facts = subject.facts | {"marked_step_ms": 1e3 * result.timing.median}
+    yield _row(subject, facts, "marked step time", "ms", "neither", result.timing, 1e3)
     for name, seconds in phases_of(result).items():
         yield _row(subject, facts, f"phase {name}", "ms", "lower", Timing.of(seconds), 1e3)
-    facts = subject.facts | {"launched": result.facts["launched"]}
-    yield _row(subject, facts, "launches", "1", "lower", float(result.facts["launches"] or 0))
+    launches = result.facts["launches"]
+    if launches:  # the profiler sees none where it may not use the GPU's counters
+        facts = subject.facts | {"launched": result.facts["launched"]}
+        yield _row(subject, facts, "launches", "1", "lower", float(launches))
 
 
 def flops_per_sample(config: RunConfig) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ class Subject:
     """Samples per optimizer step over all ranks."""
     micro: int | None = None
     """Samples per rank per forward pass; None: those of the preset with its own batch, no accumulation with another."""
-    deepspeed: str = "ddp"
-    """A file of ``deepspeed_configs/`` without ``.json``, or the path of one."""
+    deepspeed: str = "zero1"
+    """A file of ``deepspeed_configs/`` without ``.json``, or the path of one; by default that of a run without any."""
     precision: str | None = None
     compile: bool | None = None
     kernels: str | None = None
@@ -82,13 +83,18 @@ class Subject:
         Raises:
             BenchError: there is no such file.
         """
-        path = Path(self.deepspeed)
-        if path.suffix != ".json":
-            path = ROOT / "deepspeed_configs" / f"{self.deepspeed}.json"
         try:
-            return deepspeed_config.read(str(path))
+            return deepspeed_config.read(str(self._path))
         except ConfigError as error:
             raise BenchError(str(error)) from None
+
+    @property
+    def _is_path(self) -> bool:
+        return Path(self.deepspeed).suffix == ".json"
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.deepspeed) if self._is_path else ROOT / "deepspeed_configs" / f"{self.deepspeed}.json"
 
     @property
     def case(self) -> str:
@@ -139,6 +145,7 @@ class Subject:
             "optimizer": config.optim.name,
             "recompute": config.performance.recompute,
             "loader": config.data.loader,
+            **({"deepspeed_file": os.path.relpath(self._path)} if self._is_path else {}),
         }
 
 

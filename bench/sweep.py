@@ -28,8 +28,8 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, help="samples per step; default: the preset's, on a CPU 8")
     parser.add_argument("--micro", type=int, help="samples per forward pass; default: all, or the preset's")
     parser.add_argument(
-        "--deepspeed-config", dest="deepspeed", default="ddp", metavar="NAME|PATH",
-        help="a file of deepspeed_configs/ without .json, or the path of another; default: ddp",
+        "--deepspeed-config", dest="deepspeed", default="zero1", metavar="NAME|PATH",
+        help="a file of deepspeed_configs/ without .json, or the path of another; default: zero1, as in training",
     )  # fmt: skip
     parser.add_argument("--precision", help="fp32, bf16 or fp16")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile of each block")
@@ -54,7 +54,8 @@ def subjects(arguments: argparse.Namespace, device: str) -> list[Subject]:
         device: ``cuda`` or ``cpu``.
 
     Raises:
-        BenchError: a name or a value that does not exist, or a combination that cannot run anywhere.
+        BenchError: a name or a value that does not exist, a combination that cannot run anywhere, or two that have the
+            same name in the record.
     """
     given = {name: getattr(arguments, name) for name in FIELDS}
     given["preset"] = given["preset"] or ("digits" if arguments.smoke else "dit-s-2")
@@ -71,8 +72,16 @@ def subjects(arguments: argparse.Namespace, device: str) -> list[Subject]:
         replace(base, **dict(zip(names, values, strict=True)))
         for values in itertools.product(*(values for _, values in swept))
     ]
+    named: dict[tuple[str, str], Subject] = {}
     for subject in found:
         check(subject)
+        other = named.setdefault((subject.case, subject.provider), subject)
+        if other is not subject:
+            raise BenchError(
+                f"--sweep: two configurations are called {subject.case}; {subject.provider} in the record "
+                f"(--deepspeed-config {other.deepspeed} and {subject.deepspeed}); give each value once, and files "
+                "different names"
+            )
     return found
 
 

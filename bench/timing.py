@@ -3,23 +3,28 @@
 Calls take turns (A, B, A, B, ...), so that a change of clock or load meets all of them alike. Before each, a large
 buffer is read, which empties the caches, leaves no write-back for the call to pay, and keeps a GPU busy while the host
 queues the call: what is measured is the work, not its launch, unless the launch takes longer than reading the buffer.
+That is found out and said (``Timing.launch_bound``).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from bench import BenchError
 
 Call = Callable[[], object]
+Reading = tuple[float, float]
+"""Seconds that a call took, and how many of them, at most, the device waited for the host."""
 
 _ROUNDS_PER_READING = 10
 _FLUSHED_BYTES = {"cuda": 2**30, "cpu": 2**25}
+_NEGLIGIBLE_SHARE = 0.05
+"""Of the time, in which the device may have waited for the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +53,29 @@ class Timing:
     """20 % gave no more."""
     p80: float
     repetitions: int
+    launch_bound: bool = False
+    """Whether the device may have waited for the host for a part of this time that counts."""
 
     @classmethod
-    def of(cls, seconds: list[float]) -> Timing:
-        """Summarise the repetitions, two at least."""
+    def of(cls, seconds: Sequence[float], waited: Sequence[float] = (0.0,)) -> Timing:
+        """Summarise the repetitions, two at least.
+
+        Args:
+            seconds: of each repetition.
+            waited: how many of these, at most, the device waited for the host.
+        """
         tenths = statistics.quantiles(seconds, n=10, method="inclusive")
-        return cls(statistics.median(seconds), tenths[1], tenths[7], len(seconds))
+        median = statistics.median(seconds)
+        launch_bound = statistics.median(waited) > _NEGLIGIBLE_SHARE * median
+        return cls(median, tenths[1], tenths[7], len(seconds), launch_bound)
 
     def per_second(self, amount: float) -> Timing:
         """The rate, if ``amount`` is done in these seconds."""
-        return Timing(amount / self.median, amount / self.p80, amount / self.p20, self.repetitions)
+        return replace(self, median=amount / self.median, p20=amount / self.p80, p80=amount / self.p20)
 
     def times(self, factor: float) -> Timing:
         """The same in another unit."""
-        return Timing(factor * self.median, factor * self.p20, factor * self.p80, self.repetitions)
+        return replace(self, median=factor * self.median, p20=factor * self.p20, p80=factor * self.p80)
 
 
 class Stopwatch:
@@ -87,39 +101,53 @@ class Stopwatch:
             self._rounds(calls, 1)
             if time.perf_counter() - began >= effort.warm_up_seconds:
                 break
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        readings: dict[str, list[Reading]] = {name: [] for name in calls}
         done, began = 0, time.perf_counter()
         while done < effort.repetitions or (
-            min(map(sum, seconds.values())) < effort.seconds and time.perf_counter() - began < effort.limit_seconds
+            min(sum(seconds for seconds, _ in taken) for taken in readings.values()) < effort.seconds
+            and time.perf_counter() - began < effort.limit_seconds
         ):
             rounds = min(_ROUNDS_PER_READING, effort.repetitions)
             for name, more in self._rounds(calls, rounds).items():
-                seconds[name] += more
+                readings[name] += more
             done += rounds
-        return {name: Timing.of(values) for name, values in seconds.items()}
+        return {name: Timing.of(*zip(*taken, strict=True)) for name, taken in readings.items()}
 
-    def _rounds(self, calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-        readings: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}
+    def _rounds(self, calls: Mapping[str, Call], rounds: int) -> dict[str, list[Reading]]:
+        readings: dict[str, list[Callable[[], Reading]]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():
-                self._flushed.max()
-                readings[name].append(self._time(call))
+                readings[name].append(self._time(self._flushed.max, call))
         if self._device == "cuda":
             torch.cuda.synchronize()
         return {name: [reading() for reading in taken] for name, taken in readings.items()}
 
 
-def _time_on_gpu(call: Call) -> Callable[[], float]:
-    """Queue a call between two events; the seconds between them can be read once the device is through."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+def _time_on_gpu(flush: Call, call: Call) -> Callable[[], Reading]:
+    """Queue both, each between two events, which can be read once the device is through.
+
+    The device waits for the host only if it comes to the call before all of that is queued. As it begins to flush when
+    the host does or later, it then waits at most as long as the host takes to queue both beyond what the flush takes.
+    """
+    before, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+    began = time.perf_counter()
+    before.record()
+    flush()
     begin.record()
     call()
     end.record()
-    return lambda: begin.elapsed_time(end) * 1e-3
+    queued, behind = time.perf_counter() - began, not begin.query()  # type: ignore[no-untyped-call]
+
+    def reading() -> Reading:
+        waited = 0.0 if behind else max(0.0, queued - before.elapsed_time(begin) * 1e-3)
+        return begin.elapsed_time(end) * 1e-3, waited
+
+    return reading
 
 
-def _time_on_host(call: Call) -> Callable[[], float]:
+def _time_on_host(flush: Call, call: Call) -> Callable[[], Reading]:
+    flush()
     begin = time.perf_counter()
     call()
     seconds = time.perf_counter() - begin
-    return lambda: seconds
+    return lambda: (seconds, 0.0)

@@ -6,8 +6,9 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -33,25 +34,37 @@ class Steps:
 
     From there, because what is read ahead for this turn is read while others step.
     """
+    allocation_retries: int = 0
+    """How often torch's allocator had to give memory back to the GPU before it got some; 0 on a CPU."""
+
+    def without_first(self, count: int) -> Steps:
+        """The same without the times of so many steps."""
+        return replace(
+            self, seconds=self.seconds[count:], phases={name: parts[count:] for name, parts in self.phases.items()}
+        )
 
 
 class Turn:
     """What a contestant holds: it calls ``ready`` once and ``after_step`` after every step, for ever.
 
-    On a GPU the times are those of events on the current stream, read at the end of the turn only.
+    On a GPU the times are those of events on the current stream, read at the end of the turn only. The memory that
+    torch's allocator holds in reserve there goes back to the GPU while others step.
     """
 
-    def __init__(self, connection: Connection, device: torch.device) -> None:
+    def __init__(self, connection: Connection, device: torch.device, folder: Path | None = None) -> None:
         self._connection = connection
         self._mark: Callable[[], Any] = _event if device.type == "cuda" else time.perf_counter
         self._on_cuda = device.type == "cuda"
         self.device = device
         self.facts: dict[str, Fact] = {}
         """What else is to be known of the contestant in the end."""
+        self.folder = folder
+        """For files, and deleted after the race, however the contestant ends; None: the system's."""
         self._left = 0
         self._marks: list[Any] = []
         self._phases: list[tuple[str, int, Any, Any]] = []
         self._cpu_seconds = 0.0
+        self._retries = 0
 
     def ready(self, **facts: Fact) -> None:
         """Say that everything is built, and wait for the first turn.
@@ -99,6 +112,10 @@ class Turn:
                 steps.phases.setdefault(name, [0.0] * count)[step] += self._between(begin, end)
         before, self._cpu_seconds = self._cpu_seconds, _cpu_seconds()
         steps.cpu_seconds = self._cpu_seconds - before
+        if self._on_cuda:
+            before_retries, self._retries = self._retries, torch.cuda.memory_stats().get("num_alloc_retries", 0)
+            steps.allocation_retries = self._retries - before_retries
+            torch.cuda.empty_cache()
         return steps
 
     def _between(self, begin: Any, end: Any) -> float:

@@ -14,7 +14,7 @@ stage 3 ``3 (W - 1) / W`` if every parameter is gathered twice and its gradient 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -43,19 +43,28 @@ class Zero:
     persistence_threshold: int = 100_000
     """Parameters of up to that many elements are whole on every rank at stage 3."""
     reuse_distance: int = 1_000_000_000
+    overlap: bool = False
+    """Whether messages are sent beside the passes; DeepSpeed's default is True at stage 3."""
+    offload: bool = False
+    """Whether the optimizer's states are in host memory, where it takes its step."""
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Zero:
         """Read a DeepSpeed JSON.
 
         Raises:
-            BenchError: it reduces in a way that the model does not know.
+            BenchError: it communicates in a way that the model does not know.
         """
         section = dict(ds_config.get("zero_optimization", {}))
         if not section.get("use_multi_rank_bucket_allreduce", True) or not section.get("reduce_scatter", True):
             raise BenchError(
                 "the DeepSpeed JSON sets use_multi_rank_bucket_allreduce or reduce_scatter to false, which the model "
                 "of the communication does not know; use one of the files in deepspeed_configs/"
+            )
+        if _on_host(section, "offload_param"):
+            raise BenchError(
+                "the DeepSpeed JSON sets offload_param: what the parameters' way from the host costs is not in the "
+                "model of the communication; use one of the files in deepspeed_configs/"
             )
         names = {
             "reduce_bucket": "reduce_bucket_size",
@@ -64,7 +73,13 @@ class Zero:
             "reuse_distance": "stage3_max_reuse_distance",
         }
         given = {field: int(section[name]) for field, name in names.items() if name in section}
-        return cls(stage=int(section.get("stage", 0)), **given)
+        stage, overlap = int(section.get("stage", 0)), section.get("overlap_comm")
+        return cls(
+            stage=stage,
+            overlap=stage == 3 if overlap is None else bool(overlap),
+            offload=_on_host(section, "offload_optimizer"),
+            **given,
+        )
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -84,13 +99,15 @@ class Zero:
             return [Message("all-reduce", width * size) for size in _filled(parameters, _WHOLE_BUCKET)]
         if self.stage < 3:
             buckets = _buckets(parameters[::-1], self.reduce_bucket)
+            part: Part = "backward" if self.overlap else "step"
             whole = _padded(sum(parameters), _ALIGNED * ranks)
             return [
-                *(Message("all-reduce", width * size, "backward") for size in buckets),
+                *(Message("all-reduce", width * size, part) for size in buckets),
                 Message("all-reduce", 4),  # the norm of the gradients
                 Message("all-gather", width * whole),
             ]
-        return [*self._stage_3(parameters, width, ranks)]
+        messages = self._stage_3(parameters, width, ranks)
+        return [message if self.overlap else replace(message, part="step") for message in messages]
 
     def _stage_3(self, parameters: Sequence[int], width: int, ranks: int) -> Iterator[Message]:
         padded = [_padded(size, ranks) for size in parameters]
@@ -112,6 +129,10 @@ class Zero:
         yield from (
             Message("all-gather", width * size) for size, whole in zip(padded, persistent, strict=True) if whole
         )
+
+
+def _on_host(section: Mapping[str, Any], name: str) -> bool:
+    return (section.get(name) or {}).get("device", "none") != "none"
 
 
 def parameters_of(model: ModelConfig) -> list[int]:

@@ -38,7 +38,7 @@ def examine() -> Iterator[str]:
     yield f"data loader: {'DALI' if dali_installed() else 'plain prefetcher (DALI is not installed)'}"
     yield from _eight_bit_adam()
     yield from _build_tools()
-    yield from _stale_locks()
+    yield from stale_locks()
     yield from _shared_memory()
 
 
@@ -143,7 +143,7 @@ def _build_tools() -> Iterator[str]:
             yield f"PROBLEM: {tool} is missing, DeepSpeed compiles its operators with it; install {package}"
 
 
-def _stale_locks() -> Iterator[str]:
+def stale_locks() -> Iterator[str]:
     """A process that is killed while it builds an operator leaves a lock, on which every later start waits for ever."""
     default = Path.home() / ".cache" / "torch_extensions"
     for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", default)).glob("**/lock"):

@@ -77,8 +77,8 @@ class Engine:
             optimizer=optimizer,
             config={**ds_config, **({"gradient_clipping": 0.0} if guard else {})},
         )
-        if self.stage == 0 and world.size == 1:
-            # It would join all gradients, send them to itself and copy them back.
+        if guard and world.size == 1:
+            # It would join all gradients, send them to itself and copy them back. (In bf16 it then sends a flag.)
             self._engine.enable_backward_allreduce = False
         if self.stage == 3 and config.objective.dream:
             _plan_two_passes_as_one(self._engine)

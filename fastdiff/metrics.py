@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,10 +93,11 @@ def peak_gib(device: torch.device) -> float:
 def peak_resident_bytes() -> int:
     """Return the high-water mark of this process's resident memory.
 
-    Not ``ru_maxrss``, which a process inherits from the one that started it.
+    ``ru_maxrss`` only where the kernel does not tell: a process inherits it from the one that started it.
     """
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+)", status.read_text() if status.exists() else "")
+    return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 class JsonLines:

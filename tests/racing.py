@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ BALLAST = 2**28
 """Bytes."""
 PER_SAMPLE = 2**22
 """Bytes."""
+_KEPT: list[object] = []
 WATCHED = "FASTDIFF_TESTS_WATCHED"
 """Variable with the name of a file."""
 
@@ -47,6 +49,29 @@ def ending(turn: Turn) -> None:
     """Return, which no contestant should."""
     turn.ready()
     turn.after_step()
+
+
+def waiting_on_the_gpu(turn: Turn, cycles: int) -> None:
+    """Give the GPU work in one of two phases, and say how long the host took for it."""
+    turn.ready()
+    while True:
+        begin = time.perf_counter()
+        with turn.phase("long"):
+            torch.cuda._sleep(cycles)
+        turn.facts["host"] = time.perf_counter() - begin
+        with turn.phase("short"):
+            torch.cuda._sleep(1)
+        turn.after_step()
+
+
+def leaving(turn: Turn) -> None:
+    """Leave a file and a semaphore behind, and say where its files go."""
+    turn.ready(folder=str(turn.folder))
+    assert turn.folder is not None
+    (turn.folder / "left").write_text("left")
+    _KEPT.append(multiprocessing.get_context("spawn").Lock())
+    while True:
+        turn.after_step()
 
 
 def out_of_memory(turn: Turn) -> None:
@@ -100,7 +125,7 @@ def ours_watched(turn: Turn, subject: Subject, data: Path, phases: bool) -> None
     seen = [0]
     threading.Thread(target=_watch, args=(seen,), daemon=True).start()
     try:
-        ours.run(turn, subject, data, phases)
+        ours.run(turn, subject, data, phases, launched=phases)
     except Enough:
         if not phases:
             Path(os.environ[WATCHED]).write_text(json.dumps([_high_water(), seen[0]]))
@@ -119,6 +144,13 @@ def growing(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
                 held[:1] += 1
         del held
         turn.after_step()
+
+
+def failing_with_marks(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
+    """Step well as long as nothing is marked."""
+    if phases:
+        raise ValueError("marked")
+    growing(turn, subject, data, phases)
 
 
 def wrong(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:

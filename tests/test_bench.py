@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
+from bench import fingerprint, record
 from bench.__main__ import main
+from bench.arguments import open_log
 from bench.fingerprint import ROOT, Fingerprint
+from bench.record import Failure
 from bench.table import table
 from fastdiff_kernels import launch
 
@@ -41,11 +47,48 @@ def test_a_table_has_aligned_columns() -> None:
 
 def test_the_fingerprint_names_the_commit_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/bench/__main__.py", "op", "--smoke"])
-    fingerprint = Fingerprint.here()
-    assert fingerprint.command == "python -m bench op --smoke"
-    assert re.fullmatch(r"unknown|[0-9a-f]{12}(-dirty)?", fingerprint.git)
+    found = Fingerprint.here()
+    assert found.command == "python -m bench op --smoke"
+    assert re.fullmatch(r"unknown|[0-9a-f]{12}(-dirty)?", found.git)
+
+
+def test_a_record_that_another_process_begins_at_the_same_time_is_its_own(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(out=tmp_path / "new", smoke=False)
+    with ThreadPoolExecutor(8) as pool:
+        logs = list(pool.map(lambda _: open_log(arguments, "op"), range(8)))
+    for number, log in enumerate(logs):
+        log.write(Failure(bench="op", case=str(number), provider="p", reason="none"))
+        log.__exit__(None, None, None)
+    assert {log.path.name for log in logs} == {"op.jsonl", *(f"op-{number}.jsonl" for number in range(2, 9))}
+    assert [record.read(log.path).failures[0].case for log in logs] == [str(number) for number in range(8)]
+
+
+def test_the_command_without_the_benchmarks_says_where_they_are(tmp_path: Path) -> None:
+    """As from a wheel, which has ``fastdiff`` and not ``bench``."""
+    (tmp_path / "fastdiff").symlink_to(ROOT / "fastdiff")
+    code = """
+import pathlib, sys
+sys.path = [path for path in sys.path if not pathlib.Path(path, "bench").is_dir()]
+from fastdiff.commands import main
+sys.exit(main(["bench", "op"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "the benchmarks come with the repository; clone it" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 2
+
+
+def test_the_commit_is_given_where_there_is_no_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fingerprint, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("FASTDIFF_COMMIT", raising=False)
+    assert Fingerprint.here().git == "unknown"
+    monkeypatch.setenv("FASTDIFF_COMMIT", "0123456789ab")
+    assert Fingerprint.here().git == "0123456789ab"
 
 
 def test_kernels_are_measured_without_deepspeed() -> None:
-    code = "import sys, bench.__main__; sys.exit('deepspeed' in sys.modules)"
+    code = "import sys, bench.op, bench.aot; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0

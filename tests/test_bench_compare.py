@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import BenchError, record
+from bench import BenchError, limits, record
 from bench.__main__ import main
 from bench.compare import Change, compare, differences
 from bench.record import Failure, Log, Measurement, Record
+from bench.timing import Timing
 from tests import bench_records
 
 
@@ -91,7 +92,7 @@ def test_one_that_fails_and_did_not_is_worse(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", row(1, bench="op", case=forward, provider="triton"), other)
 
     def worse(failure: Failure) -> bool:
-        return compare([a], [write(tmp_path / "b.jsonl", other, failure)], tolerance=0.03).worse
+        return compare([a], [write(tmp_path / "b.jsonl", other, failure)], tolerance=0.03, partial=True).worse
 
     for provider in ("triton", "every"):
         assert worse(Failure(bench="op", case="adaln dit bf16", provider=provider, reason="wrong"))
@@ -102,7 +103,43 @@ def test_one_that_fails_and_did_not_is_worse(tmp_path: Path) -> None:
 def test_one_that_failed_before_is_no_news(tmp_path: Path) -> None:
     failure = Failure(bench="step", case="dit-s-2", provider="apex", reason="not installed")
     both = [write(tmp_path / name, row(1), failure) for name in ("a.jsonl", "b.jsonl")]
-    assert compare(both[:1], both[1:], tolerance=0.03).new_failures == ()
+    found = compare(both[:1], both[1:], tolerance=0.03)
+    assert found.new_failures == ()
+    assert not found.worse
+
+
+def test_what_is_missing_is_worse_unless_only_a_part_was_measured(tmp_path: Path) -> None:
+    a = [write(tmp_path / "a.jsonl", row(1), row(1, case="later"))]
+    stopped = [write(tmp_path / "b.jsonl", row(1))]
+    found = compare(a, stopped, tolerance=0.03)
+    assert [m.case for m in found.missing] == ["later"]
+    assert found.worse
+    assert not compare(a, stopped, tolerance=0.03, partial=True).worse
+    assert not compare(stopped, a, tolerance=0.03).worse
+    failed = Failure(bench="step", case="later", provider="fastdiff", reason="killed")
+    assert compare(a, [write(tmp_path / "c.jsonl", row(1), failed)], tolerance=0.03, partial=True).worse
+
+
+def test_the_limits_of_the_machine_and_shares_of_them_do_not_count(tmp_path: Path) -> None:
+    slow = limits.Limits(Timing(1e12, 1e12, 1e12, 20), {"bf16": Timing(1e14, 1e14, 1e14, 20)})
+    fast = limits.Limits(slow.copy.times(2), {"bf16": slow.matmul["bf16"].times(2)})
+
+    def rows(machine: limits.Limits) -> list[Measurement]:
+        shares = [
+            row(1e12 / machine.copy_bytes_per_s, quantity="of copy", unit="1", better="higher"),
+            row(1e14 / machine.matmul_flops_per_s["bf16"], quantity="of matmul", unit="1", better="higher"),
+        ]
+        return [row(1), *machine.measurements("step"), *shares]
+
+    a, b = (write(tmp_path / f"{name}.jsonl", *rows(one)) for name, one in (("a", slow), ("b", fast)))
+    for before, after in ((a, b), (b, a)):
+        found = compare([before], [after], tolerance=0.03)
+        assert {change.a.quantity: change.verdict for change in found.changes} == {
+            "step time": "same", "copy bandwidth": "changed", "matmul rate bf16": "changed", "of copy": "changed",
+            "of matmul": "changed",
+        }  # fmt: skip
+        assert not found.worse
+    assert compare([a], [write(tmp_path / "c.jsonl", row(1))], tolerance=0.03).missing == ()
 
 
 def test_other_machines_and_uncommitted_files_are_named(tmp_path: Path) -> None:
@@ -112,6 +149,8 @@ def test_other_machines_and_uncommitted_files_are_named(tmp_path: Path) -> None:
     assert first == "device: NVIDIA H200 against NVIDIA H100"
     assert "b.jsonl was measured on files that differ from commit bbbbbbbbbbbb" in second
     assert differences([a], [a]) == []
+    unknown = write(tmp_path / "c.jsonl", row(1), device="NVIDIA H200", driver="570.1", git="unknown")
+    assert differences([a], [unknown]) == [f"{unknown.path}: its commit is not known"]
 
 
 def test_exit_code_and_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,10 +162,12 @@ def test_exit_code_and_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "100  98 to 103  110  104 to 120  1.100  worse" in shown.out
     assert "only in A: step | gone | fastdiff | step time" in shown.out
     assert "only in B: step | new | fastdiff | step time" in shown.out
-    assert shown.out.endswith("1 worse, 0 better, 0 changed, 0 same\n")
+    assert shown.out.endswith("1 worse, 0 better, 0 changed, 0 same, 1 missing\n")
     assert "warning: torch: " in shown.err
-    assert main(["compare", *folders[::-1]]) == 0
-    assert main(["compare", *folders, "--tolerance", "11"]) == 0
+    assert main(["compare", *folders[::-1]]) == 1
+    assert main(["compare", *folders[::-1], "--partial"]) == 0
+    assert main(["compare", *folders, "--tolerance", "11"]) == 1
+    assert main(["compare", *folders, "--tolerance", "11", "--partial"]) == 0
 
 
 def test_only_some_quantities(tmp_path: Path) -> None:

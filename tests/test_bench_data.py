@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import os
+import shutil
+import signal
+import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
-from bench import race, record
+from bench import data, race, record
 from bench.__main__ import main
 from bench.readers import ours, page_cache, reading, rivals
-from bench.readers.figures import READER
+from bench.readers.figures import READER, Case, Heat
 from bench.readers.samples import KINDS, Samples
-from bench.turn import Turn
-from fastdiff.data import dali_installed
+from bench.record import Log
+from bench.turn import Steps, Turn
+from tests.processes import ROOT
 
 READERS: dict[str, reading.Reader] = {
     READER: ours.reader,
@@ -60,8 +67,6 @@ def read(reader: reading.Reader, samples: Samples, passes: int) -> list[str]:
 
 @pytest.mark.parametrize("name", READERS)
 def test_every_reader_gives_each_sample_once_per_pass_and_mixed(name: str, samples: Samples) -> None:
-    if "dali" in name and not dali_installed():
-        pytest.skip("DALI is not installed")
     files = [{n: samples.array(number, n) for n in samples.names} for number in range(samples.count)]
     written = [digest({n: torch.from_numpy(np.load(file)) for n, file in sample.items()}) for sample in files]
     assert len(set(written)) == COUNT
@@ -82,13 +87,67 @@ def test_the_page_cache_is_emptied_and_looked_into(samples: Samples) -> None:
     for file in samples.files:
         file.read_bytes()
     assert page_cache.cached_share(samples.files) == 1.0
-    page_cache.drop(samples.files)
-    left = page_cache.cached_share(samples.files)
-    if left == 1.0:
-        pytest.skip("the files lie in memory")
-    assert left == 0.0
+    assert page_cache.empty(samples.files) == 0.0
     samples.files[0].read_bytes()
     assert 0.0 < page_cache.cached_share(samples.files) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("heat", "reason"),
+    [
+        ("cold", "100% of the files were in the page cache at the start of a turn; set TMPDIR to a folder on a disk"),
+        ("warm", "0% of the files were in the page cache at the start of a turn; take fewer --samples"),
+    ],
+)
+def test_a_cache_that_is_not_as_the_case_has_it_is_a_failure_at_once(
+    heat: Heat, reason: str, samples: Samples, tmp_path: Path
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, Log(tmp_path / "data.jsonl") as log:
+        if heat == "cold":
+            shutil.copytree(samples.folder, Path(memory) / "samples")
+            samples = replace(samples, folder=Path(memory) / "samples")
+        else:
+            page_cache.empty(samples.files)
+        assert not data.measure(Case(samples, 1, heat, "cpu"), 2, log)
+    found = record.read(log.path)
+    assert found.measurements == ()
+    assert [(failure.provider, failure.reason) for failure in found.failures] == [("page cache", reason)]
+
+
+@pytest.mark.parametrize("reader", [ours.reader, ours.prefetch])
+def test_every_pass_of_fastdiff_opens_the_shards_anew(
+    reader: reading.Reader, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only so the kernel is asked again to stream them in."""
+    asked: list[int] = []
+    advise = os.posix_fadvise
+    monkeypatch.setattr(os, "posix_fadvise", lambda *given: (asked.append(given[3]), advise(*given))[1])
+    for number, _ in enumerate(reader(samples, torch.device("cpu"), 3), 1):
+        if number % (COUNT // BATCH) == 0:
+            passes = number // (COUNT // BATCH)
+            assert asked.count(os.POSIX_FADV_WILLNEED) >= passes * len(samples.tars)
+            if reader is ours.reader:  # which reads nothing ahead
+                assert asked.count(os.POSIX_FADV_WILLNEED) == passes * len(samples.tars)
+
+
+def turn(*seconds: float) -> Steps:
+    return Steps(list(seconds), {}, cpu_seconds=sum(seconds))
+
+
+@pytest.mark.parametrize(("ahead", "mean"), [(0, 2.0), (1, 8 / 3), (8, 3.5)])
+def test_only_what_was_read_ahead_does_not_count(
+    ahead: int, mean: float, samples: Samples, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = race.Result([turn(0.0, 1.0, 3.0, 4.0)] * 2, {"read ahead": ahead, "workers' memory": 2**30})
+    result.memory = race.Memory(resident=2**30)
+    with Log(tmp_path / "data.jsonl") as log:
+        Case(samples, 1, "cold", "cpu").report({READER: result}, 0.004, log)
+    rows = {row.quantity: row for row in record.read(log.path).measurements}
+    assert rows["throughput"].value == pytest.approx(BATCH / mean)
+    assert rows["cpu time"].value == pytest.approx(1e6 * 8.0 / 4 / BATCH)
+    assert rows["throughput"].facts["cached"] == 0.004
+    assert rows["peak resident"].value == 2.0
+    assert "high-water mark" in str(rows["peak resident"].facts["resident"])
 
 
 def burning(turn: Turn) -> None:
@@ -123,11 +182,10 @@ def test_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert main(["data", "--smoke", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
     (found,) = record.read_all([tmp_path / "out"])
-    names = {name for name in READERS if "not mapped" not in name}
+    assert found.failures == ()
     values = {row.name[1:]: row.value for row in found.measurements}
     warm, cold = "151 KB samples, batch 8, warm", "151 KB samples, batch 8, cold"
-    assert not [failure for failure in found.failures if failure.reason != "not installed"]
-    for name in names - {failure.provider for failure in found.failures}:
+    for name in {name for name in READERS if "not mapped" not in name}:
         rate = values[warm, name, "throughput"]
         assert rate > 0
         assert values[warm, name, "bandwidth"] == pytest.approx(rate * 0.15104)
@@ -135,7 +193,7 @@ def test_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert values[warm, name, "peak resident"] > 0.1
         assert name == READER or values[warm, f"{READER} over {name}", "speed-up"] > 0
     assert values[warm, "webdataset 2 workers", "peak resident"] > values[warm, "webdataset", "peak resident"]
-    assert (cold, READER, "throughput") in values or cold in {failure.case for failure in found.failures}
+    assert values[cold, READER, "throughput"] > 0
     facts = {row.provider: row.facts for row in found.measurements if row.quantity == "throughput"}
     assert facts[READER]["crc32 checked"] is True
     assert facts["webdataset"]["crc32 checked"] is False
@@ -143,9 +201,30 @@ def test_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert warm in capsys.readouterr().out
 
 
+def test_when_it_is_told_to_end_nothing_of_it_stays(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench", "data", "--smoke", "--device", "cpu", "--out", str(tmp_path / "out")]
+    process = psutil.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=ROOT)
+    try:
+        until = time.monotonic() + 60
+        while not list(tmp_path.glob("fastdiff-bench-logs-*/*.log")):  # until a contestant is at work
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        started = process.children(recursive=True)
+        assert started
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert not psutil.wait_procs(started, timeout=10)[1]
+        assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+    finally:
+        process.kill()
+
+
 def test_what_cannot_be_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
-        (["--batch", "-1"], "--samples, --batch and --workers are 1 at least"),
+        (["--batch", "0"], "--samples, --batch and --workers are 1 at least"),
+        (["--samples", "0"], "--samples, --batch and --workers are 1 at least"),
+        (["--rounds", "1"], "--rounds 2"),
         (["--samples", str(10**12)], "take fewer --samples, or set TMPDIR to a folder on another disk"),
     ):
         with pytest.raises(SystemExit, match="2"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gate, limits, op, record, timing
+from bench import accuracy, gate, limits, op, record, timing
 from bench.__main__ import main
 from bench.cases import cases
 from bench.cases.case import Case
@@ -102,6 +102,7 @@ def test_times_are_set_against_the_least_bytes_and_operations_and_the_limits(tmp
             assert own["time"].facts == {
                 "op": "philox", "shape": "square", "dtype": "float32", "direction": direction, "bytes": size,
                 "operations": operations, "arithmetic": "fp32", "default": "eager" if DEVICE == "cpu" else "triton",
+                "launch bound": own["time"].facts["launch bound"],
             }  # fmt: skip
             if provider != "compile":
                 compiled = rows["compile", direction, "time"].value
@@ -112,6 +113,49 @@ def test_a_wrong_kernel_is_not_timed_and_fails_the_run(tmp_path: Path) -> None:
     found = timed(tmp_path, squaring(factor=1.0001), code=1)
     assert reasons(found).keys() == {KERNEL}
     assert {m.provider for m in found.measurements} == {"torch", "eager", "compile"}
+
+
+@pytest.mark.parametrize(("backend", "code"), [("auto", 1), ("sdpa", 0)])
+def test_a_wrong_default_fails_the_run_and_another_backend_does_not(tmp_path: Path, backend: str, code: int) -> None:
+    def call(inputs: Any, chosen: str) -> torch.Tensor:
+        return square_reference(inputs["x"]) * (1.001 if chosen == backend else 1)
+
+    found = timed(tmp_path, replace(squaring(), backends=("auto", "sdpa", "reference"), call=call), code=code)
+    assert reasons(found).keys() == {backend}
+
+
+def test_wrong_results_are_refused_also_without_assertions() -> None:
+    """``python -O`` drops them."""
+    names: dict[str, Any] = {}
+    exec(compile(Path(accuracy.__file__).read_text(), accuracy.__file__, "exec", optimize=1), names)
+    exact = torch.ones(10, dtype=torch.float64)
+    right, wrong = exact.float(), torch.full((10,), 1.001)
+    names["assert_no_worse"]({"out0": right}, {"out0": right}, {"out0": exact})
+    for value in (wrong, right.half(), right[:9], right / 0):
+        with pytest.raises(AssertionError, match=r"out0|not finite"):
+            names["assert_no_worse"]({"out0": value}, {"out0": right}, {"out0": exact})
+    with pytest.raises(AssertionError, match="gives out0, eager out0, dx"):
+        names["assert_no_worse"]({"out0": right}, {"out0": right, "dx": right}, {"out0": exact})
+
+
+def test_a_time_that_may_be_that_of_launching_is_marked() -> None:
+    time = Timing(1e-5, 1e-5, 1e-5, 20)
+    limit = limits.Limits(Timing(1e12, 1e12, 1e12, 20), {})
+    marked = op.Result(
+        case=squaring(), provider="triton", direction="backward", time=replace(time, launch_bound=True), bytes=1,
+        operations=None, compiled=time, default="triton",
+    )  # fmt: skip
+    for result, bound in ((marked, True), (replace(marked, time=time), False)):
+        assert op._line(result, limit).endswith("triton  launch bound") == bound
+        assert {m.facts["launch bound"] for m in result.measurements(limit)} == {bound}
+
+
+def test_optimizers_of_others_get_gradients_only_of_their_dtype() -> None:
+    raced = [case for case in cases(("adamw8bit",)) if case.rivals]
+    assert raced
+    for case in raced:
+        inputs = case.build("cpu")
+        assert inputs["grad"].dtype == inputs["param"].dtype
 
 
 def test_a_case_that_cannot_be_checked_does_not_end_the_run(tmp_path: Path) -> None:

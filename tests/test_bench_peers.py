@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped,unused-ignore]
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import BenchError, peers, record, synthetic
+from bench.__main__ import main
 from bench.contestants import frozen, images
 from bench.contestants.dit import Dit
 from bench.contestants.plain import Plain
 from bench.contestants.plain_torch import Samples
-from bench.contestants.text_to_image import TextToImage
+from bench.contestants.text_to_image import Online, TextToImage
 from bench.race import Effort
 from bench.subject import Subject
 from fastdiff.batch import Batch
@@ -38,9 +43,16 @@ EACH_PEER = pytest.mark.parametrize(
 BOTH_COLUMNS = pytest.mark.parametrize("best", [False, True])
 
 
-def config(preset: str, **objective: Any) -> RunConfig:
+@pytest.fixture(autouse=True)
+def _another_precision() -> Iterator[None]:
+    """accelerate keeps the precision of the first run of a process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def config(preset: str, precision: str = "fp32", **objective: Any) -> RunConfig:
     """Constant learning rate, and an epsilon that lets the size of a gradient count in the first step of Adam."""
-    found = Subject(preset=preset, batch=BATCH, precision="fp32").config(Path(), Path())
+    found = Subject(preset=preset, batch=BATCH, precision=precision).config(Path(), Path())
     optim = replace(found.optim, lr=1e-2, eps=1e-2, weight_decay=0.1, clip=0.5, schedule="constant", warmup_steps=0)
     model = replace(found.model, learn_sigma=True) if isinstance(found.model, DiTConfig) else found.model
     objective = {"condition_dropout": 0.0, **objective}
@@ -103,6 +115,71 @@ def test_loss_and_gradients_of_a_peer_are_those_of_fastdiff(
         torch.testing.assert_close(
             gradient, expected[name], rtol=1e-4, atol=1e-5 * scale, msg=f"the gradient of {name} differs"
         )
+
+
+@EACH_PEER
+@BOTH_COLUMNS
+def test_a_peer_in_bf16_trains_in_mixed_precision(
+    preset: str, build: type[Plain | Dit | TextToImage], best: bool
+) -> None:
+    run = config(preset, precision="bf16", prediction="epsilon")
+    batch = batch_of(run)
+    loss, expected, noise, time = of_fastdiff(run, batch)
+    peer = build(run, CPU, best=best)
+    woken(peer.model)
+    in_bf16 = best or build is not Dit
+    assert peer.facts["precision"] == ("bf16" if in_bf16 else "fp32")
+    products = in_16_bits(lambda: peer.loss(batch.latents, noise, time, batch.condition))
+    assert products == (1.0 if in_bf16 else 0.0)
+    found = peer.loss(batch.latents, noise, time, batch.condition)
+    torch.testing.assert_close(found.detach(), loss, rtol=1e-2, atol=0)
+    found.backward()  # type: ignore[no-untyped-call]
+    ours, theirs = (torch.cat([g[n].flatten() for n in sorted(expected)]) for g in (expected, gradients(peer.model)))
+    assert theirs.dtype == torch.float32
+    assert (ours - theirs).norm() < 0.05 * ours.norm()
+    before = [average.clone() for average in peer.averages]
+    for _ in range(2):
+        peer.update(peer.loss(batch.latents, noise, time, batch.condition))
+    assert not all(torch.equal(old, new) for old, new in zip(before, peer.averages, strict=True))
+
+
+def in_16_bits(call: Callable[[], object]) -> float:
+    """The share of the matrix products of a call that are in bf16."""
+    found: list[bool] = []
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.convolution):
+                found.append(out.dtype == torch.bfloat16)
+            return out
+
+    with Watch():  # type: ignore[no-untyped-call]
+        call()
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("build", [Plain, Dit])
+def test_a_compiled_dit_in_bf16_computes_the_same(build: type[Plain | Dit], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # Inductor takes 20 s
+    run = config("digits", precision="bf16")
+    assert isinstance(run.model, DiTConfig)
+    small = replace(run.model, hidden=32, depth=1, heads=2)
+    run = replace(run, model=small)
+    compiled = replace(run, performance=replace(run.performance, compile=True))
+    batch = batch_of(run)
+    noise, time = torch.randn_like(batch.latents), torch.arange(BATCH)
+    eager, fast = (build(each, CPU, best=True) for each in (run, compiled))
+    assert (eager.facts["compile"], fast.facts["compile"]) == (False, True)
+    losses = []
+    for peer in (eager, fast):
+        woken(peer.model)
+        loss = peer.loss(batch.latents, noise, time, batch.condition)
+        losses.append(loss.detach())
+        peer.update(loss)
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+    for slow, new in zip(eager.averages, fast.averages, strict=True):
+        torch.testing.assert_close(slow, new, rtol=0, atol=1e-4)
 
 
 @EACH_PEER
@@ -204,6 +281,7 @@ def test_the_frozen_parts_are_in_stable_diffusions_proportions() -> None:
         (Subject(preset="digits-t2i"), ["dit"], "preset digits-t2i has a UNet; try --preset dit-s-2"),
         (Subject(preset="digits"), ["diffusers"], "preset digits has another network; try --preset digits-t2i"),
         (Subject(preset="digits", batch=16, micro=4), ["plain"], "--micro 4: .*leave it out"),
+        (Subject(preset="sd2-512"), ["diffusers"], "preset sd2-512 accumulates gradients: .*give --batch"),
         (Subject(preset="digits", precision="fp16"), ["plain"], "--precision fp16: .*use one of them"),
     ],
 )
@@ -215,26 +293,54 @@ def test_a_peer_that_cannot_train_the_subject_is_refused(
 
 
 @pytest.mark.usefixtures("torch_extensions")
-def test_a_race_is_recorded_with_its_speed_ups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    subject = Subject(preset="digits-t2i", batch=2)
+def test_a_race_with_diffusers_is_recorded_with_its_speed_ups(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject = Subject(preset="digits-t2i", batch=2, precision="bf16", deepspeed="zero1")
     with record.Log(tmp_path / "peer.jsonl") as log:
         assert peers.run(subject, ["diffusers"], Effort(rounds=2, steps=1, warm_up=1), "cpu", log) == 0
     rows = {row.name: row for row in record.read(tmp_path / "peer.jsonl").measurements}
-    case = "digits-t2i, 4x8x8, batch 2, fp32"
-    where = {"fastdiff ddp": "cached", "diffusers": "online", "diffusers, best flags": "cached"}
+    case = "digits-t2i, 4x8x8, batch 2, bf16"
+    where = {"fastdiff zero1": "cached", "diffusers": "online", "diffusers, best flags": "cached"}
     times = {name: rows["peer", f"{case}, {kind}", name, "step time"] for name, kind in where.items()}
     for name, kind in where.items():
         throughput = rows["peer", f"{case}, {kind}", name, "throughput"]
         assert throughput.value == pytest.approx(2e3 / times[name].value)
         assert rows["peer", f"{case}, {kind}", name, "peak resident"].value > 0.1
-    ratio = rows["peer", f"{case}, online", "fastdiff ddp over diffusers", "speed-up"]
+    ratio = rows["peer", f"{case}, online", "fastdiff zero1 over diffusers", "speed-up"]
     assert (ratio.better, ratio.n) == ("higher", 2)
     assert ratio.p20 is not None
     assert ratio.p80 is not None
     assert 0 < ratio.p20 <= ratio.value <= ratio.p80
-    assert ("peer", f"{case}, cached", "fastdiff ddp over diffusers, best flags", "speed-up") in rows
+    assert ("peer", f"{case}, cached", "fastdiff zero1 over diffusers, best flags", "speed-up") in rows
     encoding = rows["peer", f"{case}, online", "diffusers", "phase encode"]
     assert 0 < encoding.value < times["diffusers"].value
     assert encoding.facts["autoencoder, share of the step of the UNet"] == pytest.approx(0.5, abs=0.05)
-    assert encoding.facts["best flags"] is False
-    assert "diffusers, best flags" in capsys.readouterr().out
+    online = {"precision": "bf16", "channels_last": False, "best flags": False, "data": Online.kind}
+    assert online.items() <= encoding.facts.items()
+    shown = capsys.readouterr().out
+    flags = "precision bf16, tf32 False, compile False, channels_last False, attention sdpa, fused False, foreach False"
+    assert f"diffusers: {flags}, data {Online.kind}" in shown
+    peaks = sum(rows["peer", f"{case}, {kind}", name, "peak resident"].value for name, kind in where.items())
+    assert f"all at once in memory: {peaks:.2f} GiB" in shown
+
+
+@pytest.mark.usefixtures("torch_extensions")
+def test_a_race_of_dits_from_the_command_line_states_how_each_computes(tmp_path: Path) -> None:
+    arguments = ["--smoke", "--preset", "digits", "--precision", "bf16", "--batch", "2", "--device", "cpu"]
+    arguments += ["--rounds", "2", "--steps", "1", "--out", str(tmp_path), "--peer", "plain", "dit"]
+    assert main(["step", *arguments]) == 0
+    (path,) = record.files(tmp_path)
+    found = record.read(path)
+    assert not found.failures
+    times = {row.provider: row for row in found.measurements if row.quantity == "step time"}
+    assert list(times) == ["fastdiff zero1", "fastdiff zero3", "plain", "plain, best flags", "dit", "dit, best flags"]
+    flags = {name: [row.facts.get(flag) for flag in ("precision", "fused", "kernels")] for name, row in times.items()}
+    assert flags["plain"] == ["bf16", False, None]
+    assert flags["dit"] == ["fp32", False, None]
+    assert flags["plain, best flags"] == flags["dit, best flags"] == ["bf16", True, None]
+    assert all({"data", "attention", "tf32", "compile"} <= times[n].facts.keys() for n in ("plain", "dit"))
+    assert "loader" not in times["dit"].facts
+    speed_ups = {row.provider for row in found.measurements if row.quantity == "speed-up"}
+    rivals = list(times)[2:]
+    assert speed_ups == {f"fastdiff {how} over {rival}" for how in ("zero1", "zero3") for rival in rivals}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -121,6 +122,48 @@ def test_tables_part_what_does_not_belong_together() -> None:
         "data": ["Times as fast", "Measured"],
         "scale": ["Measured", "Predicted"],
     }
+
+
+def test_cases_with_a_column_in_common_by_way_of_others_are_in_one_table() -> None:
+    quantities = {"first": "ae", "second": "bd", "both": "ab", "apart": "c", "again": "a"}
+    measured = [
+        Measurement(
+            bench="step", case=case, provider="p", quantity=quantity, unit="1", value=1.5 + place, better="lower"
+        )
+        for place, (case, of_case) in enumerate(quantities.items())
+        for quantity in of_case
+    ]
+    found = report.tables(measured)
+    assert [[quantity for quantity, _ in table.columns] for table in found] == [["a", "e", "b", "d"], ["c"]]
+    assert [[case for case, _ in table.groups] for table in found] == [["first", "second", "both", "again"], ["apart"]]
+
+
+@pytest.mark.parametrize(
+    ("git", "doubt"),
+    [
+        ("0123456789ab", None),
+        ("0123456789ab-dirty", "Measured on files that differ from that commit."),
+        ("unknown", "Measured on files of a commit that is not known."),
+    ],
+)
+def test_a_commit_that_does_not_say_what_was_measured_is_pointed_out(
+    tmp_path: Path, git: str, doubt: str | None
+) -> None:
+    bench_records.write(tmp_path, "data")
+    one = record.read(tmp_path / "data.jsonl")
+    page = report.page([replace(one, fingerprint=replace(one.fingerprint, git=git))])
+    assert re.findall(r'<span class="doubt">(.*?)</span>', page) == ([doubt] if doubt else [])
+
+
+def test_what_is_launch_bound_is_marked(tmp_path: Path) -> None:
+    measured = [m for m in rows("op") if m.case.startswith("adaln dit-xl-256 bfloat16")]
+    for file, bound in (("a.jsonl", True), ("b.jsonl", False)):
+        with Log(tmp_path / file) as log:
+            for m in measured:
+                log.write(replace(m, facts=m.facts | {"launch bound": bound and m.provider == "triton"}))
+        texts = Page(report.page(record.read_all([tmp_path / file]))).texts
+        assert texts.count("launch bound") == (2 if bound else 0)
+        assert any("2 of 8 points are launch bound." in text for text in texts) == bound
 
 
 def test_plots_are_drawn_only_of_what_is_there() -> None:
@@ -290,6 +333,11 @@ def test_a_wrong_marker_is_an_error(tmp_path: Path, text: str, message: str) -> 
     with pytest.raises(BenchError, match=message) as error:
         readme.rendered(text, tmp_path)
     assert str(error.value).startswith("README.md: ")
+
+
+def test_the_readme_shows_what_was_measured() -> None:
+    kinds = re.findall(r"^<!-- bench: (\S+) ", (readme.ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {"peers", "steps", "readers"} <= set(kinds)
 
 
 @pytest.mark.parametrize("file", readme.FILES, ids=lambda file: str(file.relative_to(readme.ROOT)))

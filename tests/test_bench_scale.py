@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import record, synthetic
+from bench import record, scale, synthetic
 from bench.__main__ import main
 from bench.communication import sent
 from bench.contestants import collectives
@@ -24,7 +24,15 @@ from fastdiff.dist import World
 from tests.processes import ROOT, run_ranks
 
 STEPS = 4
-CASES = [("ddp", "fp32"), ("zero2", "bf16"), ("zero3", "fp32"), ("small buckets", "fp32"), ("sharded", "bf16")]
+CASES = [
+    ("ddp", "fp32"),
+    ("ddp", "bf16"),
+    ("zero1", "bf16"),
+    ("zero2", "bf16"),
+    ("zero3", "fp32"),
+    ("small buckets", "fp32"),
+    ("sharded", "bf16"),
+]
 
 
 def deepspeed_file(folder: Path, name: str) -> str:
@@ -58,6 +66,12 @@ def count(world: World, data: Path, subjects: list[Subject]) -> list[list[list[A
         found.append(last)
     assert torch.distributed.all_reduce.__module__.startswith("torch")
     torch.distributed.all_reduce(torch.ones(1))  # the methods are as they were
+    rooted: list[collectives.Call] = []
+    parts, part = ([torch.ones(3), torch.ones(3)] if world.is_first else None), torch.ones(3)
+    with collectives.recording(rooted):
+        torch.distributed.gather(part, parts)
+        torch.distributed.scatter(part, parts)
+    assert [call[:2] for call in rooted] == [("gather", 12), ("scatter", 12)]
     return found
 
 
@@ -121,8 +135,19 @@ def test_the_command_measures_fits_and_checks(torch_extensions: Path, tmp_path: 
     assert all(title in printed for title in ("measured  ", "fitted  ", "checked  ", "What the model leaves out"))
 
 
-def step_record(folder: Path, **facts: Any) -> Path:
-    """A record as ``bench step`` writes it."""
+def test_a_sweep_that_fails_is_recorded_and_keeps_what_was_measured(tmp_path: Path, capsys: Any) -> None:
+    subject = Subject(preset="digits", batch=4)
+    # Three numbers for two ranks: they cannot be scattered.
+    plan = scale.Plan(subject, ("ddp",), (2,), "cpu", scale.SMOKE, sizes=(6,))
+    with Log(tmp_path / "scale.jsonl") as log:
+        assert scale.fit_links(plan, 2, log) is None
+    [failure] = record.read(log.path).failures
+    assert (failure.case, failure.provider) == ("links", "gloo, 2 ranks")
+    assert "the sweep of message sizes failed" in capsys.readouterr().out
+
+
+def step_record(folder: Path, memory: str = "peak allocated", **facts: Any) -> Path:
+    """A record as ``bench step`` writes it on an H200: the steps with marks take 5 % longer."""
     given: dict[str, Any] = {
         "preset": "dit-xl-2",
         "precision": "bf16",
@@ -132,7 +157,9 @@ def step_record(folder: Path, **facts: Any) -> Path:
     }
     model = Subject(preset="dit-xl-2").config(Path(), Path()).model
     given |= {"parameters": sum(parameters_of(model))} | facts
-    rows = [("step time", 400.0), ("phase forward", 130.0), ("phase backward", 240.0), ("phase optimizer", 20.0)]
+    given["marked_step_ms"] = 420.0
+    marked = {"forward": 136.5, "backward": 252.0, "optimizer": 21.0, "ema": 4.2, "other": 6.3}
+    rows = [("step time", 400.0), (memory, 1.0), *((f"phase {name}", ms) for name, ms in marked.items())]
     with Log(folder / "step.jsonl") as log:
         for quantity, value in rows:
             log.write(
@@ -142,6 +169,10 @@ def step_record(folder: Path, **facts: Any) -> Path:
                 )
             )  # fmt: skip
         log.write(Failure(bench="step", case="dit-xl-2", provider="other", reason="none"))
+    lines = log.path.read_text().splitlines(keepends=True)
+    fingerprint = json.loads(lines[0])
+    fingerprint["fingerprint"]["device"] = "NVIDIA H200"
+    log.path.write_text("".join([json.dumps(fingerprint) + "\n", *lines[1:]]))
     return log.path
 
 
@@ -160,6 +191,27 @@ def test_a_record_of_one_gpu_predicts_many(tmp_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert "between, us per message" in printed
     assert f"{100 * efficiency:.1f} %" in printed
+    assert re.search("sharded over the ranks +zero3: optimizer, ema;", printed)
+    assert many.facts["device"] == "NVIDIA H200"
+    assert "warning" not in printed
+
+
+def test_steps_of_a_cpu_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = step_record(tmp_path, memory="peak resident")
+    assert main(["scale", "--from", str(source), "--gpus", "8", "--out", str(tmp_path / "out")]) == 0
+    found = record.read(tmp_path / "out" / "scale.jsonl").measurements
+    assert {row.facts["device"] for row in found} == {"cpu"}
+    assert "warning: dit-xl-2 was measured on a CPU" in capsys.readouterr().out
+
+
+def test_messages_overlap_where_the_deepspeed_json_says_so() -> None:
+    def parts(**section: Any) -> set[str]:
+        messages = Zero.of({"zero_optimization": section}).messages([1000, 2_000_000], 2, 8)
+        return {message.part for message in messages if message.bytes > 8}
+
+    assert parts(stage=1) == parts(stage=2, overlap_comm=False) == parts(stage=3, overlap_comm=False) == {"step"}
+    assert parts(stage=2, overlap_comm=True) == {"backward", "step"}
+    assert parts(stage=3) == {"forward", "backward", "step"}
 
 
 def test_a_slower_link_costs_time_and_overlap_saves_it(tmp_path: Path) -> None:
@@ -180,27 +232,39 @@ def test_a_slower_link_costs_time_and_overlap_saves_it(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--step-ms", "10"], "--step-ms needs a time above 0 and --parameters"),
+        (["--step-ms", "inf", "--parameters", "5"], "--step-ms needs a time above 0 and --parameters"),
+        (["--step-ms", "10", "--parameters", "5", "--preset", "digits"], "--preset does not count with --from or"),
+        (["--step-ms", "10", "--parameters", "5", "--device", "cpu"], "--device does not count with --from or"),
+        (["--from", "{folder}", "--step-ms", "10"], "--step-ms does not count with --from"),
+        (["--device", "cpu", "--no-overlap"], "--no-overlap does not count without --from or --step-ms"),
+        (["--step-ms", "10", "--parameters", "5", "--between-us", "nan"], "expected a latency of at least 0"),
+        (["--from", "{gpu}", "--stages", "zero3_offload"], "zero3_offload takes the optimizer's step on the host"),
+        (["--device", "cpu", "--stages", "{on_host}"], "sets offload_param"),
         (["--step-ms", "10", "--parameters", "5", "--gpus", "12"], r"--gpus \[12\], 8 per node: expected at most one"),
         (["--step-ms", "10", "--parameters", "5", "--inside-gb-s", "0"], "expected a latency .* and a rate above 0"),
         (["--from", "{folder}/none.jsonl"], "no record; expected a .jsonl file"),
         (["--from", "{lora}"], "1000 parameters are trained of 6.*; expected a run that trains all"),
         (["--from", "{accumulated}"], "expected steps of one micro-batch"),
-        (["--ranks", "0"], "--ranks"),
-        (["--batch", "0"], "--batch 0: expected at least one sample"),
-        (["--stages", "zero9"], "zero9.json: no such file"),
+        (["--device", "cpu", "--ranks", "0"], "--ranks 0: expected at least 1$"),
+        (["--device", "cpu", "--batch", "0"], "--batch 0: expected at least one sample"),
+        (["--device", "cpu", "--stages", "zero9"], "zero9.json: no such file"),
     ],
 )
 def test_what_cannot_be_asked_is_one_message(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("lora", "accumulated"):
+    for name in ("lora", "accumulated", "gpu"):
         (tmp_path / name).mkdir()
     places = {
         "folder": tmp_path,
         "lora": step_record(tmp_path / "lora", parameters=1000),
         "accumulated": step_record(tmp_path / "accumulated", micro=32),
+        "gpu": step_record(tmp_path / "gpu"),
+        "on_host": tmp_path / "on_host.json",
     }
+    section = {"stage": 3, "offload_param": {"device": "cpu"}}
+    places["on_host"].write_text(json.dumps({"zero_optimization": section}))
     given = [flag.format(**places) for flag in flags]
     with pytest.raises(SystemExit, match="2"):
-        main(["scale", "--device", "cpu", "--out", str(tmp_path), *given])
+        main(["scale", "--out", str(tmp_path), *given])
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from collections import Counter
@@ -15,20 +16,23 @@ import torch
 
 from bench import fit, launches, record, stepping
 from bench.__main__ import main
+from bench.fingerprint import ROOT
 from bench.race import Result
 from bench.record import Measurement, Record
 from bench.subject import Subject
 from bench.synthetic import write
 from bench.turn import Steps
+from fastdiff import deepspeed_config
 from fastdiff.data.reader import LatentReader
 from fastdiff.flops import training_flops
 from fastdiff.presets import preset
 from tests import racing
 from tests.racing import BROKEN_BATCH
 
-CASE = "digits, 1x8x8, batch 16, fp32"
+CASE = "digits, 1x8x8, batch 16, fp32, micro 8"
 QUANTITIES = {
-    "step time", "throughput", "of matmul", "peak resident", "graph breaks", "compilations", "launches",
+    "step time", "throughput", "of matmul", "peak resident", "graph breaks in code", "compilations",
+    "launches", "marked step time",
     "phase data", "phase objective", "phase forward", "phase backward", "phase optimizer", "phase ema", "phase other",
 }  # fmt: skip
 
@@ -46,11 +50,11 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def swept(torch_extensions: Path, watched: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """The record of a batch for which there is not enough memory, and of one for which there is."""
     out = tmp_path_factory.mktemp("swept")
-    command = ["step", "--smoke", "--device", "cpu", "--sweep", f"batch={BROKEN_BATCH},16", "--out", str(out)]
+    command = ["step", "--smoke", "--device", "cpu", "--sweep", f"batch={BROKEN_BATCH},16", "--micro", "8"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stepping, "contestant", racing.ours_watched)
         patch.setenv(racing.WATCHED, str(watched))
-        assert main(command) == 0
+        assert main([*command, "--out", str(out)]) == 0
     return record.read(out / "step.jsonl")
 
 
@@ -61,30 +65,31 @@ def found(swept: Record) -> dict[str, Measurement]:
 
 def test_a_sweep_goes_on_after_a_configuration_that_does_not_fit(swept: Record) -> None:
     (failure,) = swept.failures
-    assert failure.case == f"digits, 1x8x8, batch {BROKEN_BATCH}, fp32"
+    assert failure.case == f"digits, 1x8x8, batch {BROKEN_BATCH}, fp32, micro 8"
     assert failure.reason == "OutOfMemoryError: CUDA out of memory"
     assert {row.case for row in swept.measurements} == {"limits", CASE}
 
 
 def test_the_record_of_a_configuration_is_whole(found: dict[str, Measurement]) -> None:
     assert set(found) == QUANTITIES
-    assert all(row.provider == "fastdiff ddp" and row.facts["batch"] == 16 for row in found.values())
+    assert all(row.provider == "fastdiff zero1" and row.facts["batch"] == 16 for row in found.values())
     rate, time = found["throughput"], found["step time"]
     assert rate.value == pytest.approx(1e3 * 16 / time.value)
     assert (rate.n, time.n) == (4, 4)
     assert time.p20 is not None
     assert time.p80 is not None
     assert time.p20 <= time.value <= time.p80
-    assert found["graph breaks"].value == found["compilations"].value == 0
+    assert found["graph breaks in code"].value == found["compilations"].value == 0
 
 
 def test_phases_add_up_to_the_step(found: dict[str, Measurement]) -> None:
-    """Those of the median step only about: the median of a sum is not the sum of medians."""
+    """Of two micro-batches: what were not marked, or only of one of them, would be "other"."""
     phases = {name: row.value for name, row in found.items() if name.startswith("phase")}
-    marked = found["phase other"].facts["marked_step_ms"]
-    assert isinstance(marked, float)
-    assert sum(phases.values()) == pytest.approx(marked, rel=0.5)
-    assert all(value >= 0 for value in phases.values())
+    marked = found["marked step time"].value
+    assert found["phase other"].facts["marked_step_ms"] == marked
+    assert sum(phases.values()) == pytest.approx(marked, rel=0.5), "the median of a sum is not the sum of medians"
+    assert all(value > 0 for value in phases.values()), phases
+    assert phases["phase other"] < 0.1 * marked, phases
     assert phases["phase forward"] > phases["phase data"]
 
 
@@ -165,6 +170,16 @@ def test_a_search_that_fails_is_a_failure(
     assert f"FAILED: {failure.reason}" in capsys.readouterr().out
 
 
+def test_what_is_measured_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clean steps are kept where the marked ones, or whoever stops the command, come to nothing."""
+    monkeypatch.setattr(stepping, "contestant", racing.failing_with_marks)
+    command = ["step", "--smoke", "--device", "cpu", "--batch", "16", "--micro", "8", "--out", str(tmp_path)]
+    assert main(command) == 1
+    read = record.read(tmp_path / "step.jsonl")
+    assert set(values(read, CASE)) == {name for name in QUANTITIES if not re.match("launches|marked|phase", name)}
+    assert [failure.reason for failure in read.failures] == ["ValueError: marked"]
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("told", [True, False], ids=["measured", "out of memory"])
 @pytest.mark.parametrize(
@@ -228,10 +243,13 @@ def test_what_makes_the_figures_worse_is_named() -> None:
     assert turn.facts["last_compilation"] == 3, "for the other type"
     assert turn.facts["compilations"] >= 4, "two graphs for each"
     assert turn.facts["graph_breaks"] >= 1
-    again, breaks = stepping.problems(turn.facts, warm_up=2)
+    result = Result(turns=[Steps([1.0])], facts=turn.facts)
+    again, breaks = stepping.problems(result, warm_up=2)
     assert again.startswith("torch.compile compiled again in step 3")
     assert breaks.endswith("graph breaks: the blocks are not compiled whole")
-    assert len(stepping.problems(turn.facts, warm_up=3)) == 1
+    assert len(stepping.problems(result, warm_up=3)) == 1
+    result.turns += [Steps([1.0], allocation_retries=2), Steps([1.0], allocation_retries=3)]
+    assert "asked again 5 times" in stepping.problems(result, warm_up=3)[-1]
 
 
 @pytest.mark.parametrize(
@@ -251,6 +269,11 @@ def test_what_makes_the_figures_worse_is_named() -> None:
         ("--find-batch --sweep batch=8", "leave out batch and micro"),
         ("--find-batch --memory -1", "--memory -1.0: GiB, above 0"),
         ("--memory 4", "add --find-batch"),
+        ("--find-batch --peer plain", "largest for fastdiff alone, .* give --batch"),
+        (
+            f"--sweep deepspeed=zero1,{ROOT}/deepspeed_configs/zero1.json",
+            "two configurations are called .* fastdiff zero1 in the record",
+        ),
         ("--rounds 1", "2 rounds and 1 step at least"),
     ],
 )
@@ -271,6 +294,18 @@ def test_a_subject_takes_the_batch_of_its_preset_or_the_given_one() -> None:
     assert Subject(preset="sd2-512", batch=8).case == "sd2-512, 4x64x64, batch 8, bf16"
     named = Subject(preset="digits", deepspeed="zero3", compile=True, kernels="reference", recompute=True)
     assert named.provider == "fastdiff zero3 compiled recompute kernels=reference"
+    assert "deepspeed_file" not in named.facts
+    file = ROOT / "deepspeed_configs" / "zero2.json"
+    of_path = Subject(preset="digits", deepspeed=str(file)).facts
+    assert (of_path["deepspeed"], of_path["deepspeed_file"]) == ("zero2", os.path.relpath(file))
+
+
+def test_a_subject_runs_under_what_a_run_without_a_file_does() -> None:
+    subject = Subject(preset="digits")
+    config = subject.config(Path(), Path())
+    assert deepspeed_config.resolve(subject.deepspeed_json(), config, 1) == deepspeed_config.resolve(
+        deepspeed_config.DEFAULT, config, 1
+    )
 
 
 @pytest.mark.parametrize("name", ["dit-s-8", "digits-t2i"])

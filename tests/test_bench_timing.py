@@ -50,6 +50,39 @@ def test_a_rate_is_largest_where_the_time_was_smallest() -> None:
     assert Timing(2.0, 1.0, 4.0, 5).times(10) == Timing(20.0, 10.0, 40.0, 5)
 
 
+def test_a_time_is_launch_bound_if_most_calls_kept_the_device_waiting() -> None:
+    seconds = [1.0, 1.0, 1.0]
+    assert not Timing.of(seconds).launch_bound
+    assert not Timing.of(seconds, [0.04, 0.0, 0.04]).launch_bound
+    assert not Timing.of(seconds, [0.0, 0.9, 0.0]).launch_bound
+    bound = Timing.of(seconds, [0.06, 0.06, 0.0])
+    assert bound.launch_bound
+    assert bound.per_second(2.0).launch_bound
+    assert bound.times(2.0).launch_bound
+
+
+def test_a_cpu_is_never_launch_bound() -> None:
+    assert not Stopwatch("cpu", timing.QUICK).measure({"idle": lambda: time.sleep(0.01)})["idle"].launch_bound
+
+
+@pytest.mark.gpu
+def test_only_what_the_device_waited_for_is_launch_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads its buffer in at least 0.05 ms, so that a launch of a few us is hidden, and one of 5 ms is not."""
+    monkeypatch.setattr(timing, "_FLUSHED_BYTES", {"cuda": 2**29})
+    x, large = torch.zeros(1000, device="cuda"), torch.zeros(8192, 8192, device="cuda")
+
+    def late(call: Callable[[], object]) -> Callable[[], object]:
+        return lambda: (time.sleep(0.005), call())
+
+    found = Stopwatch("cuda", timing.FULL).measure(
+        {"small": x.sin, "late": late(x.sin), "large": lambda: large @ large}
+    )
+    assert {name: timing.launch_bound for name, timing in found.items()} == {
+        "small": False, "late": True, "large": False,
+    }  # fmt: skip
+    assert found["late"].median > 0.004
+
+
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BenchError, match="no CUDA device to measure on; use --device cpu"):
@@ -71,7 +104,7 @@ def test_limits_are_measurements_of_the_command_that_asks() -> None:
     assert rows == [
         Measurement(
             bench="step", case="limits", provider="torch", quantity=quantity, unit=unit, value=value, p20=value - 1,
-            p80=value + 1, n=20, better="higher",
+            p80=value + 1, n=20, better="neither",
         )
         for quantity, unit, value in (("copy bandwidth", "GB/s", 2), ("matmul rate fp32", "TFLOP/s", 3))
     ]  # fmt: skip

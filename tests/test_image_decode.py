@@ -218,7 +218,7 @@ def test_nothing_in_nothing_out(decoder: Decoder) -> None:
 
 
 @pytest.mark.gpu
-def test_the_gpu_decoder_is_near_the_cpus() -> None:
+def test_dali_on_a_gpu_is_near_the_cpus_decoder() -> None:
     data = [images.encode(images.natural(300 + n, 400, n), "JPEG", quality=90) for n in range(8)] + list(PLAIN.values())
     decoders = [open_decoder(name, transform(128, "center", "bicubic"), 2) for name in ("dali", "pillow")]
     assert decoders[0].name == "dali-cuda"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from bench.race import Contestant, Effort, Result, race, ratios
+from bench.fingerprint import ROOT
+from bench.race import Contestant, Effort, Result, race, ran_out, ratios
 from bench.turn import Steps
 from tests import racing
 
@@ -67,10 +73,70 @@ def test_each_way_to_end_is_told_apart() -> None:
     )  # fmt: skip
 
 
-def test_one_that_hangs_is_stopped(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_running_out_of_memory_has_many_names(error: BaseException, expected: bool) -> None:
+    """And is the cause of other errors, or what they came on top of."""
+    assert ran_out(error) is expected
+    assert ran_out(raised(lambda: wrap(error))) is expected
+    assert ran_out(raised(lambda: raise_on_top(error))) is expected
+
+
+def test_torch_compile_wraps_what_ran_out_of_memory() -> None:
+    """As it really does."""
+
+    def backend(graph: object, inputs: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    error = raised(lambda: torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1)))
+    assert not isinstance(error, torch.OutOfMemoryError)
+    assert ran_out(error)
+
+
+def raised(action: Callable[[], object]) -> BaseException:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        action()
+    return caught.value
+
+
+def wrap(error: BaseException) -> None:
+    raise KeyError("wrapped") from error
+
+
+def raise_on_top(error: BaseException) -> None:
+    try:
+        raise error
+    except BaseException:
+        raise KeyError("while it was handled")  # noqa: B904
+
+
+def test_one_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the lock is named that it may have waited for."""
+    file, lock = tmp_path / "pid", tmp_path / "extensions" / "operator" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     (result,) = raced(Contestant("hanging", racing.hanging, (file,)), limit_seconds=15)
-    assert result.failure == "no answer within 15 s"
+    assert result.failure is not None
+    assert result.failure.startswith(f"no answer within 15 s; PROBLEM: {lock} is 0 minutes old")
     assert not psutil.pid_exists(int(file.read_text()))
 
 
@@ -97,6 +163,44 @@ def test_peak_memory_is_that_of_the_allocator() -> None:
     assert result.memory.peak == result.memory.allocated == result.facts["allocated"]
     assert result.memory.reserved == result.facts["reserved"]
     assert racing.BALLAST <= result.memory.peak < 1.1 * racing.BALLAST
+
+
+@pytest.mark.gpu
+def test_times_on_a_gpu_are_those_of_the_gpu() -> None:
+    """The host has given it the work long before it is done."""
+    cycles = 100_000_000
+    (result,) = raced(Contestant("waiting", racing.waiting_on_the_gpu, (cycles,)), device="cuda")
+    assert result.failure is None
+    assert result.phase("long").p20 > 0.02, "at 5 GHz at most"
+    assert result.phase("short").p80 < 0.1 * result.phase("long").median
+    assert result.timing.median == pytest.approx(result.phase("long").median, rel=0.1)
+    assert float(result.facts["host"] or 0) < 0.1 * result.phase("long").median
+
+
+def test_the_first_steps_of_a_turn_may_be_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "steps"
+    effort = Effort(rounds=2, steps=2, warm_up=1, settling=3)
+    (result,) = race([Contestant("a", racing.writing, (file, "a"))], effort, device="cpu").values()
+    assert file.read_text() == (1 + 2 * (3 + 2)) * "a"
+    assert [(len(turn.seconds), len(turn.phases["sleep"])) for turn in result.turns] == [(2, 2), (2, 2)]
+    steps = Steps([9.0, 1.0, 2.0], {"data": [8.0, 0.0, 0.5]}, 3.0, 4)
+    assert steps.without_first(1) == Steps([1.0, 2.0], {"data": [0.0, 0.5]}, 3.0, 4)
+
+
+def test_nothing_is_left_behind() -> None:
+    """Not in the system's folder, and no semaphore that the system keeps and the tracker warns of in the end."""
+    script = (
+        "from bench.race import Contestant, Effort, race\n"
+        "from tests import racing\n"
+        "if __name__ == '__main__':\n"
+        "    found = race([Contestant('a', racing.leaving)], Effort(2, 1, 1), device='cpu')\n"
+        "    print(found['a'].facts['folder'], found['a'].failure)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    folder, failure = done.stdout.split()
+    assert failure == "None"
+    assert not Path(folder).parent.exists()
+    assert done.stderr == ""
 
 
 def test_ratios_are_taken_round_by_round() -> None:

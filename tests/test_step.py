@@ -118,3 +118,16 @@ def test_a_record_has_what_people_plot(world: World, digits: Path, tmp_path: Pat
     assert [r["lr"] for r in found] == pytest.approx([1e-2 * (6 - n) / 6 for n in range(6)]), "of this step"
     assert all(r["grad_norm"] > 0 and r["step_ms"] > r["data_wait_ms"] >= 0 for r in found)
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.gpu
+def test_bf16_under_zero_1_trains_on_a_gpu(world: World, digits: Path, tmp_path: Path) -> None:
+    """Two steps, whose losses are those of fp32 but for rounding."""
+    assert world.device.type == "cuda"
+    for precision in ("fp32", "bf16"):
+        train(tiny(digits, tmp_path / precision, steps=2, performance__precision=precision), launch(1), world)
+    exact, rounded = ([r["loss"] for r in records(tmp_path / name)] for name in ("fp32", "bf16"))
+    assert len(exact) == 2
+    assert exact[0] != exact[1], "the first step changed the weights"
+    assert rounded == pytest.approx(exact, rel=0.02)
+    assert rounded != exact

@@ -109,7 +109,8 @@ def test_each_of_the_captions_that_a_sample_has_is_equally_likely(intact):
     [
         ({"latent": np.array([2])}, "numbers below 2"),
         ({"latent": np.array([-1])}, "numbers below 2"),
-        ({"latent": np.array([0, 1])}, "1 numbers"),
+        ({"latent": np.array([0.5])}, "whole numbers below 2"),
+        ({"latent": np.array([0, 1])}, "1 whole numbers"),
         ({"caption": np.array([1.0])}, "below 1"),
         ({"caption": np.array([np.nan])}, "below 1"),
         ({"caption": np.array([0.5, 0.5])}, "1 numbers"),

@@ -25,7 +25,8 @@ from bench.turn import Fact, Turn
 from fastdiff import dist
 
 Call = tuple[str, int, float]
-"""Kind, bytes of the whole vector (what every rank has in the end, or had at the start), seconds."""
+"""Kind, bytes, seconds. The bytes are those of the whole vector, which every rank has in the end or had at the start;
+of a gather or a scatter those of one rank's part, as only the root has the whole."""
 
 _KINDS = {
     "allreduce": "all-reduce",
@@ -51,8 +52,11 @@ _KINDS = {
     "barrier": "barrier",
 }
 """Methods of a process group and what they do."""
-_LATER_INPUT = {method for method, kind in _KINDS.items() if kind in ("all-gather", "reduce-scatter", "all-to-all")}
-"""Those whose inputs are the second argument; of the others they are the first."""
+_SECOND = {
+    method for method, kind in _KINDS.items() if kind in ("all-gather", "reduce-scatter", "all-to-all", "gather")
+}
+"""Those of which the second argument counts, the inputs; of the others the first does: the inputs too, or the output of
+a scatter."""
 
 
 def run(turn: Turn, subject: Subject, data: Path, counted: tuple[int, int]) -> None:
@@ -171,8 +175,8 @@ def recording(calls: list[Call]) -> Iterator[None]:
 
 
 def _vector(name: str, ranks: int, arguments: tuple[Any, ...]) -> int:
-    inputs = _bytes(arguments[1 if name in _LATER_INPUT else 0]) if arguments else 0
-    return inputs * ranks if _KINDS[name] == "all-gather" else inputs
+    counted = _bytes(arguments[1 if name in _SECOND else 0]) if arguments else 0
+    return counted * ranks if _KINDS[name] == "all-gather" else counted
 
 
 def _bytes(tensors: Any) -> int:

@@ -15,14 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.contestants.plain_torch import PLAIN, Noise, Samples, network, train
+from bench.contestants.plain_network import compiled, network
+from bench.contestants.plain_torch import Noise, Samples, train
 from bench.subject import Subject
-from bench.turn import Turn
-from fastdiff.backends import compiles
+from bench.turn import Fact, Turn
 from fastdiff.batch import Condition
 from fastdiff.config import RunConfig
 from fastdiff.model_config import DiTConfig
-from fastdiff_kernels import dispatch
 
 _LOG_EVERY = 100
 
@@ -32,11 +31,9 @@ def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     config = subject.config(data, data)
     assert isinstance(config.model, DiTConfig)
-    with dispatch.forced(**PLAIN):
-        samples = Samples(
-            data, config.batch.samples, config.objective.condition_dropout, config.model.classes, turn.device
-        )
-        train(turn, Dit(config, turn.device, best=best), samples, config.objective.timesteps)
+    dropout, null = config.objective.condition_dropout, config.model.classes
+    samples = Samples(data, config.batch.samples, dropout, null, turn.device)
+    train(turn, Dit(config, turn.device, best=best), samples, config.objective.timesteps)
 
 
 class Dit:
@@ -51,13 +48,14 @@ class Dit:
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
         self._best, self._rate = best, config.ema.rates[0]
         self._noise = Noise(config.objective, device)
-        self.model = network(config, device, compiled=False)
+        self.model = network(config, device, best=best)
         self._average = deepcopy(self.model).requires_grad_(False).eval()
-        if best and compiles(config, device):
-            self.model.compile_blocks()
-        self._autocast = torch.autocast(
-            device.type, torch.bfloat16, enabled=best and config.performance.precision == "bf16"
-        )
+        precision = config.performance.precision if best else "fp32"
+        self.facts: dict[str, Fact] = {
+            "precision": precision, "compile": best and compiled(self.model, config, device), "channels_last": False,
+            "fused": best, "foreach": best,
+        }  # fmt: skip
+        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
         optim = config.optim
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay,

@@ -27,28 +27,29 @@ from fastdiff.state import TrainState
 from fastdiff.train import take_steps
 
 
-def run(turn: Turn, subject: Subject, data: Path, phases: bool = False) -> None:
+def run(turn: Turn, subject: Subject, data: Path, phases: bool = False, launched: bool = False) -> None:
     """Step until there is enough.
 
-    Facts: ``parameters``, ``device`` (its name), ``graph_breaks`` and ``compilations`` of torch.compile,
-    ``last_compilation`` (the step, counted from 1, that compiled last; 0: none did); with ``phases`` also ``launches``
-    of a step and what they are, ``launched``.
+    Facts: ``parameters``, ``device`` (its name), ``graph_breaks`` and ``compilations`` of torch.compile until now,
+    ``last_compilation`` (the step, counted from 1, that compiled last; 0: none did); with ``launched`` also
+    ``launches`` of a step and what they are, ``launched``.
 
     Args:
         turn: of this process.
         subject: what to train.
         data: folder of shards that fit its model.
-        phases: take the time of the parts of a step as well, and count its launches in the end.
+        phases: take the time of the parts of a step as well.
+        launched: count what a step launches, in one more of them in the end.
     """
     quieten()
     world = dist.start()
     with ExitStack() as stack:
-        folder = world.on_first(lambda: Path(tempfile.mkdtemp(prefix="fastdiff-bench-")))
+        folder = world.on_first(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=turn.folder)))
         if world.is_first:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         config = subject.config(data, folder)
         launch = Launch(deepspeed=subject.deepspeed_json(), resume="never")
-        state, batches, _ = build_run(config, launch, world, stack)
+        state, batches, callbacks = build_run(config, launch, world, stack)
         turn.ready(
             parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()),
             device=torch.cuda.get_device_name() if turn.device.type == "cuda" else "cpu",
@@ -59,9 +60,9 @@ def run(turn: Turn, subject: Subject, data: Path, phases: bool = False) -> None:
             state.objective = cast(Any, _TimedObjective(turn, state.objective))
             state.ema = cast(Any, _TimedEma(turn, state.ema))
         try:
-            take_steps(state, stream, Callbacks([AfterStep(turn)]))
+            take_steps(state, stream, _Observed(callbacks, AfterStep(turn)))
         except Enough:
-            if phases:
+            if launched:
                 found = launches.count(lambda: _one_step(state, stream), turn.device)
                 turn.facts["launches"], turn.facts["launched"] = found
             raise
@@ -82,6 +83,19 @@ class AfterStep(Callback):
             facts["compilations"], facts["last_compilation"] = compilations, self._steps
         facts["graph_breaks"] = counters["graph_break"].total()
         self._turn.after_step()
+
+
+class _Observed(Callbacks):
+    """The callbacks of a run, and one more after them."""
+
+    def __init__(self, own: Callbacks, last: Callback) -> None:
+        super().__init__([last])
+        self._own = own
+
+    def on_step(self, state: TrainState) -> None:
+        """Call them all."""
+        self._own.on_step(state)
+        super().on_step(state)
 
 
 class _Stop(Callback):

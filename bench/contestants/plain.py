@@ -1,7 +1,8 @@
 """A loop of plain PyTorch without DeepSpeed: autocast, AdamW, clipping, and an average by ``torch.optim.swa_utils``.
 
-As most people would write it: the optimizer and the average as torch has them by default. With ``best`` the fused
-optimizer, averages and clipping over all parameters at once, and blocks that are compiled where fastdiff's are.
+As most people would write it: the optimizer and the average as torch has them by default, the network a DiT in plain
+torch or the UNet of diffusers, in the precision of the run. With ``best`` the fused optimizer, averages and clipping
+over all parameters at once, a UNet in channels_last, and compilation where fastdiff compiles.
 """
 
 from __future__ import annotations
@@ -13,23 +14,22 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-from bench.contestants.plain_torch import PLAIN, Noise, Samples, network, train
+from bench.contestants.plain_network import compiled, network, predict
+from bench.contestants.plain_torch import Noise, Samples, train
 from bench.subject import Subject
-from bench.turn import Turn
+from bench.turn import Fact, Turn
 from fastdiff.batch import Condition
 from fastdiff.config import RunConfig
 from fastdiff.model_config import DiTConfig
 from fastdiff.optim import build_lr_schedule
-from fastdiff_kernels import dispatch
 
 
 def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
     """Step until there is enough, on the shards in ``data``."""
     config = subject.config(data, data)
-    with dispatch.forced(**PLAIN):
-        null = config.model.classes if isinstance(config.model, DiTConfig) else None
-        samples = Samples(data, config.batch.samples, config.objective.condition_dropout, null, turn.device)
-        train(turn, Plain(config, turn.device, best=best), samples, config.objective.timesteps)
+    null = config.model.classes if isinstance(config.model, DiTConfig) else None
+    samples = Samples(data, config.batch.samples, config.objective.condition_dropout, null, turn.device)
+    train(turn, Plain(config, turn.device, best=best), samples, config.objective.timesteps)
 
 
 class Plain:
@@ -44,7 +44,7 @@ class Plain:
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
         self._config, self._best = config, best
         self._noise = Noise(config.objective, device)
-        self.model = network(config, device, compiled=best)
+        self.model = network(config, device, best=best)
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.performance.precision == "bf16")
         optim, rate = config.optim, config.ema.rates[0]
         self._optimizer = torch.optim.AdamW(
@@ -56,12 +56,16 @@ class Plain:
         together = get_ema_multi_avg_fn(rate) if best else None  # type: ignore[no-untyped-call]
         self._ema = AveragedModel(self.model, avg_fn=one_by_one, multi_avg_fn=together)
         self._ema.update_parameters(self.model)  # the first update is a copy
+        self.facts: dict[str, Fact] = {
+            "precision": config.performance.precision, "compile": best and compiled(self.model, config, device),
+            "channels_last": best and not isinstance(config.model, DiTConfig), "fused": best, "foreach": best,
+        }  # fmt: skip
 
     def loss(self, clean: Tensor, noise: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """See ``Peer``."""
         noisy = self._noise.noisy(clean, noise, time)
         with self._autocast:
-            prediction = self.model(noisy, time, **condition)
+            prediction = predict(self.model, noisy, time, condition)
         return self._noise.loss(prediction, clean, noise, time)
 
     def update(self, loss: Tensor) -> None:

@@ -1,9 +1,8 @@
-"""What the loops of the peers have in common: samples in memory, and noise and loss in plain torch."""
+"""What the loops of the peers have in common: samples in memory, noise and loss in plain torch, and the facts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,21 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.turn import Turn
-from fastdiff.backends import compiles
+from bench.turn import Fact, Turn
 from fastdiff.batch import Condition
-from fastdiff.config import DiffusionConfig, RunConfig
+from fastdiff.config import DiffusionConfig
 from fastdiff.data.reader import LatentReader
-from fastdiff.models import Model
-from fastdiff.network import build_network
 from fastdiff.objective import weighting
 from fastdiff.schedule import Schedule
-from fastdiff_kernels import dispatch
-from fastdiff_kernels.dispatch import Backend
 from fastdiff_kernels.weights import loss_weights
 
-PLAIN: dict[str, Backend] = dict.fromkeys(dispatch.OPS, "reference")
-"""For ``dispatch.forced``: none of fastdiff's kernels."""
+FLAGS = ("precision", "tf32", "compile", "channels_last", "attention", "fused", "foreach", "data")
+"""Facts of a peer: how it computes."""
 
 
 class Peer(Protocol):
@@ -36,6 +30,10 @@ class Peer(Protocol):
     @property
     def model(self) -> nn.Module:
         """What is trained."""
+
+    @property
+    def facts(self) -> dict[str, Fact]:
+        """Those of ``FLAGS`` that are its own to choose; ``fused`` of AdamW, ``foreach`` of the average."""
 
     def loss(self, clean: Tensor, noise: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """The mean loss of a batch, as a scalar with a gradient; ``clean`` and ``noise [B, C, H, W]``, ``time [B]``."""
@@ -50,6 +48,9 @@ class Peer(Protocol):
 
 class Source(Protocol):
     """Where the clean latents of a step come from."""
+
+    kind: str
+    """In words."""
 
     def next(self) -> tuple[Tensor, Condition]:
         """``[B, C, H, W]`` in fp32, and what they are conditioned on."""
@@ -105,6 +106,8 @@ class Samples:
         device: where they are.
     """
 
+    kind = "latents in the memory of the device"
+
     def __init__(self, folder: Path, batch: int, dropout: float, null: int | None, device: torch.device) -> None:
         with LatentReader(folder) as reader:
             stored = {name: _in_memory(a) for name, a in reader.read(np.arange(len(reader))).items()}
@@ -149,18 +152,11 @@ def _in_memory(array: npt.NDArray[Any]) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def network(config: RunConfig, device: torch.device, *, compiled: bool) -> Model:
-    """The network of the run in fp32, with torch's own attention; plain torch while ``PLAIN`` is forced."""
-    model = build_network(replace(config, performance=replace(config.performance, attention="sdpa")))
-    model.to(device).train()
-    if compiled and compiles(config, device):
-        model.compile_blocks()
-    return model
-
-
 def train(turn: Turn, peer: Peer, samples: Source, timesteps: int) -> None:
-    """Step until there is enough."""
-    turn.ready(parameters=sum(p.numel() for p in peer.model.parameters()))
+    """Step until there is enough. Facts: ``parameters`` and ``FLAGS``."""
+    tf32 = turn.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    parameters = sum(p.numel() for p in peer.model.parameters())
+    turn.ready(parameters=parameters, **peer.facts, tf32=tf32, attention="sdpa", data=samples.kind)
     while True:
         clean, condition = samples.next()
         noise = torch.randn_like(clean)

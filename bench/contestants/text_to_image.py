@@ -1,10 +1,11 @@
 """The training step of diffusers' examples/text_to_image/train_text_to_image.py, from the public parts it is made of.
 
 As published: images are decoded in the training process (no workers, its default), the autoencoder and the text encoder
-run in every step, everything is fp32, and the loss is read twice per step. With ``best``: latents and embeddings from
-memory, mixed precision where fastdiff computes in 16 bits, compilation where fastdiff compiles, channels_last, the
-fused optimizer and an average over all parameters at once. Attention is torch's SDPA in both. The script drops no
-captions, and is started here as for one device, without a distributed wrapper.
+run in every step, and the loss is read twice per step. Its ``--mixed_precision``, which the command in its README has,
+is the precision of the run: autocast for the UNet, the frozen parts in 16 bits. With ``best``: latents and embeddings
+from memory, compilation where fastdiff compiles, channels_last, the fused optimizer and an average over all parameters
+at once. Attention is torch's SDPA in both. The script drops no captions, and is started here as for one device, without
+a distributed wrapper.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.contestants import frozen, images
+from bench.contestants.plain_network import compiled, network
 from bench.contestants.plain_torch import Samples, train
 from bench.subject import Subject
-from bench.turn import Turn
-from fastdiff.backends import compiles
+from bench.turn import Fact, Turn
 from fastdiff.batch import Condition
 from fastdiff.config import PREDICTION_TYPES, RunConfig
 from fastdiff.model_config import UNetConfig
-from fastdiff.network import build_network
 from fastdiff.objective import weighting
 from fastdiff.optim import build_lr_schedule
 from fastdiff.schedule import betas
@@ -62,7 +62,7 @@ class TextToImage:
 
         assert isinstance(config.model, UNetConfig)
         self._clip, self._batch, objective = config.optim.clip, config.batch.samples, config.objective
-        precision = config.performance.precision if best else "fp32"
+        precision = config.performance.precision
         self.accelerator: Any = Accelerator(
             cpu=device.type == "cpu", mixed_precision={"fp32": "no"}.get(precision, precision)
         )
@@ -71,13 +71,7 @@ class TextToImage:
             num_train_timesteps=objective.timesteps, trained_betas=betas(objective).tolist(), prediction_type=kind
         )
         self._gamma = (objective.min_snr_gamma or GAMMA["min_snr"]) if weighting(objective) == "min_snr" else None
-        unet: Any = UNet2DConditionModel(**config.model.to_diffusers())
-        unet.load_state_dict(build_network(config).state_dict())
-        if config.performance.recompute:
-            unet.enable_gradient_checkpointing()
-        if best:
-            unet.to(memory_format=torch.channels_last)
-        unet.train()
+        unet = network(config, device, best=best)
         self._ema: Any = EMAModel(
             unet.parameters(), decay=config.ema.rates[0], model_cls=UNet2DConditionModel, model_config=unet.config,
             foreach=best,
@@ -89,8 +83,10 @@ class TextToImage:
         )  # fmt: skip
         schedule = build_lr_schedule(optimizer, optim, config.steps)
         self.model, self._optimizer, self._schedule = self.accelerator.prepare(unet, optimizer, schedule)
-        if best and compiles(config, device):
-            self.model.compile()
+        self.facts: dict[str, Fact] = {
+            "precision": precision, "compile": best and compiled(self.model, config, device), "channels_last": best,
+            "fused": best, "foreach": best,
+        }  # fmt: skip
         self._ema.to(self.accelerator.device)
 
     def loss(self, clean: Tensor, noise: Tensor, time: Tensor, condition: Condition) -> Tensor:
@@ -139,21 +135,25 @@ class TextToImage:
 class Online:
     """Images that are decoded and encoded, and captions that are embedded, in every step; in place of ``Samples``."""
 
+    kind = "images decoded and encoded, captions embedded in every step"
+
     def __init__(self, turn: Turn, accelerator: Any, config: RunConfig, folder: Path) -> None:
         assert isinstance(config.model, UNetConfig)
         tokenizer = frozen.tokenizer()
-        self._vae = frozen.autoencoder(config.model).to(accelerator.device).requires_grad_(False)
-        self._text = frozen.text_encoder(config.model, len(tokenizer)).to(accelerator.device).requires_grad_(False)
+        self._dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
+        parts = frozen.autoencoder(config.model), frozen.text_encoder(config.model, len(tokenizer))
+        self._vae, self._text = (part.to(accelerator.device, self._dtype).requires_grad_(False) for part in parts)
         loader = images.loader(folder, frozen.FACTOR * config.model.size, config.batch.samples, tokenizer)
         self._batches = _endless(accelerator.prepare(loader))
         self._turn = turn
 
     def next(self) -> tuple[Tensor, Condition]:
-        """Sampled latents ``[B, C, H, W]`` and ``context [B, 77, D]``."""
+        """Sampled latents ``[B, C, H, W]`` and ``context [B, 77, D]``, in the precision of the run."""
         with self._turn.phase("data"):
             batch = next(self._batches)
         with self._turn.phase("encode"):
-            latents = self._vae.encode(batch["pixel_values"]).latent_dist.sample() * self._vae.config.scaling_factor
+            latents = self._vae.encode(batch["pixel_values"].to(self._dtype)).latent_dist.sample()
+            latents = latents * self._vae.config.scaling_factor
             context = self._text(batch["input_ids"], return_dict=False)[0]
         return latents, {"context": context}
 

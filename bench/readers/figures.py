@@ -33,6 +33,10 @@ _QUANTITIES = {
 }
 
 
+_RESIDENT = "high-water mark of the process, and what its workers alone hold in the end"
+"""What peak resident is: a sum over processes, whose high-water marks come at different times and share pages."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """The same samples for all readers, with a warm or a cold cache."""
@@ -48,8 +52,14 @@ class Case:
         """That of the case in records."""
         return f"{self.samples.kilobytes} KB samples, batch {self.samples.batch}, {self.heat}"
 
-    def report(self, results: Mapping[str, race.Result], log: Log) -> None:
-        """Write the measurements, and print them as a table."""
+    def report(self, results: Mapping[str, race.Result], cached: float, log: Log) -> None:
+        """Write the measurements, and print them as a table.
+
+        Args:
+            results: by reader.
+            cached: the share of the files that was in the page cache, in the worst of all turns.
+            log: where to write.
+        """
         heading = ["reader", "samples/s", "[p20,", "p80]", "MB/s", "CPU us/sample", "peak GiB", f"{READER} over it"]
         rows = [heading]
         settled = {name: self._settled(result) for name, result in results.items() if result.failure is None}
@@ -58,28 +68,29 @@ class Case:
                 log.write(Failure(bench="data", case=self.name, provider=name, reason=result.failure))
                 rows.append([name, "", "", "", "", "", "", result.failure])
                 continue
-            found = list(self._measurements(name, settled))
+            found = list(self._measurements(name, settled, cached))
             for measurement in found:
                 log.write(measurement)
             first, last = found[0].interval
             cells = [number(value) for value in (found[0].value, first, last, *(one.value for one in found[1:]))]
             rows.append([name, *cells, *[""] * (len(heading) - 1 - len(cells))])
-        print(f"\n{self.name}\n{table(rows, '<>>>>>>>')}")
+        print(f"\n{self.name}\n{table(rows, '<>>>>>>>')}\npeak GiB: {_RESIDENT}")
 
     def _settled(self, result: race.Result) -> race.Result:
         """A result with one step per turn, the mean: processes deliver in bursts.
 
-        Without the first steps of a turn, which take what was read ahead while others stepped.
+        Without the first steps of a turn, as far as they take what was read ahead while others stepped.
         """
         turns = []
         for turn in result.turns:
-            ahead = min(4 + 2 * self.workers, len(turn.seconds) // 2)
+            ahead = min(int(result.facts["read ahead"] or 0), len(turn.seconds) // 2)
             turns.append(Steps([statistics.fmean(turn.seconds[ahead:])], {}, turn.cpu_seconds / len(turn.seconds)))
         return race.Result(turns, result.facts, result.memory)
 
-    def _measurements(self, name: str, settled: Mapping[str, race.Result]) -> Iterator[Measurement]:
+    def _measurements(self, name: str, settled: Mapping[str, race.Result], cached: float) -> Iterator[Measurement]:
         result, batch, size = settled[name], self.samples.batch, self.samples.sample_bytes
         facts = self._facts(checked=name.startswith("fastdiff"))
+        facts |= {"read ahead": result.facts["read ahead"], "cached": cached}
 
         def one(quantity: str, timing: Timing, scale: float = 1.0, provider: str = name) -> Measurement:
             return Measurement(
@@ -95,7 +106,8 @@ class Case:
         resident = result.memory.resident + int(result.facts["workers' memory"] or 0)
         yield Measurement(
             bench="data", case=self.name, provider=name, quantity="peak resident", unit=_QUANTITIES["peak resident"],
-            value=resident / 2**30, better="lower", facts=facts,
+            value=resident / 2**30, better="lower",
+            facts=facts | {"resident": _RESIDENT},
         )  # fmt: skip
         if name != READER and READER in settled:
             yield one("speed-up", race.ratios(settled[READER], result), provider=f"{READER} over {name}")

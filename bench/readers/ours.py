@@ -1,4 +1,8 @@
-"""The readers of fastdiff. All of them check the crc32 of every array that they read."""
+"""The readers of fastdiff. All of them check the crc32 of every array that they read.
+
+Each pass opens the shards anew: this is when fastdiff asks the kernel to stream a shard in, and it must ask again for
+what the benchmark made the kernel forget before the pass.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,8 @@ def reader(samples: Samples, device: torch.device, passes: int) -> Generator[Bat
     with _open(samples) as shards:
         order, out = _order(samples, shards), shards.empty(samples.batch)
         for start in range(0, passes * samples.count, samples.batch):
+            if start % samples.count == 0:
+                shards.close()
             yield shards.read(order.samples(np.arange(start, start + samples.batch)), out)
 
 
@@ -49,8 +55,10 @@ def _loader(name: str, samples: Samples, device: torch.device, passes: int) -> G
             global_batch=samples.batch,
         )
         with batches:
-            for batch in itertools.islice(batches, passes * samples.count // samples.batch):
-                yield {"latent": batch.latents, **batch.condition}
+            for _ in range(passes):
+                shards.close()
+                for batch in itertools.islice(batches, samples.count // samples.batch):
+                    yield {"latent": batch.latents, **batch.condition}
 
 
 def _open(samples: Samples) -> LatentReader:

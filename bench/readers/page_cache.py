@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,11 +18,31 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
-def drop(files: Iterable[Path]) -> None:
-    """Ask the kernel to forget the contents of files, which must be on disk (``os.sync``).
+def empty(files: Sequence[Path], limit_seconds: float = 3.0) -> float:
+    """Let the kernel forget the contents of files, which must be on disk (``os.sync``).
 
     Pages that a process has mapped stay, and those of a file system in memory.
+
+    Args:
+        files: none of them empty.
+        limit_seconds: for how long to try: pages that the disk is just bringing in stay at first.
+
+    Returns:
+        The share that stayed.
+
+    Raises:
+        BenchError: the kernel does not say.
     """
+    until = time.monotonic() + limit_seconds
+    while True:
+        _drop(files)
+        left = cached_share(files)
+        if left == 0.0 or time.monotonic() > until:
+            return left
+        time.sleep(0.1)
+
+
+def _drop(files: Iterable[Path]) -> None:
     for file in files:
         with _open(file) as descriptor:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -23,14 +23,21 @@ ENDLESS = 1_000_000
 """Passes."""
 
 
-def run(turn: Turn, reader: Reader, samples: Samples) -> None:
+def run(turn: Turn, reader: Reader, samples: Samples, ahead: int) -> None:
     """Read batches, for ever; a contestant of ``bench.race``.
 
-    Its fact ``workers' memory`` are the bytes that the processes it started do not share with others.
+    One batch is read before the first step. Facts: ``read ahead``; ``workers' memory``, the bytes that the processes it
+    started do not share with others in the end.
+
+    Args:
+        turn: of this process.
+        reader: what reads.
+        samples: what is read.
+        ahead: batches that it may hold ready when a turn begins.
     """
     batches = reader(samples, turn.device, ENDLESS)
     next(batches)  # starts its threads and processes
-    turn.ready()
+    turn.ready(**{"read ahead": ahead})
     try:
         for _ in batches:
             turn.after_step()

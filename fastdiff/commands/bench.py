@@ -25,7 +25,15 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: the benchmarks are not installed: a wheel does not have them.
     """
-    if importlib.util.find_spec("bench.race") is None:
+    if not _installed():
         raise ConfigError("fastdiff bench: the benchmarks come with the repository; clone it and `pip install -e .`")
     sys.argv = [f"python -m {NAME}", *argv]
     runpy.run_module(NAME, run_name="__main__", alter_sys=True)
+
+
+def _installed() -> bool:
+    """Whether the package ``bench`` is that of the repository, and not missing or another's."""
+    try:
+        return importlib.util.find_spec("bench.race") is not None
+    except ModuleNotFoundError:
+        return False

@@ -130,10 +130,12 @@ def reproducible() -> Iterator[None]:
     """
     matmul, threads = torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads()
     torch.backends.cuda.matmul.allow_tf32 = False
-    torch.set_num_threads(1)
+    if threads > 1:  # else nothing: torch would take it as the wish of threads that are yet to start
+        torch.set_num_threads(1)
     try:
         with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
             yield
     finally:
-        torch.set_num_threads(threads)
+        if threads > 1:
+            torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = matmul

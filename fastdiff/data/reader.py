@@ -1,7 +1,7 @@
 """Read samples by number, checking every byte: a sample comes back exactly as it was encoded, or not at all.
 
 Rows go from the file straight into the batch with ``preadv``; their crc32 is computed by ISA-L, to the same number as
-by zlib in a tenth of the time. Files are never memory-mapped: a shard that shrinks under a mapping kills the process
+by zlib in a fraction of the time. Files are never memory-mapped: a shard that shrinks under a mapping kills the process
 with SIGBUS, while a short read is an error with a name.
 """
 
@@ -206,8 +206,8 @@ class LatentReader:
         flips = choice.get("latent", np.zeros(batch, np.int64))
         captions = choice.get("caption", np.zeros(batch))
         variants = 1 + self.info.flipped
-        if flips.shape != (batch,) or not ((flips >= 0) & (flips < variants)).all():
-            raise ValueError(f"choice['latent'] must be {batch} numbers below {variants}")
+        if flips.shape != (batch,) or flips.dtype.kind not in "iu" or not ((flips >= 0) & (flips < variants)).all():
+            raise ValueError(f"choice['latent'] must be {batch} whole numbers below {variants}")
         if captions.shape != (batch,) or not ((captions >= 0) & (captions < 1)).all():
             raise ValueError(f"choice['caption'] must be {batch} numbers from 0 to below 1")
         return flips.tolist(), captions.tolist()
