@@ -69,7 +69,7 @@ if [ -n "$smoke" ]; then
     dit=digits unet=digits-t2i small=digits
     kernels=(tests/ops/test_dispatch.py) on_gpu=(-m gpu --collect-only)
     dit_batches=4,8 unet_batches=2 dit_batch=4 unet_batch=2
-    dit_race=(--batch 2) unet_race=(--batch 2) small_race=(--batch 2) read=() memory=(--memory 1)
+    dit_race=(--batch 2) unet_race=(--batch 2) small_race=(--batch 2) read=() memory=(--memory 1 --steps 1)
 fi
 
 # Runs "$do NAME SHARE PACKAGES COMMAND..." for every part: SHARE of 1200 s; PACKAGES that it needs, in one word.
