@@ -132,7 +132,7 @@ class Zero:
 
 
 def _on_host(section: Mapping[str, Any], name: str) -> bool:
-    return (section.get(name) or {}).get("device", "none") != "none"
+    return bool((section.get(name) or {}).get("device", "none") != "none")
 
 
 def parameters_of(model: ModelConfig) -> list[int]:
