@@ -11,6 +11,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,15 +51,22 @@ def samples(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Samples.write(folder, request.param, at_least=COUNT - 1, batch=BATCH, shards=2)
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    """A small process: readers fork their workers, and one that has run many tests may be too large to be copied."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        yield executor
+
+
 def digest(sample: dict[str, torch.Tensor]) -> str:
     """Of the arrays of a sample, as they were written: fastdiff's loaders give the latents as fp32."""
     names = sorted(sample)
     return hashlib.sha256(b"".join(name.encode() + sample[name].half().numpy().tobytes() for name in names)).hexdigest()
 
 
-def read(reader: reading.Reader, samples: Samples, passes: int) -> list[str]:
+def read(name: str, samples: Samples, passes: int) -> list[str]:
     found = []
-    for batch in reader(samples, torch.device("cpu"), passes):
+    for batch in READERS[name](samples, torch.device("cpu"), passes):
         tensors = {name: torch.as_tensor(array) for name, array in batch.items()}
         assert {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()} == KINDS[samples.kilobytes]
         assert {len(tensor) for tensor in tensors.values()} == {BATCH}
@@ -66,11 +75,13 @@ def read(reader: reading.Reader, samples: Samples, passes: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_every_reader_gives_each_sample_once_per_pass_and_mixed(name: str, samples: Samples) -> None:
+def test_every_reader_gives_each_sample_once_per_pass_and_mixed(
+    name: str, samples: Samples, process: ProcessPoolExecutor
+) -> None:
     files = [{n: samples.array(number, n) for n in samples.names} for number in range(samples.count)]
     written = [digest({n: torch.from_numpy(np.load(file)) for n, file in sample.items()}) for sample in files]
     assert len(set(written)) == COUNT
-    found = read(READERS[name], samples, 3)
+    found = process.submit(read, name, samples, 3).result(timeout=120)
     assert Counter(found) == Counter(3 * written)
     if name != "webdataset 2 workers":  # which repeat their own shares
         assert Counter(found[:COUNT]) == Counter(written)

@@ -22,7 +22,7 @@ from bench.contestants import frozen, images
 from bench.contestants.dit import Dit
 from bench.contestants.plain import Plain
 from bench.contestants.plain_torch import Samples
-from bench.contestants.text_to_image import Online, TextToImage
+from bench.contestants.text_to_image import LAUNCHER, Online, TextToImage
 from bench.race import Effort
 from bench.subject import Subject
 from fastdiff.batch import Batch
@@ -44,8 +44,10 @@ BOTH_COLUMNS = pytest.mark.parametrize("best", [False, True])
 
 
 @pytest.fixture(autouse=True)
-def _another_precision() -> Iterator[None]:
-    """accelerate keeps the precision of the first run of a process."""
+def _another_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """accelerate keeps the precision of the first run of a process, and would take this one for a rank of many."""
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 

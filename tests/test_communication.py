@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -75,7 +76,8 @@ def test_every_stage_sends_its_multiple_of_the_parameters() -> None:
 
 def test_stage_3_gathers_small_parameters_alone_and_large_ones_twice_only_if_they_are_released() -> None:
     parameters = [100, 7, 100, 100]
-    setting = Zero(stage=3, persistence_threshold=10, reuse_distance=10**9, prefetch_bucket=200, reduce_bucket=207)
+    setting = Zero(stage=3, persistence_threshold=10, reuse_distance=10**9, overlap=True)
+    setting = replace(setting, prefetch_bucket=200, reduce_bucket=207)
     found = setting.messages(parameters, 4, 2)
     assert [(m.kind, m.bytes, m.part) for m in found] == [
         ("all-gather", 800, "forward"),
@@ -86,14 +88,19 @@ def test_stage_3_gathers_small_parameters_alone_and_large_ones_twice_only_if_the
         ("all-gather", 4 * 8, "step"),
     ]
     # Behind the first lie 207 elements, which are used twice before it is used again; behind the others fewer.
-    some = Zero(stage=3, persistence_threshold=10, reuse_distance=400).messages(parameters, 4, 2)
+    some = replace(setting, reuse_distance=400, reduce_bucket=10**8, prefetch_bucket=10**8).messages(parameters, 4, 2)
     assert [(m.kind, m.bytes) for m in some if m.part == "backward"] == [("all-gather", 400), ("reduce-scatter", 1232)]
 
 
 def test_what_the_json_says_is_what_is_modelled() -> None:
     found = zero("zero3")
     assert found == Zero(
-        stage=3, reduce_bucket=10**8, prefetch_bucket=10**8, persistence_threshold=10**6, reuse_distance=3 * 10**9
+        stage=3,
+        reduce_bucket=10**8,
+        prefetch_bucket=10**8,
+        persistence_threshold=10**6,
+        reuse_distance=3 * 10**9,
+        overlap=True,
     )
     with pytest.raises(BenchError, match="use_multi_rank_bucket_allreduce"):
         Zero.of({"zero_optimization": {"stage": 1, "use_multi_rank_bucket_allreduce": False}})

@@ -32,12 +32,13 @@ from fastdiff.optim import build_lr_schedule
 from fastdiff.schedule import betas
 from fastdiff_kernels.weights import GAMMA
 
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables by which a launcher tells a process its rank: with them accelerate would wrap the network for many."""
 
 
 def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
     """Step until there is enough, on the images in ``data``, or with ``best`` on the shards there."""
-    for name in _LAUNCHER:
+    for name in LAUNCHER:
         os.environ.pop(name, None)
     config = subject.config(data, data)
     peer = TextToImage(config, turn.device, best=best)
