@@ -76,8 +76,6 @@ def start() -> World:
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Uses NCCL with CUDA devices and gloo without.
     A second call in one process returns the same world.
     """
-    # Large tensors in host memory on huge pages: a new one costs a third of the time. Torch looks before the first.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())
