@@ -68,7 +68,7 @@ def build_optimizer(
         "lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay,
     }  # fmt: skip
     if config.name == "adamw":
-        options["fused"] = True  # one pass over memory without temporaries: on a CPU a sixth of the time
+        options["fused"] = True  # one pass over memory, without temporaries
     return base(parameters, **options)
 
 
