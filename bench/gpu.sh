@@ -60,7 +60,7 @@ cd "$(dirname "$0")/.." || exit 2
 export PYTHONPATH=".:kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
 
-dit=dit-xl-2 unet=sd2-512 small=dit-s-2
+dit=dit-xl-2-256 unet=sd2-512 small=dit-s-2-256
 kernels=(tests/ops) on_gpu=(-m gpu)
 dit_batches=128,256,64 unet_batches=32,64,16 dit_batch=128 unet_batch=32
 dit_race=(--batch 32 --rounds 3 --steps 5) unet_race=(--batch 8 --rounds 3 --steps 4)

@@ -82,9 +82,14 @@ def _check(subject: Subject, peers: Sequence[str]) -> None:
     unknown = [name for name in peers if name not in PEERS]
     if unknown or not peers or len(set(peers)) != len(peers):
         raise BenchError(f"--peer {' '.join(peers)}: expected some of {', '.join(PEERS)}, each once")
+    if config.objective.process != "ddpm":
+        raise BenchError(
+            f"preset {subject.preset} is of process {config.objective.process}, and the peers train discrete steps of "
+            "noise; try --preset dit-xl-2-256"
+        )
     model = config.model
     if "dit" in peers and not isinstance(model, DiTConfig):
-        raise BenchError(f"--peer dit steps a DiT, and preset {subject.preset} has a UNet; try --preset dit-s-2")
+        raise BenchError(f"--peer dit steps a DiT, and preset {subject.preset} has a UNet; try --preset dit-s-2-256")
     if "diffusers" in peers and (not isinstance(model, UNetConfig) or model.pooled_dim):
         raise BenchError(
             "--peer diffusers steps the UNet of Stable Diffusion 1.x and 2.x, and preset "

@@ -1,4 +1,4 @@
-"""Writes the tables of measured numbers in the README files, from records.
+"""Writes the tables of measured numbers in the README files and in the documentation, from records.
 
 Where a file has::
 
@@ -6,7 +6,7 @@ Where a file has::
     <!-- end bench -->
 
 the table of that kind, of the records in these folders (from the root of the repository), comes between the two lines.
-Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``.
+Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``, ``objectives``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.record import Measurement, Record
 
 Row: TypeAlias = tuple[str, ...]
 
-FILES = (ROOT / "README.md", ROOT / "kernels" / "README.md")
+FILES = (ROOT / "README.md", ROOT / "kernels" / "README.md", ROOT / "docs" / "objectives.md")
 
 _BEGIN, _END = "<!-- bench:", "<!-- end bench -->"
 _BLOCK = re.compile(rf"^({_BEGIN} (\S+) (.+?) -->)\n(.*?)^{_END}$", re.MULTILINE | re.DOTALL)
@@ -182,6 +182,17 @@ def _kernel(providers: dict[str, dict[str, Measurement]]) -> Row:
     )
 
 
+def _objectives(measurements: Sequence[Measurement]) -> list[Row]:
+    """Each in a row, with its flags."""
+    head = ("objective", "flags", "steps", "accuracy", "Fréchet distance", "training time, s")
+    body: list[Row] = []
+    for (_, provider), of_one in record.by_contestant(measurements).items():
+        accuracy, distance, time = (of_one[name] for name in ("accuracy", "frechet distance", "training time"))
+        figures = (f"{accuracy.value:.3f}", f"{distance.value:.2f}", number(time.value))
+        body.append((provider, f"`{accuracy.facts['flags']}`", str(accuracy.facts["steps"]), *figures))
+    return [head, *body] if body else []
+
+
 def _value(measurement: Measurement | None) -> str:
     return number(measurement.value) if measurement else ""
 
@@ -199,5 +210,6 @@ _KINDS: dict[str, tuple[str, Callable[[Sequence[Measurement]], list[Row]]]] = {
     "readers": ("data", _contestants("throughput", "bandwidth", "cpu time", "peak resident")),
     "reader-speed-ups": ("data", _speed_ups("throughput")),
     "kernels": ("op", _kernels),
+    "objectives": ("objectives", _objectives),
     "steps": ("step", _contestants("step time", "throughput", "peak allocated", "peak resident", "mfu", "of matmul")),
 }

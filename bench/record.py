@@ -40,7 +40,7 @@ class Measurement:
     bench: str
     """The command: op, step, peer, data, scale, aot."""
     case: str
-    """What was measured, in words that stay the same from run to run: ``dit-s-2, batch 8, fp32``."""
+    """What was measured, in words that stay the same from run to run: ``dit-s-2-256, batch 8, fp32``."""
     provider: str
     """Who: ``triton``, ``fastdiff zero3``, ``diffusers``, ``webdataset``."""
     quantity: str

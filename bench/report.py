@@ -1,4 +1,4 @@
-"""Writes what records hold for people: one HTML page, and the tables of the README files."""
+"""Writes what records hold for people: one HTML page, and the tables of the README files and of the documentation."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _TITLES = {
     "data": "Reading data",
     "scale": "Many GPUs",
     "aot": "What the compiler makes of the kernels",
+    "objectives": "The digits with each objective",
 }
 _RANKED = {"op", "peer", "data"}
 """Where contestants do the same: the best comes first."""
@@ -131,7 +132,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "records", nargs="*", type=Path, metavar="RECORDS", help="files and folders; default: all of bench/results"
     )
-    parser.add_argument("--readme", action="store_true", help="bring the tables in the README files up to date")
+    parser.add_argument(
+        "--readme", action="store_true", help="bring the tables in the README files and docs/ up to date"
+    )
     parser.set_defaults(run=_run)
 
 

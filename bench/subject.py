@@ -61,13 +61,11 @@ class Subject:
             precision=self.precision, compile=self.compile, kernels=self.kernels, attention=self.attention,
             recompute=self.recompute,
         )  # fmt: skip
-        prediction = {"prediction": "epsilon"} if base.objective.prediction == "auto" else {}
         config = replace(
             base,
             samples=_STEPS * samples,
             # The weights are random: what they are costs no time.
             pretrained=PretrainedConfig(),
-            objective=replace(base.objective, **prediction),  # type: ignore[arg-type]
             data=DataConfig(path=str(data), **_given(loader=self.loader)),
             batch=replace(base.batch, samples=samples, micro=micro),
             optim=replace(base.optim, **_given(name=self.optimizer)),

@@ -24,7 +24,7 @@ _BATCH_ON_CPU = 8
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of a subject, and ``--sweep``."""
-    parser.add_argument("--preset", help="what is trained; default: dit-s-2, with --smoke digits")
+    parser.add_argument("--preset", help="what is trained; default: dit-s-2-256, with --smoke digits")
     parser.add_argument("--batch", type=int, help="samples per step; default: the preset's, on a CPU 8")
     parser.add_argument("--micro", type=int, help="samples per forward pass; default: all, or the preset's")
     parser.add_argument(
@@ -58,7 +58,7 @@ def subjects(arguments: argparse.Namespace, device: str) -> list[Subject]:
             same name in the record.
     """
     given = {name: getattr(arguments, name) for name in FIELDS}
-    given["preset"] = given["preset"] or ("digits" if arguments.smoke else "dit-s-2")
+    given["preset"] = given["preset"] or ("digits" if arguments.smoke else "dit-s-2-256")
     swept = [_parsed(text) for text in arguments.sweep]
     names = [name for name, _ in swept]
     if len(set(names)) < len(names):

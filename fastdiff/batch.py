@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fastdiff.noise.levels import Levels
+
 Condition = dict[str, Tensor]
 """What a model is conditioned on besides the time, as its keyword arguments.
 
@@ -33,9 +35,16 @@ class Corruption:
 
     noisy: Tensor
     """``[B, C, H, W]`` x_t, fp32 unless the objective was built with another dtype."""
-    time: Tensor
-    """``[B]`` int64 timestep t in [0, timesteps)."""
+    levels: Levels
+    """The noise levels that were drawn."""
     condition: Condition
     """After the drop for classifier-free guidance (dropped: the null condition)."""
     correction: Tensor | None = None
-    """``[B, C, H, W]`` fp32, added to the target (DREAM); None: nothing."""
+    """``[B, C, H, W]`` fp32, added to the target (multi-resolution noise, DREAM); None: nothing."""
+    importance: Tensor | None = None
+    """``[B]`` fp32 weight of each sample's loss, for levels that are drawn unevenly; None: 1."""
+
+    @property
+    def time(self) -> Tensor:
+        """``[B]``, what the model is told."""
+        return self.levels.time

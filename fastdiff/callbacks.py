@@ -19,7 +19,7 @@ from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.flops import peak_flops, training_flops
 from fastdiff.fragments import Room, assemble
 from fastdiff.grid import image_grid
-from fastdiff.metrics import JsonLines, Record, drop_records_after, peak_gib
+from fastdiff.metrics import BY_LEVEL, JsonLines, Record, drop_records_after, peak_gib
 from fastdiff.model_config import DiTConfig, UNetConfig
 from fastdiff.models import Model
 from fastdiff.network import build_network
@@ -91,7 +91,7 @@ class Log(Callback):
         record = self._record(state)
         if self._is_first:
             self._lines.write(record)
-            numbers = {name: value for name, value in record.items() if isinstance(value, float)}
+            numbers = {_on_boards(name): value for name, value in record.items() if isinstance(value, float)}
             self._boards.scalars(numbers, state.progress.steps)
             self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}")
 
@@ -112,6 +112,7 @@ class Log(Callback):
             "peak_gib": peak_gib(state.world.device),
             "mfu": mfu,
             "skipped": state.progress.skipped,
+            **{name: read[name] for name in BY_LEVEL},
         }
 
     def close(self) -> None:
@@ -120,6 +121,12 @@ class Log(Callback):
             self._bar.close()
             with suppress(OSError):  # what could not be written has been reported when it was tried
                 self._lines.close()
+
+
+def _on_boards(name: str) -> str:
+    """What boards call a number: the losses by noise level stand together, in two sections."""
+    section = "log_snr/" if name.startswith("loss_snr_") else "depth/" if name in BY_LEVEL else ""
+    return section + name
 
 
 def _flops(state: TrainState) -> float:
@@ -243,7 +250,7 @@ def draw_together(
     chosen = {name: value[mine].to(world.device) for name, value in condition.items()}
 
     def draw() -> None:
-        with memory_for_images(world.device):
+        with memory_beside_training(world.device):
             images[mine] = sample(
                 model,
                 state.config.objective,
@@ -263,15 +270,15 @@ def draw_together(
 
 
 @contextmanager
-def memory_for_images(device: torch.device) -> Iterator[None]:
-    """Say what to do if the images do not fit beside the training."""
+def memory_beside_training(device: torch.device) -> Iterator[None]:
+    """Say what to do if the averaged model, or what is done with it, does not fit beside the training."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"no memory left on {device} to draw images beside the training ({str(error).splitlines()[0]}); lower "
-            "--batch.micro, or draw none with --validation.every 0 (of classes: --output.sample_every 0). The "
-            "checkpoints are intact"
+            f"no memory left on {device} for the averaged model beside the training ({str(error).splitlines()[0]}); "
+            "lower --batch.micro, or do without its images and losses, with --validation.every 0 and "
+            "--output.sample_every 0. The checkpoints are intact"
         ) from None
 
 
@@ -288,7 +295,7 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
     shapes, device = state.engine.shapes, state.world.device
 
     def reserve() -> Room:
-        with memory_for_images(device):
+        with memory_beside_training(device):
             return Room.reserve(shapes, dtype, device)
 
     # Before the ranks add up: one that ran out of memory there would leave the others waiting for it.
@@ -297,7 +304,7 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
     weights = assemble(state.world, flats, averages, shapes, room)
 
     def build() -> Model:
-        with memory_for_images(device):
+        with memory_beside_training(device):
             return build_network(state.config, weights).to(device, dtype).eval()
 
     model, error = attempt(build)

@@ -26,7 +26,7 @@ from fastdiff.errors import ConfigError, StorageError
 from fastdiff.fragments import Flat, Fragment, layout_digest, owned_blocks, owned_fragments
 from fastdiff.optim import PER_BLOCK, PER_ELEMENT, step_count
 from fastdiff.progress import Progress
-from fastdiff.saved import FORMAT, MANIFEST, METERS, VERSION, Saved, committed, file_digest, problems
+from fastdiff.saved import FORMAT, MANIFEST, METERS, TIMESTEPS, VERSION, Saved, committed, file_digest, problems
 from fastdiff.state import TrainState
 from fastdiff_kernels.adamw8bit import BLOCK
 
@@ -140,7 +140,8 @@ def restore(saved: Saved, state: TrainState) -> Progress:
     """Copy a checkpoint into a freshly built state, whose module already has the saved weights.
 
     Optimizer state goes to any number of ranks and any ZeRO stage, that of bitsandbytes only to the same layout.
-    What the checkpoint does not have starts anew: an added EMA rate at the weights, another optimizer without state.
+    What the checkpoint does not have starts anew: an added EMA rate at the weights, another optimizer without state,
+    another density of timesteps without losses.
 
     Raises:
         ConfigError: on every rank, for bitsandbytes' state of another layout.
@@ -159,6 +160,7 @@ def restore(saved: Saved, state: TrainState) -> Progress:
                 for fragment in flat.fragments:
                     fragment.of(average).copy_(saved.slice(kind, fragment))
     state.meters.restore(saved.meters(state.world.rank, state.world.size))
+    state.objective.timesteps.restore(saved.timesteps())
     engine.restore(progress.applied, manifest["loss_scale"])
     return progress
 
@@ -225,6 +227,8 @@ def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
     for key in _sliced_keys(flats):
         kinds[key] = [flat.state[key].view(-1) if key in flat.state else None for flat in flats]
     tensors, starts = {METERS: state.meters.sums}, {}
+    if state.world.is_first:  # the same on every rank
+        tensors |= {TIMESTEPS + name: values for name, values in state.objective.timesteps.state().items()}
     for kind, flat_tensors in kinds.items():
         for fragment, values in _slices(flats, kind, flat_tensors):
             tensors[f"{kind}/{fragment.name}"] = values

@@ -13,94 +13,27 @@ from typing import Literal, cast, get_args
 from fastdiff.data_config import DataConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.model_config import DiTConfig, LoraConfig, ModelConfig, PretrainedConfig
+from fastdiff.objective_config import DiffusionConfig, TimestepConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
 KernelBackend = Literal["triton", "reference", "compile"]
-Prediction = Literal["epsilon", "v", "x0"]
-PREDICTION_TYPES: dict[Prediction, str] = {"epsilon": "epsilon", "v": "v_prediction", "x0": "sample"}
-"""What the schedulers of diffusers call the predictions."""
 KERNEL_OPS = ("philox", "noising", "loss", "group_norm", "adaln", "adamw8bit")
 """The ops of ``fastdiff_kernels.dispatch``, without its torch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DiffusionConfig:
-    """What the model predicts from which noise (DDPM with a discrete time)."""
-
-    schedule: Literal["linear", "scaled_linear", "cosine"] = "linear"
-    """Noise schedule: linear (DDPM, DiT), scaled_linear (Stable Diffusion), cosine (IDDPM)."""
-    timesteps: int = 1000
-    """Number of noise levels T."""
-    zero_terminal_snr: bool = False
-    """Rescale the schedule so that the last step is pure noise (Lin et al. 2023, arXiv:2305.08891)."""
-    prediction: Literal["auto", "epsilon", "v", "x0"] = "epsilon"
-    """What the model predicts; auto: what the scheduler of --pretrained.path says."""
-    weighting: Literal["auto", "none", "min_snr", "soft_min_snr", "p2", "debiased", "snr"] = "auto"
-    """Weight of the loss by timestep: none (plain MSE), min_snr, soft_min_snr, p2 (gamma 1, k 1), debiased, or snr
-    (plain MSE of the noise, whatever is predicted). auto: min_snr if its gamma is given, else none."""
-    min_snr_gamma: float | None = None
-    """Clamp of Min-SNR (Hang et al. 2023, arXiv:2303.09556) and of its soft form. None: 5, as is usual, if one of them
-    is the weighting."""
-    noise_offset: float = 0.0
-    """Size of a noise constant over each channel, added to the noise; 0.05-0.1 is usual."""
-    input_perturbation: float = 0.0
-    """Extra noise on the input only (Ning et al. 2023, arXiv:2301.11706); 0.1 is usual."""
-    dream: bool = False
-    """Learn from the model's own estimate of the noise too (Zhou et al. 2023, arXiv:2312.00210): one more forward pass
-    per step, epsilon prediction only."""
-    dream_detail_preservation: float = 1.0
-    """Exponent of sigma in DREAM; larger keeps more of the plain objective, above all at low noise."""
-    condition_dropout: float = 0.1
-    """Share of the samples whose class or caption is replaced by none (classifier-free guidance)."""
-
-    def __post_init__(self) -> None:
-        require(self.timesteps >= 2, f"--objective.timesteps {self.timesteps}: at least 2")
-        require(
-            self.schedule != "linear" or self.timesteps > 20,
-            f"--objective.timesteps {self.timesteps}: the linear schedule needs more than 20; "
-            "use --objective.schedule cosine",
-        )
-        for name in ("noise_offset", "input_perturbation"):
-            value = getattr(self, name)
-            require(0.0 <= value < math.inf, f"--objective.{name} {value}: 0 (none) or a finite number above")
-        require(
-            0.0 <= self.condition_dropout <= 1.0,
-            f"--objective.condition_dropout {self.condition_dropout}: a share from 0 to 1",
-        )
-        require(
-            not self.dream or self.prediction in ("auto", "epsilon"),
-            f"--objective.dream needs --objective.prediction epsilon, given {self.prediction}",
-        )
-        require(
-            0.0 <= self.dream_detail_preservation < math.inf,
-            f"--objective.dream_detail_preservation {self.dream_detail_preservation}: 0 or above",
-        )
-        require(
-            self.min_snr_gamma is None or 0 < self.min_snr_gamma < math.inf,
-            f"--objective.min_snr_gamma {self.min_snr_gamma}: above 0, or None",
-        )
-        require(
-            self.min_snr_gamma is None or self.weighting in ("auto", "min_snr", "soft_min_snr"),
-            f"--objective.min_snr_gamma {self.min_snr_gamma}: --objective.weighting {self.weighting} has no such "
-            "clamp; leave one of them out, or use min_snr or soft_min_snr",
-        )
-
-    @property
-    def predicted(self) -> Prediction:
-        """What the model predicts; ConfigError if that is still to be found out."""
-        if self.prediction == "auto":
-            raise ConfigError("--objective.prediction auto needs --pretrained.path; or say epsilon, v or x0")
-        return self.prediction
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig:
-    """Images of given prompts, drawn with the averaged weights while training."""
+    """What is measured and drawn with the averaged weights while training."""
 
+    data: str = ""
+    """Folder of latent shards that are not trained on, also at http(s):// or s3://: their loss is measured under noise
+    that is the same in every run, into validation.jsonl. Empty: none."""
+    samples: int = 1024
+    """How many of them, spread evenly over the data; all, if there are fewer."""
     prompts: tuple[str, ...] = ()
     """What to draw; empty: nothing."""
     every: int = 1000
-    """Optimizer steps between two drawings; they are drawn at the end too. 0: never."""
+    """Optimizer steps between two validations, of the loss and of the prompts, besides one at the end. 0: never."""
     images_per_prompt: int = 4
     """Images of each prompt."""
     steps: int = 20
@@ -109,7 +42,7 @@ class ValidationConfig:
     """Classifier-free guidance scale; 1: none."""
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 0), ("images_per_prompt", 1), ("steps", 1)):
+        for name, least in (("samples", 1), ("every", 0), ("images_per_prompt", 1), ("steps", 1)):
             require(getattr(self, name) >= least, f"--validation.{name} {getattr(self, name)}: at least {least}")
         require(
             math.isfinite(self.guidance_scale), f"--validation.guidance_scale {self.guidance_scale}: a finite number"
@@ -292,6 +225,7 @@ class RunConfig:
     pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     objective: DiffusionConfig = field(default_factory=DiffusionConfig)
+    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -307,6 +241,7 @@ class RunConfig:
         if self.validation.prompts and self.validation.every:
             self._check_sampling("--validation.steps", self.validation.steps, "--validation.every 0")
         self._check_pretrained()
+        self._check_objective()
         if self.samples < 1 or self.samples % self.batch.samples:
             steps = max(1, round(self.samples / self.batch.samples))
             raise ConfigError(
@@ -316,21 +251,30 @@ class RunConfig:
 
     def _check_sampling(self, flag: str, steps: int, without: str) -> None:
         """Refuse now what would otherwise fail at the first images, hours later."""
+        objective = self.objective
         require(
-            steps <= self.objective.timesteps,
-            f"{flag} {steps}: at most --objective.timesteps {self.objective.timesteps}",
+            objective.process != "ddpm" or steps <= objective.timesteps,
+            f"{flag} {steps}: at most --objective.timesteps {objective.timesteps}",
         )
         require(
-            not self.objective.zero_terminal_snr or self.objective.prediction != "epsilon",
+            not objective.zero_terminal_snr or objective.prediction != "epsilon",
             "no image can be drawn from pure noise by predicting it: with --objective.zero_terminal_snr use "
             f"--objective.prediction v or x0, or draw none with {without}",
+        )
+
+    def _check_objective(self) -> None:
+        self.timesteps.check(self.objective)
+        doubled = isinstance(self.model, DiTConfig) and self.model.learn_sigma
+        require(
+            doubled or not self.objective.learns_variance,
+            f"--objective.variance {self.objective.variance} needs a model with twice the output channels: a DiT with "
+            "--model.learn_sigma true",
         )
 
     def _check_pretrained(self) -> None:
         wants = {
             "--data.online": self.data.online,
             "--validation.prompts": bool(self.validation.prompts and self.validation.every),
-            "--objective.prediction auto": self.objective.prediction == "auto",
         }
         for flag, wanted in wants.items():
             require(

@@ -40,6 +40,14 @@ class World:
         torch.distributed.all_reduce(tensor)
         return tensor
 
+    def concatenate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, all of one shape, joined in rank order along the first dimension."""
+        if self.size == 1:
+            return tensor
+        joined = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
+        torch.distributed.all_gather_into_tensor(joined, tensor)
+        return joined
+
     def agree(self, error: FastdiffError | None) -> None:
         """Raise on every rank the first error that any rank has; return when none has one."""
         found = next((e for e in self.gather(error) if e is not None), None)

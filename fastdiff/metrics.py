@@ -15,8 +15,14 @@ import torch
 from torch import Tensor
 
 from fastdiff.dist import World
+from fastdiff.noise import Levels
+from fastdiff.noise_bins import BINS, SNR_EDGES
 
 Record = dict[str, Any]
+
+QUARTILES = 4
+BY_LEVEL = (*(f"loss_q{n}" for n in range(QUARTILES)), *(f"loss_snr_{n:02d}" for n in range(BINS)))
+"""Names of the losses by noise level: by quartile of the depth, and by bin of the log SNR (``noise_bins``)."""
 
 
 class Meters:
@@ -27,18 +33,39 @@ class Meters:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-        """Sum of the finite losses and their number since the last read, on this rank; part of a checkpoint."""
+        self.sums = torch.zeros(2, 1 + len(BY_LEVEL), dtype=torch.float64, device=world.device)
+        """Of the finite losses since the last read, on this rank: their sums (row 0) and weights (row 1), over all
+        samples (column 0: their number) and by noise level (``BY_LEVEL``); part of a checkpoint."""
+        self._edges = torch.tensor(SNR_EDGES, device=world.device)
+        self._groups = torch.tensor([*range(QUARTILES), *range(BINS)], device=world.device)
         self._reset_times()
         self.step: list[tuple[Tensor, Tensor]] = []
         """(position, loss), both ``[micro]``, of each micro-batch of the current step on this rank."""
 
-    def add(self, losses: Tensor, position: Tensor) -> None:
-        """Take in the per-sample losses ``[B]`` of one micro-batch and the samples' positions ``[B]``."""
+    def add(self, losses: Tensor, position: Tensor, levels: Levels, importance: Tensor | None = None) -> None:
+        """Take in the losses of one micro-batch.
+
+        Args:
+            losses: ``[B]``, weighted by ``importance``.
+            position: ``[B]`` int64 positions of the samples in the run.
+            levels: their noise levels.
+            importance: ``[B]`` weights of levels that are drawn unevenly, over which a group's mean is taken; None: 1.
+        """
         losses = losses.detach()
         finite = torch.isfinite(losses)
-        self.sums += torch.stack([torch.where(finite, losses, 0.0).sum(dtype=torch.float64), finite.sum()])
+        values = torch.where(finite, losses, 0.0).double()
+        self.sums[:, 0] += torch.stack([values.sum(), finite.sum()])
+        weights = finite.double() if importance is None else finite * importance.double()
+        # Sums over one-hot rows: of a fixed shape, and in a fixed order, which scattered additions have not on a GPU.
+        member = self._members(levels).double()
+        self.sums[:, 1:] += (torch.stack([values, weights]).unsqueeze(2) * member).sum(1)
         self.step.append((position, losses))
+
+    def _members(self, levels: Levels) -> Tensor:
+        """``[B, len(BY_LEVEL)]``: whether a sample belongs to a group."""
+        quartile = (QUARTILES * levels.depth[levels.row]).long().clamp(max=QUARTILES - 1).unsqueeze(1)
+        bin_ = torch.bucketize(levels.log_snr[levels.row], self._edges, right=True).unsqueeze(1)
+        return torch.cat([quartile == self._groups[:QUARTILES], bin_ == self._groups[QUARTILES:]], dim=1)
 
     def start_step(self) -> None:
         """Begin the next optimizer step."""
@@ -53,22 +80,28 @@ class Meters:
         self._data_wait += time.perf_counter() - before
 
     def read(self) -> Record:
-        """Return ``loss`` (mean over all ranks' samples since the last read) and times; start anew."""
-        total, samples = self._world.sum_(self.sums.clone()).tolist()
+        """Return ``loss`` (mean over all ranks' samples since the last read) and times; start anew.
+
+        ``BY_LEVEL`` are the means over samples of like noise, None where there were none.
+        """
+        (total, *totals), (samples, *weights) = self._world.sum_(self.sums.clone()).tolist()
         elapsed = time.perf_counter() - self._since
         steps = max(1, self._steps)
-        record = {
+        record: Record = {
             "loss": total / samples if samples else float("nan"),
             "step_ms": 1e3 * elapsed / steps,
             "data_wait_ms": 1e3 * self._data_wait / steps,
         }
+        groups = zip(BY_LEVEL, totals, weights, strict=True)
+        record |= {name: value / weight if weight else None for name, value, weight in groups}
         self.sums.zero_()
         self._reset_times()
         return record
 
     def restore(self, sums: Tensor) -> None:
-        """Go on with sums from a checkpoint."""
-        self.sums.copy_(sums)
+        """Go on with sums from a checkpoint; anew, if it is older than the sums by noise level."""
+        if sums.shape == self.sums.shape:
+            self.sums.copy_(sums)
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fastdiff.config import PREDICTION_TYPES, Prediction, RunConfig
+from fastdiff.config import RunConfig
+from fastdiff.objective_config import PREDICTION_TYPES, Prediction
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DiTConfig
 from fastdiff.models import Model, build_model, load_model
@@ -35,18 +36,25 @@ def resolve(config: RunConfig) -> RunConfig:
         ConfigError: there is no such pipeline, or its noise schedule is not that of the run.
     """
     if not config.pretrained.path or config.pretrained.is_file:
-        return config
+        return _explicit(config, config.objective.predicted)
     found = pretrained(config)
     if found.commit is not None:
         config = replace(config, pretrained=replace(config.pretrained, revision=found.commit))
     if config.pretrained.weights:
         config = replace(config, model=found.unet_config())
+    if config.objective.process != "ddpm":
+        return _explicit(config, config.objective.predicted)
     if config.pretrained.weights or config.objective.prediction == "auto":
         scheduler = found.scheduler_config()
         if config.objective.prediction == "auto":
-            config = replace(config, objective=replace(config.objective, prediction=_predicted(scheduler)))
+            config = _explicit(config, _predicted(scheduler))
         _check_schedule(config, scheduler)
     return config
+
+
+def _explicit(config: RunConfig, prediction: Prediction) -> RunConfig:
+    """What ``auto`` means for this run, so that its record says it."""
+    return replace(config, objective=replace(config.objective, prediction=prediction))
 
 
 def download(config: RunConfig) -> None:

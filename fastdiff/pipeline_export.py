@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fastdiff.config import PREDICTION_TYPES, DiffusionConfig, RunConfig
+from fastdiff.config import RunConfig
+from fastdiff.objective_config import PREDICTION_TYPES, DiffusionConfig
 from fastdiff.errors import ConfigError
 from fastdiff.export_weights import ExportedWeights
 from fastdiff.model_config import UNetConfig

@@ -28,6 +28,7 @@ class Stream(IntEnum):
     OFFSET = 6
     CAPTION = 7
     CROP = 8
+    MULTIRES = 9
 
 
 def uniform(seed: int, stream: Stream, position: Tensor, count: int) -> Tensor:

@@ -1,15 +1,19 @@
 """Images from a trained model, with the solvers of diffusers.
 
-The schedule is shortened first: of the T noise levels of the training only those that the solver visits are
-kept, and the solver runs over every level of that short schedule (Nichol & Dhariwal 2021, arXiv:2102.09672,
-section 4). DDIM, which in diffusers always goes back by ``T // steps``, is thereby exact for any number of
-steps. The levels are the "trailing" ones of Lin et al. 2023 (arXiv:2305.08891, table 2), which start at the
-noisiest one.
+The schedule is shortened first: of the noise levels of the training only those that the solver visits are kept, and
+the solver runs over every level of that short schedule (Nichol & Dhariwal 2021, arXiv:2102.09672, section 4). DDIM,
+which in diffusers always goes back by ``T // steps``, is thereby exact for any number of steps.
+
+One form serves every process. The model sees ``alpha * x0 + sigma * noise``; divided by ``sqrt(alpha^2 + sigma^2)``
+that is variance preserving, with ``abar = alpha^2 / (alpha^2 + sigma^2)``, which is what the solvers know. Their steps
+depend on the SNR alone (Karras et al. 2022, arXiv:2206.00364, section 3), so that nothing is lost by it. What the
+model predicts is turned into x0 by the row of its level (``fastdiff.noise.levels``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -17,10 +21,11 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
-from fastdiff.config import PREDICTION_TYPES, DiffusionConfig
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DiTConfig
-from fastdiff.schedule import betas
+from fastdiff.noise import Process, build_process
+from fastdiff.objective_config import DiffusionConfig, Variance
+from fastdiff.respacing import flow_shares, karras_sigmas, spaced, trailing
 
 SchedulerName = Literal["ddim", "dpmsolver++", "ddpm"]
 
@@ -28,8 +33,8 @@ _SMALLEST_ALPHA_BAR = 2.0**-24
 
 
 Denoiser = Callable[..., Tensor]
-"""Called with noisy latents ``[B, C, H, W]`` fp32, times ``[B]`` int64 and the condition's tensors by name; returns
-``[B, C or more, H, W]``, of which the first C predict."""
+"""Called with noisy latents ``[B, C, H, W]`` fp32, times ``[B]`` (int64 timesteps or fp32 times) and the condition's
+tensors by name; returns ``[B, C or 2C, H, W]``, of which the first C predict and the others are for the variance."""
 
 
 def grid_classes(model: DiTConfig, trained: int | None, most: int = 10) -> Tensor:
@@ -57,6 +62,8 @@ def sample(
     null: Condition,
     scheduler: SchedulerName = "ddim",
     steps: int = 25,
+    respacing: str | None = None,
+    shift: float = 1.0,
     cfg: float | None = None,
     seed: int = 0,
     batch: int = 256,
@@ -70,13 +77,17 @@ def sample(
 
     Args:
         model: On the device of the condition.
-        objective: Noise schedule and meaning of the prediction, as in the training.
+        objective: Noise and meaning of the prediction, as in the training, with what was ``auto`` resolved.
         condition: Inputs of the model besides noisy latents and time, ``[N, ...]`` each; at least one.
         shape: ``(C, H, W)`` of an image's latents.
         null: The condition of nothing, one sample of each input that guidance replaces, as ``Objective`` has it.
         scheduler: ddim (Song et al. 2021, arXiv:2010.02502, eta 0), dpmsolver++ (Lu et al. 2022,
-            arXiv:2211.01095, second order) or ddpm (Ho et al. 2020, arXiv:2006.11239, posterior variance).
-        steps: Noise levels visited, 1 to ``objective.timesteps``.
+            arXiv:2211.01095, second order) or ddpm (Ho et al. 2020, arXiv:2006.11239), alone in using the
+            objective's variance.
+        steps: Noise levels visited, 1 or more, at most ``objective.timesteps`` in ddpm: ``trailing`` ones, for edm the
+            sigmas of Karras et al. 2022.
+        respacing: The levels instead, as ``fastdiff.respacing.spaced`` reads them; for ddpm only.
+        shift: That of the training's ``TimestepConfig``, for flow.
         cfg: Scale of classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) in the form
             ``without + cfg * (with - without)``; None or 1: none, at half the cost.
         seed: Any integer; its low 64 bits count.
@@ -88,99 +99,134 @@ def sample(
         ``[N, C, H, W]`` fp32 latents on the device of the condition, not clipped.
 
     Raises:
-        ConfigError: Unknown scheduler, too many steps, or epsilon prediction from zero terminal SNR.
+        ConfigError: Unknown scheduler, impossible steps, or epsilon prediction from pure noise.
     """
-    solver_of = _solver_factory(objective, scheduler, steps)
+    if scheduler not in get_args(SchedulerName):
+        choices = ", ".join(get_args(SchedulerName))
+        raise ConfigError(f"scheduler {scheduler!r} is unknown; choose one of {choices}")
+    trajectory = _trajectory(objective, steps, respacing, shift)
     scale = 1.0 if cfg is None else cfg
     count, device = next((len(value), value.device) for value in condition.values())
     parts = [torch.empty(0, *shape, device=device)]
-    with _bar(progress, -(-count // batch) * steps) as bar:
+    with _bar(progress, -(-count // batch) * len(trajectory.time)) as bar:
         for start in range(0, count, batch):
             chosen = {name: value[start : start + batch] for name, value in condition.items()}
             index = range(first_index + start, first_index + min(start + batch, count))
             generators = [_generator(seed, i) for i in index]
             predict = _guided(model, chosen, null, scale)
-            parts.append(_solve(predict, solver_of(), shape, generators, device, bar))
+            # A new one for each batch: some keep the last predictions.
+            solver = _diffusers_scheduler(scheduler, trajectory.alpha_bar, objective.variance)
+            latents = torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
+            parts.append(_solve(predict, solver, trajectory, latents, generators, bar))
     return torch.cat(parts)
 
 
-def visited_timesteps(timesteps: int, steps: int) -> list[int]:
-    """The noise levels of ``timesteps`` that a solver visits, ascending; the last is ``timesteps - 1``.
+@dataclass(frozen=True, slots=True)
+class _Trajectory:
+    """The noise levels of a solver, ascending; all but the times are float64 on the CPU, ``[steps]`` each."""
 
-    Raises:
-        ConfigError: ``steps`` is not in 1 to ``timesteps``.
-    """
-    if not 1 <= steps <= timesteps:
-        raise ConfigError(f"{steps} sampling steps; choose 1 to {timesteps}, the levels of the training")
-    return [-(-timesteps * k // steps) - 1 for k in range(1, steps + 1)]
-
-
-class _Solver:
-    """A diffusers scheduler over a short schedule; ``times[i]`` is the training timestep of its level i."""
-
-    def __init__(self, scheduler: Any, times: list[int]) -> None:
-        self.scheduler = scheduler
-        self.times = times
+    time: Tensor
+    """What the model is told: int64 or fp32."""
+    alpha_bar: Tensor
+    """Of the variance-preserving form."""
+    scale: Tensor
+    """The model's input over the latents of that form."""
+    clean: tuple[Tensor, Tensor, Tensor]
+    """(p, q, r), by which x0 is ``(p * prediction - q * input) / r``."""
 
 
-def _solver_factory(objective: DiffusionConfig, name: str, steps: int) -> Callable[[], _Solver]:
-    """Makes solvers, one for each batch because some keep the last predictions."""
-    if name not in get_args(SchedulerName):
-        choices = ", ".join(get_args(SchedulerName))
-        raise ConfigError(f"scheduler {name!r} is unknown; choose one of {choices}")
-    if objective.zero_terminal_snr and objective.predicted == "epsilon":
+def _trajectory(objective: DiffusionConfig, steps: int, respacing: str | None, shift: float) -> _Trajectory:
+    process = build_process(objective, "cpu")
+    levels = process.levels(_visited(objective, process, steps, respacing, shift))
+    alpha, sigma, a, b = levels.table[levels.row].double().unbind(1)
+    total = alpha**2 + sigma**2
+    turn = a * sigma - b * alpha
+    if (turn == 0).any():
         raise ConfigError(
-            "the last level of a zero-terminal-SNR schedule is pure noise, from which an epsilon prediction "
-            "gives no image; use --objective.prediction v or x0"
+            f"the last level of the {objective.schedule} schedule is pure noise, from which a prediction of "
+            f"{objective.predicted} gives no image; use --objective.prediction v or x0"
         )
-    times = visited_timesteps(objective.timesteps, steps)
-    alpha_bar = torch.cumprod(1 - betas(objective).double(), 0)[times]
-    if objective.zero_terminal_snr and name == "dpmsolver++":
-        # A level without any signal is infinitely far away for this solver, which counts in log SNR.
-        alpha_bar = alpha_bar.clamp(min=_SMALLEST_ALPHA_BAR)
-    return lambda: _Solver(_diffusers_scheduler(name, alpha_bar, PREDICTION_TYPES[objective.predicted]), times)
+    time = levels.time if levels.time.dtype == torch.int64 else levels.time.float()
+    return _Trajectory(time, alpha**2 / total, total.sqrt(), (sigma, b, turn))
 
 
-def _diffusers_scheduler(name: str, alpha_bar: Tensor, prediction_type: str) -> Any:
-    """The diffusers class called ``name`` over every level of ``alpha_bar`` (``[steps]`` float64)."""
+def _visited(objective: DiffusionConfig, process: Process, steps: int, respacing: str | None, shift: float) -> Tensor:
+    """Native levels of the process, ``[steps]``."""
+    if objective.process == "ddpm":
+        timesteps = objective.timesteps
+        return torch.tensor(trailing(timesteps, steps) if respacing is None else spaced(timesteps, respacing))
+    if respacing is not None:
+        raise ConfigError(
+            f"--respacing {respacing} chooses from the timesteps of ddpm; the time of {objective.process} has none, so "
+            "use --steps"
+        )
+    return karras_sigmas(steps) if objective.process == "edm" else process.draw(flow_shares(steps, shift))
+
+
+def _diffusers_scheduler(name: str, alpha_bar: Tensor, variance: Variance) -> Any:
+    """The diffusers class called ``name`` over every level of ``alpha_bar`` (``[steps]`` float64), for x0."""
     import diffusers
 
     before = torch.cat([alpha_bar.new_ones(1), alpha_bar[:-1]])
     options: dict[str, Any] = {
         "num_train_timesteps": len(alpha_bar),
         "trained_betas": (1 - alpha_bar / before).tolist(),
-        "prediction_type": prediction_type,
+        "prediction_type": "sample",
         "timestep_spacing": "trailing",
         "thresholding": False,
     }
     if name == "dpmsolver++":
         scheduler = diffusers.DPMSolverMultistepScheduler(**options)
+        # A level without any signal is infinitely far away for this solver, which counts in log SNR.
+        if alpha_bar[-1] == 0:
+            alpha_bar = torch.cat([alpha_bar[:-1], (before[-1:] / 4).clamp(max=_SMALLEST_ALPHA_BAR)])
     elif name == "ddim":
         scheduler = diffusers.DDIMScheduler(**options, clip_sample=False)
     else:
-        scheduler = diffusers.DDPMScheduler(**options, clip_sample=False)
-    # Diffusers multiplies 1 - beta up in fp32, which loses the last levels of a cosine schedule.
-    scheduler.alphas_cumprod = alpha_bar.float()
+        scheduler = diffusers.DDPMScheduler(**options, clip_sample=False, variance_type=variance)
+    # Diffusers multiplies 1 - beta up in fp32, which loses the first levels of edm and the last of a cosine schedule.
+    scheduler.alphas_cumprod = alpha_bar
     scheduler.set_timesteps(len(alpha_bar))
     return scheduler
 
 
 def _solve(
     predict: Callable[[Tensor, Tensor], Tensor],
-    solver: _Solver,
-    shape: tuple[int, int, int],
+    scheduler: Any,
+    trajectory: _Trajectory,
+    latents: Tensor,
     generators: list[torch.Generator],
-    device: torch.device,
     bar: Any,
 ) -> Tensor:
-    latents = torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
-    for level in solver.scheduler.timesteps.tolist():
-        time = torch.full((len(latents),), solver.times[level], device=device)
-        prediction = predict(latents, time)[:, : shape[0]].float()
-        step = solver.scheduler.step(prediction, level, latents, generator=generators, return_dict=False)
+    """Take all steps from ``latents [B, C, H, W]`` of pure noise."""
+    time = trajectory.time.to(latents.device)
+    channels = latents.shape[1]
+    for level in scheduler.timesteps.tolist():
+        noisy = latents * float(trajectory.scale[level])
+        output = predict(noisy, time[level].expand(len(latents))).float()
+        # In this order: near pure noise x0 is the small difference of two large numbers.
+        p, q, r = (float(factor[level]) for factor in trajectory.clean)
+        clean = (p * output[:, :channels] - q * noisy) / r
+        estimate = _with_variance(scheduler, clean, output[:, channels:])
+        step = scheduler.step(estimate, level, latents, generator=generators, return_dict=False)
         latents = cast(Tensor, step[0])
         bar.update()
     return latents
+
+
+def _with_variance(scheduler: Any, clean: Tensor, variance: Tensor) -> Tensor:
+    """What the scheduler is given: x0 and, where it draws with a learned variance, the channels of that, too.
+
+    ``learned_range`` means there what it means in training (Nichol & Dhariwal 2021, eq. 15), over the short schedule.
+    ``learned`` is the logarithm of the variance in training, and the variance itself there.
+    """
+    match scheduler.config.get("variance_type"):
+        case "learned_range":
+            return torch.cat([clean, variance], dim=1)
+        case "learned":
+            return torch.cat([clean, variance.exp()], dim=1)
+        case _:
+            return clean
 
 
 def _guided(model: Denoiser, condition: Condition, null: Condition, scale: float) -> Callable[[Tensor, Tensor], Tensor]:

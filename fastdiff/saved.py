@@ -3,8 +3,8 @@
 Every rank's file holds tensors named ``<kind>/<parameter>`` (kinds: ``master``, ``ema/<rate>``, and the optimizer's
 own, such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. The scales of
 8-bit moments (``exp_avg_scales``) are such slices too, counted not in elements but in blocks of the parameter. State
-that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is kept whole as ``raw/<flat>/<key>``. No
-pickle anywhere.
+that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is kept whole as ``raw/<flat>/<key>``, and
+what the draw of the timesteps has learned as ``timesteps/<key>`` in the file of rank 0. No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from fastdiff.fragments import Fragment
 
 MANIFEST = "MANIFEST.json"
 METERS = "meters"
+TIMESTEPS = "timesteps/"
+"""Prefix of what a density of timesteps has learned, in the file of rank 0."""
 FORMAT = "fastdiff-checkpoint"
 VERSION = 1
 """Raised when older checkpoints would be misread: also if the 8-bit moments get other codes or blocks."""
@@ -159,6 +161,12 @@ class Saved:
         if len(sums) == ranks:
             return sums[rank]
         return torch.stack(sums).sum(0) if rank == 0 else torch.zeros_like(sums[0])
+
+    def timesteps(self) -> dict[str, Tensor]:
+        """Return what the density of timesteps had learned; empty for one that does not learn."""
+        handle = self._handle(self.folder / "rank-00000.safetensors")
+        keys = [key for key in handle.keys() if key.startswith(TIMESTEPS)]  # noqa: SIM118 (not a mapping)
+        return {key.removeprefix(TIMESTEPS): handle.get_tensor(key) for key in keys}
 
     def _index(self, path: Path) -> None:
         handle = self._handle(path)

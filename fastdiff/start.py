@@ -29,6 +29,7 @@ from fastdiff.saved import Saved
 from fastdiff.state import TrainState
 from fastdiff.training_data import check_provenance, null_condition, open_data
 from fastdiff.validation import PromptImages
+from fastdiff.validation_loss import ValidationLoss
 from fastdiff_kernels import dispatch
 
 
@@ -90,6 +91,8 @@ def build_run(
         inputs=model.inputs,
         posterior=info.kind == "posterior",
         dtype=backends.DTYPES[config.performance.precision],
+        timesteps=config.timesteps,
+        batch_samples=config.batch.samples,
     )
     ema, meters = Ema(engine.flats, config.ema.rates, warmup=config.ema.warmup), Meters(world)
     state = TrainState(config, world, engine, objective, ema, meters, reader, order, facts, Progress())
@@ -107,8 +110,10 @@ def build_run(
 
 
 def _callbacks(state: TrainState, checkpoints: Checkpoints, boards: Boards) -> list[Callback]:
-    """The checkpoint before the images: a failure while drawing must not cost the steps since the last one."""
+    """The checkpoint before the validations: a failure in one must not cost the steps since the last one."""
     found: list[Callback] = [NonFiniteGuard(state), Log(state, boards), Checkpointing(state, checkpoints)]
+    if state.config.validation.data and state.config.validation.every:
+        found.append(ValidationLoss(state, boards))
     if state.config.model.kind == "dit":
         found.append(SampleGrid(state))
     elif state.config.validation.prompts and state.config.validation.every:

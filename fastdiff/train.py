@@ -56,7 +56,8 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
             prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
             losses = objective.loss(prediction, batch, corruption)
             engine.backward(losses.mean())
-            meters.add(losses, batch.position)
+            meters.add(losses, batch.position, corruption.levels, corruption.importance)
+        objective.timesteps.end_step(state.world)
         state.applied = engine.step()
         state.progress = state.progress.after(config.batch.samples, applied=state.applied)
         if state.applied:

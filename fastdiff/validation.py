@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastdiff.backends import DTYPES
 from fastdiff.boards import Boards
-from fastdiff.callbacks import Callback, averaged_model, draw_together, memory_for_images
+from fastdiff.callbacks import Callback, averaged_model, draw_together, memory_beside_training
 from fastdiff.model_config import UNetConfig
 from fastdiff.network import pretrained
 from fastdiff.progress import Every
@@ -70,7 +70,7 @@ class PromptImages(Callback):
 
     def _show(self, latents: Tensor, state: TrainState) -> None:
         prompts, device = state.config.validation.prompts, state.world.device
-        with memory_for_images(device):
+        with memory_beside_training(device):
             try:
                 pixels = decode(self._vae.to(device), latents)
             finally:

@@ -33,8 +33,8 @@ def step(draw: random.Random, speed: float = 1.0) -> Iterator[Measurement]:
     for provider, factor in (("fastdiff ddp", 1.0), ("fastdiff ddp compiled", 1.35)):
         for batch in (8, 16, 32, 64, 128, 256):
             rate = speed * factor * 580 * batch / (batch + 20)
-            names = f"step | dit-xl-2, 4x32x32, batch {batch}, bf16 | {provider}"
-            facts = {"preset": "dit-xl-2", "batch": batch, "parameters": 675_000_000, "flops_per_sample": 712e9}
+            names = f"step | dit-xl-2-256, 4x32x32, batch {batch}, bf16 | {provider}"
+            facts = {"preset": "dit-xl-2-256", "batch": batch, "parameters": 675_000_000, "flops_per_sample": 712e9}
             ms = 1e3 * batch / rate
             yield measurement(draw, names, "step time", "ms", ms, **facts)
             yield measurement(draw, names, "throughput", "samples/s", rate, **facts)
@@ -109,7 +109,7 @@ def data(draw: random.Random) -> Iterator[Measurement]:
 
 
 def scale(draw: random.Random) -> Iterator[Measurement]:
-    case = "dit-xl-2, 4x32x32, batch 256, bf16"
+    case = "dit-xl-2-256, 4x32x32, batch 256, bf16"
     for stage in range(4):
         for ranks in (1, 2):
             names = f"scale | {case} | zero{stage}, {ranks} ranks"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastdiff.config import DiffusionConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.model_config import DiTConfig
 from fastdiff.sampling import sample
 from fastdiff.schedule import betas

@@ -60,7 +60,7 @@ def test_a_wrong_list_of_kernels_is_refused(given: str, message: str) -> None:
         PerformanceConfig(kernels=given)
 
 
-@pytest.mark.parametrize("name", ["digits", "dit-xl-2"])
+@pytest.mark.parametrize("name", ["digits", "dit-xl-2-256"])
 def test_every_op_of_every_preset_is_named(name: str) -> None:
     config = preset(name)
     rows = backends.choices(config, CPU)
@@ -109,8 +109,8 @@ def test_the_table_puts_equal_layers_on_one_line() -> None:
 
 
 def test_the_doctor_explains_a_preset() -> None:
-    title, header, *lines = doctor.explain("dit-xl-2")
-    assert title == "preset dit-xl-2 on cpu, bf16, blocks eager:" or torch.cuda.is_available()
+    title, header, *lines = doctor.explain("dit-xl-2-256")
+    assert title == "preset dit-xl-2-256 on cpu, bf16, blocks eager:" or torch.cuda.is_available()
     assert header.split() == ["layer", "op", "forward", "backward", "why"]
     assert any(line.startswith("blocks.0-27.attn  attention  sdpa (") for line in lines)
     assert any(line.startswith("objective") and " loss " in line for line in lines)
@@ -118,7 +118,7 @@ def test_the_doctor_explains_a_preset() -> None:
 
 
 def test_an_unknown_preset_is_refused() -> None:
-    with pytest.raises(ConfigError, match="did you mean dit-xl-2"):
+    with pytest.raises(ConfigError, match="did you mean dit-xl-2-256"):
         list(doctor.explain("dit-xl-22"))
 
 
@@ -136,7 +136,7 @@ def test_an_unknown_preset_is_refused() -> None:
 )
 def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], message: str) -> None:
     monkeypatch.setattr(kernel_launch, "INTERPRETED", False)
-    config = performance(preset("dit-s-8"), **changes)
+    config = performance(preset("dit-s-8-256"), **changes)
     with pytest.raises(ConfigError, match=message):
         backends.choices(config, CPU)
     assert dispatch.choose("loss", torch.empty(0)) == "reference", "nothing stays forced"
@@ -148,7 +148,7 @@ def test_what_is_not_forced_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(dispatch, "explain", broken)
     with pytest.raises(RuntimeError, match="the driver is gone"):
-        backends.choices(preset("dit-s-8"), CPU)
+        backends.choices(preset("dit-s-8-256"), CPU)
 
 
 def test_a_run_is_refused_before_anything_is_written(world: World, digits: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests import bench_records
 
 def row(value: float, low: float | None = None, high: float | None = None, **other: object) -> Measurement:
     given = {
-        "bench": "step", "case": "dit-s-2", "provider": "fastdiff", "quantity": "step time", "unit": "ms",
+        "bench": "step", "case": "dit-s-2-256", "provider": "fastdiff", "quantity": "step time", "unit": "ms",
         "better": "lower", **other,
     }  # fmt: skip
     return Measurement(value=value, p20=low, p80=high, n=1 if low is None else 20, **given)
@@ -74,7 +74,7 @@ def test_measurements_are_joined_by_name(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", row(1), row(5, case="x"), row(7, quantity="phase data"))
     b = write(tmp_path / "b.jsonl", row(9, provider="plain"), row(5, case="x"), row(2))
     found = compare([a], [b], tolerance=0.03)
-    assert {change.a.case: change.ratio for change in found.changes} == {"dit-s-2": 2.0, "x": 1.0}
+    assert {change.a.case: change.ratio for change in found.changes} == {"dit-s-2-256": 2.0, "x": 1.0}
     assert [m.quantity for m in found.only_a] == ["phase data"]
     assert [m.provider for m in found.only_b] == ["plain"]
 
@@ -101,7 +101,7 @@ def test_one_that_fails_and_did_not_is_worse(tmp_path: Path) -> None:
 
 
 def test_one_that_failed_before_is_no_news(tmp_path: Path) -> None:
-    failure = Failure(bench="step", case="dit-s-2", provider="apex", reason="not installed")
+    failure = Failure(bench="step", case="dit-s-2-256", provider="apex", reason="not installed")
     both = [write(tmp_path / name, row(1), failure) for name in ("a.jsonl", "b.jsonl")]
     found = compare(both[:1], both[1:], tolerance=0.03)
     assert found.new_failures == ()

@@ -36,10 +36,12 @@ from fastdiff.randomness import Stream, normal
 
 CPU = torch.device("cpu")
 BATCH, SEED = 6, 3
-MIN_SNR = {"min_snr_gamma": 5.0}
-EACH_PEER = pytest.mark.parametrize(
-    ("preset", "build"), [("digits", Plain), ("digits-t2i", Plain), ("digits", Dit), ("digits-t2i", TextToImage)]
-)
+OBJECTIVES: dict[str, list[dict[str, Any]]] = {
+    "digits-t2i": (fixed := [{"prediction": "epsilon"}, {"prediction": "v", "min_snr_gamma": 5.0}]),
+    "digits": [*fixed, {"prediction": "epsilon", "variance": "learned_range"}],
+}
+PEERS = [("digits", Plain), ("digits-t2i", Plain), ("digits", Dit), ("digits-t2i", TextToImage)]
+EACH_PEER = pytest.mark.parametrize(("preset", "build"), PEERS)
 BOTH_COLUMNS = pytest.mark.parametrize("best", [False, True])
 
 
@@ -95,9 +97,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@EACH_PEER
+@pytest.mark.parametrize(
+    ("preset", "build", "objective"), [(name, build, each) for name, build in PEERS for each in OBJECTIVES[name]]
+)
 @BOTH_COLUMNS
-@pytest.mark.parametrize("objective", [{"prediction": "epsilon"}, {"prediction": "v", **MIN_SNR}])
 def test_loss_and_gradients_of_a_peer_are_those_of_fastdiff(
     preset: str, build: type[Plain | Dit | TextToImage], best: bool, objective: dict[str, Any]
 ) -> None:
@@ -280,7 +283,8 @@ def test_the_frozen_parts_are_in_stable_diffusions_proportions() -> None:
         (Subject(preset="digits"), ["torchrec"], "expected some of plain, dit, diffusers, each once"),
         (Subject(preset="digits"), [], "expected some of"),
         (Subject(preset="digits"), ["dit", "dit"], "each once"),
-        (Subject(preset="digits-t2i"), ["dit"], "preset digits-t2i has a UNet; try --preset dit-s-2"),
+        (Subject(preset="digits-t2i"), ["dit"], "preset digits-t2i has a UNet; try --preset dit-s-2-256"),
+        (Subject(preset="sit-xl-2-256"), ["plain"], "preset sit-xl-2-256 is of process flow, and the peers"),
         (Subject(preset="digits"), ["diffusers"], "preset digits has another network; try --preset digits-t2i"),
         (Subject(preset="digits", batch=16, micro=4), ["plain"], "--micro 4: .*leave it out"),
         (Subject(preset="sd2-512"), ["diffusers"], "preset sd2-512 accumulates gradients: .*give --batch"),

@@ -149,13 +149,13 @@ def test_a_sweep_that_fails_is_recorded_and_keeps_what_was_measured(tmp_path: Pa
 def step_record(folder: Path, memory: str = "peak allocated", **facts: Any) -> Path:
     """A record as ``bench step`` writes it on an H200: the steps with marks take 5 % longer."""
     given: dict[str, Any] = {
-        "preset": "dit-xl-2",
+        "preset": "dit-xl-2-256",
         "precision": "bf16",
         "deepspeed": "zero3",
         "batch": 256,
         "micro": None,
     }
-    model = Subject(preset="dit-xl-2").config(Path(), Path()).model
+    model = Subject(preset="dit-xl-2-256").config(Path(), Path()).model
     given |= {"parameters": sum(parameters_of(model))} | facts
     given["marked_step_ms"] = 420.0
     marked = {"forward": 136.5, "backward": 252.0, "optimizer": 21.0, "ema": 4.2, "other": 6.3}
@@ -164,11 +164,11 @@ def step_record(folder: Path, memory: str = "peak allocated", **facts: Any) -> P
         for quantity, value in rows:
             log.write(
                 Measurement(
-                    bench="step", case="dit-xl-2", provider="fastdiff zero3", quantity=quantity, unit="ms",
+                    bench="step", case="dit-xl-2-256", provider="fastdiff zero3", quantity=quantity, unit="ms",
                     value=value, better="lower", facts=given,
                 )
             )  # fmt: skip
-        log.write(Failure(bench="step", case="dit-xl-2", provider="other", reason="none"))
+        log.write(Failure(bench="step", case="dit-xl-2-256", provider="other", reason="none"))
     lines = log.path.read_text().splitlines(keepends=True)
     fingerprint = json.loads(lines[0])
     fingerprint["fingerprint"]["device"] = "NVIDIA H200"
@@ -201,7 +201,7 @@ def test_steps_of_a_cpu_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["scale", "--from", str(source), "--gpus", "8", "--out", str(tmp_path / "out")]) == 0
     found = record.read(tmp_path / "out" / "scale.jsonl").measurements
     assert {row.facts["device"] for row in found} == {"cpu"}
-    assert "warning: dit-xl-2 was measured on a CPU" in capsys.readouterr().out
+    assert "warning: dit-xl-2-256 was measured on a CPU" in capsys.readouterr().out
 
 
 def test_messages_overlap_where_the_deepspeed_json_says_so() -> None:

@@ -308,7 +308,7 @@ def test_a_subject_runs_under_what_a_run_without_a_file_does() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["dit-s-8", "digits-t2i"])
+@pytest.mark.parametrize("name", ["dit-s-8-256", "digits-t2i"])
 def test_synthetic_data_have_the_shapes_of_the_model(name: str, tmp_path: Path) -> None:
     model = preset(name).model
     with LatentReader(write(tmp_path / "data", model, 3)) as reader:

@@ -109,7 +109,7 @@ def test_what_the_json_says_is_what_is_modelled() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_efficiency_falls_with_the_number_of_gpus_and_overlap_never_hurts(stage: str, overlap: bool) -> None:
-    parameters, compute = parameters_of(Subject(preset="dit-s-4").config(Path(), Path()).model), Compute(0.01, 0.02)
+    parameters, compute = parameters_of(Subject(preset="dit-s-4-256").config(Path(), Path()).model), Compute(0.01, 0.02)
 
     def seconds(gpus: int, overlap: bool) -> float:
         messages = zero(stage).messages(parameters, 2, gpus)

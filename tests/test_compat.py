@@ -12,6 +12,8 @@ from fastdiff.commands import main
 from fastdiff.compat import in_words, translate
 from fastdiff.config import EmaConfig, RunConfig
 from fastdiff.errors import ConfigError
+from fastdiff.model_config import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
+from fastdiff.objective_config import TimestepConfig
 from tests.images import encode, natural
 
 T2I = ["--pretrained_model_name_or_path", "some/pipeline", "--train_data_dir", "images", "--max_train_steps", "100"]
@@ -159,9 +161,28 @@ def test_dit(classes: Path) -> None:
     assert (config.steps, config.batch.samples) == (10 * 3, 4)
     assert (config.model.kind, config.model.size) == ("dit", 32)
     assert (config.optim.weight_decay, config.optim.clip, config.ema.rates) == (0.0, 0.0, (0.9999,))
-    assert any("learn_sigma" in note for note in done.notes)
+    objective = config.objective
+    assert isinstance(config.model, DiTConfig)
+    assert config.model.learn_sigma
+    assert (objective.predicted, objective.variance, objective.loss, objective.weighted, objective.schedule) == (
+        "epsilon", "learned_range", "mse", "none", "linear",
+    )  # fmt: skip
+    assert config.timesteps == TimestepConfig()
+    assert (config.optim.name, config.optim.lr, config.optim.schedule) == ("adamw", 1e-4, "constant")
+    assert (config.data.random_flip, objective.condition_dropout) == (True, 0.1)
+    assert not any("learn_sigma" in note or "sample.py" in note for note in done.notes)
     with pytest.raises(ConfigError, match="does not divide by 3 GPUs"):
         translate("dit", ["--data-path", str(classes)], gpus=3)
+
+
+@pytest.mark.parametrize(("side", "latents"), [(256, 32), (512, 64)])
+def test_every_model_of_dit_becomes_its_preset(side: int, latents: int, classes: Path) -> None:
+    flags = ["--data-path", str(classes), "--global-batch-size", "4", "--epochs", "1", "--image-size", str(side)]
+    for letter in DIT_SIZES:
+        for patch in DIT_PATCHES:
+            config, _ = run_of("dit", [*flags, "--model", f"DiT-{letter}/{patch}"])
+            assert config.model == dit_config(f"DiT-{letter}/{patch}", size=latents, learn_sigma=True)
+            assert config.output.folder == f"results/dit-{letter.lower()}-{patch}-{side}"
 
 
 def test_the_encode_command_is_one_that_fastdiff_has(classes: Path, tmp_path: Path) -> None:

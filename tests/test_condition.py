@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch, Condition
-from fastdiff.config import DiffusionConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.objective import Objective
 from fastdiff.randomness import Stream, uniform
 

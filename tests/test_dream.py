@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config import DiffusionConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.dist import World
 from fastdiff.engine import Engine
 from fastdiff.errors import ConfigError
@@ -130,7 +130,7 @@ def test_an_input_of_another_dtype_keeps_it_and_loses_no_more() -> None:
     assert after.correction is not None
     assert before.noisy.dtype == after.noisy.dtype == torch.bfloat16
     assert after.correction.dtype == torch.float32
-    sigma = objective.table[before.time, 1].view(-1, 1, 1, 1)
+    sigma = before.levels.table[before.levels.row, 1].view(-1, 1, 1, 1)
     assert torch.equal(after.noisy, (before.noisy.float() + sigma * after.correction).bfloat16())
 
 
@@ -146,7 +146,7 @@ def test_a_perfect_model_is_corrected_by_nothing() -> None:
 
 @pytest.mark.parametrize("prediction", ["v", "x0"])
 def test_only_the_prediction_of_noise_has_it(prediction: Any) -> None:
-    message = rf"--objective\.dream needs --objective\.prediction epsilon, given {prediction}"
+    message = rf"--objective\.dream needs .* and --objective\.prediction epsilon, given ddpm and {prediction}"
     with pytest.raises(ConfigError, match=message):
         DiffusionConfig(dream=True, prediction=prediction)
     undecided = DiffusionConfig(dream=True, prediction="auto")

@@ -72,12 +72,12 @@ def test_flops_of_the_published_model() -> None:
     config = dit_config("DiT-XL/2", learn_sigma=True)
     assert forward_flops(config) == pytest.approx(2 * 118.62e9, rel=1e-3)
     assert training_flops(config) == pytest.approx(712e9, rel=1e-2)
-    assert training_flops(PRESETS["dit-xl-2"]().model) == pytest.approx(712e9, rel=1e-2)
+    assert training_flops(PRESETS["dit-xl-2-256"]().model) == pytest.approx(712e9, rel=1e-2)
 
 
 def test_frozen_weights_and_an_estimate_change_the_passes() -> None:
     """A backward pass that computes no gradients of weights costs as much as a forward pass; so does DREAM."""
-    config = PRESETS["dit-s-2"]().model
+    config = PRESETS["dit-s-2-256"]().model
     full, adapter = training_flops(config), training_flops(config, adapter=True)
     assert full - adapter == pytest.approx(forward_flops(config))
     assert training_flops(config, dream=True) - full == pytest.approx(forward_flops(config))

@@ -21,8 +21,8 @@ FREE_OF_SIBLINGS = {
     "errors": set(),
     "model_config": {"errors"},
     "data_config": {"errors"},
-    "config": {"errors", "model_config", "data_config"},
-    "batch": set(),
+    "objective_config": {"errors"},
+    "config": {"errors", "model_config", "data_config", "objective_config"},
     "progress": set(),
     "grid": set(),
 }

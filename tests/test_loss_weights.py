@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from fastdiff.config import DiffusionConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.errors import ConfigError
 from fastdiff.objective import Objective
 from fastdiff.schedule import Schedule
@@ -25,18 +25,29 @@ OF_X0 = {
 USUAL = {"min_snr": 5.0, "soft_min_snr": 5.0, "p2": 1.0}
 
 
-def of_x0_from(prediction, snr):
-    """Squared error of a prediction for an error of 1 in x0 at the same noisy latents, by solving for it."""
+def errors(prediction, snr):
+    """Squared errors of x0 and of the noise for an error of 1 in a prediction of the same noisy latents."""
     flow = prediction == "flow"
     sigma = 1 / (1 + math.sqrt(snr)) if flow else 1 / math.sqrt(1 + snr)
     alpha = math.sqrt(snr) * sigma
-    noise = -alpha / sigma  # alpha * 1 + sigma * noise = 0
-    return {"epsilon": noise, "v": alpha * noise - sigma, "x0": 1.0, "flow": noise - 1.0}[prediction] ** 2
+    noise = -alpha / sigma  # for an error of 1 in x0: alpha * 1 + sigma * noise = 0
+    predicted = {"epsilon": noise, "v": alpha * noise - sigma, "x0": 1.0, "flow": noise - 1.0}[prediction]
+    return 1 / predicted**2, (noise / predicted) ** 2
+
+
+def noise_per_error(prediction, snr):
+    """In closed form, 0 included."""
+    return {
+        "epsilon": torch.ones_like(snr),
+        "v": snr / (snr + 1),
+        "x0": snr,
+        "flow": snr / (1 + snr.sqrt()) ** 2,
+    }[prediction]
 
 
 def tables(config):
     """The fp32 weights that the loss gathers from, and the fp64 signal-to-noise ratios."""
-    weights = Objective(config, seed=0, null={}, device="cpu").weights
+    weights = Objective(config, seed=0, null={}, device="cpu").process.weights
     return weights, Schedule.build(config, "cpu", torch.float64).snr
 
 
@@ -45,17 +56,20 @@ def tables(config):
 @pytest.mark.parametrize("gamma", [None, 0.7])
 def test_a_weighting_means_the_same_for_every_prediction(kind, prediction, gamma):
     snr = torch.logspace(-6, 5, 89, dtype=torch.float64)
-    weights = loss_weights(kind, snr, prediction, gamma)
+    of_noise = torch.tensor([errors(prediction, ratio)[1] for ratio in snr.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(of_noise, noise_per_error(prediction, snr), rtol=1e-10, atol=0)
+    weights = loss_weights(kind, snr, of_noise, gamma)
     assert weights.dtype == torch.float64
     for weight, ratio in zip(weights.tolist(), snr.tolist(), strict=True):
         expected = OF_X0[kind](ratio, USUAL.get(kind) if gamma is None else gamma)
-        assert weight * of_x0_from(prediction, ratio) == pytest.approx(expected, rel=1e-10)
+        assert weight == pytest.approx(expected * errors(prediction, ratio)[0], rel=1e-10)
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_there_is_no_signal_a_weight_is_its_limit(kind, prediction):
-    weight, close = loss_weights(kind, torch.tensor([0.0, 1e-30], dtype=torch.float64), prediction).tolist()
+    snr = torch.tensor([0.0, 1e-30], dtype=torch.float64)
+    weight, close = loss_weights(kind, snr, noise_per_error(prediction, snr)).tolist()
     if (kind, prediction) == ("debiased", "epsilon"):
         assert weight == 0.0, "the one without a limit: that of the weighted error of x0"
     else:
@@ -72,7 +86,8 @@ def test_weights_are_finite_under_zero_terminal_snr(kind, prediction):
         assert snr[-1] == 0
         assert weights.isfinite().all()
         assert (weights[:-1] > 0).all()
-        assert torch.equal(weights, loss_weights(kind, snr, prediction).float())
+        expected = loss_weights(kind, snr, noise_per_error(prediction, snr)).float()
+        torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "cosine"])
@@ -89,7 +104,7 @@ def test_min_snr_weights_are_their_closed_form(schedule, prediction):
 def test_the_gamma_of_the_configuration_is_used():
     for kind in ("auto", "min_snr", "soft_min_snr"):
         weights, snr = tables(DiffusionConfig(weighting=kind, min_snr_gamma=2.5))
-        expected = loss_weights("min_snr" if kind == "auto" else kind, snr, "epsilon", 2.5)
+        expected = loss_weights("min_snr" if kind == "auto" else kind, snr, torch.ones_like(snr), 2.5)
         assert torch.equal(weights, expected.float())
 
 

@@ -1,6 +1,5 @@
 """Corruption and loss: against fp64 oracles and closed forms, and what they must never do."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff.batch import Batch
-from fastdiff.config import DiffusionConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.errors import ConfigError
 from fastdiff.metrics import Meters
 from fastdiff.model_config import DiTConfig
 from fastdiff.models.dit import DiT
-from fastdiff.objective import Objective, weighting
+from fastdiff.objective import Objective
 from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import Schedule, betas
 from fastdiff_kernels import dispatch
@@ -178,12 +177,13 @@ def test_a_perfect_prediction_has_no_loss(prediction, zero_terminal, posterior):
 def test_the_loss_and_its_gradient_agree_with_fp64(prediction, gamma, zero_terminal, posterior):
     options = {"prediction": prediction, "min_snr_gamma": gamma, "zero_terminal_snr": zero_terminal}
     objective, batch = _objective(posterior=posterior, **options), _batch(32, posterior=posterior)
-    corruption = replace(objective.corrupt(batch), time=torch.linspace(0, 999, 32).long())
+    corruption = objective.corrupt(batch, torch.linspace(0, 999, 32).long())
     guess = torch.randn(corruption.noisy.shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
     losses = objective.loss(guess, batch, corruption)
     (gradient,) = torch.autograd.grad(losses.sum(), guess)
     snr = Schedule.build(objective.config, "cpu", torch.float64).snr
-    weight = loss_weights(weighting(objective.config), snr, prediction, gamma)[corruption.time]
+    noise_per_error = {"epsilon": torch.ones_like(snr), "v": snr / (snr + 1), "x0": snr}[prediction]
+    weight = loss_weights("none" if gamma is None else "min_snr", snr, noise_per_error, gamma)[corruption.time]
     error = guess.detach().double() - _exact_target(objective, batch, corruption)
     expected = weight * error.square().mean(dim=(1, 2, 3))
     torch.testing.assert_close(losses.double(), expected, rtol=16 * EPS, atol=0)
@@ -264,26 +264,33 @@ class _NoSync(TorchDispatchMode):
 def _step(objective, batch, guess):
     """What the loop does besides model and optimizer."""
     corruption = objective.dream(objective.corrupt(batch), batch, lambda noisy, time, label: guess)
-    return objective.loss(guess, batch, corruption)
+    return objective.loss(guess, batch, corruption), corruption.levels
 
 
 EVERYTHING = [
-    ("epsilon", {"posterior": False, "dream": True, "dream_detail_preservation": 10.0}),
-    ("epsilon", {"posterior": True, "dream": True}),
-    ("v", {"posterior": True}),
-    ("x0", {"posterior": False}),
+    {"prediction": "epsilon", "dream": True, "dream_detail_preservation": 10.0, "min_snr_gamma": 5.0},
+    {"prediction": "epsilon", "posterior": True, "dream": True, "multires_noise_iterations": 2},
+    {"prediction": "v", "posterior": True, "min_snr_gamma": 5.0},
+    {"prediction": "x0", "min_snr_gamma": 5.0},
+    {"prediction": "previous_x"},
+    {"process": "flow", "cosine_weight": 1.0, "weighting": "cosmap", "multires_noise_iterations": 2},
+    {"process": "flow", "path": "gvp", "prediction": "score", "weighting": "likelihood"},
+    {"process": "flow", "path": "vp", "prediction": "epsilon", "posterior": True, "min_snr_gamma": 5.0},
+    {"process": "edm", "posterior": True, "weighting": "soft_min_snr"},
 ]
 
 
-@pytest.mark.parametrize(("prediction", "options"), EVERYTHING)
-def test_no_part_of_the_objective_waits_for_the_device(prediction, options, monkeypatch):
+def _everything(options, device="cpu"):
+    """An objective with all that goes with ``options``, a batch, and a guess of twice the channels."""
+    objective = _objective(device=device, noise_offset=0.1, input_perturbation=0.1, condition_dropout=0.5, **options)
+    batch = _on(_batch(dtype=torch.bfloat16, posterior=objective.posterior), device)
+    return objective, batch, torch.zeros(16, 8, 8, 8, dtype=torch.bfloat16, device=device)
+
+
+@pytest.mark.parametrize("options", EVERYTHING)
+def test_no_part_of_the_objective_waits_for_the_device(options, monkeypatch):
     """On a CPU, so only what the torch reference of each op does; the kernels' launches are seen on a GPU, below."""
-    objective = _objective(
-        prediction=prediction, noise_offset=0.1, input_perturbation=0.1, min_snr_gamma=5.0, condition_dropout=0.5,
-        **options,
-    )  # fmt: skip
-    batch = _batch(dtype=torch.bfloat16, posterior=options["posterior"])
-    guess = torch.zeros(16, 8, 8, 8, dtype=torch.bfloat16)
+    objective, batch, guess = _everything(options)
     calls = []
     names = ("item", "cpu", "tolist", "numpy", "cuda", "__bool__", "__int__", "__float__", "__index__")
     for name in names:
@@ -292,7 +299,7 @@ def test_no_part_of_the_objective_waits_for_the_device(prediction, options, monk
             torch.Tensor, name, lambda *a, _of=original, _as=name, **k: (calls.append(_as), _of(*a, **k))[1]
         )
     with _NoSync():
-        losses = _step(objective, batch, guess)
+        losses, _ = _step(objective, batch, guess)
     assert calls == []
     # The counters and the mode work: otherwise the lines above prove nothing.
     assert losses.sum().item() > 0
@@ -302,21 +309,16 @@ def test_no_part_of_the_objective_waits_for_the_device(prediction, options, monk
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("prediction", "options"), EVERYTHING)
-def test_no_step_on_a_gpu_waits_for_it(prediction, options):
+@pytest.mark.parametrize("options", EVERYTHING)
+def test_no_step_on_a_gpu_waits_for_it(options):
     """CUDA itself reports every synchronising call, in the kernels as well."""
     device = torch.device("cuda", torch.cuda.current_device())
-    objective = _objective(
-        device=device, prediction=prediction, noise_offset=0.1, input_perturbation=0.1, min_snr_gamma=5.0,
-        condition_dropout=0.5, **options,
-    )  # fmt: skip
-    batch = _on(_batch(dtype=torch.bfloat16, posterior=options["posterior"]), device)
-    guess = torch.zeros(16, 8, 8, 8, dtype=torch.bfloat16, device=device)
+    objective, batch, guess = _everything(options, device)
     meters = Meters(SimpleNamespace(device=device))
 
     def step():
-        losses = _step(objective, batch, guess)
-        meters.add(losses, batch.position)
+        losses, levels = _step(objective, batch, guess)
+        meters.add(losses, batch.position, levels)
         return losses
 
     step()  # compiles the kernels

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff.batch import Batch, Condition
-from fastdiff.config import DiffusionConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.models import load_model
 from fastdiff.objective import Objective
 from fastdiff.randomness import Stream, normal

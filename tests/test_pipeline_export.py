@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastdiff.config import DiffusionConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.dist import World
 from fastdiff.export import Choice, export
 from fastdiff.export_weights import ExportedWeights

@@ -22,6 +22,7 @@ def test_the_numbering_of_the_streams_is_frozen():
         "OFFSET": 6,
         "CAPTION": 7,
         "CROP": 8,
+        "MULTIRES": 9,
     }
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdiff.config import DiffusionConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models import build_model
 from fastdiff.models.dit import DiT
-from fastdiff.sampling import SchedulerName, sample, visited_timesteps
+from fastdiff.respacing import trailing
+from fastdiff.sampling import SchedulerName, sample
 from tests.gaussian import CONFIG, MEANS, Gaussian, draw
 
 SCHEDULERS: tuple[SchedulerName, ...] = ("ddim", "dpmsolver++", "ddpm")
@@ -223,11 +224,11 @@ def test_progress_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_visited_levels() -> None:
-    assert visited_timesteps(1000, 4) == [249, 499, 749, 999]
-    assert visited_timesteps(1000, 3) == [333, 666, 999]
-    assert visited_timesteps(1000, 1000) == list(range(1000))
+    assert trailing(1000, 4) == [249, 499, 749, 999]
+    assert trailing(1000, 3) == [333, 666, 999]
+    assert trailing(1000, 1000) == list(range(1000))
     for steps in range(1, 51):
-        times = visited_timesteps(50, steps)
+        times = trailing(50, steps)
         assert len(set(times)) == steps
         assert (min(times) >= 0, times[-1], times) == (True, 49, sorted(times))
 

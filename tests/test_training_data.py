@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.config import DiffusionConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import DatasetInfo
 from fastdiff.data.writer import ShardWriter

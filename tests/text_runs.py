@@ -11,7 +11,6 @@ import torch
 
 from fastdiff.config import (
     BatchConfig,
-    DiffusionConfig,
     EmaConfig,
     OptimConfig,
     OutputConfig,
@@ -19,6 +18,7 @@ from fastdiff.config import (
     RunConfig,
     ValidationConfig,
 )
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.writer import ShardWriter
 from fastdiff.data_config import DataConfig

@@ -1,10 +1,10 @@
 """The training step that was published with DiT (Peebles & Xie 2023; github.com/facebookresearch/DiT, train.py).
 
 fp32 with TF32 on a GPU, no clipping, AdamW as torch has it by default, an average that is updated parameter by
-parameter, and a loss that is read in every step. Latents and not images, no ``DistributedDataParallel``, and neither a
-learned variance nor its part of the loss: all of these are left out on both sides, or to its favour. With ``best`` what
+parameter, a loss that is read in every step, and tables that are copied to the device whenever one is read. Latents and
+not images, and no ``DistributedDataParallel``: these are left out on both sides, or to its favour. With ``best`` what
 its users add: autocast where fastdiff computes in 16 bits, compiled blocks where fastdiff's are, the fused optimizer,
-the average over all parameters at once, and a loss that is read when it is logged.
+the average over all parameters at once, a loss that is read when it is logged, and tables that stay on the device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bench.contestants.plain_network import compiled, network
 from bench.contestants.plain_torch import Noise, Samples, train
+from bench.contestants.published import Published
 from bench.subject import Subject
 from bench.turn import Fact, Turn
 from fastdiff.batch import Condition
@@ -48,6 +49,9 @@ class Dit:
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
         self._best, self._rate = best, config.ema.rates[0]
         self._noise = Noise(config.objective, device)
+        # What their script cannot train (v, a fixed variance) is computed as everybody else's.
+        published = not best and Published.trains(config.objective)
+        self._published = Published(config.objective) if published else None
         self.model = network(config, device, best=best)
         self._average = deepcopy(self.model).requires_grad_(False).eval()
         precision = config.performance.precision if best else "fp32"
@@ -66,9 +70,12 @@ class Dit:
 
     def loss(self, clean: Tensor, noise: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """See ``Peer``."""
+        label = condition["label"]
+        if self._published is not None:
+            return self._published.loss(lambda noisy, time: self.model(noisy, time, label), clean, noise, time)
         noisy = self._noise.noisy(clean, noise, time)
         with self._autocast:
-            prediction = self.model(noisy, time, condition["label"])
+            prediction = self.model(noisy, time, label)
         return self._noise.loss(prediction, clean, noise, time)
 
     def update(self, loss: Tensor) -> None:

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.contestants import bound
 from bench.turn import Fact, Turn
 from fastdiff.batch import Condition
-from fastdiff.config import DiffusionConfig
 from fastdiff.data.reader import LatentReader
-from fastdiff.objective import weighting
+from fastdiff.noise import Ddpm
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.schedule import Schedule
-from fastdiff_kernels.weights import loss_weights
 
 FLAGS = ("precision", "tf32", "compile", "channels_last", "attention", "fused", "foreach", "data")
 """Facts of a peer: how it computes."""
@@ -57,41 +57,75 @@ class Source(Protocol):
 
 
 class Noise:
-    """Forward process and weighted loss (Ho et al. 2020, arXiv:2006.11239; Hang et al. 2023, arXiv:2303.09556).
+    """Forward process and loss: the weighted squared error, and the bound of a learned variance where the run has one.
 
-    The tables are those of the run, so that it is the same mathematics; what is done with them in a step is plain.
+    Ho et al. 2020, arXiv:2006.11239; Hang et al. 2023, arXiv:2303.09556; for the bound see ``bound.py``. The tables
+    are those of the run, so that it is the same mathematics; what is done with them in a step is plain.
     """
 
     def __init__(self, config: DiffusionConfig, device: torch.device) -> None:
-        self._config = config
-        self.steps = config.timesteps
-        tables = Schedule.build(config, device)
-        self._alpha, self._sigma = tables.alpha, tables.sigma
-        exact = Schedule.build(config, "cpu", torch.float64)
-        kind = weighting(config)
-        weights = loss_weights(kind, exact.snr, config.predicted, config.min_snr_gamma)
-        self._weights = None if kind == "none" else weights.to(device, torch.float32)
+        self._predicted = config.predicted
+        process = Ddpm(config, device)
+        self._alpha, self._sigma, _, _ = (column.contiguous() for column in process.table.unbind(1))
+        self._weights = None if config.weighted == "none" else process.weights
+        self._bound = _Bound(config, device) if config.learns_variance else None
 
     def noisy(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
         """``[B, C, H, W]``: the latents at ``time``."""
-        return _at(self._alpha, time) * clean + _at(self._sigma, time) * noise
+        return at(self._alpha, time) * clean + at(self._sigma, time) * noise
 
     def loss(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Scalar; a second half of the channels of ``prediction``, a variance, is not trained."""
-        prediction = prediction[:, : clean.shape[1]].float()
-        target = self._target(clean, noise, time)
+        """Scalar; a second half of the channels of ``prediction`` is not trained where the variance is fixed."""
+        prediction, variance = prediction[:, : clean.shape[1]].float(), prediction[:, clean.shape[1] :].float()
+        loss = self._squared_error(prediction, self._target(clean, noise, time), time)
+        if self._bound is None:
+            return loss
+        return loss + self._bound.loss(prediction.detach(), variance, clean, noise, time)
+
+    def _squared_error(self, prediction: Tensor, target: Tensor, time: Tensor) -> Tensor:
         if self._weights is None:
             return F.mse_loss(prediction, target)
         by_sample = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
         return (by_sample * self._weights[time]).mean()
 
     def _target(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        if self._config.predicted == "v":
-            return _at(self._alpha, time) * noise - _at(self._sigma, time) * clean
-        return noise if self._config.predicted == "epsilon" else clean
+        if self._predicted == "v":
+            return at(self._alpha, time) * noise - at(self._sigma, time) * clean
+        return noise if self._predicted == "epsilon" else clean
 
 
-def _at(table: Tensor, time: Tensor) -> Tensor:
+class _Bound:
+    """Of a variance between the posterior's and beta, with a mean that follows from the predicted noise."""
+
+    def __init__(self, config: DiffusionConfig, device: torch.device) -> None:
+        assert (config.predicted, config.variance, config.loss) == ("epsilon", "learned_range", "mse")
+        tables = Schedule.build(config, "cpu", torch.float64)
+        columns = (
+            tables.posterior_clean * tables.sigma / tables.alpha,
+            log_posterior_variance(tables),
+            tables.beta.log(),
+        )
+        self._per_noise, self._smallest, self._largest = (table.to(device, torch.float32) for table in columns)
+
+    def loss(self, prediction: Tensor, variance: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """Scalar; the gradient is of ``variance`` alone."""
+        smallest = at(self._smallest, time)
+        estimated = bound.log_variance(variance, smallest, at(self._largest, time))
+        # Of the mean of a step back; at the first one that mean is x0 itself.
+        error = at(self._per_noise, time) * (prediction - noise)
+        first = (time == 0).view(-1, 1, 1, 1)
+        divergence = bound.divergence(error, smallest, estimated)
+        return torch.where(first, bound.decoder(clean, error, estimated), divergence).mean()
+
+
+def log_posterior_variance(tables: Schedule) -> Tensor:
+    """``[T]``; the first variance, 0, is replaced by the second one."""
+    variance = tables.posterior_variance
+    return torch.cat([variance[1:2], variance[1:]]).log()
+
+
+def at(table: Tensor, time: Tensor) -> Tensor:
+    """``[B, 1, 1, 1]``: of the timesteps of a batch."""
     return table[time].view(-1, 1, 1, 1)
 
 

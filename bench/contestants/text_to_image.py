@@ -25,9 +25,9 @@ from bench.contestants.plain_torch import Samples, train
 from bench.subject import Subject
 from bench.turn import Fact, Turn
 from fastdiff.batch import Condition
-from fastdiff.config import PREDICTION_TYPES, RunConfig
+from fastdiff.config import RunConfig
 from fastdiff.model_config import UNetConfig
-from fastdiff.objective import weighting
+from fastdiff.objective_config import PREDICTION_TYPES
 from fastdiff.optim import build_lr_schedule
 from fastdiff.schedule import betas
 from fastdiff_kernels.weights import GAMMA
@@ -71,7 +71,7 @@ class TextToImage:
         self._scheduler: Any = DDPMScheduler(
             num_train_timesteps=objective.timesteps, trained_betas=betas(objective).tolist(), prediction_type=kind
         )
-        self._gamma = (objective.min_snr_gamma or GAMMA["min_snr"]) if weighting(objective) == "min_snr" else None
+        self._gamma = (objective.min_snr_gamma or GAMMA["min_snr"]) if objective.weighted == "min_snr" else None
         unet = network(config, device, best=best)
         self._ema: Any = EMAModel(
             unet.parameters(), decay=config.ema.rates[0], model_cls=UNet2DConditionModel, model_config=unet.config,

@@ -38,8 +38,8 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
     if not steps:
         raise ConfigError(f"{flags.data_path} holds {images} images, fewer than --global-batch-size {batch}")
     latents = f"{flags.results_dir}/latents-{flags.image_size}"
-    preset = flags.model.lower().replace("/", "-")
-    run, every = f"{flags.results_dir}/{preset}", flags.ckpt_every
+    model = flags.model.lower().replace("/", "-")
+    run, every = f"{flags.results_dir}/{model}-{flags.image_size}", flags.ckpt_every
     return Translation(
         commands=[
             [
@@ -50,11 +50,12 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
             ],
             [
                 *launcher(gpus),
-                *flag("preset", preset),
+                *flag("preset", f"{model}-256"),
                 *flag("samples", steps * batch),
                 *flag("seed", flags.global_seed),
                 *flag("model.size", flags.image_size // 8),
                 *flag("model.classes", flags.num_classes),
+                *flag("model.learn_sigma", True),
                 *flag("data.path", latents),
                 *flag("data.random_flip", True),
                 *flag("batch.samples", batch),
@@ -63,6 +64,9 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
                 *flag("optim.weight_decay", 0.0),
                 *flag("optim.clip", 0.0),
                 *flag("ema.rates", (0.9999,)),
+                *flag("objective.prediction", "epsilon"),
+                *flag("objective.variance", "learned_range"),
+                *flag("objective.loss", "mse"),
                 *flag("objective.condition_dropout", 0.1),
                 *flag("performance.precision", "fp32"),
                 *flag("performance.allow_tf32", True),
@@ -75,9 +79,6 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
             ["fastdiff", "export", run, f"{run}-export", "--format", "dit"],
         ],
         notes=[
-            "the variance is not learned (learn_sigma): the loss is the squared error of the noise alone, without "
-            "their variational term, and the network has half their output channels, so that their sample.py does not "
-            "load it as it is",
             "the run is one folder that a second start continues; theirs makes a new numbered folder each time, "
             "and cannot resume",
             "noise, timesteps and dropped labels come from the seed and the position in the run, the same on any "

@@ -23,7 +23,7 @@ from torch import Tensor
 from fastdiff.batch import Batch
 from fastdiff.data.order import Int64, RankPositions, SampleOrder
 from fastdiff.data.reader import Arrays, LatentReader
-from fastdiff.data.shards import LATENT, DatasetInfo
+from fastdiff.data.shards import LATENT, DatasetInfo, Normalisation
 from fastdiff.randomness import Stream
 from fastdiff_kernels import philox
 
@@ -151,12 +151,12 @@ class Batches(ABC):
     def _run(self) -> None:
         try:
             with _single_threaded(), self._side_stream() as stream:
-                shift, scale = map(self._per_channel, dataclasses.astuple(self.source.info.normalisation))
+                shift, scale = per_channel(self.source.info.normalisation, self.device)
                 for index in itertools.count():
                     self._slots.acquire()
                     if self._stop.is_set():
                         break
-                    batch = _normalised(self.load(index), shift, scale)
+                    batch = normalised(self.load(index), shift, scale)
                     if stream is not None:
                         # Only this thread waits here, ahead of time; what the consumer gets is complete.
                         stream.synchronize()
@@ -174,9 +174,6 @@ class Batches(ABC):
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield stream
-
-    def _per_channel(self, values: tuple[float, ...]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device).view(-1, 1, 1)
 
 
 class ShardBatches(Batches):
@@ -214,7 +211,15 @@ def _single_threaded() -> threadpool_limits:
     return threadpool_limits(1, user_api="openmp")
 
 
-def _normalised(stored: Tensors, shift: Tensor, scale: Tensor) -> Batch:
+def per_channel(normalisation: Normalisation, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Shift and scale of latents, ``[C, 1, 1]`` fp32 each."""
+    values = torch.tensor(dataclasses.astuple(normalisation), dtype=torch.float32, device=device)
+    shift, scale = values.view(2, -1, 1, 1)
+    return shift, scale
+
+
+def normalised(stored: Tensors, shift: Tensor, scale: Tensor) -> Batch:
+    """The batch of ``position`` and the arrays of a reader, which it takes, its latents in fp32."""
     latents = stored.pop(LATENT).float()
     latents.sub_(shift).mul_(scale)  # in place: memory for two more results would cost more time than computing them
     return Batch(latents=latents, position=stored.pop("position"), condition=stored)

@@ -16,7 +16,7 @@ GAMMA = {"min_snr": 5.0, "soft_min_snr": 5.0, "p2": 1.0}
 def loss_weights(
     kind: Weighting,
     snr: Tensor,
-    prediction: Literal["epsilon", "v", "x0", "flow"],
+    noise_per_error: Tensor,
     gamma: float | None = None,
 ) -> Tensor:
     """Weight of the squared error at each timestep.
@@ -29,34 +29,33 @@ def loss_weights(
     * ``debiased``: 1 / sqrt(snr) (Yu et al. 2023, arXiv:2310.08442).
     * ``snr``: 1, the plain loss of the noise whatever is predicted (Salimans & Ho 2022, arXiv:2202.00512).
 
-    The squared error of the noise is snr times that of x0, snr / (snr + 1) times that of v, and snr / (1 +
-    sqrt(snr))^2 times that of the velocity of flow matching. ``none`` is 1 for the squared error of what is predicted.
+    Multiplied by ``noise_per_error`` it is the weight of the squared error of what is predicted. ``none`` is 1 for
+    that, whatever is predicted.
 
     Args:
         kind: which weighting.
-        snr: ``[T]`` float64 signal-to-noise ratios alpha^2 / sigma^2, finite, 0 with zero-terminal SNR.
-        prediction: what the model predicts.
+        snr: ``[T]`` signal-to-noise ratios alpha^2 / sigma^2: 0 with zero-terminal SNR, infinite without noise.
+        noise_per_error: ``[T]``, finite: squared error of the noise over that of what is predicted. 1 for epsilon, snr
+            for x0, snr / (snr + 1) for v, and snr / (1 + sqrt(snr))^2 for the velocity of linear flow matching.
         gamma: parameter of Min-SNR, soft Min-SNR and P2; None: 5, 5 and 1.
 
     Returns:
-        ``[T]`` float64, finite. Where snr is 0, the weight is its limit, and 0 for ``debiased`` with epsilon, which has
-        none: there the weighted error of x0, sqrt(snr) times its square, vanishes. Then v, x0 and flow have a weight of
-        0 (but for ``none``), so that such a weighting does not train a zero-terminal step.
+        ``[T]`` of their dtype, finite. Where snr is 0, the weight is its limit, and 0 for ``debiased`` with epsilon,
+        which has none: there the weighted error of x0, sqrt(snr) times its square, vanishes. Then v, x0 and flow have a
+        weight of 0 (but for ``none``), so that such a weighting does not train a zero-terminal step.
     """
     if kind == "none":
         return torch.ones_like(snr)
     parameter = GAMMA.get(kind, 1.0) if gamma is None else gamma
-    of_noise = {
-        "min_snr": (parameter / snr).clamp(max=1.0),
-        "soft_min_snr": parameter / (snr + parameter),
-        "p2": (1.0 + snr) ** -parameter,
-        "debiased": torch.where(snr > 0, snr.rsqrt(), 0.0),
-        "snr": torch.ones_like(snr),
-    }[kind]
-    noise_per_error = {
-        "epsilon": torch.ones_like(snr),
-        "v": snr / (snr + 1.0),
-        "x0": snr,
-        "flow": snr / (1.0 + snr.sqrt()) ** 2,
-    }[prediction]
+    match kind:
+        case "min_snr":
+            of_noise = (parameter / snr).clamp(max=1.0)
+        case "soft_min_snr":
+            of_noise = parameter / (snr + parameter)
+        case "p2":
+            of_noise = (1.0 + snr) ** -parameter
+        case "debiased":
+            of_noise = torch.where(snr > 0, snr.rsqrt(), 0.0)
+        case "snr":
+            return noise_per_error
     return of_noise * noise_per_error

@@ -1,0 +1,26 @@
+"""How noise comes in: the processes, each a map from a noise level to coefficients, and the draw of the levels."""
+
+from __future__ import annotations
+
+import torch
+
+from fastdiff.noise.ddpm import Ddpm
+from fastdiff.noise.edm import Edm
+from fastdiff.noise.flow import Flow
+from fastdiff.noise.levels import Levels, Process
+from fastdiff.objective_config import DiffusionConfig
+
+__all__ = ["Ddpm", "Edm", "Flow", "Levels", "Process", "build_process"]
+
+
+def build_process(config: DiffusionConfig, device: torch.device | str) -> Process:
+    """The process of ``config``, with its tables on ``device``.
+
+    Raises:
+        ConfigError: a schedule that does not exist (``schedule.betas``).
+    """
+    if config.process == "flow":
+        return Flow(config)
+    if config.process == "edm":
+        return Edm(config)
+    return Ddpm(config, device)

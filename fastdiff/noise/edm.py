@@ -1,0 +1,49 @@
+"""Variance exploding noise with the preconditioning of Karras et al. 2022 (arXiv:2206.00364), sections 4 and 5.
+
+The denoiser is D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) and its loss lambda |D - x0|^2 with
+lambda = 1 / c_out^2 (table 1), which is the plain squared error of F for the target (x0 - c_skip x) / c_out (eq. 8).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastdiff.noise.densities import log_normal
+from fastdiff.noise.levels import Levels, snr_weights
+from fastdiff.objective_config import DiffusionConfig
+
+LOG_MEAN, LOG_STD = -1.2, 1.2
+"""P_mean and P_std of ln sigma in training (table 1)."""
+
+
+class Edm:
+    """The preconditioning; ``native`` levels are sigma, fp32 above 0, which may be given on any device.
+
+    Args:
+        config: ``sigma_data`` and weighting.
+    """
+
+    def __init__(self, config: DiffusionConfig) -> None:
+        self._data = config.sigma_data
+        self._weighting, self._gamma = config.weighted, config.min_snr_gamma
+
+    def draw(self, share: Tensor) -> Tensor:
+        """``[B]`` fp32 shares in [0, 1) ``-> [B]`` sigma, whose logarithm is normal (-1.2, 1.2^2)."""
+        return log_normal(share, LOG_MEAN, LOG_STD)
+
+    def levels(self, native: Tensor) -> Levels:
+        """The rows of ``[B]`` sigma, one for each sample; the model is told c_noise = ln(sigma) / 4."""
+        sigma, data, logs = native, self._data, native.log()
+        scale = torch.rsqrt(sigma**2 + data**2)  # c_in
+        # (1 - c_skip) / c_out and -c_skip sigma / c_out, without the cancellation.
+        target = sigma * scale / data, -data * scale
+        table = torch.stack([scale, sigma * scale, *target], dim=1)
+        snr = (data / sigma) ** 2
+        weights = torch.ones_like(sigma)
+        if self._weighting != "none":
+            # Crowson et al. 2024 (arXiv:2401.11605), section 3.4: for this SNR of latents that are not of variance 1.
+            weights = snr_weights(self._weighting, table, snr, self._gamma)
+        row = torch.arange(len(sigma), device=sigma.device)
+        quantile = torch.special.ndtr((logs - LOG_MEAN) / LOG_STD)
+        return Levels(logs / 4, row, table, weights, log_snr=snr.log(), depth=quantile)

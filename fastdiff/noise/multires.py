@@ -1,0 +1,76 @@
+"""Multi-resolution noise: noise of coarser and coarser grids, added to the noise of every pixel.
+
+Whitaker 2023, "Multi-Resolution Noise for Diffusion Model Training". Each level is half the size of the one before, not
+of a random size, and the whole is divided by its exact standard deviation, not by that of a batch: so that the noise of
+a sample does not depend on the samples beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastdiff.randomness import Stream, normal
+
+
+def pyramid(seed: int, position: Tensor, shape: Sequence[int], iterations: int, discount: float) -> Tensor:
+    """The coarser levels together, without the noise of every pixel: ``[B, *shape]`` fp32.
+
+    Args:
+        seed: key of every random number.
+        position: ``[B]`` int64 positions in the run.
+        shape: (C, H, W).
+        iterations: levels; those after the one of a single pixel are left out.
+        discount: size of each level over that of the one before; of the first, over the noise of every pixel.
+    """
+    channels, height, width = shape
+    total = torch.zeros(len(position), *shape, device=position.device)
+    grids = _grids(height, width, iterations)
+    if not grids:
+        return total
+    counts = [channels * rows * columns for rows, columns in grids]
+    drawn = normal(seed, Stream.MULTIRES, position, (sum(counts),)).split(counts, dim=1)
+    for level, (grid, values) in enumerate(zip(grids, drawn, strict=True), start=1):
+        coarse = values.unflatten(1, (channels, *grid))
+        total += discount**level * F.interpolate(coarse, size=(height, width), mode="bilinear")
+    return total
+
+
+@functools.cache
+def unit_scale(shape: tuple[int, ...], iterations: int, discount: float) -> float:
+    """One over the standard deviation of a pixel's noise, all levels together, on average over the pixels.
+
+    Args:
+        shape: (C, H, W).
+        iterations: as for ``pyramid``.
+        discount: likewise.
+    """
+    _, height, width = shape
+    variance = 1.0
+    for level, (rows, columns) in enumerate(_grids(height, width, iterations), start=1):
+        variance += discount ** (2 * level) * _variance(rows, height) * _variance(columns, width)
+    return variance**-0.5
+
+
+def _grids(height: int, width: int, iterations: int) -> list[tuple[int, int]]:
+    """Rows and columns of each level; none is listed after the first of 1 by 1, nor for a map of one pixel."""
+    halvings = min(iterations, max(height, width).bit_length() - 1)
+    return [(max(1, height >> n), max(1, width >> n)) for n in range(1, halvings + 1)]
+
+
+def _variance(coarse: int, fine: int) -> float:
+    """Mean over ``fine`` points of the variance that linear interpolation leaves of ``coarse`` of variance 1.
+
+    A point lies between the centres of two cells, or beyond those of the outermost, whose value it then takes.
+    """
+    total = 0.0
+    for point in range(fine):
+        place = min(max((point + 0.5) * coarse / fine - 0.5, 0.0), coarse - 1.0)
+        share = place - math.floor(place)
+        total += share**2 + (1.0 - share) ** 2
+    return total / fine

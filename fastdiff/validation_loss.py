@@ -1,0 +1,221 @@
+"""The loss on samples that are not trained on, under noise that is the same in every run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fastdiff.backends import DTYPES
+from fastdiff.batch import Batch
+from fastdiff.boards import Boards
+from fastdiff.callbacks import Callback, averaged_model, memory_beside_training
+from fastdiff.data.batches import normalised, per_channel
+from fastdiff.dist import attempt
+from fastdiff.metrics import JsonLines, Record, drop_records_after
+from fastdiff.models import Model
+from fastdiff.noise.levels import clean_per_error
+from fastdiff.noise_bins import Mean, by_log_snr
+from fastdiff.objective import Objective
+from fastdiff.objective_config import DiffusionConfig
+from fastdiff.progress import Every
+from fastdiff.state import TrainState
+from fastdiff.validation_set import Int64, batches_of, even_shares, open_validation, spread
+
+FOLDER, LINES = "validation", "validation.jsonl"
+"""In the run folder: the losses of every sample, one file per validation; and one line per validation."""
+
+_SEED = 20_260_101
+"""Of the noise and of the samples of a posterior: part of the definition of the validation loss, never changed."""
+
+
+class ValidationLoss(Callback):
+    """Measures the loss of the averaged weights on ``--validation.data``, on all ranks together.
+
+    Sample i always meets the same noise at the same noise level; the levels are spread evenly over the plain density of
+    the process, whatever the training draws. So two runs on the same process and data are compared pair by pair, and
+    the result does not depend on seed, batch and ranks. The loss is the run's own, without drops of the condition,
+    input perturbation and DREAM, in the precision of the training.
+
+    It writes a line of ``validation.jsonl`` and ``validation/step-N.npz`` (see ``_write``).
+
+    Args:
+        state: all ranks make this together.
+        boards: show the losses too.
+
+    Raises:
+        FastdiffError: on every rank: the data cannot be read, or are not made for the model.
+    """
+
+    def __init__(self, state: TrainState, boards: Boards) -> None:
+        world, config = state.world, state.config
+        self._boards = boards
+        self._every = Every(config.validation.every)
+        reader, error = attempt(lambda: open_validation(config, state.reader.info))
+        world.agree(error)
+        assert reader is not None
+        self._reader = reader
+        self._scales = per_channel(reader.info.normalisation, world.device)
+        self._config = validated(config.objective)
+        self._objective = Objective(
+            self._config,
+            seed=_SEED,
+            null={},
+            device=world.device,
+            inputs=state.objective.inputs,
+            posterior=reader.info.kind == "posterior",
+            dtype=state.objective.dtype,
+        )
+        self._index = spread(len(reader), config.validation.samples)
+        self._levels = self._objective.process.draw(even_shares(len(self._index)).to(world.device))
+        self._batches = batches_of(reader.info, self._index)
+        self._done = world.on_first(lambda: self._go_on(state))
+        if self._every.due(state.progress) and 0 < state.progress.steps != self._done:
+            self._validate(state)  # the run was killed between its checkpoint and its validation
+
+    def on_step(self, state: TrainState) -> None:
+        """Validate when due."""
+        if self._every.due(state.progress):
+            self._validate(state)
+
+    def on_end(self, state: TrainState) -> None:
+        """Validate the last step, unless it is validated."""
+        if self._done != state.progress.steps:
+            self._validate(state)
+
+    def close(self) -> None:
+        """Close the data."""
+        self._reader.close()
+
+    def _go_on(self, state: TrainState) -> int:
+        """Forget what a resumed run will do again; return the last step that was validated, or -1."""
+        drop_records_after(state.folder / LINES, state.progress.steps)
+        done = -1
+        for path in sorted((state.folder / FOLDER).glob("step-*.npz")):
+            step = step_of(path)
+            if step > state.progress.steps:
+                path.unlink()
+            else:
+                done = step
+        return done
+
+    def _validate(self, state: TrainState) -> None:
+        self._done = state.progress.steps
+        model = averaged_model(state, DTYPES[state.config.performance.precision])
+        found, error = attempt(lambda: self._measure(state, model))
+        state.world.agree(error)
+        assert found is not None
+        # Each rank has filled its part of a tensor of zeros: adding up is exact.
+        losses = state.world.sum_(found).cpu().numpy()
+        state.world.on_first(lambda: self._write(state, losses))
+
+    @torch.no_grad()
+    def _measure(self, state: TrainState, model: Model) -> Tensor:
+        """Loss and squared error of x0 of this rank's share of the samples: ``[2, N]`` float64, 0 for the others."""
+        world = state.world
+        found = torch.zeros(2, len(self._index), dtype=torch.float64, device=world.device)
+        with memory_beside_training(world.device):
+            for rows in self._batches[world.rank :: world.size]:
+                batch = self._read(rows, world.device)
+                corruption = self._objective.corrupt(batch, self._levels[batch.position])
+                prediction = model(corruption.noisy, corruption.time, **corruption.condition)
+                levels = corruption.levels
+                plain = torch.ones_like(levels.weights)
+                error = self._objective.squared_error(prediction, batch, corruption, plain)
+                found[0, batch.position] = self._objective.loss(prediction, batch, corruption).double()
+                found[1, batch.position] = (error * clean_per_error(levels.table)[levels.row]).double()
+        return found
+
+    def _read(self, rows: Int64, device: torch.device) -> Batch:
+        """The samples number ``rows`` of the validation, whose positions these are."""
+        arrays = self._reader.read(self._index[rows])
+        tensors = {name: torch.from_numpy(value).to(device) for name, value in arrays.items()}
+        return normalised(tensors | {"position": torch.from_numpy(rows).to(device)}, *self._scales)
+
+    def _write(self, state: TrainState, losses: npt.NDArray[np.float64]) -> None:
+        """Write the arrays, then the line, then show it.
+
+        The npz holds, by sample: ``index`` in the data set, ``log_snr``, ``loss`` and ``x0_mse``, the squared error of
+        the estimate of x0 that the prediction stands for; and ``about``, JSON: what was measured with what.
+        """
+        levels = self._objective.process.levels(self._levels)
+        log_snr = levels.log_snr[levels.row].cpu().numpy()
+        step = state.progress.steps
+        arrays = {"index": self._index, "log_snr": log_snr, "loss": losses[0], "x0_mse": losses[1]}
+        path = state.folder / FOLDER / f"step-{step:08d}.npz"
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            np.savez(file, about=np.array(json.dumps(self._about(state))), **arrays)  # type: ignore[arg-type]
+        temporary.replace(path)
+        total, bins = by_log_snr(log_snr, losses[0])
+        record = {"step": step, "samples": state.progress.samples, **_record(total, bins), "unit": unit(self._config)}
+        lines = JsonLines(state.folder / LINES)
+        lines.write(record)
+        lines.close()
+        shown = {"val_loss": total.mean, "val_loss_se": total.error}
+        shown |= {f"log_snr/val_loss_snr_{n:02d}": found.mean for n, found in enumerate(bins) if found.count}
+        self._boards.scalars(shown, step)
+
+    def _about(self, state: TrainState) -> dict[str, Any]:
+        rate = next(iter(state.ema.averages), None)
+        return {
+            "data": self._reader.info.digest,
+            "seed": _SEED,
+            "objective": asdict(self._config),
+            "unit": unit(self._config),
+            "precision": state.config.performance.precision,
+            "weights": "weights" if rate is None else f"EMA {rate}",
+            "step": state.progress.steps,
+        }
+
+
+def validated(objective: DiffusionConfig) -> DiffusionConfig:
+    """The objective as it is validated: without what only the training does."""
+    return replace(
+        objective,
+        prediction=objective.predicted,
+        weighting=objective.weighted,
+        condition_dropout=0.0,
+        input_perturbation=0.0,
+        dream=False,
+        dream_detail_preservation=1.0,
+    )
+
+
+def unit(objective: DiffusionConfig) -> str:
+    """What the loss is, in words."""
+    if "kl" in objective.loss:
+        return "bits per dimension" if objective.loss == "kl" else f"bits per dimension times {objective.timesteps}"
+    weight = "" if objective.weighted == "none" else f", weighted by {objective.weighted}"
+    bound = " + variational bound" if objective.learns_variance else ""
+    cosine = " + cosine distance" if objective.cosine_weight else ""
+    return f"squared error of {objective.predicted}{weight}{bound}{cosine}"
+
+
+def step_of(path: Path) -> int:
+    """The step of a file of losses."""
+    return int(path.stem.removeprefix("step-"))
+
+
+def _record(total: Mean, bins: Sequence[Mean]) -> Record:
+    return {
+        "val_loss": total.mean,
+        "val_loss_se": total.error,
+        "val_count": total.count,
+        "val_loss_snr": [_finite(found.mean) for found in bins],
+        "val_loss_snr_se": [_finite(found.error) for found in bins],
+        "val_count_snr": [found.count for found in bins],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

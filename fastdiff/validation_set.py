@@ -1,0 +1,83 @@
+"""Which samples the validation loss is measured on, at which noise levels, and in which batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fastdiff.config import RunConfig
+from fastdiff.data.reader import LatentReader
+from fastdiff.data.shards import DatasetInfo
+from fastdiff.data_config import DataConfig
+from fastdiff.errors import require
+from fastdiff.training_data import open_data
+
+_BATCH = 16
+"""Samples per forward pass. Without a gradient that takes less memory than a training step of a few, and it is the same
+on any number of ranks and for any micro-batch, as are the results."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+Int64 = npt.NDArray[np.int64]
+
+
+def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
+    """Open ``--validation.data``.
+
+    Args:
+        config: the run, resolved.
+        training: the data that it trains on.
+
+    Raises:
+        ConfigError: they are not made for the model, or otherwise than the training data.
+        DataError: they are damaged.
+        StorageError: they cannot be read.
+    """
+    path = config.validation.data
+    own = replace(config, data=DataConfig(path=path, cache=config.data.cache))
+    reader = open_data(own, torch.device("cpu"))
+    assert isinstance(reader, LatentReader)
+    here, there = reader.info, training
+    for name, found, expected in (
+        ("autoencoder", here.provenance.autoencoder_digest, there.provenance.autoencoder_digest),
+        ("text encoder", here.provenance.text_encoder_digest, there.provenance.text_encoder_digest),
+        ("scale of the latents", _of_mean(here), _of_mean(there)),
+    ):
+        require(
+            found is None or expected is None or found == expected,
+            f"--validation.data {path} was encoded with another {name} than the training data; encode both alike",
+        )
+    return reader
+
+
+def spread(available: int, wanted: int) -> Int64:
+    """Numbers of the samples that are validated, spread evenly over data that may be sorted: ``[N]`` ascending."""
+    count = min(available, wanted)
+    return np.arange(count, dtype=np.int64) * available // count
+
+
+def even_shares(count: int) -> Tensor:
+    """``[count]`` fp32: the middles of equal parts of [0, 1), dealt so that samples side by side get distant ones."""
+    stride = max(1, round(_GOLDEN * count))
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    order = np.arange(count, dtype=np.int64) * stride % count
+    return torch.from_numpy((order + 0.5) / count).float()
+
+
+def batches_of(info: DatasetInfo, index: Int64) -> list[Int64]:
+    """Places in ``index``, in batches of one bucket each."""
+    bucket = np.repeat([shard.bucket for shard in info.shards], [shard.samples for shard in info.shards])[index]
+    places = np.arange(len(index), dtype=np.int64)
+    runs = np.split(places, np.flatnonzero(np.diff(bucket)) + 1)
+    return [run[start : start + _BATCH] for run in runs for start in range(0, len(run), _BATCH)]
+
+
+def _of_mean(info: DatasetInfo) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Shift and scale of latents, or of the means of posteriors."""
+    channels = info.latent.shape[0] // (2 if info.kind == "posterior" else 1)
+    return info.normalisation.shift[:channels], info.normalisation.scale[:channels]
