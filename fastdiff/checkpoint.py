@@ -1,32 +1,27 @@
-"""Checkpoints that survive a kill at any instruction: the commit protocol of a run folder.
+"""Checkpoints: the whole state of a run, and its way back.
 
-``step-N.tmp`` -> every rank writes and fsyncs its file and reports size and sha256, or its error, to all -> rank 0
-writes MANIFEST.json, fsyncs, renames the folder to ``step-N`` and fsyncs the parent -> only then old ones are pruned.
-A checkpoint counts only if its manifest and every digest are right; there is no ``latest`` file to go stale.
+They are committed as ``fastdiff.commit`` describes, and only then old ones are pruned. There is no ``latest`` file to
+go stale: the newest one that is intact counts.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from fastdiff.dist import World, attempt
+from fastdiff.commit import StepFolders
+from fastdiff.dist import World
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.fragments import Flat, Fragment, layout_digest, owned_blocks, owned_fragments
 from fastdiff.optim import PER_BLOCK, PER_ELEMENT, step_count
 from fastdiff.progress import Progress
-from fastdiff.saved import FORMAT, MANIFEST, METERS, TIMESTEPS, VERSION, Saved, committed, file_digest, problems
+from fastdiff.saved import FORMAT, METERS, TIMESTEPS, VERSION, Saved, committed, problems
 from fastdiff.state import TrainState
 from fastdiff_kernels.adamw8bit import BLOCK
 
@@ -42,6 +37,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, world: World) -> None:
         self._folder = folder
+        self._folders = StepFolders(folder, world, "a checkpoint")
         self._keep = keep
         self._world = world
         self._verified: set[Path] = set()
@@ -77,53 +73,16 @@ class Checkpoints:
         Raises:
             StorageError: on every rank, if any rank could not write. Earlier checkpoints are as they were.
         """
-        final = self._folder / f"step-{state.progress.steps:08d}"
-        temporary = final.with_suffix(".tmp")
-        self._world.on_first(self._drop_leftovers)
-        self._world.on_first(lambda: temporary.mkdir(parents=True))
         tensors, starts = _tensors(state)
-        self._check_space(sum(t.numel() * t.element_size() for t in tensors.values()))
-        name = f"rank-{self._world.rank:05d}.safetensors"
-        entry, error = attempt(lambda: _write(temporary / name, tensors, starts))
-        files = dict(self._world.gather((name, entry)))
-        self._or_drop(lambda: self._world.agree(error))
-        manifest = _manifest(state) | {"files": files}
-        self._or_drop(lambda: self._world.on_first(lambda: _commit(temporary, final, manifest)))
-        self._verified.add(final)
+        self._verified.add(self._folders.save(state.progress.steps, tensors, starts, _manifest(state)))
         self._world.on_first(self._prune)
-
-    def _check_space(self, needed: int) -> None:
-        total = sum(self._world.gather(needed))
-        free = self._world.on_first(lambda: shutil.disk_usage(self._folder).free)
-        if free < total:
-            self._world.on_first(self._drop_leftovers)
-            raise StorageError(
-                f"no space on {self._folder}: a checkpoint needs {total / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are "
-                "free; the earlier checkpoints are intact: free some space and start the same command again",
-                everywhere=True,
-            )
-
-    def _or_drop(self, action: Callable[[], None]) -> None:
-        """Run ``action``; if it fails, which it does on all ranks, remove what was written."""
-        try:
-            action()
-        except StorageError:
-            self._world.on_first(self._drop_leftovers)
-            raise
-
-    def _drop_leftovers(self) -> None:
-        """Remove what a kill, a failed write or a half-done prune left; none of it counts as a checkpoint."""
-        for leftover in self._folder.glob("step-*.tmp"):
-            shutil.rmtree(leftover)
 
     def _prune(self) -> None:
         """Delete what is older than the ``keep`` newest, once two of the kept ones are known to be intact."""
         folders = committed(self._folder)
         kept, old = folders[: self._keep], folders[self._keep :]
         if old and self._two_are_intact(kept):
-            for folder in old:
-                folder.rename(folder.with_suffix(".tmp"))  # a kill half-way leaves nothing that looks whole
-            self._drop_leftovers()
+            self._folders.remove(old)
 
     def _two_are_intact(self, folders: Sequence[Path]) -> bool:
         intact = 0
@@ -140,7 +99,7 @@ def restore(saved: Saved, state: TrainState) -> Progress:
     """Copy a checkpoint into a freshly built state, whose module already has the saved weights.
 
     Optimizer state goes to any number of ranks and any ZeRO stage, that of bitsandbytes only to the same layout.
-    What the checkpoint does not have starts anew: an added EMA rate at the weights, another optimizer without state,
+    What the checkpoint does not have starts anew: an added average at the weights, another optimizer without state,
     another density of timesteps without losses.
 
     Raises:
@@ -153,8 +112,8 @@ def restore(saved: Saved, state: TrainState) -> Progress:
             fragment.of(flat.master).copy_(saved.slice("master", fragment))
     if progress.applied and manifest["config"]["optim"]["name"] == state.config.optim.name:
         _restore_optimizer(saved, state, progress.applied)
-    for rate, averages in state.ema.averages.items():
-        kind = f"ema/{rate}" if rate in saved.ema_rates else "master"
+    for name, averages in state.ema.averages.items():
+        kind = f"ema/{name}" if name in saved.averages else "master"
         for flat, average in zip(engine.flats, averages, strict=True):
             if average is not None:
                 for fragment in flat.fragments:
@@ -186,21 +145,29 @@ def _restore_optimizer(saved: Saved, state: TrainState, applied: int) -> None:
         flat.states[flat.key] = values
 
 
-def _manifest(state: TrainState) -> dict[str, Any]:
-    world, engine = state.world, state.engine
+def common_manifest(state: TrainState) -> dict[str, Any]:
+    """What the manifests of checkpoints and of snapshots record."""
     return {
         "format": FORMAT,
         "version": VERSION,
         "progress": asdict(state.progress),
-        "world_size": world.size,
-        "zero_stage": engine.stage,
+        "world_size": state.world.size,
+        "zero_stage": state.engine.stage,
+        "parameters": state.engine.shapes,
+        "ema_rates": list(state.ema.rates),
+        "ema_stds": list(state.ema.power_stds),
+        **state.facts,
+    }
+
+
+def _manifest(state: TrainState) -> dict[str, Any]:
+    world, engine = state.world, state.engine
+    return {
+        **common_manifest(state),
         "layout": layout_digest(world, engine.flats),
-        "parameters": engine.shapes,
         "sliced_state": sorted({key for keys in world.gather(_sliced_keys(engine.flats)) for key in keys}),
         "has_raw_state": any(world.gather(any(True for _ in _raw_state(engine.flats)))),
         "loss_scale": engine.loss_scale,
-        "ema_rates": list(state.ema.rates),
-        **state.facts,
     }
 
 
@@ -223,46 +190,23 @@ def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return this rank's share of a checkpoint and, for the sliced tensors, where each starts in its parameter."""
     flats = state.engine.flats
     kinds: dict[str, Sequence[Tensor | None]] = {"master": [flat.master for flat in flats]}
-    kinds |= {f"ema/{rate}": averages for rate, averages in state.ema.averages.items()}
+    kinds |= {f"ema/{name}": averages for name, averages in state.ema.averages.items()}
     for key in _sliced_keys(flats):
         kinds[key] = [flat.state[key].view(-1) if key in flat.state else None for flat in flats]
-    tensors, starts = {METERS: state.meters.sums}, {}
+    tensors, starts = sliced(flats, kinds)
+    tensors[METERS] = state.meters.sums
     if state.world.is_first:  # the same on every rank
         tensors |= {TIMESTEPS + name: values for name, values in state.objective.timesteps.state().items()}
+    return tensors | dict(_raw_state(flats)), starts
+
+
+def sliced(
+    flats: Sequence[Flat], kinds: Mapping[str, Sequence[Tensor | None]]
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Cut what stands for the flats, by kind, into this rank's ``<kind>/<parameter>`` and their starts."""
+    tensors, starts = {}, {}
     for kind, flat_tensors in kinds.items():
         for fragment, values in _slices(flats, kind, flat_tensors):
             tensors[f"{kind}/{fragment.name}"] = values
             starts[f"{kind}/{fragment.name}"] = fragment.start
-    return tensors | dict(_raw_state(flats)), starts
-
-
-def _write(path: Path, tensors: dict[str, Tensor], starts: dict[str, int]) -> dict[str, Any]:
-    """Write one rank's file to the disk itself; return its manifest entry."""
-    # Views of one buffer: safetensors wants each tensor to own its memory.
-    copies = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in tensors.items()}
-    try:
-        save_file(copies, path, metadata={"starts": json.dumps(starts)})
-    except SafetensorError as error:
-        free = shutil.disk_usage(path.parent).free
-        raise StorageError(f"{path}: could not be written, {free / 2**20:.1f} MiB are free ({error})") from None
-    _fsync(path)
-    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-
-
-def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
-    path = temporary / MANIFEST
-    path.write_text(json.dumps(manifest, indent=1))
-    _fsync(path)
-    _fsync(temporary)
-    if final.exists():  # a damaged one of the same step, passed over at the resume
-        shutil.rmtree(final)
-    temporary.rename(final)
-    _fsync(final.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return tensors, starts

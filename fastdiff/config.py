@@ -19,6 +19,9 @@ Precision = Literal["fp32", "bf16", "fp16"]
 KernelBackend = Literal["triton", "reference", "compile"]
 KERNEL_OPS = ("philox", "noising", "loss", "group_norm", "adaln", "adamw8bit")
 """The ops of ``fastdiff_kernels.dispatch``, without its torch."""
+WIDEST = 12.0**-0.5
+"""Relative width of the plain mean of all weights so far, the widest power-function average that does not favour old
+weights over new ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,15 +124,31 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmaConfig:
-    """Exponential moving averages of the weights."""
+    """Moving averages of the weights; the first is the one that samples and evaluations use."""
 
     rates: tuple[float, ...] = (0.9999,)
-    """One average per rate; the first is the one that samples and evaluations use. Empty: none."""
+    """One exponential average per rate. Empty: none."""
     warmup: bool = False
     """Begin with lower rates, (1 + n) / (10 + n) at step n: for fine-tuning, whose few steps would else hardly move an
     average that starts at the pretrained weights."""
+    power_stds: tuple[float, ...] = ()
+    """One power-function average (EDM2) per relative width, after those of --ema.rates: how far it looks back grows
+    with the training. 0.05 and 0.10 with snapshots give any width in between and around after the training."""
+    snapshot_every: int = 0
+    """Optimizer steps between two snapshots of the power-function averages, kept all, in 16 bits: what `fastdiff
+    sample`, `evaluate` and `export` make the average of another --ema-std from. 0: none."""
 
     def __post_init__(self) -> None:
+        require(
+            all(0.0 < std <= WIDEST for std in self.power_stds) and len(set(self.power_stds)) == len(self.power_stds),
+            f"--ema.power_stds {self.power_stds}: different widths above 0 and at most {WIDEST:.4f} (the plain mean), "
+            "for example 0.05 0.10",
+        )
+        require(self.snapshot_every >= 0, f"--ema.snapshot_every {self.snapshot_every}: at least 0")
+        require(
+            self.snapshot_every == 0 or len(self.power_stds) > 0,
+            f"--ema.snapshot_every {self.snapshot_every} needs the averages that it keeps: --ema.power_stds 0.05 0.10",
+        )
         require(
             all(0.0 < rate < 1.0 for rate in self.rates) and len(set(self.rates)) == len(self.rates),
             f"--ema.rates {self.rates}: different values between 0 and 1, for example 0.999 0.9999",
@@ -257,10 +276,14 @@ class RunConfig:
             f"{flag} {steps}: at most --objective.timesteps {objective.timesteps}",
         )
         require(
-            not objective.zero_terminal_snr or objective.prediction != "epsilon",
-            "no image can be drawn from pure noise by predicting it: with --objective.zero_terminal_snr use "
-            f"--objective.prediction v or x0, or draw none with {without}",
+            not objective.ends_in_noise or objective.predicted != "epsilon" or self._follows_pipeline(),
+            "no image can be drawn from pure noise by predicting it: with --objective.zero_terminal_snr, or schedule "
+            f"jsd, use --objective.prediction v or x0, or draw none with {without}",
         )
+
+    def _follows_pipeline(self) -> bool:
+        """Whether a pipeline, which is read later, says what is predicted."""
+        return self.objective.prediction == "auto" and bool(self.pretrained.path) and not self.pretrained.is_file
 
     def _check_objective(self) -> None:
         self.timesteps.check(self.objective)
@@ -268,7 +291,7 @@ class RunConfig:
         require(
             doubled or not self.objective.learns_variance,
             f"--objective.variance {self.objective.variance} needs a model with twice the output channels: a DiT with "
-            "--model.learn_sigma true",
+            "--model.learn_sigma",
         )
 
     def _check_pretrained(self) -> None:
@@ -283,7 +306,7 @@ class RunConfig:
             )
         require(
             self.lora.rank == 0 or self.pretrained.weights,
-            f"--lora.rank {self.lora.rank} needs --pretrained.weights true and their --pretrained.path: an adapter is "
+            f"--lora.rank {self.lora.rank} needs --pretrained.weights and their --pretrained.path: an adapter is "
             "added to trained weights",
         )
         unet = self.model.kind == "unet" or (self.pretrained.weights and not self.pretrained.is_file)

@@ -39,13 +39,15 @@ class Choice:
     DiT. safetensors: a plain state dict. In the three that are not lora, an adapter is added to the weights that it
     was trained on: W + alpha / rank * B A, also if these were quantized in the training."""
     ema: float | None = None
-    """Decay rate of the average; None: the first one, or the weights if there is none."""
+    """Decay rate of the average; None, and no ``ema_std``: the first one, or the weights if there is none."""
+    ema_std: float | None = None
+    """Relative width of a power-function average: the run's own, or made from its snapshots."""
     raw: bool = False
     """The weights themselves instead of an average."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Of the exported weights."""
     step: int | None = None
-    """Which checkpoint; None: the newest intact one."""
+    """Which checkpoint, for ``ema_std`` also which snapshot; None: the newest intact checkpoint."""
 
 
 def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = None) -> None:
@@ -63,10 +65,12 @@ def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = N
     """
     if out.exists():
         raise ConfigError(f"{out} exists; export to a new folder, or delete it")
-    saved = open_saved(run, choice.step)
+    saved = open_saved(run, choice.step, snapshots=choice.ema_std is not None)
     config = config_of(saved)
     write = _writer(choice.format, config)
-    weights = exported_weights(saved, config, ema=choice.ema, raw=choice.raw, merge=choice.format != "lora")
+    weights = exported_weights(
+        saved, config, ema=choice.ema, raw=choice.raw, merge=choice.format != "lora", ema_std=choice.ema_std
+    )
     with _new_folder(out) as folder:
         write(folder, weights, config, DTYPES[choice.dtype])
         write_card(folder, run, saved, weights, choice.format, choice.dtype, Place(out, published_as))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +11,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from fastdiff.averages import choose
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError
-from fastdiff.fragments import Fragment
 from fastdiff.model_config import LoraConfig
 from fastdiff.network import build_network, check_base, pretrained
 from fastdiff.pretrained import readable
@@ -33,8 +32,8 @@ class ExportedWeights:
     shapes: Shapes
     read: Read
     """Returns a parameter, fp32 on the CPU."""
-    ema: float | None
-    """Decay rate of the average that they are; None: the weights themselves."""
+    description: str = "weights as trained"
+    """Or which average of them."""
 
     def reader(self, dtype: torch.dtype) -> Read:
         """``read`` that refuses a weight which ``dtype`` has no number for.
@@ -45,33 +44,29 @@ class ExportedWeights:
         return lambda name: _representable(name, self.read(name), dtype)
 
 
-def exported_weights(saved: Saved, config: RunConfig, *, ema: float | None, raw: bool, merge: bool) -> ExportedWeights:
+def exported_weights(
+    saved: Saved, config: RunConfig, *, ema: float | None, raw: bool, merge: bool, ema_std: float | None = None
+) -> ExportedWeights:
     """Choose the weights of a checkpoint.
 
     Args:
         saved: the checkpoint.
         config: the run's.
-        ema: decay rate of the average; None: the first one, or the weights if there is none.
+        ema: decay rate of the average; without it and ``ema_std`` the first one, or the weights if there is none.
         raw: the weights instead of an average.
         merge: with LoRA, the whole network with the adapter added to it; else the adapter alone.
+        ema_std: relative width of a power-function average, of the checkpoint or made from the snapshots of its run.
 
     Raises:
         ConfigError: there is no such average, or the weights that the adapter was trained on are not there any more.
     """
-    if ema is not None and ema not in saved.ema_rates:
-        raise ConfigError(f"{saved.folder} has no EMA of rate {ema}; it has {list(saved.ema_rates)}; or use --raw")
-    rate = None if raw else ema if ema is not None else next(iter(saved.ema_rates), None)
-    kind = "master" if rate is None else f"ema/{rate}"
+    chosen = choose(saved, rate=ema, std=ema_std, raw=raw)
     trained: Shapes = {name: tuple(shape) for name, shape in saved.manifest["parameters"].items()}
-
-    def read(name: str) -> Tensor:
-        return saved.slice(kind, Fragment(name, 0, math.prod(trained[name]), 0)).view(trained[name])
-
     if not (config.lora.rank and merge):
-        return ExportedWeights(trained, read, rate)
+        return ExportedWeights(trained, chosen.read, chosen.description)
     check_base(config, saved.manifest.get("base"))
     shapes, base = _base(config)
-    return ExportedWeights(shapes, _merged(base, read, trained, config.lora), rate)
+    return ExportedWeights(shapes, _merged(base, chosen.read, trained, config.lora), chosen.description)
 
 
 def _merged(base: Read, adapter: Read, trained: Mapping[str, object], config: LoraConfig) -> Read:

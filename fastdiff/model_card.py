@@ -10,6 +10,7 @@ from pathlib import Path
 from fastdiff.config import RunConfig
 from fastdiff.export_weights import ExportedWeights
 from fastdiff.model_config import DiTConfig, PretrainedConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.saved import Saved
 from fastdiff.trained import config_of
 
@@ -93,7 +94,7 @@ def _subject(config: RunConfig, format_: str) -> str:
 
 
 def _facts(config: RunConfig, saved: Saved, weights: ExportedWeights, dtype: str) -> dict[str, object]:
-    manifest, optim, objective = saved.manifest, config.optim, config.objective
+    manifest, optim = saved.manifest, config.optim
     pretrained, lora = config.pretrained, config.lora
     facts: dict[str, object] = {"Steps": manifest["progress"]["steps"], "Samples seen": manifest["progress"]["samples"]}
     if pretrained.path:
@@ -105,12 +106,11 @@ def _facts(config: RunConfig, saved: Saved, weights: ExportedWeights, dtype: str
         "Samples per step": config.batch.samples,
         "Optimizer": f"{optim.name}, betas {optim.betas}, decay {optim.weight_decay:g}, clipped at {optim.clip:g}",
         "Learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of warm-up",
-        "Prediction": f"{objective.prediction}, weighting {_weighting(config)}",
-        "Noise": f"{objective.schedule}, {objective.timesteps} steps, offset {objective.noise_offset:g}"
-        + (", zero terminal SNR" if objective.zero_terminal_snr else ""),
-        "Conditions dropped": f"{objective.condition_dropout:g}",
+        **_objective(config.objective),
+        "Timesteps": _timesteps(config),
+        "Conditions dropped": f"{config.objective.condition_dropout:g}",
         "Precision": config.performance.precision,
-        "Weights": f"{'as trained' if weights.ema is None else f'average with decay rate {weights.ema}'}, in {dtype}",
+        "Weights": f"{weights.description}, in {dtype}",
         "Software": ", ".join(f"{name} {manifest['versions'][name]}" for name in ("fastdiff", "torch", "deepspeed")),
     }
 
@@ -119,12 +119,44 @@ def _bits(config: RunConfig) -> str:
     return "full precision" if config.lora.quantize == "none" else config.lora.quantize.replace("bit", " bits")
 
 
-def _weighting(config: RunConfig) -> str:
-    objective = config.objective
-    if objective.weighting == "auto":
-        return "none" if objective.min_snr_gamma is None else f"min_snr, gamma {objective.min_snr_gamma:g}"
+def _objective(objective: DiffusionConfig) -> dict[str, object]:
+    """What was learned, from which noise, in words."""
+    process = {
+        "ddpm": f"{objective.schedule} schedule of {objective.timesteps} steps"
+        + (", zero terminal SNR" if objective.zero_terminal_snr else ""),
+        "flow": f"flow matching, {objective.path} path",
+        "edm": f"EDM, sigma of the data {objective.sigma_data:g}",
+    }[objective.process]
+    changes = {
+        f", offset {objective.noise_offset:g}": objective.noise_offset,
+        f", {objective.multires_noise_iterations} coarser resolutions": objective.multires_noise_iterations,
+        f", input perturbation {objective.input_perturbation:g}": objective.input_perturbation,
+        ", DREAM": objective.dream,
+    }
     gamma = "" if objective.min_snr_gamma is None else f", gamma {objective.min_snr_gamma:g}"
-    return objective.weighting + gamma
+    cosine = f", cosine distance times {objective.cosine_weight:g}" if objective.cosine_weight else ""
+    variance = f", {objective.variance} variance" if objective.process == "ddpm" else ""
+    return {
+        "Noise": process + "".join(words for words, given in changes.items() if given),
+        "Prediction": objective.predicted + variance,
+        "Loss": f"{objective.loss}, weighting {objective.weighted}{gamma}{cosine}",
+    }
+
+
+def _timesteps(config: RunConfig) -> str:
+    drawn = config.timesteps
+    density = drawn.of(config.objective)
+    details = {
+        f"mean {drawn.mean}": drawn.mean is not None,
+        f"standard deviation {drawn.std}": drawn.std is not None,
+        f"scale {drawn.mode_scale:g}": density == "mode",
+        f"shift {drawn.shift:g}": drawn.shift != 1.0,
+        f"{drawn.bias_multiplier:g} times as often": density in ("earlier", "later", "range"),
+        f"{drawn.bias_portion:g} of them": density in ("earlier", "later"),
+        f"{drawn.bias_begin} to {drawn.bias_end}": density == "range",
+        "stratified": drawn.stratified,
+    }
+    return ", ".join([density, *(words for words, given in details.items() if given)])
 
 
 def use_of(config: RunConfig, format_: str, place: Place) -> str:

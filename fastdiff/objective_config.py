@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from fastdiff.errors import require
@@ -49,6 +49,31 @@ _WEIGHTINGS: dict[Process, tuple[str, ...]] = {
     "edm": ("none", "min_snr", "soft_min_snr"),
 }
 
+_OF_PROCESS: dict[str, Process] = {
+    "schedule": "ddpm",
+    "timesteps": "ddpm",
+    "zero_terminal_snr": "ddpm",
+    "path": "flow",
+    "sigma_data": "edm",
+}
+"""Fields of the objective that one process alone reads."""
+
+_DRAWN: dict[Process, str] = {"ddpm": "discrete timesteps", "flow": "a time from 0 to 1", "edm": "sigma"}
+
+_BIASED: tuple[Density, ...] = ("earlier", "later", "range")
+
+_OF_DENSITY: dict[str, tuple[Density, ...]] = {
+    "mode_scale": ("mode",),
+    "bias_multiplier": _BIASED,
+    "bias_portion": ("earlier", "later"),
+    "bias_begin": ("range",),
+    "bias_end": ("range",),
+}
+"""Fields of the timesteps that some densities alone read."""
+
+_SCALED_SCHEDULES = ("linear", "quad", "const", "warmup10", "warmup50")
+"""Their betas end at 20 / T."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffusionConfig:
@@ -74,7 +99,7 @@ class DiffusionConfig:
     process."""
     variance: Variance = "fixed_small"
     """Variance of a step back, in ddpm: fixed_small (of the posterior), fixed_large (beta), learned or learned_range
-    (between the two; the model then has twice the output channels, --model.learn_sigma true)."""
+    (between the two; the model then has twice the output channels, --model.learn_sigma)."""
     loss: LossName = "mse"
     """mse (with a learned variance plus the variational bound of the variance alone, as in DiT), rescaled_mse (that
     bound times T/1000: the hybrid loss of IDDPM; with a fixed variance the same as mse), kl (the variational bound in
@@ -93,8 +118,8 @@ class DiffusionConfig:
         "likelihood",
     ] = "auto"
     """Weight of the squared error by noise level: none, min_snr, soft_min_snr, p2 (gamma 1, k 1), debiased, or snr
-    (plain error of the noise, whatever is predicted); for flow also sigma_sqrt and cosmap (SD3), velocity and likelihood
-    (SiT, for epsilon and score). auto: min_snr if its gamma is given, else none."""
+    (plain error of the noise, whatever is predicted); for flow also sigma_sqrt and cosmap (SD3), and velocity and
+    likelihood (SiT, for epsilon and score). auto: min_snr if its gamma is given, else none."""
     min_snr_gamma: float | None = None
     """Clamp of Min-SNR (Hang et al. 2023, arXiv:2303.09556) and of its soft form. None: 5, as is usual, if one of them
     is the weighting."""
@@ -141,11 +166,16 @@ class DiffusionConfig:
         """Whether the model has twice the output channels, the second half for the variance."""
         return self.variance in ("learned", "learned_range")
 
+    @property
+    def ends_in_noise(self) -> bool:
+        """Whether nothing of the data is left at the last timestep of ddpm."""
+        return self.zero_terminal_snr or self.schedule == "jsd"
+
     def _check_schedule(self) -> None:
         require(self.timesteps >= 2, f"--objective.timesteps {self.timesteps}: at least 2")
         require(
-            self.schedule != "linear" or self.timesteps > 20,
-            f"--objective.timesteps {self.timesteps}: the linear schedule needs more than 20; "
+            self.schedule not in _SCALED_SCHEDULES or self.timesteps > 20,
+            f"--objective.timesteps {self.timesteps}: the {self.schedule} schedule needs more than 20; "
             "use --objective.schedule cosine",
         )
 
@@ -155,22 +185,18 @@ class DiffusionConfig:
             self.prediction in ("auto", *known),
             f"--objective.prediction {self.prediction}: --objective.process {self.process} predicts {', '.join(known)}",
         )
-        of_ddpm = {"schedule": "linear", "timesteps": 1000, "zero_terminal_snr": False}
-        for name, default in of_ddpm.items():
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, process in _OF_PROCESS.items():
             require(
-                self.process == "ddpm" or getattr(self, name) == default,
-                f"--objective.{name} {getattr(self, name)} is for --objective.process ddpm, given {self.process}, whose "
-                "time has no steps; leave it out",
+                self.process == process or getattr(self, name) == defaults[name],
+                f"--objective.{name} {getattr(self, name)} is for --objective.process {process}, given {self.process}; "
+                "leave it out",
             )
-        require(
-            self.process == "flow" or self.path == "linear",
-            f"--objective.path {self.path} is for --objective.process flow, given {self.process}",
-        )
         require(0 < self.sigma_data < math.inf, f"--objective.sigma_data {self.sigma_data}: above 0")
         require(
             not self.dream or (self.process == "ddpm" and self.predicted == "epsilon"),
-            f"--objective.dream needs --objective.process ddpm and --objective.prediction epsilon, given {self.process} "
-            f"and {self.predicted}",
+            "--objective.dream needs --objective.process ddpm and --objective.prediction epsilon, given "
+            f"{self.process} and {self.predicted}",
         )
         require(
             0.0 <= self.cosine_weight < math.inf and (self.cosine_weight == 0 or self.predicted == "flow"),
@@ -180,31 +206,34 @@ class DiffusionConfig:
 
     def _check_variational(self) -> None:
         require(
-            self.process == "ddpm" or (not self.learns_variance and self.loss == "mse"),
-            f"--objective.variance {self.variance} --objective.loss {self.loss} with --objective.process {self.process}: "
-            "a variance is of the steps back of ddpm, which flow and edm do not have; use fixed_small and mse",
+            self.process == "ddpm" or (self.variance == "fixed_small" and self.loss == "mse"),
+            f"--objective.variance {self.variance} --objective.loss {self.loss} with --objective.process "
+            f"{self.process}: the variance, and the bound that it is part of, are of the steps back of ddpm, which "
+            "flow and edm do not have; leave them out",
         )
         bound_only = "kl" in self.loss
         require(
-            not (bound_only or self.learns_variance) or not self.zero_terminal_snr or self.predicted != "epsilon",
-            f"--objective.loss {self.loss} and variance {self.variance} with --objective.zero_terminal_snr: the bound of "
-            "a step from pure noise is infinite when the noise is predicted; use --objective.prediction v or x0",
+            not (bound_only or self.learns_variance) or not self.ends_in_noise or self.predicted != "epsilon",
+            f"--objective.loss {self.loss} and --objective.variance {self.variance} with a schedule that ends in pure "
+            "noise (jsd, or zero_terminal_snr): the bound of the step from there is infinite when the noise is "
+            "predicted; use --objective.prediction v or x0",
         )
         require(
             not bound_only or self.weighted == "none",
-            f"--objective.loss {self.loss} with --objective.weighting {self.weighted}: the bound has weights of its own; "
-            "use mse or rescaled_mse",
+            f"--objective.loss {self.loss} with --objective.weighting {self.weighted}: the bound has weights of its "
+            "own; use mse or rescaled_mse",
         )
         require(
             not (bound_only or self.learns_variance) or not self.dream,
-            f"--objective.loss {self.loss} and variance {self.variance} with --objective.dream, which changes input and "
-            "target so that the bound does not hold; use mse and fixed_small",
+            f"--objective.loss {self.loss} and --objective.variance {self.variance} with --objective.dream, which "
+            "changes input and target so that the bound does not hold; use mse and fixed_small",
         )
 
     def _check_weighting(self) -> None:
         require(
             self.min_snr_gamma is None or 0 < self.min_snr_gamma < math.inf,
-            f"--objective.min_snr_gamma {self.min_snr_gamma}: above 0, or None",
+            f"--objective.min_snr_gamma {self.min_snr_gamma}: above 0, because it is the largest SNR that counts; 5 is "
+            "usual",
         )
         require(
             self.min_snr_gamma is None or self.weighting in ("auto", "min_snr", "soft_min_snr"),
@@ -218,8 +247,8 @@ class DiffusionConfig:
         )
         require(
             self.weighted not in ("velocity", "likelihood") or self.predicted in ("epsilon", "score"),
-            f"--objective.weighting {self.weighting} weighs the error of epsilon or score, given --objective.prediction "
-            f"{self.predicted}",
+            f"--objective.weighting {self.weighting} weighs the error of epsilon or score, given "
+            f"--objective.prediction {self.predicted}",
         )
         require(
             self.weighted not in ("sigma_sqrt", "cosmap") or (self.predicted == "flow" and self.path == "linear"),
@@ -228,7 +257,8 @@ class DiffusionConfig:
         )
         require(
             self.predicted != "previous_x" or self.weighted == "none",
-            f"--objective.weighting {self.weighting} with --objective.prediction previous_x: not defined; use none",
+            f"--objective.weighting {self.weighted} with --objective.prediction previous_x: the error of the mean of "
+            "one step is too small a part of that of the noise to be weighed like it; use none",
         )
 
     def _check_noise(self) -> None:
@@ -247,8 +277,8 @@ class DiffusionConfig:
         require(
             gaussian or (self.loss == "mse" and not self.learns_variance),
             "--objective.noise_offset, --objective.multires_noise_iterations and --objective.input_perturbation change "
-            "the distribution of the noise, for which the variational bound does not hold; use --objective.loss mse with "
-            "a fixed variance",
+            "the distribution of the noise, for which the variational bound does not hold; use --objective.loss mse "
+            "with a fixed variance",
         )
         require(
             0.0 <= self.condition_dropout <= 1.0,
@@ -269,8 +299,8 @@ class TimestepConfig:
     ] = "auto"
     """uniform; logit_normal, mode or cosmap (Esser et al. 2024, arXiv:2403.03206); log_normal (of sigma, edm); earlier,
     later or range (those steps bias_multiplier times as often, ddpm); importance (in proportion to the root of the mean
-    squared loss, and weighted so that the mean stays the same: Nichol & Dhariwal 2021, section 3.3; ddpm). auto: uniform,
-    for edm log_normal."""
+    squared loss, and weighted so that the mean stays the same: Nichol & Dhariwal 2021, section 3.3; ddpm). auto:
+    uniform, for edm log_normal."""
     stratified: bool = False
     """Spread the draws of each optimizer step evenly over the density: the same mean with less noise."""
     mean: float | None = None
@@ -298,23 +328,26 @@ class TimestepConfig:
         require(self.mean is None or math.isfinite(self.mean), f"--timesteps.mean {self.mean}: a finite number")
         require(
             (self.mean is None and self.std is None) or self.density in ("auto", "logit_normal", "log_normal"),
-            f"--timesteps.mean and --timesteps.std with --timesteps.density {self.density}: they belong to logit_normal "
-            "and log_normal",
+            f"--timesteps.mean and --timesteps.std with --timesteps.density {self.density}: they belong to "
+            "logit_normal and log_normal",
         )
         # Beyond these the map from the uniform number is no longer monotonous.
         require(-1.0 <= self.mode_scale <= 1.75, f"--timesteps.mode_scale {self.mode_scale}: from -1 to 1.75")
         require(0 < self.shift < math.inf, f"--timesteps.shift {self.shift}: above 0")
-        biased = self.density in ("earlier", "later", "range")
-        require(
-            0 < self.bias_multiplier < math.inf and (biased or self.bias_multiplier == 1.0),
-            f"--timesteps.bias_multiplier {self.bias_multiplier}: above 0, with --timesteps.density earlier, later or "
-            "range",
-        )
+        require(0 < self.bias_multiplier < math.inf, f"--timesteps.bias_multiplier {self.bias_multiplier}: above 0")
         require(0 < self.bias_portion <= 1, f"--timesteps.bias_portion {self.bias_portion}: above 0, at most 1")
         require(
             0 <= self.bias_begin < self.bias_end,
-            f"--timesteps.bias_begin {self.bias_begin} and bias_end {self.bias_end}: 0 or above, begin below end",
+            f"--timesteps.bias_begin {self.bias_begin} and --timesteps.bias_end {self.bias_end}: 0 or above, and the "
+            "begin below the end",
         )
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, densities in _OF_DENSITY.items():
+            require(
+                self.density in densities or getattr(self, name) == defaults[name],
+                f"--timesteps.{name} {getattr(self, name)} is for --timesteps.density {', '.join(densities)}, given "
+                f"{self.density}; leave it out",
+            )
 
     def of(self, objective: DiffusionConfig) -> Density:
         """The density for this objective."""
@@ -329,13 +362,13 @@ class TimestepConfig:
         known = DENSITIES[objective.process]
         require(
             self.density in ("auto", *known),
-            f"--timesteps.density {self.density} with --objective.process {objective.process}: it draws from "
-            f"{', '.join(known)}",
+            f"--timesteps.density {self.density} draws {self._drawn()}, and --objective.process {objective.process} "
+            f"has {_DRAWN[objective.process]}; use {', '.join(known)}",
         )
         require(
             (self.mean is None and self.std is None) or self.of(objective) in ("logit_normal", "log_normal"),
-            f"--timesteps.mean and --timesteps.std with --objective.process {objective.process}: use --timesteps.density "
-            "logit_normal",
+            f"--timesteps.mean and --timesteps.std with --objective.process {objective.process}: use "
+            "--timesteps.density logit_normal",
         )
         require(
             self.shift == 1.0 or objective.process == "flow",
@@ -345,3 +378,9 @@ class TimestepConfig:
             self.density != "range" or self.bias_end <= objective.timesteps,
             f"--timesteps.bias_end {self.bias_end}: at most --objective.timesteps {objective.timesteps}",
         )
+
+    def _drawn(self) -> str:
+        """What the density is over."""
+        if self.density == "importance":
+            return "discrete timesteps by the past losses of each"
+        return "sigma" if self.density == "log_normal" else _DRAWN["ddpm" if self.density in _BIASED else "flow"]

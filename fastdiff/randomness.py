@@ -29,6 +29,7 @@ class Stream(IntEnum):
     CAPTION = 7
     CROP = 8
     MULTIRES = 9
+    LIKELIHOOD = 10
 
 
 def uniform(seed: int, stream: Stream, position: Tensor, count: int) -> Tensor:

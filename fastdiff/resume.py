@@ -25,6 +25,7 @@ FREE = (
     "data.prefetch",
     "data.workers",
     "batch.micro",
+    "ema.snapshot_every",
     "performance.recompute",
 )
 """Fields, or parts that end with a dot, that do not change what is computed, and so may differ at a resume."""

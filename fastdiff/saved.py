@@ -1,10 +1,10 @@
 """A committed checkpoint, read in parameter coordinates, whatever ranks and ZeRO stage wrote it.
 
-Every rank's file holds tensors named ``<kind>/<parameter>`` (kinds: ``master``, ``ema/<rate>``, and the optimizer's
-own, such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. The scales of
-8-bit moments (``exp_avg_scales``) are such slices too, counted not in elements but in blocks of the parameter. State
-that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is kept whole as ``raw/<flat>/<key>``, and
-what the draw of the timesteps has learned as ``timesteps/<key>`` in the file of rank 0. No pickle anywhere.
+Every rank's file holds tensors named ``<kind>/<parameter>`` (kinds: ``master``, ``ema/<name>`` of an average, and the
+optimizer's own, such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. The
+scales of 8-bit moments (``exp_avg_scales``) are such slices too, counted not in elements but in blocks of the
+parameter. State that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is kept whole as
+``raw/<flat>/<key>``, and what the draw of the timesteps has learned as ``timesteps/<key>`` in the file of rank 0. No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ VERSION = 1
 """Raised when older checkpoints would be misread: also if the 8-bit moments get other codes or blocks."""
 
 
+def constant_name(rate: float) -> str:
+    """Return the name of the average of a constant decay rate: 0.9999."""
+    return str(rate)
+
+
+def power_name(std: float) -> str:
+    """Return the name of the power-function average of a relative width: power-0.05."""
+    return f"power-{std}"
+
+
 def file_digest(path: Path) -> str:
     """Return the sha256 of a file, as hexadecimal digits."""
     with path.open("rb") as file:
@@ -41,6 +51,16 @@ def file_digest(path: Path) -> str:
 def committed(checkpoints: Path) -> list[Path]:
     """Return the committed checkpoints of a run, newest first; only committed ones have a manifest."""
     return sorted((m.parent for m in checkpoints.glob(f"step-*[0-9]/{MANIFEST}")), reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """Return N of ``step-N``."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def snapshot_folder(run: Path) -> Path:
+    """Where a run keeps its snapshots: checkpoints with nothing but power-function averages, in 16 bits."""
+    return run / "ema"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -107,14 +127,24 @@ class Saved:
         """Decay rates of the averages that were saved."""
         return tuple(self.manifest["ema_rates"])
 
+    @property
+    def ema_stds(self) -> tuple[float, ...]:
+        """Relative widths of the power-function averages that were saved."""
+        return tuple(self.manifest.get("ema_stds", ()))
+
+    @property
+    def averages(self) -> tuple[str, ...]:
+        """Names of all averages that were saved, those of constant rate first."""
+        return (*map(constant_name, self.ema_rates), *map(power_name, self.ema_stds))
+
     def weights(self, ema: float | None = None) -> dict[str, Tensor]:
         """Return the full fp32 parameters on the CPU: the weights, or their average of decay rate ``ema``."""
         if ema is not None and ema not in self.ema_rates:
             raise ConfigError(f"{self.folder} has no EMA of rate {ema}; it has {list(self.ema_rates)}")
-        return self.full("master" if ema is None else f"ema/{ema}")
+        return self.full("master" if ema is None else f"ema/{constant_name(ema)}")
 
     def full(self, kind: str) -> dict[str, Tensor]:
-        """Return ``kind`` (``master``, ``ema/<rate>``, ``exp_avg``; no scales) of every parameter, on the CPU."""
+        """Return ``kind`` (``master``, ``ema/<name>``, ``exp_avg``; no scales) of every parameter, on the CPU."""
         return {
             name: self.slice(kind, Fragment(name, 0, math.prod(shape), 0)).view(shape)
             for name, shape in self.manifest["parameters"].items()

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastdiff.errors import ConfigError
 from fastdiff.objective_config import DiffusionConfig
 
 LARGEST_BETA = 0.999
@@ -45,9 +44,6 @@ def betas(config: DiffusionConfig) -> Tensor:
 
     Returns:
         ``[timesteps]`` float64 on the CPU, each in (0, 1); the last is 1 with ``zero_terminal_snr`` and for ``jsd``.
-
-    Raises:
-        ConfigError: so few steps that one of them would have to add more noise than there can be.
     """
     steps, scale = config.timesteps, 1000.0 / config.timesteps
     start, end = _FIRST * scale, _LAST * scale
@@ -72,11 +68,6 @@ def betas(config: DiffusionConfig) -> Tensor:
             table = _sigmoid(_FIRST, _LAST, steps)
         case "laplace":
             table = _of_alpha_bar(_laplace, steps)
-    if table[:-1].max() >= 1.0 or (table[-1] >= 1.0 and config.schedule != "jsd"):
-        raise ConfigError(
-            f"--objective.schedule {config.schedule} with --objective.timesteps {steps}: a step would add a variance "
-            f"of {float(table.max()):.3g}, expected below 1; use more than {round(1000 * _LAST)} timesteps, or cosine"
-        )
     return zero_terminal_snr(table) if config.zero_terminal_snr else table
 
 
@@ -123,9 +114,6 @@ class Schedule:
 
         All are finite, also where the last step is pure noise (zero-terminal SNR, ``jsd``): there abar and SNR are
         exactly 0, and the posterior does not depend on x_t.
-
-        Raises:
-            ConfigError: see ``betas``.
         """
         beta = betas(config)
         logs = torch.log1p(-beta).cumsum(0)

@@ -26,6 +26,7 @@ from fastdiff.models import Model
 from fastdiff.objective import Objective
 from fastdiff.progress import Progress
 from fastdiff.saved import Saved
+from fastdiff.snapshots import Snapshots
 from fastdiff.state import TrainState
 from fastdiff.training_data import check_provenance, null_condition, open_data
 from fastdiff.validation import PromptImages
@@ -94,7 +95,8 @@ def build_run(
         timesteps=config.timesteps,
         batch_samples=config.batch.samples,
     )
-    ema, meters = Ema(engine.flats, config.ema.rates, warmup=config.ema.warmup), Meters(world)
+    ema = Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup)
+    meters = Meters(world)
     state = TrainState(config, world, engine, objective, ema, meters, reader, order, facts, Progress())
     if saved is not None:
         state.progress = restore(saved, state)
@@ -111,7 +113,8 @@ def build_run(
 
 def _callbacks(state: TrainState, checkpoints: Checkpoints, boards: Boards) -> list[Callback]:
     """The checkpoint before the validations: a failure in one must not cost the steps since the last one."""
-    found: list[Callback] = [NonFiniteGuard(state), Log(state, boards), Checkpointing(state, checkpoints)]
+    found: list[Callback] = [NonFiniteGuard(state), Log(state, boards)]
+    found += [Snapshots(state), Checkpointing(state, checkpoints)]
     if state.config.validation.data and state.config.validation.every:
         found.append(ValidationLoss(state, boards))
     if state.config.model.kind == "dit":

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fastdiff.averages import choose
 from fastdiff.batch import Condition
 from fastdiff.config import RunConfig
 from fastdiff.config_file import from_mapping
@@ -23,7 +24,7 @@ from fastdiff.grid import image_grid
 from fastdiff.model_config import DiTConfig, UNetConfig
 from fastdiff.network import build_network, check_base, null_label, pretrained
 from fastdiff.sampling import SchedulerName, grid_classes, sample
-from fastdiff.saved import Saved, committed, problems
+from fastdiff.saved import Saved, committed, problems, snapshot_folder, step_of
 
 CLASS_CFG, PROMPT_CFG = 1.5, 7.5
 """Usual scales of classifier-free guidance."""
@@ -35,6 +36,7 @@ class Drawing:
 
     scheduler: SchedulerName = "ddim"
     steps: int = 50
+    respacing: str | None = None
     cfg: float | None = None
     """None: what is usual for the kind of model."""
     seed: int = 0
@@ -45,31 +47,30 @@ class TrainedRun:
 
     Args:
         folder: ``runs/NAME``.
-        ema: decay rate of the average to use; None: the run's first one, or the weights if it has none.
+        ema: decay rate of the average to use.
+        ema_std: relative width of the power-function average to use, its own or made from its snapshots. Without
+            ``ema`` and ``ema_std`` the run's first average, or its weights if it has none.
 
     Raises:
-        ConfigError: no run, or no checkpoint, in ``folder``, or other weights than its LoRA was trained on.
+        ConfigError: no run, checkpoint or such average in ``folder``, or other weights than its LoRA was trained on.
         StorageError: there are checkpoints, and none is intact.
     """
 
-    def __init__(self, folder: Path, ema: float | None = None) -> None:
+    def __init__(self, folder: Path, ema: float | None = None, ema_std: float | None = None) -> None:
         saved = open_saved(folder)
         self.folder = folder
         self.config = config_of(saved)
-        self.ema = ema if ema is not None else next(iter(saved.ema_rates), None)
         self.step = int(saved.manifest["progress"]["steps"])
         self.classes: int | None = saved.manifest["classes"]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         check_base(self.config, saved.manifest.get("base"))
         # What is forced for the training may not run on this machine.
         anywhere = replace(self.config, performance=replace(self.config.performance, attention="auto"))
-        self.model = build_network(anywhere, saved.weights(self.ema)).to(device).eval()
-
-    @property
-    def description(self) -> str:
+        chosen = choose(saved, rate=ema, std=ema_std)
+        self.description = f"step {self.step}, {chosen.description}"
         """Which weights are used, for messages."""
-        which = "weights" if self.ema is None else f"EMA {self.ema}"
-        return f"step {self.step}, {which}"
+        weights = {name: chosen.read(name) for name in saved.manifest["parameters"]}
+        self.model = build_network(anywhere, weights).to(device).eval()
 
     def draw(
         self, labels: Tensor, *, scheduler: SchedulerName, steps: int, cfg: float, seed: int, progress: bool
@@ -146,6 +147,8 @@ class TrainedRun:
             null=null,
             scheduler=drawing.scheduler,
             steps=drawing.steps,
+            respacing=drawing.respacing,
+            shift=self.config.timesteps.shift,
             cfg=usual if drawing.cfg is None else drawing.cfg,
             seed=drawing.seed,
             batch=batch,
@@ -153,8 +156,13 @@ class TrainedRun:
         ).cpu()
 
 
-def open_saved(folder: Path, step: int | None = None) -> Saved:
+def open_saved(folder: Path, step: int | None = None, *, snapshots: bool = False) -> Saved:
     """Open the newest intact checkpoint of the run in ``folder``, or that of ``step``.
+
+    Args:
+        folder: ``runs/NAME``.
+        step: None: the newest.
+        snapshots: a snapshot of the averages of that step will do.
 
     Raises:
         ConfigError: no run, or no such checkpoint, in ``folder``.
@@ -165,7 +173,9 @@ def open_saved(folder: Path, step: int | None = None) -> Saved:
         hint = f"runs there: {', '.join(near)}" if near else "start one with `deepspeed fastdiff/train.py`"
         raise ConfigError(f"{folder}: no run (no run.json); {hint}")
     checkpoints = folder / "checkpoints"
-    found = {int(path.name.removeprefix("step-")): path for path in committed(checkpoints)}
+    found = {step_of(path): path for path in committed(checkpoints)}
+    if snapshots and step is not None:
+        found = {step_of(path): path for path in committed(snapshot_folder(folder))} | found
     if step is not None and step not in found:
         there = ", ".join(map(str, sorted(found))) or "none"
         raise ConfigError(f"{checkpoints}: no checkpoint of step {step}; there are {there}")

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastdiff import validation_files
 from fastdiff.backends import DTYPES
 from fastdiff.batch import Batch
 from fastdiff.boards import Boards
@@ -28,10 +28,11 @@ from fastdiff.objective import Objective
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.progress import Every
 from fastdiff.state import TrainState
+from fastdiff.validation_files import Validated
 from fastdiff.validation_set import Int64, batches_of, even_shares, open_validation, spread
 
-FOLDER, LINES = "validation", "validation.jsonl"
-"""In the run folder: the losses of every sample, one file per validation; and one line per validation."""
+LINES = "validation.jsonl"
+"""In the run folder: one line per validation; the losses of every sample are in ``validation_files``."""
 
 _SEED = 20_260_101
 """Of the noise and of the samples of a posterior: part of the definition of the validation loss, never changed."""
@@ -45,7 +46,7 @@ class ValidationLoss(Callback):
     the result does not depend on seed, batch and ranks. The loss is the run's own, without drops of the condition,
     input perturbation and DREAM, in the precision of the training.
 
-    It writes a line of ``validation.jsonl`` and ``validation/step-N.npz`` (see ``_write``).
+    It writes a line of ``validation.jsonl`` and ``validation/step-N.npz`` (``validation_files``).
 
     Args:
         state: all ranks make this together.
@@ -97,15 +98,11 @@ class ValidationLoss(Callback):
 
     def _go_on(self, state: TrainState) -> int:
         """Forget what a resumed run will do again; return the last step that was validated, or -1."""
-        drop_records_after(state.folder / LINES, state.progress.steps)
-        done = -1
-        for path in sorted((state.folder / FOLDER).glob("step-*.npz")):
-            step = step_of(path)
-            if step > state.progress.steps:
-                path.unlink()
-            else:
-                done = step
-        return done
+        lines = state.folder / LINES
+        drop_records_after(lines, state.progress.steps)
+        validation_files.drop_after(state.folder, state.progress.steps)
+        kept = lines.read_text().splitlines() if lines.exists() else []
+        return int(json.loads(kept[-1])["step"]) if kept else -1
 
     def _validate(self, state: TrainState) -> None:
         self._done = state.progress.steps
@@ -141,22 +138,12 @@ class ValidationLoss(Callback):
         return normalised(tensors | {"position": torch.from_numpy(rows).to(device)}, *self._scales)
 
     def _write(self, state: TrainState, losses: npt.NDArray[np.float64]) -> None:
-        """Write the arrays, then the line, then show it.
-
-        The npz holds, by sample: ``index`` in the data set, ``log_snr``, ``loss`` and ``x0_mse``, the squared error of
-        the estimate of x0 that the prediction stands for; and ``about``, JSON: what was measured with what.
-        """
-        levels = self._objective.process.levels(self._levels)
+        """Write the file of all samples, then the line, then show it."""
+        levels, step = self._objective.process.levels(self._levels), state.progress.steps
         log_snr = levels.log_snr[levels.row].cpu().numpy()
-        step = state.progress.steps
-        arrays = {"index": self._index, "log_snr": log_snr, "loss": losses[0], "x0_mse": losses[1]}
-        path = state.folder / FOLDER / f"step-{step:08d}.npz"
-        path.parent.mkdir(exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            np.savez(file, about=np.array(json.dumps(self._about(state))), **arrays)  # type: ignore[arg-type]
-        temporary.replace(path)
-        total, bins = by_log_snr(log_snr, losses[0])
+        loss, x0_mse = losses
+        validation_files.write(state.folder, Validated(self._index, log_snr, loss, x0_mse, self._about(state)))
+        total, bins = by_log_snr(log_snr, loss)
         record = {"step": step, "samples": state.progress.samples, **_record(total, bins), "unit": unit(self._config)}
         lines = JsonLines(state.folder / LINES)
         lines.write(record)
@@ -199,11 +186,6 @@ def unit(objective: DiffusionConfig) -> str:
     bound = " + variational bound" if objective.learns_variance else ""
     cosine = " + cosine distance" if objective.cosine_weight else ""
     return f"squared error of {objective.predicted}{weight}{bound}{cosine}"
-
-
-def step_of(path: Path) -> int:
-    """The step of a file of losses."""
-    return int(path.stem.removeprefix("step-"))
 
 
 def _record(total: Mean, bins: Sequence[Mean]) -> Record:

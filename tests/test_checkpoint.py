@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fastdiff import checkpoint
+from fastdiff import commit
 from fastdiff.dist import World
 from fastdiff.saved import Saved, committed
 from fastdiff.train import train
@@ -22,8 +22,8 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it, and nothing runs after it."""
 
 
-def kill_at(operation: int) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Make the file operation number ``operation`` of the checkpoints the last one; returns undo, and a counter."""
+def kill_at(operation: int, within: str = "checkpoints") -> tuple[Callable[[], None], Callable[[], int]]:
+    """Make file operation number ``operation`` in the folder ``within`` the last one; returns undo, and a counter."""
     done = 0
     patched: list[tuple[Any, str, Any]] = []
 
@@ -32,7 +32,7 @@ def kill_at(operation: int) -> tuple[Callable[[], None], Callable[[], int]]:
 
         def call(*args: Any, **options: Any) -> Any:
             nonlocal done
-            if not any("checkpoints" in str(a) for a in args) and owner is not os:
+            if not any(within in Path(str(a)).parts for a in args) and owner is not os:
                 return original(*args, **options)
             if done == operation:
                 raise Killed
@@ -42,9 +42,9 @@ def kill_at(operation: int) -> tuple[Callable[[], None], Callable[[], int]]:
         patched.append((owner, name, original))
         setattr(owner, name, call)
 
-    watch(checkpoint, "save_file")
-    watch(checkpoint, "_fsync")
-    watch(checkpoint.shutil, "rmtree")
+    watch(commit, "save_file")
+    watch(commit, "_fsync")
+    watch(commit.shutil, "rmtree")
     for name in ("mkdir", "write_text", "rename", "unlink"):
         watch(Path, name)
 
@@ -138,10 +138,10 @@ def _fail_on_rank_1(world: World, digits: Path, folder: Path) -> str:
         raise SafetensorError("No space left on device")
 
     if world.rank == 1:
-        checkpoint.save_file = fail  # type: ignore[assignment]
+        commit.save_file = fail  # type: ignore[assignment]
     try:
         train(tiny(digits, folder, steps=1), launch(), world)
-    except checkpoint.StorageError as error:
+    except commit.StorageError as error:
         return str(error)
     return "no error"
 

@@ -59,7 +59,7 @@ def test_sample_and_evaluate(world: World, digits: Path, tmp_path: Path) -> None
     options = ["--scheduler", "dpmsolver++", "--steps", "5", "--cfg", "1.5", "--classes", "0-2,7", "--per-class", "3"]
     done = fastdiff("sample", tmp_path / "run", *options, "--grid", png)
     assert done.code == 0, done.output
-    assert "step 2, EMA 0.9" in done.output
+    assert "step 2, EMA of rate 0.9" in done.output
     width, height = Image.open(png).size
     assert round(width / height, 1) == round(4 / 3, 1), "four columns, three rows"
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch, Condition
-from fastdiff.objective_config import DiffusionConfig
 from fastdiff.objective import Objective
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, uniform
 
 CLASSES = 10

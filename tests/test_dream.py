@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.objective_config import DiffusionConfig
 from fastdiff.dist import World
 from fastdiff.engine import Engine
 from fastdiff.errors import ConfigError
 from fastdiff.objective import Objective
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import betas
 from tests.processes import run_ranks

@@ -29,7 +29,7 @@ def averaged(rate: float, steps: int, warmup: bool) -> torch.Tensor:
     for step in range(1, steps + 1):
         weights.fill_(step)
         ema.update(step)
-    found = ema.averages[rate][0]
+    found = ema.averages[str(rate)][0]
     assert found is not None
     return found
 

@@ -87,7 +87,7 @@ def test_the_code_of_the_card_works_and_the_facts_are_those_of_the_run(
         assert newest(folder).manifest["dataset"] in card
         assert str(made) not in card, "it may be published"
     assert Path("image.png").exists()
-    assert "average with decay rate 0.9, in fp32" in Path("pipe", "README.md").read_text()
+    assert "EMA of rate 0.9, in fp32" in Path("pipe", "README.md").read_text()
     assert "as trained, in fp32" in card
     plain = load_file("plain/model.safetensors")
     assert all(torch.equal(plain[key], value) for key, value in newest(folder).weights().items())

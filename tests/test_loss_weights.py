@@ -3,12 +3,15 @@
 import math
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
-from fastdiff.objective_config import DiffusionConfig
+from fastdiff.batch import Batch
 from fastdiff.errors import ConfigError
 from fastdiff.objective import Objective
+from fastdiff.objective_config import DiffusionConfig
+from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import Schedule
 from fastdiff_kernels.weights import Weighting, loss_weights
 
@@ -43,6 +46,15 @@ def noise_per_error(prediction, snr):
         "x0": snr,
         "flow": snr / (1 + snr.sqrt()) ** 2,
     }[prediction]
+
+
+def linear_schedule(zero_terminal):
+    """Running product of 1 - beta in float64 NumPy: Ho et al. 2020, and Lin et al. 2023, algorithm 1."""
+    abar = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+    if zero_terminal:
+        root = np.sqrt(abar)
+        abar = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2
+    return abar
 
 
 def tables(config):
@@ -88,6 +100,48 @@ def test_weights_are_finite_under_zero_terminal_snr(kind, prediction):
         assert (weights[:-1] > 0).all()
         expected = loss_weights(kind, snr, noise_per_error(prediction, snr)).float()
         torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("zero_terminal", [False, True])
+@pytest.mark.parametrize("kind", get_args(Weighting))
+@pytest.mark.parametrize("prediction", ["epsilon", "v", "x0", "previous_x"])
+def test_the_loss_is_that_of_the_papers(kind, prediction, zero_terminal):
+    if prediction == "previous_x" and kind != "none":
+        with pytest.raises(ConfigError, match=r"with --objective\.prediction previous_x: "):
+            DiffusionConfig(prediction=prediction, weighting=kind)
+        return
+    config = DiffusionConfig(prediction=prediction, weighting=kind, zero_terminal_snr=zero_terminal)
+    objective = Objective(config, seed=1, null={}, device="cpu")
+    time = torch.tensor([0, 1, 60, 250, 500, 750, 998, 999])
+    batch = Batch(torch.randn(8, 4, 5, 5, generator=torch.Generator().manual_seed(0)), torch.arange(8), {})
+    guess = torch.randn(8, 4, 5, 5, generator=torch.Generator().manual_seed(1))
+    corruption = objective.corrupt(batch, time)
+    found = objective.loss(guess, batch, corruption).double().numpy()
+
+    whole = linear_schedule(zero_terminal)
+    before = np.concatenate([[1.0], whole[:-1]])[time][:, None, None, None]
+    abar = whole[time][:, None, None, None]
+    alpha, sigma, beta = np.sqrt(abar), np.sqrt(1 - abar), 1 - abar / before
+    clean, noise = batch.latents.double().numpy(), normal(1, Stream.NOISE, batch.position, (4, 5, 5)).double().numpy()
+    noisy = alpha * clean + sigma * noise
+    np.testing.assert_allclose(corruption.noisy, noisy, rtol=0, atol=2e-6)
+    target = {
+        "epsilon": noise,
+        "v": alpha * noise - sigma * clean,
+        "x0": clean,
+        "previous_x": (np.sqrt(before) * beta * clean + np.sqrt(abar / before) * (1 - before) * noisy) / (1 - abar),
+    }[prediction]
+    squared = ((guess.double().numpy() - target) ** 2).mean(axis=(1, 2, 3))
+    expected = squared * [1.0 if kind == "none" else weight_of(kind, prediction, r) for r in (abar / (1 - abar)).flat]
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-30)
+
+
+def weight_of(kind, prediction, snr):
+    """That of x0 over the factor between the errors; where there is no signal, its limit."""
+    if snr == 0 and prediction == "epsilon":
+        return 0.0 if kind == "debiased" else 1.0
+    return OF_X0[kind](snr, USUAL.get(kind)) / {"epsilon": snr, "v": snr + 1, "x0": 1.0}[prediction]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "cosine"])

@@ -7,12 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff.batch import Batch
-from fastdiff.objective_config import DiffusionConfig
 from fastdiff.errors import ConfigError
 from fastdiff.metrics import Meters
 from fastdiff.model_config import DiTConfig
 from fastdiff.models.dit import DiT
 from fastdiff.objective import Objective
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import Schedule, betas
 from fastdiff_kernels import dispatch

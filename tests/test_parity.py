@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff.batch import Batch, Condition
-from fastdiff.objective_config import DiffusionConfig
 from fastdiff.models import load_model
 from fastdiff.objective import Objective
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, normal
 from fastdiff.tiny_pipeline import UNETS, Kind, build
 from tests.timesteps import uniform_timesteps

@@ -47,7 +47,7 @@ def test_a_variant_in_one_or_several_files_becomes_the_plain_one(pipeline: Path,
     out.mkdir()
     start = PretrainedConfig(path=str(source), variant="fp16")
     config = text_run(tmp_path, source, tmp_path, pretrained=start, objective__prediction="epsilon")
-    write_pipeline(out, ExportedWeights(shapes, weights.__getitem__, None), config, torch.float32)
+    write_pipeline(out, ExportedWeights(shapes, weights.__getitem__), config, torch.float32)
 
     loaded = StableDiffusionPipeline.from_pretrained(out)
     assert loaded.safety_checker is None

@@ -41,7 +41,7 @@ print("text", tuple(pretrained(config).text()(["a cat"])["context"].shape))
 huggingface_hub.constants.HF_HUB_OFFLINE = False
 out.mkdir()
 shapes = {name: tuple(value.shape) for name, value in weights.items()}
-write_pipeline(out, ExportedWeights(shapes, lambda name: weights[name].detach(), None), config, torch.float32)
+write_pipeline(out, ExportedWeights(shapes, lambda name: weights[name].detach()), config, torch.float32)
 """
 
 

@@ -5,6 +5,7 @@ import torch
 
 from fastdiff.data.order import RankPositions
 from fastdiff.randomness import Stream, normal, uniform
+from fastdiff_kernels import philox
 from fastdiff_kernels.noising import uniform_time
 from tests.timesteps import uniform_timesteps
 
@@ -23,6 +24,7 @@ def test_the_numbering_of_the_streams_is_frozen():
         "CAPTION": 7,
         "CROP": 8,
         "MULTIRES": 9,
+        "LIKELIHOOD": 10,
     }
 
 
@@ -69,12 +71,13 @@ def test_the_numbers_of_a_step_do_not_depend_on_how_it_is_split(ranks, micro, ac
 
 def test_streams_seeds_and_positions_share_no_numbers():
     position = torch.arange(50)
-    draws = [uniform(seed, stream, position, 4) for seed in (0, 1, 2**63) for stream in Stream]
+    draws = [philox.bits(seed, stream, position, 4) for seed in (0, 1, 2**63) for stream in Stream]
     values = torch.stack(draws).flatten()
-    # 4800 draws of 2**31 values collide 0.005 times on average.
+    # 6600 draws of 2**32 values collide 0.005 times on average; of those of fp32, which are fewer, about once.
     assert values.unique().numel() == values.numel()
-    draws = [normal(seed, stream, position, (4,)) for seed in (0, 1, 2**63) for stream in Stream]
-    assert torch.stack(draws).unique().numel() > 4790
+    for draw in (uniform, lambda *arguments: normal(*arguments[:3], (4,))):
+        draws = [draw(seed, stream, position, 4) for seed in (0, 1, 2**63) for stream in Stream]
+        assert torch.stack(draws).unique().numel() > values.numel() - 10
 
 
 def test_shapes_are_row_major_and_fp32():

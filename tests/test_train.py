@@ -22,6 +22,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.fragments import assemble
 from fastdiff.models import build_model
 from fastdiff.models.dit import DiT
+from fastdiff.power_profile import exponent, share
 from fastdiff.objective import Objective
 from fastdiff.train import train
 from tests.processes import run_ranks
@@ -177,12 +178,13 @@ def check_clipping(world: World, config: RunConfig, stage: int) -> None:
 
 def test_sharded_ema_equals_a_gathered_ema_bitwise(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
     for equal in run_ranks(_compare_ema, digits, tmp_path, ranks=2):
-        assert equal == dict.fromkeys(range(4), True)
+        assert len(equal) == 16
+        assert all(equal.values()), equal
 
 
-def _compare_ema(world: World, digits: Path, folder: Path) -> dict[int, bool]:
+def _compare_ema(world: World, digits: Path, folder: Path) -> dict[tuple[int, str], bool]:
     """Average the gathered weights after every step, beside the sharded average, at every stage."""
-    equal = {}
+    equal: dict[tuple[int, str], bool] = {}
     for stage in range(4):
         config = tiny(digits, folder / f"ema{stage}")
         engine = Engine(
@@ -192,9 +194,15 @@ def _compare_ema(world: World, digits: Path, folder: Path) -> dict[int, bool]:
             world,
             DiT.block_classes,
         )
-        ema = Ema(engine.flats, (0.9,))
+        ema = Ema(engine.flats, (0.9, 0.5), power_stds=(0.05, 0.25))
+        shares = {
+            "0.9": lambda _: 1.0 - 0.9,
+            "0.5": lambda _: 0.5,
+            "power-0.05": lambda t: share(exponent(0.05), t),
+            "power-0.25": lambda t: share(exponent(0.25), t),
+        }
         masters = [flat.master for flat in engine.flats]
-        full = assemble(world, engine.flats, masters, engine.shapes)
+        full = dict.fromkeys(shares, assemble(world, engine.flats, masters, engine.shapes))
         for step in range(4):
             images = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(10 * step + world.rank))
             prediction = engine(images, torch.full((8,), step), torch.arange(8))
@@ -202,10 +210,15 @@ def _compare_ema(world: World, digits: Path, folder: Path) -> dict[int, bool]:
             assert engine.step()
             ema.update(step + 1)
             weights = assemble(world, engine.flats, masters, engine.shapes)
-            full = {name: torch.lerp(average, weights[name], 1.0 - 0.9) for name, average in full.items()}
-        average = assemble(world, engine.flats, ema.averages[0.9], engine.shapes)
-        moved = any(not torch.equal(average[name], weights[name]) for name in full)
-        equal[stage] = moved and all(torch.equal(average[name], full[name]) for name in full)
-        held = sum(t.numel() for t in ema.averages[0.9] if t is not None)
-        assert held < 0.6 * sum(t.numel() for t in full.values()), "each of two ranks averages about half"
+            full = {
+                kind: {name: torch.lerp(value, weights[name], part(step + 1)) for name, value in full[kind].items()}
+                for kind, part in shares.items()
+            }
+        assert list(ema.averages) == list(shares)
+        for kind, expected in full.items():
+            average = assemble(world, engine.flats, ema.averages[kind], engine.shapes)
+            moved = any(not torch.equal(average[name], weights[name]) for name in expected)
+            equal[stage, kind] = moved and all(torch.equal(average[name], expected[name]) for name in expected)
+            held = sum(t.numel() for t in ema.averages[kind] if t is not None)
+            assert held < 0.6 * sum(t.numel() for t in expected.values()), "each of two ranks averages about half"
     return equal

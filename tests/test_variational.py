@@ -1,4 +1,4 @@
-"""Every loss with a variational bound against float64 NumPy, its gradient against finite differences."""
+"""Every loss with a variational bound, and its gradient, against float64 NumPy."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Case:
         self.noise = normal(3, Stream.NOISE, self.batch.position, SHAPE).double().numpy()
         self.clean, self.numbers = clean.double().numpy(), self.time.numpy()
         target = torch.from_numpy(self.reference.target(self.clean, self.noise, self.numbers))
-        size = torch.tensor([1.0, 0.1, 0.02, 0.004]).repeat(len(times)).view(-1, 1, 1, 1)
-        output = target + size * torch.randn(target.shape, generator=generator)
+        self.error = np.tile([1.0, 0.1, 0.02, 0.004], len(times))
+        output = target + torch.from_numpy(self.error).view(-1, 1, 1, 1) * torch.randn(target.shape, generator=generator)
         given = 3 * torch.rand(target.shape, generator=generator) - 1.5
         if self.config.variance == "learned":
             given = given + torch.from_numpy(np.log(self.reference.clipped))[self.time].view(-1, 1, 1, 1)
@@ -83,28 +83,31 @@ def test_every_combination_agrees_with_the_equations(
     case = Case(*steps, loss=loss, variance=variance, prediction=prediction)
     found = case.loss(case.prediction)
     assert found.dtype == torch.float32
-    np.testing.assert_allclose(found.numpy(), case.expected(case.prediction.double().numpy()), rtol=1e-5)
+    # Float64 knows a divergence of almost equal Gaussians to the rounding of the 1 and the logarithms in it.
+    bound = 4e-16 * (case.config.timesteps if loss == "rescaled_kl" else 1)
+    np.testing.assert_allclose(found.numpy(), case.expected(case.prediction.double().numpy()), rtol=1e-5, atol=bound)
 
 
 @pytest.mark.parametrize("steps", SCHEDULES, ids=str)
 @pytest.mark.parametrize(("loss", "variance"), [*itertools.product(LOSSES, LEARNED), ("kl", "fixed_large")])
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_the_gradient_agrees_with_finite_differences(
+def test_the_gradient_agrees_with_the_equations(
     loss: str, variance: str, prediction: str, steps: tuple[int, str]
 ) -> None:
-    """Of the mean and of the variance, each along a random direction; inside of the hybrids the mean is constant."""
+    """Of the mean and of the variance, each along random directions; inside of the hybrids the mean is constant."""
     case = Case(*steps, loss=loss, variance=variance, prediction=prediction)
     found, point = gradient(case, case.prediction).double().numpy(), case.prediction.double().numpy()
-    frozen = point[:, : SHAPE[0]]
+    frozen, bound = point[:, : SHAPE[0]], 4e-16 * case.config.timesteps
     direction = np.random.default_rng(0).standard_normal(point.shape)
     halves = [slice(0, SHAPE[0]), slice(SHAPE[0], None)] if case.config.learns_variance else [slice(None)]
     for half in halves:
         step = np.zeros_like(direction)
-        step[:, half] = 1e-6 * direction[:, half]
-        slope = (case.expected(point + step, frozen) - case.expected(point - step, frozen)) / 2e-6
-        along = (found * step).sum(axis=(1, 2, 3)) / 1e-6
+        step[:, half] = direction[:, half]
+        slope = case.expected(point + 1e-30j * step, frozen).imag / 1e-30
+        along = (found * step).sum(axis=(1, 2, 3))
         size = np.sqrt((found[:, half] ** 2).sum(axis=(1, 2, 3)))
-        assert (np.abs(along - slope) <= 2e-5 * size + 1e-7 * np.abs(case.expected(point))).all()
+        # The target is rounded to fp32, which is more of a small error than of a large one.
+        assert (np.abs(along - slope) <= (1e-5 + 2.0**-22 / case.error) * size + bound).all()
 
 
 @pytest.mark.parametrize("loss", ["mse", "rescaled_mse"])
@@ -182,8 +185,7 @@ def test_bin_probabilities_in_fp32_hold_in_the_tails() -> None:
         wide = torch.full_like(value, log_variance)
         found = log_probability(value.float(), (value - mean).float(), wide.float())
         expected = bin_log_probability(value.numpy(), mean.numpy(), wide.numpy())
-        # Near the floor float64 itself knows a difference of cdfs to 1e-16 in 1e-12.
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=2e-4)
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_no_host_synchronisation_and_tables_on_the_device_once() -> None:

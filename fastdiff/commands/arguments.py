@@ -25,6 +25,20 @@ def shape(text: str) -> tuple[int, int, int]:
     return channels, height, width
 
 
+def add_averages(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Register ``--ema`` and ``--ema-std``, of which one may be given, and return their group."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--ema", type=float, default=None, metavar="RATE", help="which average; default: the first")
+    which.add_argument(
+        "--ema-std",
+        type=float,
+        default=None,
+        metavar="STD",
+        help="the power-function average of this relative width: the run's own, or made from its snapshots",
+    )
+    return which
+
+
 def classes(text: str) -> list[int]:
     """``0-9`` or ``1,5,7``."""
     found: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fastdiff.commands.arguments import Subcommands, count
+from fastdiff.commands.arguments import Subcommands, add_averages, count
 from fastdiff.errors import require
 
 _FORMATS = "diffusers", "lora", "dit", "safetensors"
@@ -23,11 +23,12 @@ def add(commands: Subcommands) -> None:
         help="diffusers: a pipeline; lora: pytorch_lora_weights.safetensors; dit: the published DiT's dit.pt; "
         "safetensors: the weights alone. But for lora, an adapter is merged into its base",
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--ema", type=float, default=None, metavar="RATE", help="which average; default: the first")
+    which = add_averages(parser)
     which.add_argument("--raw", action="store_true", help="the weights themselves instead of an average")
     parser.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="of the exported weights")
-    parser.add_argument("--step", type=count, default=None, metavar="N", help="an earlier checkpoint")
+    parser.add_argument(
+        "--step", type=count, default=None, metavar="N", help="an earlier checkpoint, or with --ema-std snapshot"
+    )
     parser.add_argument("--push-to-hub", default=None, metavar="REPO_ID", help="upload OUT to the Hugging Face hub")
     parser.add_argument("--private", action="store_true", help="a new repository on the hub is private")
     parser.set_defaults(run=_export)
@@ -43,6 +44,7 @@ def _export(arguments: argparse.Namespace) -> None:
     choice = Choice(
         format=arguments.format,
         ema=arguments.ema,
+        ema_std=arguments.ema_std,
         raw=arguments.raw,
         dtype=arguments.dtype,
         step=arguments.step,

@@ -52,7 +52,8 @@ def shift(t: Tensor, k: float) -> Tensor:
 
 def _normal(u: Tensor) -> Tensor:
     """Standard normal quantiles, finite."""
-    return torch.special.ndtri(u.clamp(_SMALLEST, _LARGEST))
+    quantiles: Tensor = torch.special.ndtri(u.clamp(_SMALLEST, _LARGEST))
+    return quantiles
 
 
 def _below_one(t: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def pyramid(seed: int, position: Tensor, shape: Sequence[int], iterations: int, 
     if not grids:
         return total
     counts = [channels * rows * columns for rows, columns in grids]
-    drawn = normal(seed, Stream.MULTIRES, position, (sum(counts),)).split(counts, dim=1)
+    drawn = torch.split(normal(seed, Stream.MULTIRES, position, (sum(counts),)), counts, dim=1)
     for level, (grid, values) in enumerate(zip(grids, drawn, strict=True), start=1):
         coarse = values.unflatten(1, (channels, *grid))
         total += discount**level * F.interpolate(coarse, size=(height, width), mode="bilinear")
@@ -54,7 +54,7 @@ def unit_scale(shape: tuple[int, ...], iterations: int, discount: float) -> floa
     variance = 1.0
     for level, (rows, columns) in enumerate(_grids(height, width, iterations), start=1):
         variance += discount ** (2 * level) * _variance(rows, height) * _variance(columns, width)
-    return variance**-0.5
+    return 1.0 / math.sqrt(variance)
 
 
 def _grids(height: int, width: int, iterations: int) -> list[tuple[int, int]]:

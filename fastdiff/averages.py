@@ -1,0 +1,64 @@
+"""Which weights of a checkpoint are used: as trained, one of its averages, or one that is made from its snapshots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastdiff.errors import ConfigError
+from fastdiff.fragments import Fragment
+from fastdiff.power_ema import reconstruct
+from fastdiff.saved import Saved, constant_name, power_name
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The parameters of a model, read one at a time."""
+
+    description: str
+    """"weights as trained", "EMA of rate 0.9999" or "EMA of width 0.07 (fit error 0.1 %)"."""
+    read: Callable[[str], Tensor]
+    """Returns a parameter, fp32 on the CPU."""
+
+
+def choose(saved: Saved, *, rate: float | None = None, std: float | None = None, raw: bool = False) -> Weights:
+    """Choose weights; without a wish the first average of the run, or its weights if it has none.
+
+    Args:
+        saved: the checkpoint.
+        rate: decay rate of a constant average.
+        std: relative width of a power-function average: the run's own, or made from the snapshots.
+        raw: the weights themselves.
+
+    Raises:
+        ConfigError: there is no such average.
+    """
+    if raw:
+        return _saved(saved, "master", "weights as trained")
+    if rate is not None:
+        if rate not in saved.ema_rates:
+            raise ConfigError(
+                f"{saved.folder} has no EMA of rate {rate}; it has {list(saved.ema_rates)} and widths (--ema-std) "
+                f"{list(saved.ema_stds)}"
+            )
+        return _saved(saved, f"ema/{constant_name(rate)}", f"EMA of rate {rate}")
+    if std is not None:
+        if std in saved.ema_stds:
+            return _saved(saved, f"ema/{power_name(std)}", f"EMA of width {std}")
+        made = reconstruct(saved, std)
+        return Weights(f"EMA of width {std} (fit error {100 * made.error:.2g} %)", made.read)
+    if saved.ema_rates:
+        return choose(saved, rate=saved.ema_rates[0])
+    return choose(saved, std=saved.ema_stds[0]) if saved.ema_stds else choose(saved, raw=True)
+
+
+def _saved(saved: Saved, kind: str, description: str) -> Weights:
+    shapes = saved.manifest["parameters"]
+
+    def read(name: str) -> Tensor:
+        return saved.slice(kind, Fragment(name, 0, math.prod(shapes[name]), 0)).view(shapes[name]).float()
+
+    return Weights(description, read)

@@ -1,0 +1,215 @@
+"""Two runs, compared by their losses on the same validation samples under the same noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdiff.errors import ConfigError
+from fastdiff.noise_bins import BINS, Floats, Mean, by_log_snr, name_of
+from fastdiff.validation_files import Validated, read, steps_of
+
+SIGNIFICANT = 2.0
+"""Standard errors from 0 beyond which a difference is marked."""
+_ENOUGH = 8
+"""Samples without which a standard error is too uncertain for a mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run and one of its validations."""
+
+    folder: Path
+    found: Validated
+
+    @property
+    def description(self) -> str:
+        """Which run, step and weights, and what its loss is."""
+        about = self.found.about
+        return f"{self.folder}, step {about['step']}, {about['weights']} in {about['precision']}: {about['unit']}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The samples of some noise levels."""
+
+    name: str
+    a: Mean
+    b: Mean
+    difference: float
+    """B - A; NaN where one of the runs has no sample."""
+    error: float
+    """Its standard error."""
+
+    @property
+    def relative(self) -> float:
+        """The difference over the loss of A."""
+        return self.difference / self.a.mean if self.a.mean else math.nan
+
+    @property
+    def significant(self) -> bool:
+        """Whether the difference is more than chance is likely to make."""
+        enough = min(self.a.count, self.b.count) >= _ENOUGH
+        return enough and abs(self.difference) > SIGNIFICANT * self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Run B against run A."""
+
+    a: Run
+    b: Run
+    unit: str
+    paired: bool
+    """Whether both runs have seen the same samples at the same noise levels, and are compared sample by sample."""
+    left_out: int
+    """Samples whose loss is not finite in one of the runs."""
+    bins: Sequence[Row]
+    total: Row
+
+
+def read_both(a: Path, b: Path, step: int | None = None) -> tuple[Run, Run]:
+    """Read the validations of two runs at the same step.
+
+    Args:
+        a: a run folder.
+        b: another one.
+        step: which; None: the newest that both have.
+
+    Raises:
+        ConfigError: a run has no validations, or not that step, or they have no step in common.
+        StorageError: a file cannot be read.
+    """
+    steps = [_steps(folder) for folder in (a, b)]
+    common = set(steps[0]) & set(steps[1])
+    if step is None and not common:
+        raise ConfigError(
+            f"{a} and {b} were never validated at the same step: {_in_words(steps[0])} and {_in_words(steps[1])}; "
+            "choose the same --validation.every and --samples for both"
+        )
+    for folder, known in zip((a, b), steps, strict=True):
+        if step is not None and step not in known:
+            raise ConfigError(f"{folder}: no validation at step {step}; there are {_in_words(known)}")
+    chosen = max(common) if step is None else step
+    return Run(a, read(a, chosen)), Run(b, read(b, chosen))
+
+
+def compare(a: Run, b: Run) -> Comparison:
+    """Compare run B with run A, by bin of the log SNR and over all.
+
+    The losses themselves, if they are the same function in both runs; else the squared errors of x0. At the same noise
+    levels sample by sample, so that what is hard for both does not count; at others each bin's means, as those of
+    independent samples, and the mean of the bins that both have.
+
+    Raises:
+        ConfigError: the runs were validated on other samples, or under other noise.
+    """
+    _require_same_samples(a, b)
+    first, second = a.found, b.found
+    same_loss = first.about["objective"] == second.about["objective"]
+    unit = f"loss ({first.about['unit']})" if same_loss else "squared error of x0, as the losses differ in kind"
+    values = [one.loss if same_loss else one.x0_mse for one in (first, second)]
+    finite = np.isfinite(values[0]) & np.isfinite(values[1])
+    paired = np.array_equal(first.log_snr, second.log_snr)
+    rows, total = (_paired if paired else _unpaired)(
+        [one.log_snr[finite] for one in (first, second)], [found[finite] for found in values]
+    )
+    return Comparison(a, b, unit, paired, int((~finite).sum()), rows, total)
+
+
+def table(comparison: Comparison) -> str:
+    """What there is to read, aligned."""
+    how = "sample by sample" if comparison.paired else "bin by bin, not sample by sample: their noise levels differ"
+    lines = [
+        f"A: {comparison.a.description}",
+        f"B: {comparison.b.description}",
+        f"{comparison.unit}; {len(comparison.a.found.index)} samples, {how}",
+        "",
+    ]
+    cells = [["log SNR", "samples", "A", "B", "B - A", "+-", "%", ""]]
+    cells += [_cells(row, comparison.paired) for row in (*comparison.bins, comparison.total)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines += [
+        "",
+        f"+-: standard error of B - A.  *: more than {SIGNIFICANT:g} of them, from at least {_ENOUGH} samples.",
+    ]
+    if comparison.left_out:
+        lines.append(f"Left out: {comparison.left_out} samples, not finite in one of the runs.")
+    return "\n".join(lines)
+
+
+def _cells(row: Row, paired: bool) -> list[str]:
+    count = str(row.a.count) if paired else f"{row.a.count}, {row.b.count}"
+    percent = 100 * row.relative
+    return [
+        row.name,
+        count,
+        _number(row.a.mean),
+        _number(row.b.mean),
+        _number(row.difference, signed=True),
+        _number(row.error),
+        "-" if math.isnan(percent) else f"{percent:+.2f}",
+        "*" if row.significant else "",
+    ]
+
+
+def _number(value: float, *, signed: bool = False) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:{'+' if signed else ''}.4g}"
+
+
+def _paired(log_snr: Sequence[npt.NDArray[np.float32]], values: Sequence[Floats]) -> tuple[list[Row], Row]:
+    a, b, both = (by_log_snr(log_snr[0], found) for found in (values[0], values[1], values[1] - values[0]))
+    rows = [Row(name_of(n), a[1][n], b[1][n], both[1][n].mean, both[1][n].error) for n in range(BINS)]
+    return rows, Row("all samples", a[0], b[0], both[0].mean, both[0].error)
+
+
+def _unpaired(log_snr: Sequence[npt.NDArray[np.float32]], values: Sequence[Floats]) -> tuple[list[Row], Row]:
+    a, b = (by_log_snr(*found)[1] for found in zip(log_snr, values, strict=True))
+    rows = [_independent(name_of(n), a[n], b[n]) for n in range(BINS)]
+    common = [row for row in rows if row.a.count and row.b.count]
+    means = [_mean_of_bins([row.a for row in common]), _mean_of_bins([row.b for row in common])]
+    return rows, _independent("mean of bins", *means)
+
+
+def _independent(name: str, a: Mean, b: Mean) -> Row:
+    return Row(name, a, b, b.mean - a.mean, math.hypot(a.error, b.error))
+
+
+def _mean_of_bins(bins: Sequence[Mean]) -> Mean:
+    """Each bin counts alike; the error is that of the bins that have one."""
+    if not bins:
+        return Mean(0, math.nan, math.nan)
+    error = math.hypot(*(found.error for found in bins if found.count > 1)) / len(bins)
+    return Mean(sum(found.count for found in bins), sum(found.mean for found in bins) / len(bins), error)
+
+
+def _require_same_samples(a: Run, b: Run) -> None:
+    for what, found, expected in (
+        ("data sets (digests {})", a.found.about["data"][:12], b.found.about["data"][:12]),
+        ("numbers of samples ({})", len(a.found.index), len(b.found.index)),
+        ("noise (seeds {})", a.found.about["seed"], b.found.about["seed"]),
+    ):
+        if found != expected:
+            raise ConfigError(
+                f"{a.folder} and {b.folder} were validated with different {what.format(f'{found} and {expected}')}; "
+                "give both the same --validation.data and --validation.samples"
+            )
+
+
+def _steps(folder: Path) -> list[int]:
+    steps = steps_of(folder)
+    if not steps:
+        raise ConfigError(f"{folder}: no validation; train with --validation.data")
+    return steps
+
+
+def _in_words(steps: Sequence[int]) -> str:
+    return f"steps {', '.join(map(str, steps))}" if len(steps) < 10 else f"steps {steps[0]}, {steps[1]} ... {steps[-1]}"

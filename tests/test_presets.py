@@ -1,0 +1,103 @@
+"""Every preset is a run that can be built, and says where it comes from."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+
+from fastdiff.config import OptimConfig, RunConfig
+from fastdiff.model_config import DIT_PATCHES, DIT_SIZES, DiTConfig
+from fastdiff.models import build_model
+from fastdiff.objective_config import TimestepConfig
+from fastdiff.presets import FID_400K, PRESETS, preset
+
+DIT = [f"dit-{letter.lower()}-{patch}-256" for letter in DIT_SIZES for patch in DIT_PATCHES]
+PUBLISHED = [*DIT, "sit-xl-2-256"]
+
+# Millions, as table 4 of Peebles & Xie 2023 has them: without the embedding of positions, which has no gradient.
+TABLE_4 = {
+    "s": {2: 33, 4: 33, 8: 33},
+    "b": {2: 130, 4: 130, 8: 131},
+    "l": {2: 458, 4: 458, 8: 459},
+    "xl": {2: 675, 4: 675, 8: 676},
+}
+OTHERS = {"digits": 1.274, "digits-t2i": 0.97, "sd15-512": 859.5, "sd2-512": 865.9, "sd15-finetune": 859.5}
+
+
+def millions(config: RunConfig) -> float:
+    with torch.device("meta"):
+        model = build_model(config.model)
+    return sum(parameter.numel() for parameter in model.parameters()) / 1e6
+
+
+def test_these_are_the_presets() -> None:
+    assert sorted(PRESETS) == sorted([*PUBLISHED, *OTHERS])
+    assert len(DIT) == 12
+
+
+@pytest.mark.parametrize("name", DIT)
+def test_a_dit_has_the_parameters_of_the_paper(name: str) -> None:
+    _, letter, patch, _ = name.split("-")
+    assert round(millions(preset(name))) == TABLE_4[letter][int(patch)]
+
+
+def test_the_other_networks_have_their_sizes() -> None:
+    assert millions(preset("sit-xl-2-256")) == millions(preset("dit-xl-2-256")) == pytest.approx(674.83, abs=0.005)
+    for name, expected in OTHERS.items():
+        assert millions(preset(name)) == pytest.approx(expected, rel=0.01), name
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_run_is_that_of_the_papers(name: str) -> None:
+    """Sections 4 of both papers and the two train.py."""
+    config = preset(name)
+    assert (config.steps, config.batch.samples) == (400_000, 256)
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.betas, optim.weight_decay, optim.clip) == (
+        "adamw",
+        1e-4,
+        (0.9, 0.999),
+        0.0,
+        0.0,
+    )
+    assert (optim.schedule, optim.warmup_steps) == ("constant", 0)
+    assert (config.ema.rates, config.ema.warmup) == ((0.9999,), False)
+    assert (config.data.random_flip, config.objective.condition_dropout) == (True, 0.1)
+    assert config.timesteps == TimestepConfig()
+    assert isinstance(config.model, DiTConfig)
+    assert (config.model.size, config.model.channels, config.model.classes) == (32, 4, 1000)
+    assert config.model.learn_sigma, "both have the outputs for a variance"
+    objective = config.objective
+    assert (objective.loss, objective.weighted) == ("mse", "none")
+    if name in DIT:
+        assert (objective.process, objective.schedule, objective.timesteps) == ("ddpm", "linear", 1000)
+        assert (objective.predicted, objective.variance) == ("epsilon", "learned_range")
+    else:
+        assert (objective.process, objective.path, objective.predicted) == ("flow", "linear", "flow")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_says_its_command_and_its_result(name: str) -> None:
+    text = inspect.getdoc(PRESETS[name]) or ""
+    assert f"--preset {name}" in text or f"make demo-{name.removeprefix('digits-')}" in text
+    assert re.search(r"Measured \(bench/results/|Not measured (yet|here)\.", text)
+    assert max(map(len, text.splitlines())) <= 120
+    if name in PUBLISHED:
+        assert re.search(r"arXiv:\d{4}\.\d{5}", text)
+        assert "--ema.power_stds 0.05 0.1" in text
+    if name in DIT:
+        _, letter, patch, _ = name.split("-")
+        assert f"Expected: FID-50K {FID_400K[f'{letter.upper()}/{patch}']:.2f} without guidance" in text
+
+
+def test_the_expected_results_are_those_of_the_paper() -> None:
+    """Spot checks of table 4, and its order: a smaller patch and a larger network are better."""
+    assert (FID_400K["XL/2"], FID_400K["B/4"], FID_400K["S/8"]) == (19.47, 68.38, 153.60)
+    for letter in DIT_SIZES:
+        assert FID_400K[f"{letter}/2"] < FID_400K[f"{letter}/4"] < FID_400K[f"{letter}/8"]
+    for patch in DIT_PATCHES:
+        values = [FID_400K[f"{letter}/{patch}"] for letter in DIT_SIZES]
+        assert values == sorted(values, reverse=True)
