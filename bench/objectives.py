@@ -36,14 +36,16 @@ from fastdiff.grid import image_grid
 from fastdiff.trained import CLASS_CFG, TrainedRun
 
 OBJECTIVES = {
-    "epsilon, Min-SNR": "--objective.prediction epsilon --objective.min_snr_gamma 5",
+    "epsilon, Min-SNR": "--objective.prediction epsilon --objective.schedule scaled_linear --objective.min_snr_gamma 5",
     "v": "--objective.prediction v",
     "x0": "--objective.prediction x0",
-    "hybrid, learned range, importance": "--objective.prediction epsilon --objective.variance learned_range "
-    "--objective.loss rescaled_mse --model.learn_sigma --timesteps.density importance",
+    "hybrid, learned range, importance": "--objective.prediction epsilon --objective.schedule scaled_linear "
+    "--objective.variance learned_range --objective.loss rescaled_mse --model.learn_sigma "
+    "--timesteps.density importance",
     "flow": "--objective.process flow --objective.prediction flow",
     "flow, logit-normal": "--objective.process flow --objective.prediction flow --timesteps.density logit_normal",
-    "EDM": "--objective.process edm --objective.prediction edm",
+    "EDM": "--objective.process edm --objective.prediction edm --objective.sigma_data 0.75 --timesteps.mean -0.4 "
+    "--timesteps.std 1.4",
 }
 """What differs from the preset, as flags of the trainer."""
 
@@ -177,6 +179,15 @@ def _train(*flags: str) -> None:
         str(launcher), "--num_accelerators", "1", "--master_port", str(free_port()),
         "fastdiff/train.py", "--deepspeed_config", "deepspeed_configs/zero1.json", *flags,
     ]  # fmt: skip
+    finish(command)
+
+
+def finish(command: Sequence[str]) -> None:
+    """Run a command of the repository to its end.
+
+    Raises:
+        BenchError: it ended with an error, which it has printed.
+    """
     # In a session of its own: what kills the launcher alone leaves the rank running.
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:

@@ -259,6 +259,7 @@ def draw_together(
                 null=null,
                 scheduler="dpmsolver++",
                 steps=steps,
+                shift=state.config.timesteps.shift,
                 cfg=cfg,
                 seed=state.config.seed,
                 batch=batch,

@@ -101,6 +101,8 @@ def _owned_by_run_config(config: RunConfig, ranks: int) -> dict[str, tuple[Any, 
         "gradient_clipping": (config.optim.clip, "--optim.clip"),
         "bf16.enabled": (precision == "bf16", "--performance.precision"),
         "fp16.enabled": (precision == "fp16", "--performance.precision"),
+        # It would round the time, 0 to 1000 in flow, to 0.5. The model rounds all the rest itself.
+        "fp16.auto_cast": (False, "fastdiff"),
         # 8-bit optimizers are not on DeepSpeed's list, and offload insists on its own Adam, unless told so.
         "zero_allow_untested_optimizer": (True, "fastdiff"),
         "zero_force_ds_cpu_optimizer": (False, "fastdiff"),

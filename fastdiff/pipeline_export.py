@@ -6,19 +6,21 @@ import importlib.metadata
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastdiff.config import RunConfig
-from fastdiff.objective_config import PREDICTION_TYPES, DiffusionConfig
 from fastdiff.errors import ConfigError
 from fastdiff.export_weights import ExportedWeights
 from fastdiff.model_config import UNetConfig
 from fastdiff.network import pretrained
+from fastdiff.objective_config import PREDICTION_TYPES, DiffusionConfig
 from fastdiff.pretrained import Pretrained
 from fastdiff.safetensors_stream import write_tensors
+from fastdiff.schedule import betas
 
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
 _OPTIONAL = ("safety_checker", "feature_extractor", "image_encoder")
@@ -39,19 +41,20 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
         dtype: of the UNet's weights.
 
     Raises:
-        ConfigError: the pretrained pipeline, or a part that it cannot work without, is not there any more.
+        ConfigError: the pretrained pipeline, or a part that it cannot work without, is not there any more, or no
+            pipeline can draw with what the run has learned.
         OSError: the disk is full, or something else is wrong with it.
     """
     assert isinstance(config.model, UNetConfig)
     version = importlib.metadata.version("diffusers")
+    pipeline = pretrained(config) if config.pretrained.path else None
+    scheduler = scheduler_config(pipeline.scheduler_config(), config.objective) if pipeline else {}
     (folder / "unet").mkdir()
     unet = {"_class_name": "UNet2DConditionModel", "_diffusers_version": version, **config.model.to_diffusers()}
     _write_json(folder / "unet" / "config.json", unet)
     write_tensors(folder / "unet" / _WEIGHTS, weights.shapes, dtype, weights.reader(dtype))
-    if not config.pretrained.path:
+    if pipeline is None:
         return
-    pipeline = pretrained(config)
-    scheduler = scheduler_config(pipeline.scheduler_config(), config.objective)
     (folder / "scheduler").mkdir()
     _write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
     index = dict(pipeline.json("model_index.json"))
@@ -76,17 +79,22 @@ def scheduler_config(base: Mapping[str, Any], objective: DiffusionConfig) -> dic
     Args:
         base: that of the pretrained pipeline.
         objective: the run's.
+
+    Raises:
+        ConfigError: no scheduler of such a pipeline has the process or the prediction of the run.
     """
-    kind, start, end = _noise(objective)
+    if objective.process != "ddpm" or objective.predicted not in PREDICTION_TYPES:
+        raise ConfigError(
+            "--format diffusers: the pipelines of text-to-image UNets count whole timesteps and know epsilon, v and x0, "
+            f"the run has --objective.process {objective.process} --objective.prediction {objective.predicted}; use "
+            "--format safetensors, or `fastdiff sample`"
+        )
     noise = {
         "num_train_timesteps": objective.timesteps,
-        "beta_schedule": kind,
-        "beta_start": start,
-        "beta_end": end,
-        "trained_betas": None,
+        **_noise(objective),
         "prediction_type": PREDICTION_TYPES[objective.predicted],
     }
-    zero = objective.zero_terminal_snr
+    zero = objective.zero_terminal_snr or objective.schedule == "jsd"
     if not zero and objective.predicted != "x0":
         return {**base, **noise} | ({"rescale_betas_zero_snr": False} if "rescale_betas_zero_snr" in base else {})
     return {
@@ -96,17 +104,23 @@ def scheduler_config(base: Mapping[str, Any], objective: DiffusionConfig) -> dic
         "clip_sample": False,
         "set_alpha_to_one": False,
         "steps_offset": 1,
-        "rescale_betas_zero_snr": zero,
+        "rescale_betas_zero_snr": objective.zero_terminal_snr,
         "timestep_spacing": "trailing" if zero else "leading",
     }
 
 
-def _noise(objective: DiffusionConfig) -> tuple[str, float, float]:
-    """The diffusers' name of a schedule (``fastdiff.schedule.betas``), and its first and last beta."""
-    if objective.schedule == "scaled_linear":
-        return "scaled_linear", 0.00085, 0.012
+def _noise(objective: DiffusionConfig) -> dict[str, Any]:
+    """The betas of a run (``fastdiff.schedule.betas``): diffusers' name of the schedule and its ends, or all of them.
+
+    Diffusers has sigmoid and laplace, too, but in DDPMScheduler alone, and an unknown name is an error in the others.
+    Zero-terminal SNR is left to the scheduler.
+    """
+    known = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}
     scale = 1000.0 / objective.timesteps
-    return ("squaredcos_cap_v2" if objective.schedule == "cosine" else "linear"), 1e-4 * scale, 0.02 * scale
+    start, end = (0.00085, 0.012) if objective.schedule == "scaled_linear" else (1e-4 * scale, 0.02 * scale)
+    table = None if objective.schedule in known else betas(replace(objective, zero_terminal_snr=False)).tolist()
+    kind = known.get(objective.schedule, "linear")
+    return {"beta_schedule": kind, "beta_start": start, "beta_end": end, "trained_betas": table}
 
 
 def _copy_part(pipeline: Pretrained, part: str, target: Path) -> bool:

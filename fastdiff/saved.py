@@ -4,7 +4,8 @@ Every rank's file holds tensors named ``<kind>/<parameter>`` (kinds: ``master``,
 optimizer's own, such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. The
 scales of 8-bit moments (``exp_avg_scales``) are such slices too, counted not in elements but in blocks of the
 parameter. State that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is kept whole as
-``raw/<flat>/<key>``, and what the draw of the timesteps has learned as ``timesteps/<key>`` in the file of rank 0. No pickle anywhere.
+``raw/<flat>/<key>``, and what the draw of the timesteps has learned as ``timesteps/<key>`` in the file of rank 0. No
+pickle anywhere.
 """
 
 from __future__ import annotations

@@ -340,20 +340,20 @@ def test_a_full_disk_exits_74_and_keeps_the_good_checkpoint(
 
 def test_a_disk_that_fills_during_the_write_is_reported(world: World, digits: Path, larger_disk: Path) -> None:
     """The check before the write passes; the write itself fails."""
-    from fastdiff.checkpoint import Checkpoints
+    from fastdiff.commit import StepFolders
 
     config = tiny(digits, larger_disk / "run", steps=2, output__checkpoint_every=1)
     train(config, launch(), world)
     good = intact(larger_disk / "run")
     free = shutil.disk_usage(larger_disk).free
     (larger_disk / "filler").write_bytes(bytes(max(0, free - 40_000)))
-    original = Checkpoints._check_space
-    Checkpoints._check_space = lambda self, needed: None  # type: ignore[method-assign]
+    original = StepFolders._check_space
+    StepFolders._check_space = lambda self, needed: None  # type: ignore[method-assign]
     try:
         with pytest.raises(StorageError, match="could not be written"):
             train(grown(config, 3), launch(), world)
     finally:
-        Checkpoints._check_space = original  # type: ignore[method-assign]
+        StepFolders._check_space = original  # type: ignore[method-assign]
     assert intact(larger_disk / "run") == good
     assert not list((larger_disk / "run" / "checkpoints").glob("*.tmp"))
     (larger_disk / "filler").unlink()

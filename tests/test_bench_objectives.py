@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -93,10 +94,10 @@ def test_what_failed_is_in_the_record_and_in_the_exit_code(tmp_path: Path) -> No
     assert "- x0 (digits): the trainer ended with exit code 70" in text
 
 
-def test_a_trainer_that_refuses_its_flags_is_a_failure(tmp_path: Path) -> None:
-    flags = ["--objective.process", "flow", "--timesteps.density", "importance"]
-    with pytest.raises(BenchError, match="exit code 2"):
-        objectives.outcome(flags, tmp_path / "data", tmp_path / "run")
+def test_a_trainer_that_fails_is_a_failure() -> None:
+    objectives.finish([sys.executable, "-c", "pass"])
+    with pytest.raises(BenchError, match="exit code 70"):
+        objectives.finish([sys.executable, "-c", "raise SystemExit(70)"])
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
+from fastdiff.deepspeed_config import resolve
 from fastdiff.dist import World
 from fastdiff.errors import ConfigError
 from fastdiff.models.dit import DiT
@@ -287,6 +288,13 @@ def test_a_bf16_network_is_told_the_exact_time(world: World, digits: Path, tmp_p
         assert torch.equal(of_model, drawn)
         assert torch.equal(of_embedder, drawn)
     assert all(math.isfinite(value) for value in losses(tmp_path / "run"))
+
+
+def test_the_cast_of_the_time_is_refused(digits: Path, tmp_path: Path) -> None:
+    config = tiny(digits, tmp_path / "run", performance__precision="fp16")
+    assert resolve({}, config, 1)["fp16"]["auto_cast"] is False
+    with pytest.raises(ConfigError, match=r'"fp16\.auto_cast": true, but fastdiff gives false'):
+        resolve({"fp16": {"auto_cast": True}}, config, 1)
 
 
 def test_a_bf16_unet_embeds_the_exact_time() -> None:

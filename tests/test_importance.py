@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-import sys
 from collections import deque
-from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,20 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config import RunConfig
 from fastdiff.dist import World
-from fastdiff.errors import ConfigError
 from fastdiff.noise import build_process
 from fastdiff.noise.importance import HISTORY, UNIFORM_PROB
 from fastdiff.noise.timesteps import Timesteps, build_timesteps
 from fastdiff.objective import Objective
 from fastdiff.objective_config import DiffusionConfig, TimestepConfig
-from fastdiff.saved import Saved, committed
-from fastdiff.start import build_run
-from fastdiff.train import train
-from tests.processes import run, run_ranks, start, stop
-from tests.runs import assert_same_checkpoint, flags, hexes, launch, losses, newest, tiny
-from tests.test_resume import lines, wait_for_step
+from tests.processes import run_ranks
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 T = 12
@@ -216,74 +204,27 @@ def test_state_goes_on_and_another_one_starts_anew() -> None:
         assert torch.equal(other.draw(position)[0], sampler().draw(position)[0])
 
 
-STEPS, KILL_AFTER = 60, 42
-
-
-def config_of(data: Path, folder: Path, steps: int = STEPS) -> RunConfig:
-    """Importance begins at about step 25 of these runs."""
-    config = tiny(data, folder, steps, batch__micro=8, output__checkpoint_every=5)
-    return replace(
-        config,
-        objective=replace(config.objective, schedule="cosine", timesteps=20),
-        timesteps=TimestepConfig(density="importance"),
-    )
-
-
-def test_a_killed_run_goes_on_with_its_losses_and_so_do_two_ranks(
-    torch_extensions: Path, digits: Path, tmp_path: Path
-) -> None:
-    """SIGKILL at about step 42, when the levels have long depended on the losses; then the same command."""
-    whole = run([sys.executable, "fastdiff/train.py", *flags(config_of(digits, tmp_path / "whole"))])
-    assert whole.code == 0, whole.output
-    folder = tmp_path / "killed"
-    command = [sys.executable, "fastdiff/train.py", *flags(config_of(digits, folder))]
-    process = start(command)
-    try:
-        wait_for_step(folder / "metrics.jsonl", KILL_AFTER)
-    finally:
-        stop(process)
-    assert lines(folder / "metrics.jsonl") < STEPS, "killed too late to prove anything"
-    assert newest(folder).timesteps()["count"].min() >= HISTORY, "killed too early to prove anything"
-    again = run(command)
-    assert again.code == 0, again.output
-    assert re.search(r"resuming from step (35|40|45|50|55)", again.output)
-    assert hexes(losses(folder)) == hexes(losses(tmp_path / "whole"))
-    assert_same_checkpoint(tmp_path / "whole", folder)
-
-    saved = newest(folder).timesteps()
-    assert saved["count"].sum() == STEPS * 16
-    for restored, learned in run_ranks(_restore_and_learn, config_of(digits, folder, STEPS + 1), ranks=2):
-        assert same(restored, saved)
-        assert same(learned, _learned(ALONE))
-
-
-def _restore_and_learn(world: World, config: RunConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    with ExitStack() as stack:
-        state, _, _ = build_run(config, launch(), world, stack)
-        return state.objective.timesteps.state(), _learned(world)
+def test_two_ranks_know_what_one_knows() -> None:
+    """And go on with its state."""
+    alone = sampler()
+    learn(alone, ALONE, steps=range(20))
+    assert alone.state()["count"].min() >= HISTORY
+    for state in run_ranks(_learned, ranks=2):
+        assert same(state, alone.state())
 
 
 def _learned(world: World) -> dict[str, Tensor]:
-    """What a sampler knows after ten steps of 48 losses, of which each rank has its micro-batches of 8."""
-    drawn = sampler()
-    for step in range(10):
-        position = torch.arange(48 * step, 48 * (step + 1)).view(-1, world.size, 8)[:, world.rank]
-        for part in position:
-            native, _ = drawn.draw(part)
-            drawn.observe(native, torch.sin(part.float()) ** 2 * (1 + native), part)
+    first, second = sampler(), sampler()
+    learn(first, World(rank=0, size=1, device=world.device), steps=range(8))
+    second.restore(first.state())
+    learn(second, world, steps=range(8, 20))
+    return second.state()
+
+
+def learn(drawn: Timesteps, world: World, steps: range) -> None:
+    """Steps of 48 losses, of which each rank has its micro-batches of 8."""
+    for step in steps:
+        for position in torch.arange(48 * step, 48 * (step + 1)).view(-1, world.size, 8)[:, world.rank]:
+            native, _ = drawn.draw(position)
+            drawn.observe(native, torch.sin(position.float()) ** 2 * (1 + native), position)
         drawn.end_step(world)
-    return drawn.state()
-
-
-def test_a_checkpoint_of_another_density_starts_anew(world: World, digits: Path, tmp_path: Path) -> None:
-    config = config_of(digits, tmp_path, steps=2)
-    train(replace(config, timesteps=TimestepConfig()), launch(), world)
-    assert newest(tmp_path).timesteps() == {}
-    longer = replace(config, samples=3 * 16)
-    with pytest.raises(ConfigError, match=r"timesteps\.density"):
-        train(longer, launch(), world)
-    allowed = ("timesteps.density",)
-    train(longer, launch(allow_change=allowed), world)
-    assert newest(tmp_path).timesteps()["count"].sum() == 16
-    train(replace(config, samples=4 * 16, timesteps=TimestepConfig()), launch(allow_change=allowed), world)
-    assert Saved(committed(tmp_path / "checkpoints")[0]).timesteps() == {}

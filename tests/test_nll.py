@@ -18,6 +18,7 @@ from torch import Tensor
 from fastdiff.batch import Batch
 from fastdiff.commands import main
 from fastdiff.data.reader import LatentReader
+from fastdiff.data.shards import DatasetInfo, Normalisation
 from fastdiff.dist import World
 from fastdiff.errors import ConfigError
 from fastdiff.models import load_model
@@ -140,7 +141,7 @@ def test_the_batch_does_not_change_the_numbers(batch: int) -> None:
 def run(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nll") / "run"
     objective = {
-        "variance": "learned_range", "loss": "rescaled_mse", "schedule": "cosine", "timesteps": T,
+        "prediction": "v", "variance": "learned_range", "loss": "rescaled_mse", "schedule": "cosine", "timesteps": T,
         "condition_dropout": 0.5,
     }  # fmt: skip
     changes = {f"objective__{name}": value for name, value in objective.items()}
@@ -154,11 +155,12 @@ def test_the_command_measures_a_run(run: Path, digits: Path, capsys: pytest.Capt
     code = main(["evaluate", str(run), "--nll", "--samples", "6", "--clip-denoised", "--png", str(picture)])
     assert code == 0
     result = json.loads((run / "nll.json").read_text())
-    assert {key: result[key] for key in ("samples", "clip_denoised", "step", "weights", "seed")} == {
-        "samples": 6, "clip_denoised": True, "step": 3, "weights": "step 3, EMA 0.9", "seed": 0,
+    assert {key: result[key] for key in ("samples", "clip_denoised", "step", "seed")} == {
+        "samples": 6, "clip_denoised": True, "step": 3, "seed": 0,
     }  # fmt: skip
     output = capsys.readouterr().out
-    printed = re.search(r"nll\.json: ([0-9.]+) ± [0-9.]+ bits per dimension,.* 6 samples, step 3, EMA 0.9", output)
+    assert re.fullmatch(r"step 3, EMA .*0\.9", result["weights"])
+    printed = re.search(r"nll\.json: ([0-9.]+) ± [0-9.]+ bits per dimension .*, 6 samples; step 3, EMA .*0\.9", output)
     assert printed, output
     assert float(printed[1]) == pytest.approx(result["total_bpd"], abs=1e-4)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -184,6 +186,12 @@ def test_other_noise_and_other_data(run: Path, tmp_path: Path, capsys: pytest.Ca
     assert 0 < abs(first["total_bpd"] - other["total_bpd"]) < 0.5 * first["total_bpd"]
     assert first["prior_bpd"] == other["prior_bpd"]
     assert main(["encode", "synthetic", str(tmp_path), "--shape", "1,8,8", "--samples", "8", "--classes", "10"]) == 0
+    assert main(["evaluate", str(run), "--nll", "--data", str(tmp_path)]) == 0
+    result = json.loads((run / "nll.json").read_text())
+    assert result["samples"] == 8, "all there are"
+    assert result["total_bpd"] > first["total_bpd"], "noise is no digit"
+    info = DatasetInfo.read(tmp_path)
+    replace(info, normalisation=Normalisation(shift=(0.0,), scale=(2.0,))).write(tmp_path)
     assert main(["evaluate", str(run), "--nll", "--data", str(tmp_path)]) == 2
     assert "encoded otherwise" in capsys.readouterr().err
 
@@ -240,7 +248,7 @@ def _by_hand(run: Path, digits: Path) -> tuple[Array, Array, Array, Array]:
     def model(noisy: Tensor, time: Tensor) -> Tensor:
         return network(noisy, time, label=label)
 
-    objective = config(variance="learned_range")
+    objective = config(prediction="v", variance="learned_range")
     vb, xstart_mse, mse = expected(objective, model, clean, clip=True, seed=0)
-    prior = Reference(BETAS, "epsilon", "learned_range").prior_bits(clean.numpy())
+    prior = Reference(BETAS, "v", "learned_range").prior_bits(clean.numpy())
     return vb, xstart_mse, mse, vb.sum(axis=0) + prior

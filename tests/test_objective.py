@@ -191,12 +191,17 @@ def test_the_loss_and_its_gradient_agree_with_fp64(prediction, gamma, zero_termi
     torch.testing.assert_close(gradient.double(), slope, rtol=8 * EPS, atol=slope.abs().max() * 8 * EPS)
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_a_training_step_with_kernels_equals_that_of_the_references(prediction):
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"prediction": prediction} for prediction in PREDICTIONS),
+        {"process": "flow", "cosine_weight": 0.5, "multires_noise_iterations": 2},
+        {"process": "edm"},
+    ],
+)
+def test_a_training_step_with_kernels_equals_that_of_the_references(options):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    objective = _objective(
-        device=device, prediction=prediction, weighting="soft_min_snr", noise_offset=0.1, input_perturbation=0.1
-    )
+    objective = _objective(device=device, weighting="soft_min_snr", noise_offset=0.1, input_perturbation=0.1, **options)
     batch = _on(_batch(2), device)
     torch.manual_seed(0)
     model = DiT(DiTConfig(depth=1, hidden=16, heads=2, patch=2, size=8, channels=4, classes=CLASSES)).to(device)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from fastdiff.objective_config import DiffusionConfig
 from fastdiff.dist import World
+from fastdiff.errors import ConfigError
 from fastdiff.export import Choice, export
 from fastdiff.export_weights import ExportedWeights
 from fastdiff.model_config import PretrainedConfig
 from fastdiff.models import build_model
+from fastdiff.objective_config import DiffusionConfig, ScheduleName
 from fastdiff.pipeline_export import scheduler_config, write_pipeline
 from fastdiff.schedule import alpha_bar_of, betas
 from fastdiff.tiny_pipeline import UNETS, build
@@ -78,7 +79,7 @@ def test_a_run_without_a_pipeline_is_exported_as_a_unet_alone(
     assert all(torch.equal(v, expected[k].bfloat16().float()) for k, v in scope["unet"].float().state_dict().items())
 
 
-@pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "cosine"])
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
 @pytest.mark.parametrize(("zero", "prediction"), [(False, "epsilon"), (True, "v"), (False, "x0")])
 def test_the_scheduler_has_the_noise_of_the_run(schedule: Any, zero: bool, prediction: Any) -> None:
     import diffusers
@@ -90,6 +91,25 @@ def test_the_scheduler_has_the_noise_of_the_run(schedule: Any, zero: bool, predi
     torch.testing.assert_close(alpha_bar_of(found), expected, rtol=1e-6, atol=1e-9)
     scheduler = getattr(diffusers, found["_class_name"]).from_config(found)
     torch.testing.assert_close(scheduler.alphas_cumprod.double(), expected, rtol=1e-3, atol=1e-6)
-    assert found["_class_name"] == ("PNDMScheduler" if prediction == "epsilon" else "DDIMScheduler")
-    if zero:
-        assert (found["timestep_spacing"], found["rescale_betas_zero_snr"]) == ("trailing", True)
+    ends_in_noise = zero or schedule == "jsd"
+    assert found["_class_name"] == (
+        "PNDMScheduler" if prediction == "epsilon" and not ends_in_noise else "DDIMScheduler"
+    )
+    if ends_in_noise:
+        assert (found["timestep_spacing"], found["rescale_betas_zero_snr"]) == ("trailing", zero)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        DiffusionConfig(process="flow"),
+        DiffusionConfig(process="flow", prediction="epsilon"),
+        DiffusionConfig(process="edm"),
+        DiffusionConfig(prediction="previous_x"),
+    ],
+)
+def test_what_no_pipeline_can_draw_is_refused(objective: DiffusionConfig) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{objective.process} and .*{objective.predicted}; use --format safetensors"
+    ):
+        scheduler_config({"_class_name": "PNDMScheduler"}, objective)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdiff.objective_config import DiffusionConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models import build_model
 from fastdiff.models.dit import DiT
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.respacing import trailing
 from fastdiff.sampling import SchedulerName, sample
 from tests.gaussian import CONFIG, MEANS, Gaussian, draw

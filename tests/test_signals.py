@@ -63,7 +63,7 @@ def test_groups_are_those_of_numpy(weighted: bool) -> None:
         )
     found = meters.read()
     seen = [one for one in seen if np.isfinite(one[1])]
-    assert found["loss"] == pytest.approx(np.mean([loss for _, loss, _ in seen]), rel=1e-12)
+    assert found["loss"] == pytest.approx(np.mean([float(loss) for _, loss, _ in seen]), rel=1e-12)
     for name in BY_LEVEL:
         members = [(float(loss), float(weight)) for row, loss, weight in seen if group_of(name, row)]
         expected = sum(loss for loss, _ in members) / sum(weight for _, weight in members) if members else None

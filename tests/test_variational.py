@@ -45,7 +45,9 @@ class Case:
         self.clean, self.numbers = clean.double().numpy(), self.time.numpy()
         target = torch.from_numpy(self.reference.target(self.clean, self.noise, self.numbers))
         self.error = np.tile([1.0, 0.1, 0.02, 0.004], len(times))
-        output = target + torch.from_numpy(self.error).view(-1, 1, 1, 1) * torch.randn(target.shape, generator=generator)
+        output = target + torch.from_numpy(self.error).view(-1, 1, 1, 1) * torch.randn(
+            target.shape, generator=generator
+        )
         given = 3 * torch.rand(target.shape, generator=generator) - 1.5
         if self.config.variance == "learned":
             given = given + torch.from_numpy(np.log(self.reference.clipped))[self.time].view(-1, 1, 1, 1)

@@ -17,9 +17,9 @@ def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="measure the images of a run against the real ones, or with --nll its likelihood",
-        description="Without --nll: draws digits and judges them, into RUN/evaluation.json. With --nll: the bound on the "
-        "negative log-likelihood of data, in bits per dimension, over all timesteps, into RUN/nll.json; by timestep, "
-        "with the errors of x0 and of the noise, into RUN/nll.npz.",
+        description="Without --nll: draws digits and judges them, into RUN/evaluation.json. With --nll: the bound on "
+        "the negative log-likelihood of data, in bits per dimension, over all timesteps, into RUN/nll.json; its terms by "
+        "timestep, with the errors of x0 and of the noise, into RUN/nll.npz.",
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="run folder; its newest checkpoint is used")
     add_averages(parser)
@@ -58,8 +58,8 @@ def _evaluate_nll(arguments: argparse.Namespace) -> None:
     run = TrainedRun(arguments.folder, ema=arguments.ema, ema_std=arguments.ema_std)
     result, found = evaluate_nll(run, NllOptions(**options, clip=arguments.clip_denoised), progress=True)
     print(
-        f"{arguments.folder / 'nll.json'}: {result['total_bpd']:.4f} ± {result['total_bpd_se']:.4f} bits per dimension, "
-        f"{result['prior_bpd']:.1e} of it the prior's; {result['samples']} samples, {run.description}"
+        f"{arguments.folder / 'nll.json'}: {result['total_bpd']:.4f} ± {result['total_bpd_se']:.4f} bits per dimension "
+        f"({result['prior_bpd']:.1e} of it the prior's), {result['samples']} samples; {run.description}"
     )
     if arguments.png:
         draw(arguments.png, found)

@@ -36,7 +36,7 @@ def pyramid(seed: int, position: Tensor, shape: Sequence[int], iterations: int, 
     counts = [channels * rows * columns for rows, columns in grids]
     drawn = torch.split(normal(seed, Stream.MULTIRES, position, (sum(counts),)), counts, dim=1)
     for level, (grid, values) in enumerate(zip(grids, drawn, strict=True), start=1):
-        coarse = values.unflatten(1, (channels, *grid))
+        coarse = values.view(len(position), channels, *grid)
         total += discount**level * F.interpolate(coarse, size=(height, width), mode="bilinear")
     return total
 
