@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Colours of Okabe and Ito (2008), which people with any colour vision tell apart; shapes differ too.
-_A, _B, _SAME = "#0072B2", "#D55E00", "#999999"
+_A, _B, _SAME, _SMALL = "#0072B2", "#D55E00", "#999999", "#555555"
 _STYLE = {
     "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e3e3e3",
@@ -23,7 +23,9 @@ _STYLE = {
 }  # fmt: skip
 _LOGARITHMIC = 10.0
 """Losses further apart than this are drawn on a logarithmic axis."""
-_SHIFT = 0.12
+_FAR = 2.0
+"""Relative differences beyond which their axis is logarithmic, but for its middle."""
+_SHIFT = 0.08
 """By which the points of A and B stand beside the middle of their bin, so that their errors do not hide each other."""
 
 
@@ -79,10 +81,17 @@ def _differences(axes: Axes, comparison: Comparison) -> None:
             x, 100 * row.relative, error, color=colour, marker="D", markersize=5, elinewidth=1.6, capsize=3,
             markerfacecolor=colour if row.significant else "white",
         )  # fmt: skip
+        axes.annotate(
+            f"{row.a.count}", (x, 0.02), xycoords=("data", "axes fraction"), color=_SMALL, fontsize=7.5, ha="center"
+        )
     axes.axhline(0, color="black", linewidth=1)
+    axes.margins(y=0.18)  # for the numbers of samples
+    if any(abs(row.relative) > _FAR for row in comparison.bins):
+        axes.set_yscale("symlog", linthresh=10)
     axes.set_ylabel("B − A, % of A")
     kind = "paired differences" if comparison.paired else "differences (other noise levels: not paired)"
-    axes.set_title(f"{kind} with ±{SIGNIFICANT:g} standard errors; filled: beyond them", fontsize=9, color="#555555")
+    marks = f"±{SIGNIFICANT:g} standard errors; filled: marked in the table"
+    axes.set_title(f"{kind} with {marks}; below: samples", fontsize=9, color=_SMALL)
     axes.set_xticks(SNR_EDGES[1::2])
     axes.set_xlim(SNR_CENTRES[0] - 1, SNR_CENTRES[-1] + 1)
     axes.set_xlabel("more noise  ←   log SNR   →  less noise")
@@ -98,6 +107,7 @@ def _verdict(total: Row, names: dict[str, str]) -> str:
     """The total in one sentence."""
     if math.isnan(total.relative):
         return f"{names['b']} against {names['a']}"
-    low, high = 100 * total.relative, 100 * SIGNIFICANT * total.error / total.a.mean
     verdict = ("B is higher" if total.difference > 0 else "B is lower") if total.significant else "no clear difference"
-    return f"{verdict}: B − A = {low:+.2f} % ± {high:.2f} % of A, {total.name}"
+    middle, reach = 100 * total.relative, 100 * SIGNIFICANT * total.error / total.a.mean
+    signed = f"{middle:+.2f}".replace("-", "−")
+    return f"{verdict}: B − A is {signed} ± {reach:.2f} % of A ({total.name})"

@@ -10,7 +10,7 @@ from pathlib import Path
 from fastdiff.config import RunConfig
 from fastdiff.export_weights import ExportedWeights
 from fastdiff.model_config import DiTConfig, PretrainedConfig
-from fastdiff.objective_config import DiffusionConfig
+from fastdiff.objective_config import Density, DiffusionConfig, TimestepConfig
 from fastdiff.saved import Saved
 from fastdiff.trained import config_of
 
@@ -106,9 +106,7 @@ def _facts(config: RunConfig, saved: Saved, weights: ExportedWeights, dtype: str
         "Samples per step": config.batch.samples,
         "Optimizer": f"{optim.name}, betas {optim.betas}, decay {optim.weight_decay:g}, clipped at {optim.clip:g}",
         "Learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of warm-up",
-        **_objective(config.objective),
-        "Timesteps": _timesteps(config),
-        "Conditions dropped": f"{config.objective.condition_dropout:g}",
+        **objective_facts(config.objective, config.timesteps),
         "Precision": config.performance.precision,
         "Weights": f"{weights.description}, in {dtype}",
         "Software": ", ".join(f"{name} {manifest['versions'][name]}" for name in ("fastdiff", "torch", "deepspeed")),
@@ -119,7 +117,7 @@ def _bits(config: RunConfig) -> str:
     return "full precision" if config.lora.quantize == "none" else config.lora.quantize.replace("bit", " bits")
 
 
-def _objective(objective: DiffusionConfig) -> dict[str, object]:
+def objective_facts(objective: DiffusionConfig, timesteps: TimestepConfig) -> dict[str, str]:
     """What was learned, from which noise, in words."""
     process = {
         "ddpm": f"{objective.schedule} schedule of {objective.timesteps} steps"
@@ -140,12 +138,12 @@ def _objective(objective: DiffusionConfig) -> dict[str, object]:
         "Noise": process + "".join(words for words, given in changes.items() if given),
         "Prediction": objective.predicted + variance,
         "Loss": f"{objective.loss}, weighting {objective.weighted}{gamma}{cosine}",
+        "Timesteps": _in_words(timesteps, timesteps.of(objective)),
+        "Conditions dropped": f"{objective.condition_dropout:g}",
     }
 
 
-def _timesteps(config: RunConfig) -> str:
-    drawn = config.timesteps
-    density = drawn.of(config.objective)
+def _in_words(drawn: TimestepConfig, density: Density) -> str:
     details = {
         f"mean {drawn.mean}": drawn.mean is not None,
         f"standard deviation {drawn.std}": drawn.std is not None,

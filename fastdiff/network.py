@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fastdiff.config import RunConfig
-from fastdiff.objective_config import PREDICTION_TYPES, Prediction
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DiTConfig
 from fastdiff.models import Model, build_model, load_model
+from fastdiff.objective_config import PREDICTION_TYPES, PREDICTIONS, Prediction
 from fastdiff.pretrained import TEXT_ENCODERS, Pretrained, readable
 from fastdiff.saved import file_digest
 from fastdiff.schedule import alpha_bar_of, betas
@@ -168,14 +168,15 @@ def _published(path: Path) -> dict[str, Tensor]:
 
 
 def _predicted(scheduler: Mapping[str, object]) -> Prediction:
+    """What a pipeline of discrete steps predicts."""
     given = scheduler.get("prediction_type", "epsilon")
-    for ours, theirs in PREDICTION_TYPES.items():
-        if given == theirs:
-            return ours
-    raise ConfigError(
-        f"scheduler_config.json has prediction_type {given!r}, expected {', '.join(PREDICTION_TYPES.values())}; or say "
-        "--objective.prediction epsilon, v or x0"
-    )
+    known = {PREDICTION_TYPES[ours]: ours for ours in PREDICTIONS["ddpm"] if ours in PREDICTION_TYPES}
+    if given not in known:
+        raise ConfigError(
+            f"scheduler_config.json has prediction_type {given!r}, expected {', '.join(known)}; or say "
+            "--objective.prediction epsilon, v or x0"
+        )
+    return known[str(given)]
 
 
 def _check_schedule(config: RunConfig, scheduler: Mapping[str, object]) -> None:

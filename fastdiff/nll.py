@@ -151,7 +151,8 @@ def measure(
         steps = steps or Steps(config, device, clip=options.clip)
         at_once = max(1, options.batch // len(batch.latents))
         found = []
-        for time in torch.arange(config.timesteps, device=device).split(at_once):
+        for first in range(0, config.timesteps, at_once):
+            time = torch.arange(first, min(first + at_once, config.timesteps), device=device)
             found.append(_measure_at(time, model, steps, batch, options.seed))
             if bar is not None:
                 bar.update(found[-1][0].numel())
@@ -182,7 +183,7 @@ def evaluate_nll(run: TrainedRun, options: NllOptions, *, progress: bool = False
         require(len(index) >= 2, f"{len(index)} samples have no standard error; at least 2")
         total = len(index) * run.config.objective.timesteps
         with tqdm(total=total, disable=not progress, desc="nll", unit="step", leave=False) as bar:
-            batches = _read(reader, index, run.model.inputs, device, options.seed)
+            batches = read_clean(reader, index, run.model.inputs, device, options.seed)
             found = measure(run.model, run.config.objective, batches, options, bar)
     result = found.summary() | {
         "samples": len(index),
@@ -194,6 +195,34 @@ def evaluate_nll(run: TrainedRun, options: NllOptions, *, progress: bool = False
     }
     _write(run.folder, result, found)
     return result, found
+
+
+def read_clean(
+    reader: LatentReader, index: npt.NDArray[np.int64], inputs: Iterable[str], device: torch.device, seed: int
+) -> Iterator[Batch]:
+    """Read samples in small batches of one size of image each.
+
+    Args:
+        reader: of the data.
+        index: ``[N]`` numbers of the samples in the data; their positions are 0 to N - 1.
+        inputs: names of the conditions that are kept.
+        device: where the batches shall be.
+        seed: of the samples of posteriors.
+
+    Yields:
+        Batches with x0 in fp32 as latents: of a posterior one sample, keyed by the position.
+    """
+    scales = per_channel(reader.info.normalisation, device)
+    for rows in batches_of(reader.info, index):
+        arrays = reader.read(index[rows])
+        tensors = {name: torch.from_numpy(value).to(device) for name, value in arrays.items()}
+        batch = normalised(tensors | {"position": torch.from_numpy(rows).to(device)}, *scales)
+        clean = batch.latents
+        if reader.info.kind == "posterior":
+            mean, deviation = clean.chunk(2, dim=1)
+            clean = mean + deviation * normal(seed, Stream.POSTERIOR, batch.position, mean.shape[1:])
+        condition = {name: value for name, value in batch.condition.items() if name in inputs}
+        yield replace(batch, latents=clean, condition=condition)
 
 
 def check(run: TrainedRun) -> None:
@@ -250,23 +279,6 @@ def _encoding(info: DatasetInfo) -> tuple[object, ...]:
     """What the numbers of a model's input depend on besides the image."""
     made = info.provenance
     return info.kind, info.normalisation, made.autoencoder_digest, made.text_encoder_digest
-
-
-def _read(
-    reader: LatentReader, index: npt.NDArray[np.int64], inputs: Iterable[str], device: torch.device, seed: int
-) -> Iterator[Batch]:
-    """Clean samples with their conditions, in small batches of one size of image each."""
-    scales = per_channel(reader.info.normalisation, device)
-    for rows in batches_of(reader.info, index):
-        arrays = reader.read(index[rows])
-        tensors = {name: torch.from_numpy(value).to(device) for name, value in arrays.items()}
-        batch = normalised(tensors | {"position": torch.from_numpy(rows).to(device)}, *scales)
-        clean = batch.latents
-        if reader.info.kind == "posterior":
-            mean, deviation = clean.chunk(2, dim=1)
-            clean = mean + deviation * normal(seed, Stream.POSTERIOR, batch.position, mean.shape[1:])
-        condition = {name: value for name, value in batch.condition.items() if name in inputs}
-        yield replace(batch, latents=clean, condition=condition)
 
 
 def _write(folder: Path, result: dict[str, Any], found: Likelihood) -> None:

@@ -85,7 +85,7 @@ def scheduler_config(base: Mapping[str, Any], objective: DiffusionConfig) -> dic
     """
     if objective.process != "ddpm" or objective.predicted not in PREDICTION_TYPES:
         raise ConfigError(
-            "--format diffusers: the pipelines of text-to-image UNets count whole timesteps and know epsilon, v and x0, "
+            "--format diffusers: its pipelines of text to image count whole timesteps and know epsilon, v and x0; "
             f"the run has --objective.process {objective.process} --objective.prediction {objective.predicted}; use "
             "--format safetensors, or `fastdiff sample`"
         )

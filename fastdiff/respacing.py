@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate, repeat
 
 import torch
@@ -83,7 +84,7 @@ def karras_sigmas(steps: int) -> Tensor:
         ConfigError: no steps.
     """
     share = torch.arange(_some(steps), dtype=torch.float64) / max(1, steps - 1)
-    most, least = SIGMA_MAX ** (1 / _RHO), SIGMA_MIN ** (1 / _RHO)
+    most, least = math.pow(SIGMA_MAX, 1 / _RHO), math.pow(SIGMA_MIN, 1 / _RHO)
     return ((most + share * (least - most)) ** _RHO).flip(0)
 
 

@@ -147,7 +147,7 @@ def test_every_deepspeed_file_resolves_for_every_preset(name: str, file: Path, r
     resolved = deepspeed_config.resolve(deepspeed_config.read(str(file)), config, ranks)
     assert resolved["train_batch_size"] == config.batch.samples
     assert resolved["bf16"]["enabled"] == (config.performance.precision == "bf16")
-    assert "auto" not in json.dumps(resolved)
+    assert '"auto"' not in json.dumps(resolved)
 
 
 def test_without_a_file_it_is_zero1() -> None:

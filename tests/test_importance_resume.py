@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastdiff import deepspeed_config
 from fastdiff.config import RunConfig
 from fastdiff.dist import World
 from fastdiff.errors import ConfigError
+from fastdiff.launch import Launch
 from fastdiff.noise.importance import HISTORY
 from fastdiff.objective_config import TimestepConfig
 from fastdiff.train import train
@@ -21,15 +23,15 @@ from tests.processes import run, start, stop
 from tests.runs import assert_same_checkpoint, flags, hexes, launch, losses, newest, tiny, train_losses
 from tests.test_resume import lines, wait_for_step
 
-STEPS, KILL_AFTER = 40, 22
+STEPS, KILL_AFTER = 80, 13
 
 
 def config_of(data: Path, folder: Path, steps: int = STEPS, density: str = "importance") -> RunConfig:
-    """The levels depend on the losses from about step 12 on."""
+    """The levels depend on the losses from about step 6 on."""
     config = tiny(data, folder, steps, output__checkpoint_every=5)
     return replace(
         config,
-        objective=replace(config.objective, schedule="cosine", timesteps=10),
+        objective=replace(config.objective, schedule="cosine", timesteps=5),
         timesteps=TimestepConfig(density=density),  # type: ignore[arg-type]
     )
 
@@ -45,7 +47,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_killed_run_goes_on_with_its_losses(world: World, digits: Path, tmp_path: Path) -> None:
-    """SIGKILL at about step 22, then the same command; and once more without a kill, in this process."""
+    """SIGKILL at about step 13, then the same command; and once more without a kill, in this process."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     command = [sys.executable, "fastdiff/train.py", *flags(config_of(digits, killed))]
     process = start(command)
@@ -57,13 +59,15 @@ def test_a_killed_run_goes_on_with_its_losses(world: World, digits: Path, tmp_pa
     assert newest(killed).timesteps()["count"].min() >= HISTORY, "killed too early to prove anything"
     again = run(command)
     assert again.code == 0, again.output
-    assert re.search(r"resuming from step (15|20|25|30|35)", again.output)
+    resumed = re.search(r"resuming from step (\d+)", again.output)
+    assert resumed is not None
+    assert int(resumed[1]) >= 10, "not from the beginning"
 
-    expected = train_losses(world, config_of(digits, whole), launch(1))
+    expected = train_losses(world, config_of(digits, whole), Launch(deepspeed=deepspeed_config.DEFAULT))
     assert hexes(losses(killed)) == hexes(expected)
     assert_same_checkpoint(whole, killed)
     state = newest(killed).timesteps()
-    assert (state["history"].dtype, state["history"].shape) == (torch.float32, (10, HISTORY))
+    assert (state["history"].dtype, state["history"].shape) == (torch.float32, (5, HISTORY))
     assert state["count"].sum() == STEPS * 16
 
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from fastdiff.batch import Batch
 from fastdiff.commands import main
 from fastdiff.data.reader import LatentReader
-from fastdiff.data.shards import DatasetInfo, Normalisation
+from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
+from fastdiff.data.writer import ShardWriter
 from fastdiff.dist import World
 from fastdiff.errors import ConfigError
 from fastdiff.models import load_model
-from fastdiff.nll import Likelihood, NllOptions, evaluate_nll, measure
+from fastdiff.nll import Likelihood, NllOptions, evaluate_nll, measure, read_clean
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, normal
 from fastdiff.train import train
@@ -135,6 +136,31 @@ def test_the_batch_does_not_change_the_numbers(batch: int) -> None:
     other = measure(Gaussian(objective), objective, data(6, parts=6), NllOptions(batch=512))
     for name in Likelihood.__slots__:
         np.testing.assert_allclose(getattr(found, name), getattr(other, name), rtol=1e-6)
+
+
+def test_a_posterior_is_sampled_once_per_sample(tmp_path: Path) -> None:
+    """x0 is the same at all timesteps, and what the model is not conditioned on is left out."""
+    columns = {"latent": Column(dtype="float32", shape=(2, 3, 3)), "time_ids": Column(dtype="float32", shape=(6,))}
+    template = DatasetInfo(
+        columns=columns,
+        normalisation=Normalisation(shift=(0.5, 0.0), scale=(2.0, 2.0)),
+        provenance=Provenance(source="test", transform="none"),
+        kind="posterior",
+        classes=5,
+    )
+    stored = np.random.default_rng(0).random((20, 2, 3, 3), np.float32)
+    with ShardWriter(tmp_path, template, samples_per_shard=8) as writer:
+        for n, latent in enumerate(stored):
+            writer.add(f"{n:09d}", {"latent": latent, "time_ids": np.zeros(6, np.float32)}, label=n % 5)
+    index = np.arange(20)
+    with LatentReader(tmp_path) as reader:
+        batches = list(read_clean(reader, index, ("label",), torch.device("cpu"), seed=7))
+    clean = torch.cat([batch.latents for batch in batches])
+    drawn = normal(7, Stream.POSTERIOR, torch.arange(20), (1, 3, 3))
+    torch.testing.assert_close(clean, torch.from_numpy(2 * (stored[:, :1] - 0.5) + 2 * stored[:, 1:] * drawn.numpy()))
+    assert torch.equal(torch.cat([batch.position for batch in batches]), torch.arange(20))
+    assert all(batch.condition.keys() == {"label"} for batch in batches)
+    assert torch.equal(torch.cat([batch.condition["label"] for batch in batches]), torch.arange(20) % 5)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from fastdiff.commands import main
+from fastdiff.dist import World
 from fastdiff.errors import ConfigError
 from fastdiff.respacing import flow_shares, karras_sigmas, spaced, trailing
+from fastdiff.train import train
+from tests.runs import launch, tiny
 
 
 def test_trailing_levels() -> None:
@@ -132,3 +138,28 @@ def test_no_steps_are_refused(levels: object) -> None:
     assert callable(levels)
     with pytest.raises(ConfigError, match="0 sampling steps; choose 1 or more"):
         levels()
+
+
+# ---- fastdiff sample -----------------------------------------------------------------------------------
+
+
+def test_a_run_with_a_learned_variance_is_drawn_with_respaced_steps(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learned = {"objective__variance": "learned_range", "objective__timesteps": 50}
+    train(tiny(digits, tmp_path / "run", steps=1, model__learn_sigma=True, **learned), launch(), world)
+
+    def drawn(*options: str) -> bytes | str:
+        png = tmp_path / "grid.png"
+        png.unlink(missing_ok=True)
+        code = main(["sample", str(tmp_path / "run"), "--per-class", "1", *options, "--grid", str(png)])
+        return png.read_bytes() if code == 0 else capsys.readouterr().err
+
+    every_tenth = drawn("--scheduler", "ddpm", "--respacing", "ddim5")
+    assert isinstance(every_tenth, bytes)
+    assert every_tenth not in (drawn("--scheduler", "ddpm", "--steps", "5"), drawn("--respacing", "ddim5"))
+    assert drawn("--respacing", "50") == drawn("--steps", "50")
+    assert "--respacing fast: expected a number of steps" in str(drawn("--respacing", "fast"))
+    with pytest.raises(SystemExit):
+        drawn("--respacing", "4", "--steps", "4")
+    assert "not allowed with argument" in capsys.readouterr().err

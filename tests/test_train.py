@@ -22,8 +22,8 @@ from fastdiff.errors import ConfigError
 from fastdiff.fragments import assemble
 from fastdiff.models import build_model
 from fastdiff.models.dit import DiT
-from fastdiff.power_profile import exponent, share
 from fastdiff.objective import Objective
+from fastdiff.power_profile import exponent, share
 from fastdiff.train import train
 from tests.processes import run_ranks
 from tests.runs import STEPS, assert_same_checkpoint, launch, newest, records, tiny, train_losses

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.objective_config import DiffusionConfig
 from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import DatasetInfo
 from fastdiff.data.writer import ShardWriter
 from fastdiff.errors import ConfigError
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.presets import preset
 from fastdiff.tiny_pipeline import build
 from fastdiff.training_data import null_condition

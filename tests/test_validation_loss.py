@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fastdiff.config import RunConfig, ValidationConfig
 from fastdiff.data.encode import encode_synthetic
 from fastdiff.data.reader import LatentReader
+from fastdiff.data.writer import ShardWriter
 from fastdiff.dist import World
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.launch import Launch
@@ -203,7 +204,6 @@ def test_a_text_model_without_averages_is_validated(world: World, tmp_path: Path
     [
         ({"shape": (4, 8, 8)}, "the model takes"),
         ({"classes": 11}, "11 classes"),
-        ({"shape": (1, 8, 8)}, "scale of the latents than the training data"),
     ],
 )
 def test_data_for_another_model_are_refused(
@@ -212,6 +212,17 @@ def test_data_for_another_model_are_refused(
     encode_synthetic(tmp_path / "other", **({"shape": (1, 8, 8), "samples": 16, "classes": 10} | options))
     checked = ValidationConfig(data=str(tmp_path / "other"))
     with pytest.raises(ConfigError, match=message):
+        train(tiny(digits, tmp_path / "run", validation=checked), launch(0), world)
+
+
+def test_data_of_another_scale_are_refused(world: World, digits: Path, tmp_path: Path) -> None:
+    with LatentReader(digits) as reader:
+        info, arrays = reader.info, reader.read([0])
+    doubled = replace(info, shards=(), samples=0, normalisation=replace(info.normalisation, scale=(2.0,)))
+    with ShardWriter(tmp_path / "other", doubled, samples_per_shard=1) as writer:
+        writer.add("0", {"latent": arrays["latent"][0]}, label=0)
+    checked = ValidationConfig(data=str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="scale of the latents than the training data"):
         train(tiny(digits, tmp_path / "run", validation=checked), launch(0), world)
 
 

@@ -18,13 +18,13 @@ from fastdiff.config import (
     RunConfig,
     ValidationConfig,
 )
-from fastdiff.objective_config import DiffusionConfig
 from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.writer import ShardWriter
 from fastdiff.data_config import DataConfig
 from fastdiff.dist import World
 from fastdiff.launch import Launch
 from fastdiff.model_config import PretrainedConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.pretrained import Pretrained
 from fastdiff.tiny_pipeline import IMAGE_SIZE, UNETS, Kind
 from fastdiff.train import train

@@ -18,8 +18,8 @@ def add(commands: Subcommands) -> None:
         "evaluate",
         help="measure the images of a run against the real ones, or with --nll its likelihood",
         description="Without --nll: draws digits and judges them, into RUN/evaluation.json. With --nll: the bound on "
-        "the negative log-likelihood of data, in bits per dimension, over all timesteps, into RUN/nll.json; its terms by "
-        "timestep, with the errors of x0 and of the noise, into RUN/nll.npz.",
+        "the negative log-likelihood of data, in bits per dimension, over all timesteps, into RUN/nll.json; its terms, "
+        "with the errors of x0 and of the noise, by timestep into RUN/nll.npz.",
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="run folder; its newest checkpoint is used")
     add_averages(parser)
