@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastdiff.errors import ConfigError
 from fastdiff.fragments import Fragment
-from fastdiff.power_ema import reconstruct
+from fastdiff.posthoc_ema import reconstruct
 from fastdiff.saved import Saved, constant_name, power_name
 
 

@@ -1,4 +1,4 @@
-"""Snapshots of the power-function averages while training, from which ``power_ema`` makes those of other widths."""
+"""Snapshots of the power-function averages while training, from which ``posthoc_ema`` makes those of other widths."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from fastdiff.saved import Saved
 from fastdiff.snapshots import Snapshots
 from fastdiff.state import TrainState
 from fastdiff.training_data import check_provenance, null_condition, open_data
-from fastdiff.validation import PromptImages
+from fastdiff.prompt_images import PromptImages
 from fastdiff.validation_loss import ValidationLoss
 from fastdiff_kernels import dispatch
 

@@ -21,7 +21,7 @@ from fastdiff.config import EmaConfig
 from fastdiff.dist import World
 from fastdiff.ema import Ema
 from fastdiff.errors import ConfigError, StorageError
-from fastdiff.power_ema import reconstruct
+from fastdiff.posthoc_ema import reconstruct
 from fastdiff.power_profile import exponent, fit, product, share
 from fastdiff.saved import Saved, committed, problems
 from fastdiff.train import train
