@@ -17,10 +17,11 @@ from pathlib import Path
 from bench import BenchError, race, record, stepping, synthetic
 from bench.contestants import dit, images, plain, text_to_image
 from bench.contestants.frozen import FACTOR, Shares
-from bench.contestants.plain_torch import FLAGS
+from bench.contestants.plain_torch import FLAGS, untrained
 from bench.record import Fact, Measurement, measured
 from bench.subject import Subject
 from bench.table import progress, table
+from fastdiff.config import RunConfig
 from fastdiff.model_config import DiTConfig, ModelConfig, UNetConfig
 from fastdiff.presets import SD15_UNET
 
@@ -82,11 +83,7 @@ def _check(subject: Subject, peers: Sequence[str]) -> None:
     unknown = [name for name in peers if name not in PEERS]
     if unknown or not peers or len(set(peers)) != len(peers):
         raise BenchError(f"--peer {' '.join(peers)}: expected some of {', '.join(PEERS)}, each once")
-    if config.objective.process != "ddpm":
-        raise BenchError(
-            f"preset {subject.preset} is of process {config.objective.process}, and the peers train discrete steps of "
-            "noise; try --preset dit-xl-2-256"
-        )
+    _check_objective(subject.preset, config, peers)
     model = config.model
     if "dit" in peers and not isinstance(model, DiTConfig):
         raise BenchError(f"--peer dit steps a DiT, and preset {subject.preset} has a UNet; try --preset dit-s-2-256")
@@ -101,6 +98,17 @@ def _check(subject: Subject, peers: Sequence[str]) -> None:
         raise BenchError(f"{cause}: the peers take their batch as a whole; {cure}")
     if config.performance.precision == "fp16":
         raise BenchError("--precision fp16: the peers compute in fp32 and bf16; use one of them")
+
+
+def _check_objective(preset: str, config: RunConfig, peers: Sequence[str]) -> None:
+    """Refuse what one of the peers would train otherwise, or not at all."""
+    for name in peers:
+        lacks = text_to_image.not_in_script if name == "diffusers" else untrained
+        if flags := lacks(config.objective, config.timesteps):
+            raise BenchError(
+                f"--peer {name} does not train preset {preset}, which has {', '.join(flags)}; try "
+                "--preset dit-xl-2-256, or digits-t2i for diffusers"
+            )
 
 
 def _entries(subject: Subject, peers: Sequence[str], folder: Path) -> list[_Entry]:

@@ -11,7 +11,10 @@ from torch import Tensor
 from fastdiff.errors import ConfigError
 from fastdiff.fragments import Fragment
 from fastdiff.posthoc_ema import reconstruct
-from fastdiff.saved import Saved, constant_name, power_name
+from fastdiff.saved import Saved, constant_name, in_words, power_name
+
+AS_TRAINED = "weights as trained"
+"""What people are told of the weights that are no average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +40,26 @@ def choose(saved: Saved, *, rate: float | None = None, std: float | None = None,
         ConfigError: there is no such average.
     """
     if raw:
-        return _saved(saved, "master", "weights as trained")
+        return _saved(saved, "master", AS_TRAINED)
     if rate is not None:
         if rate not in saved.ema_rates:
             raise ConfigError(
                 f"{saved.folder} has no EMA of rate {rate}; it has {list(saved.ema_rates)} and widths (--ema-std) "
                 f"{list(saved.ema_stds)}"
             )
-        return _saved(saved, f"ema/{constant_name(rate)}", f"EMA of rate {rate}")
+        return _average(saved, constant_name(rate))
     if std is not None:
         if std in saved.ema_stds:
-            return _saved(saved, f"ema/{power_name(std)}", f"EMA of width {std}")
+            return _average(saved, power_name(std))
         made = reconstruct(saved, std)
-        return Weights(f"EMA of width {std} (fit error {100 * made.error:.2g} %)", made.read)
+        return Weights(f"{in_words(power_name(std))} (fit error {100 * made.error:.2g} %)", made.read)
     if saved.ema_rates:
         return choose(saved, rate=saved.ema_rates[0])
     return choose(saved, std=saved.ema_stds[0]) if saved.ema_stds else choose(saved, raw=True)
+
+
+def _average(saved: Saved, name: str) -> Weights:
+    return _saved(saved, f"ema/{name}", in_words(name))
 
 
 def _saved(saved: Saved, kind: str, description: str) -> Weights:

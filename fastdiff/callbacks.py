@@ -278,8 +278,9 @@ def memory_beside_training(device: torch.device) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"no memory left on {device} for the averaged model beside the training ({str(error).splitlines()[0]}); "
-            "lower --batch.micro, or do without its images and losses, with --validation.every 0 and "
-            "--output.sample_every 0. The checkpoints are intact"
+            "leave it more room with more ranks, a higher ZeRO stage or offloading (--deepspeed_config), for images of "
+            "prompts also with a lower --batch.micro (the batches of the losses are fixed), or do without, with "
+            "--validation.every 0 and --output.sample_every 0. The checkpoints are intact"
         ) from None
 
 

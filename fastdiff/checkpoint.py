@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from fastdiff.commit import StepFolders
 from fastdiff.dist import World
-from fastdiff.errors import ConfigError, StorageError
+from fastdiff.errors import ConfigError, StorageError, require
 from fastdiff.fragments import Flat, Fragment, layout_digest, owned_blocks, owned_fragments
 from fastdiff.optim import PER_BLOCK, PER_ELEMENT, step_count
 from fastdiff.progress import Progress
@@ -99,14 +99,17 @@ def restore(saved: Saved, state: TrainState) -> Progress:
     """Copy a checkpoint into a freshly built state, whose module already has the saved weights.
 
     Optimizer state goes to any number of ranks and any ZeRO stage, that of bitsandbytes only to the same layout.
-    What the checkpoint does not have starts anew: an added average at the weights, another optimizer without state,
-    another density of timesteps without losses.
+    What the checkpoint does not have starts anew: an added average of constant rate at the weights, another optimizer
+    without state, another density of timesteps without losses. A power-function average cannot: it is one of the whole
+    course of the weights.
 
     Raises:
-        ConfigError: on every rank, for bitsandbytes' state of another layout.
+        ConfigError: on every rank, for bitsandbytes' state of another layout, or an added power-function average.
     """
     manifest, engine = saved.manifest, state.engine
     progress = Progress(**manifest["progress"])
+    if progress.applied:
+        _check_widths(saved, state.ema.power_stds)
     for flat in engine.flats:
         for fragment in flat.fragments:
             fragment.of(flat.master).copy_(saved.slice("master", fragment))
@@ -122,6 +125,15 @@ def restore(saved: Saved, state: TrainState) -> Progress:
     state.objective.timesteps.restore(saved.timesteps())
     engine.restore(progress.applied, manifest["loss_scale"])
     return progress
+
+
+def _check_widths(saved: Saved, wanted: Sequence[float]) -> None:
+    added = [str(std) for std in wanted if std not in saved.ema_stds]
+    require(
+        not added,
+        f"{saved.folder} has averages of the widths {list(saved.ema_stds)}; --ema.power_stds {' '.join(added)} would "
+        "miss all steps before it. Drop what is added, or start a new run in another --output.folder",
+    )
 
 
 def _restore_optimizer(saved: Saved, state: TrainState, applied: int) -> None:

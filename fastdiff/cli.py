@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -36,7 +38,7 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
     config = tyro.cli(
         RunConfig,
         prog="deepspeed fastdiff/train.py",
-        description=_pre_parser().format_help(),
+        description=_description(own.preset),
         default=default,
         args=rest,
         config=(tyro.conf.AvoidSubcommands,),
@@ -54,6 +56,14 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
         argv=tuple(argv),
     )
     return launch, config
+
+
+def _description(name: str | None) -> str:
+    """What stands above the fields in ``--help``: what the preset is, if one is given, and the other flags."""
+    about = inspect.getdoc(PRESETS[name]) if name else None
+    flags = _pre_parser().format_help()
+    # Lines that are not indented tyro runs together, two commands into one.
+    return f"{textwrap.indent(about, '  ')}\n\n{flags}" if about else flags
 
 
 def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> None:

@@ -118,22 +118,23 @@ def _write(
     except SafetensorError as error:
         free = shutil.disk_usage(path.parent).free
         raise StorageError(f"{path}: could not be written, {free / 2**20:.1f} MiB are free ({error})") from None
-    _fsync(path)
+    fsync(path)
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
 def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     path = temporary / MANIFEST
     path.write_text(json.dumps(manifest, indent=1))
-    _fsync(path)
-    _fsync(temporary)
+    fsync(path)
+    fsync(temporary)
     if final.exists():  # a damaged one of the same step, passed over at the resume
         shutil.rmtree(final)
     temporary.rename(final)
-    _fsync(final.parent)
+    fsync(final.parent)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

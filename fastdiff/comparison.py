@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdiff.errors import ConfigError
+from fastdiff.launch import require_run
 from fastdiff.noise_bins import BINS, Floats, Mean, by_log_snr, name_of
 from fastdiff.validation_files import Validated, read, steps_of
 
 SIGNIFICANT = 2.0
 """Standard errors from 0 beyond which a difference is marked."""
 _ENOUGH = 8
-"""Samples without which a standard error is too uncertain for a mark."""
+"""Samples without which a standard error is too uncertain for a mark, and a mean for the mean of unpaired bins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def read_both(a: Path, b: Path, step: int | None = None) -> tuple[Run, Run]:
         step: which; None: the newest that both have.
 
     Raises:
-        ConfigError: a run has no validations, or not that step, or they have no step in common.
+        ConfigError: no run, or one without validations or not of that step, or they have no step in common.
         StorageError: a file cannot be read.
     """
     steps = [_steps(folder) for folder in (a, b)]
@@ -104,7 +105,7 @@ def compare(a: Run, b: Run) -> Comparison:
 
     The losses themselves, if they are the same function in both runs; else the squared errors of x0. At the same noise
     levels sample by sample, so that what is hard for both does not count; at others each bin's means, as those of
-    independent samples, and the mean of the bins that both have.
+    independent samples, and the mean of the bins of which both have enough samples.
 
     Raises:
         ConfigError: the runs were validated on other samples, or under other noise.
@@ -124,7 +125,8 @@ def compare(a: Run, b: Run) -> Comparison:
 
 def table(comparison: Comparison) -> str:
     """What there is to read, aligned."""
-    how = "sample by sample" if comparison.paired else "bin by bin, not sample by sample: their noise levels differ"
+    unpaired = "unpaired, as their noise levels differ: each bin has the samples that fall into it"
+    how = "sample by sample" if comparison.paired else unpaired
     lines = [
         f"A: {comparison.a.description}",
         f"B: {comparison.b.description}",
@@ -139,6 +141,8 @@ def table(comparison: Comparison) -> str:
         "",
         f"+-: standard error of B - A.  *: more than {SIGNIFICANT:g} of them, from at least {_ENOUGH} samples.",
     ]
+    if not comparison.paired:
+        lines.append(f"{comparison.total.name}: of those with at least {_ENOUGH} samples of each run.")
     if comparison.left_out:
         lines.append(f"Left out: {comparison.left_out} samples, not finite in one of the runs.")
     return "\n".join(lines)
@@ -174,7 +178,7 @@ def _paired(log_snr: Sequence[npt.NDArray[np.float32]], values: Sequence[Floats]
 def _unpaired(log_snr: Sequence[npt.NDArray[np.float32]], values: Sequence[Floats]) -> tuple[list[Row], Row]:
     a, b = (by_log_snr(*found)[1] for found in zip(log_snr, values, strict=True))
     rows = [_independent(name_of(n), a[n], b[n]) for n in range(BINS)]
-    common = [row for row in rows if row.a.count and row.b.count]
+    common = [row for row in rows if min(row.a.count, row.b.count) >= _ENOUGH]
     means = [_mean_of_bins([row.a for row in common]), _mean_of_bins([row.b for row in common])]
     return rows, _independent("mean of bins", *means)
 
@@ -184,10 +188,10 @@ def _independent(name: str, a: Mean, b: Mean) -> Row:
 
 
 def _mean_of_bins(bins: Sequence[Mean]) -> Mean:
-    """Each bin counts alike; the error is that of the bins that have one."""
+    """Each bin counts alike."""
     if not bins:
         return Mean(0, math.nan, math.nan)
-    error = math.hypot(*(found.error for found in bins if found.count > 1)) / len(bins)
+    error = math.hypot(*(found.error for found in bins)) / len(bins)
     return Mean(sum(found.count for found in bins), sum(found.mean for found in bins) / len(bins), error)
 
 
@@ -205,6 +209,7 @@ def _require_same_samples(a: Run, b: Run) -> None:
 
 
 def _steps(folder: Path) -> list[int]:
+    require_run(folder)
     steps = steps_of(folder)
     if not steps:
         raise ConfigError(f"{folder}: no validation; train with --validation.data")

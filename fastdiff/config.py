@@ -13,7 +13,8 @@ from typing import Literal, cast, get_args
 from fastdiff.data_config import DataConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.model_config import DiTConfig, LoraConfig, ModelConfig, PretrainedConfig
-from fastdiff.objective_config import DiffusionConfig, TimestepConfig
+from fastdiff.objective_config import DiffusionConfig
+from fastdiff.timestep_config import TimestepConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
 KernelBackend = Literal["triton", "reference", "compile"]
@@ -47,6 +48,11 @@ class ValidationConfig:
     def __post_init__(self) -> None:
         for name, least in (("samples", 1), ("every", 0), ("images_per_prompt", 1), ("steps", 1)):
             require(getattr(self, name) >= least, f"--validation.{name} {getattr(self, name)}: at least {least}")
+        require(
+            self.every > 0 or not self.data,
+            f"--validation.data {self.data} with --validation.every 0 is never read; set --validation.every to the "
+            "optimizer steps between two validations, for example 1000",
+        )
         require(
             math.isfinite(self.guidance_scale), f"--validation.guidance_scale {self.guidance_scale}: a finite number"
         )

@@ -6,7 +6,6 @@ complete and on the disk, or not at all.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.backends import DTYPES
+from fastdiff.commit import fsync
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.export_weights import ExportedWeights, exported_weights
@@ -156,9 +156,9 @@ def _new_folder(out: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
-            _fsync(path)
+            fsync(path)
         temporary.rename(out)
-        _fsync(out.parent)
+        fsync(out.parent)
     except OSError as error:
         free = shutil.disk_usage(out.parent).free if out.parent.exists() else 0
         raise StorageError(
@@ -167,11 +167,3 @@ def _new_folder(out: Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -91,6 +91,18 @@ def write_run_json(folder: Path, config: RunConfig, launch: Launch, ds_config: D
     temporary.replace(folder / "run.json")
 
 
+def require_run(folder: Path) -> None:
+    """Refuse a folder that is not of a run.
+
+    Raises:
+        ConfigError: it has no ``run.json``; with the names of the runs beside it.
+    """
+    if not (folder / "run.json").is_file():
+        near = sorted(path.parent.name for path in folder.parent.glob("*/run.json"))
+        hint = f"runs there: {', '.join(near)}" if near else "start one with `deepspeed fastdiff/train.py`"
+        raise ConfigError(f"{folder}: no run (no run.json); {hint}")
+
+
 def without_secrets(tree: Any) -> Any:
     """Return ``tree`` with the values of keys that look like credentials replaced."""
     if isinstance(tree, dict):

@@ -10,11 +10,15 @@ from pathlib import Path
 from fastdiff.config import RunConfig
 from fastdiff.export_weights import ExportedWeights
 from fastdiff.model_config import DiTConfig, PretrainedConfig
-from fastdiff.objective_config import Density, DiffusionConfig, TimestepConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.saved import Saved
+from fastdiff.timestep_config import TimestepConfig
 from fastdiff.trained import config_of
+from fastdiff_kernels.weights import GAMMA
 
 _SAMPLES = "samples.png"
+_NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}
+"""Mean and standard deviation, where none are given."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -131,27 +135,32 @@ def objective_facts(objective: DiffusionConfig, timesteps: TimestepConfig) -> di
         f", input perturbation {objective.input_perturbation:g}": objective.input_perturbation,
         ", DREAM": objective.dream,
     }
-    gamma = "" if objective.min_snr_gamma is None else f", gamma {objective.min_snr_gamma:g}"
+    weighting = objective.weighted
+    given = objective.p2_gamma if weighting == "p2" else objective.min_snr_gamma
+    number = GAMMA.get(weighting) if given is None else given
+    gamma = "" if number is None else f", gamma {number:g}"
     cosine = f", cosine distance times {objective.cosine_weight:g}" if objective.cosine_weight else ""
     variance = f", {objective.variance} variance" if objective.process == "ddpm" else ""
     return {
         "Noise": process + "".join(words for words, given in changes.items() if given),
         "Prediction": objective.predicted + variance,
-        "Loss": f"{objective.loss}, weighting {objective.weighted}{gamma}{cosine}",
-        "Timesteps": _in_words(timesteps, timesteps.of(objective)),
+        "Loss": f"{objective.loss}, weighting {weighting}{gamma}{cosine}",
+        "Timesteps": _drawn(timesteps, objective),
         "Conditions dropped": f"{objective.condition_dropout:g}",
     }
 
 
-def _in_words(drawn: TimestepConfig, density: Density) -> str:
+def _drawn(drawn: TimestepConfig, objective: DiffusionConfig) -> str:
+    density, biased = drawn.of(objective), drawn.biased(objective.timesteps)
+    usual = _NORMAL.get(density, (0.0, 1.0))
+    mean, std = (known if given is None else given for given, known in zip((drawn.mean, drawn.std), usual, strict=True))
     details = {
-        f"mean {drawn.mean}": drawn.mean is not None,
-        f"standard deviation {drawn.std}": drawn.std is not None,
+        f"mean {mean:g}, standard deviation {std:g}": density in _NORMAL,
         f"scale {drawn.mode_scale:g}": density == "mode",
         f"shift {drawn.shift:g}": drawn.shift != 1.0,
         f"{drawn.bias_multiplier:g} times as often": density in ("earlier", "later", "range"),
         f"{drawn.bias_portion:g} of them": density in ("earlier", "later"),
-        f"{drawn.bias_begin} to {drawn.bias_end}": density == "range",
+        f"{biased.start} to {biased.stop}": density == "range",
         "stratified": drawn.stratified,
     }
     return ", ".join([density, *(words for words, given in details.items() if given)])
@@ -160,7 +169,7 @@ def _in_words(drawn: TimestepConfig, density: Density) -> str:
 def use_of(config: RunConfig, format_: str, place: Place) -> str:
     """The code, in Markdown, that uses an exported model."""
     dit = isinstance(config.model, DiTConfig)
-    shape = _shape(config.model) if isinstance(config.model, DiTConfig) else ""
+    shape = _shape(config.model, config.objective) if isinstance(config.model, DiTConfig) else ""
     if format_ == "dit":
         load = f"torch.load({place.file('dit.pt')}, weights_only=True)"
         return _python(f'{place.imports}import torch\n\nstate_dict = {load}["ema"]') + shape
@@ -200,11 +209,30 @@ def _python(code: str) -> str:
     return f"```python\n{code}\n```\n"
 
 
-def _shape(model: DiTConfig) -> str:
+def _shape(model: DiTConfig, objective: DiffusionConfig) -> str:
     """How the class of the published models is called for these weights."""
     return (
         "\nThe names are those of the published DiT, whose class takes them as "
         f"`DiT(input_size={model.size}, patch_size={model.patch}, in_channels={model.channels}, "
         f"hidden_size={model.hidden}, depth={model.depth}, num_heads={model.heads}, mlp_ratio={model.mlp_ratio}, "
         f"num_classes={model.classes}, learn_sigma={model.learn_sigma})`.\n"
+        f"{_told(objective, doubled=model.learn_sigma)}"
     )
+
+
+def _told(objective: DiffusionConfig, *, doubled: bool) -> str:
+    """What a model without discrete timesteps is told and returns, which the sampler of its class does not know.
+
+    Args:
+        objective: what it was trained for.
+        doubled: it has outputs for a variance, which is of ddpm alone.
+    """
+    if objective.process == "ddpm":
+        return ""
+    returned = {"flow": "the velocity dx/dt", "epsilon": "the noise", "score": "the score"}
+    told, returns = {
+        "flow": ("x and 1000 t (t = 0: the data, 1: noise)", returned.get(objective.predicted)),
+        "edm": ("c_in x and ln(sigma) / 4", "F of the denoiser c_skip x + c_out F (Karras et al. 2022)"),
+    }[objective.process]
+    where = " in the first half of its channels" if doubled else ""
+    return f"\nIt is told {told} and returns {returns}{where}: the sampler that comes with DiT cannot use it.\n"

@@ -238,9 +238,10 @@ def check(run: TrainedRun) -> None:
         "equation and not by Gaussian steps: the variational bound is of ddpm only",
     )
     require(
-        not objective.zero_terminal_snr or objective.predicted != "epsilon",
-        f"{run.folder} predicts the noise with zero terminal SNR: the bound of the first step back, from pure noise, "
-        "is infinite",
+        not objective.ends_in_noise or objective.predicted != "epsilon",
+        f"{run.folder} predicts the noise, and its schedule ends in pure noise "
+        f"({'zero_terminal_snr' if objective.zero_terminal_snr else objective.schedule}): the bound of the first step "
+        "back from there is infinite; measure a run with --objective.prediction v or x0",
     )
 
 

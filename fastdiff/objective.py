@@ -18,8 +18,9 @@ from fastdiff.errors import ConfigError
 from fastdiff.noise import Ddpm, Levels, build_process
 from fastdiff.noise.multires import pyramid, unit_scale
 from fastdiff.noise.timesteps import Timesteps, build_timesteps
-from fastdiff.objective_config import DiffusionConfig, TimestepConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, normal, uniform
+from fastdiff.timestep_config import TimestepConfig
 from fastdiff.variational import Variational
 from fastdiff_kernels.loss import weighted_mse
 from fastdiff_kernels.noising import Streams, corrupt
@@ -78,9 +79,10 @@ class Objective:
         self.inputs = inputs
         self.posterior = posterior
         self.dtype = dtype
-        self.process = build_process(config, device)
+        timesteps = timesteps or TimestepConfig()
+        self.process = build_process(config, device, timesteps)
         self.timesteps: Timesteps = build_timesteps(
-            timesteps or TimestepConfig(), config, self.process, seed=seed, batch_samples=batch_samples, device=device
+            timesteps, config, self.process, seed=seed, batch_samples=batch_samples, device=device
         )
         uses_bound = config.learns_variance or "kl" in config.loss
         self.variational = Variational(config, device) if uses_bound else None

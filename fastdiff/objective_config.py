@@ -1,12 +1,15 @@
-"""What a model learns and at which noise levels, as frozen dataclasses. This module imports no torch."""
+"""What a model learns from which noise, as a frozen dataclass. This module imports no torch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fastdiff.errors import require
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Process = Literal["ddpm", "flow", "edm"]
 ScheduleName = Literal[
@@ -19,7 +22,6 @@ LossName = Literal["mse", "rescaled_mse", "kl", "rescaled_kl"]
 Weighting = Literal[
     "none", "min_snr", "soft_min_snr", "p2", "debiased", "snr", "sigma_sqrt", "cosmap", "velocity", "likelihood"
 ]
-Density = Literal["uniform", "logit_normal", "mode", "cosmap", "log_normal", "earlier", "later", "range", "importance"]
 
 PREDICTION_TYPES: dict[Prediction, str] = {
     "epsilon": "epsilon",
@@ -36,13 +38,6 @@ PREDICTIONS: dict[Process, tuple[Prediction, ...]] = {
 }
 """What can be predicted in each process; the first is what ``auto`` means."""
 
-DENSITIES: dict[Process, tuple[Density, ...]] = {
-    "ddpm": ("uniform", "logit_normal", "mode", "cosmap", "earlier", "later", "range", "importance"),
-    "flow": ("uniform", "logit_normal", "mode", "cosmap"),
-    "edm": ("log_normal",),
-}
-"""How timesteps can be drawn in each process; the first is what ``auto`` means."""
-
 _WEIGHTINGS: dict[Process, tuple[str, ...]] = {
     "ddpm": ("none", "min_snr", "soft_min_snr", "p2", "debiased", "snr"),
     "flow": ("none", "min_snr", "soft_min_snr", "sigma_sqrt", "cosmap", "velocity", "likelihood"),
@@ -57,19 +52,6 @@ _OF_PROCESS: dict[str, Process] = {
     "sigma_data": "edm",
 }
 """Fields of the objective that one process alone reads."""
-
-_DRAWN: dict[Process, str] = {"ddpm": "discrete timesteps", "flow": "a time from 0 to 1", "edm": "sigma"}
-
-_BIASED: tuple[Density, ...] = ("earlier", "later", "range")
-
-_OF_DENSITY: dict[str, tuple[Density, ...]] = {
-    "mode_scale": ("mode",),
-    "bias_multiplier": _BIASED,
-    "bias_portion": ("earlier", "later"),
-    "bias_begin": ("range",),
-    "bias_end": ("range",),
-}
-"""Fields of the timesteps that some densities alone read."""
 
 _SCALED_SCHEDULES = ("linear", "quad", "const", "warmup10", "warmup50")
 """Their betas end at 20 / T."""
@@ -93,7 +75,7 @@ class DiffusionConfig:
     """Path of flow: linear (rectified flow, SD3), gvp (trigonometric) or vp (that of score SDEs), as in SiT."""
     sigma_data: float = 0.5
     """Standard deviation of the latents, for edm."""
-    prediction: Literal["auto", "epsilon", "v", "x0", "previous_x", "flow", "score", "edm"] = "auto"
+    prediction: Literal["auto", Prediction] = "auto"
     """What the model predicts. ddpm: epsilon, v, x0, previous_x (mean of the step before); flow: flow (the velocity
     noise - x0), epsilon, score; edm: edm. auto: what the scheduler of --pretrained.path says, else the first of its
     process."""
@@ -104,25 +86,15 @@ class DiffusionConfig:
     """mse (with a learned variance plus the variational bound of the variance alone, as in DiT), rescaled_mse (that
     bound times T/1000: the hybrid loss of IDDPM; with a fixed variance the same as mse), kl (the variational bound in
     bits per dimension) or rescaled_kl (times T). All but mse for ddpm only."""
-    weighting: Literal[
-        "auto",
-        "none",
-        "min_snr",
-        "soft_min_snr",
-        "p2",
-        "debiased",
-        "snr",
-        "sigma_sqrt",
-        "cosmap",
-        "velocity",
-        "likelihood",
-    ] = "auto"
-    """Weight of the squared error by noise level: none, min_snr, soft_min_snr, p2 (gamma 1, k 1), debiased, or snr
+    weighting: Literal["auto", Weighting] = "auto"
+    """Weight of the squared error by noise level: none, min_snr, soft_min_snr, p2 (Choi et al. 2022), debiased, or snr
     (plain error of the noise, whatever is predicted); for flow also sigma_sqrt and cosmap (SD3), and velocity and
     likelihood (SiT, for epsilon and score). auto: min_snr if its gamma is given, else none."""
     min_snr_gamma: float | None = None
     """Clamp of Min-SNR (Hang et al. 2023, arXiv:2303.09556) and of its soft form. None: 5, as is usual, if one of them
     is the weighting."""
+    p2_gamma: float = 1.0
+    """Exponent of p2 (arXiv:2204.00227, whose k is 1 here); 0.5 and 1 there."""
     cosine_weight: float = 0.0
     """Weight of LightningDiT's cosine distance between predicted and true velocity (flow prediction only); 1 there."""
     noise_offset: float = 0.0
@@ -183,16 +155,21 @@ class DiffusionConfig:
         known = PREDICTIONS[self.process]
         require(
             self.prediction in ("auto", *known),
-            f"--objective.prediction {self.prediction}: --objective.process {self.process} predicts {', '.join(known)}",
+            f"--objective.prediction {self.prediction}: --objective.process {self.process} predicts "
+            f"{', '.join(known)}; set --objective.prediction {known[0]}, or auto",
         )
-        defaults = {field.name: field.default for field in fields(self)}
+        back = set_back(self, "objective")
         for name, process in _OF_PROCESS.items():
             require(
-                self.process == process or getattr(self, name) == defaults[name],
+                self.process == process or name not in back,
                 f"--objective.{name} {getattr(self, name)} is for --objective.process {process}, given {self.process}; "
-                "leave it out",
+                f"set {back.get(name)}, its default",
             )
-        require(0 < self.sigma_data < math.inf, f"--objective.sigma_data {self.sigma_data}: above 0")
+        require(
+            1e-3 <= self.sigma_data <= 1e3,
+            f"--objective.sigma_data {self.sigma_data}: from 0.001 to 1000, because the coefficients become infinite "
+            "beyond; scale the latents (`fastdiff encode` normalises them)",
+        )
         require(
             not self.dream or (self.process == "ddpm" and self.predicted == "epsilon"),
             "--objective.dream needs --objective.process ddpm and --objective.prediction epsilon, given "
@@ -209,7 +186,7 @@ class DiffusionConfig:
             self.process == "ddpm" or (self.variance == "fixed_small" and self.loss == "mse"),
             f"--objective.variance {self.variance} --objective.loss {self.loss} with --objective.process "
             f"{self.process}: the variance, and the bound that it is part of, are of the steps back of ddpm, which "
-            "flow and edm do not have; leave them out",
+            "flow and edm do not have; set --objective.variance fixed_small and --objective.loss mse",
         )
         bound_only = "kl" in self.loss
         require(
@@ -221,12 +198,13 @@ class DiffusionConfig:
         require(
             not bound_only or self.weighted == "none",
             f"--objective.loss {self.loss} with --objective.weighting {self.weighted}: the bound has weights of its "
-            "own; use mse or rescaled_mse",
+            "own; set --objective.weighting none without a gamma, or --objective.loss mse or rescaled_mse",
         )
         require(
             not (bound_only or self.learns_variance) or not self.dream,
             f"--objective.loss {self.loss} and --objective.variance {self.variance} with --objective.dream, which "
-            "changes input and target so that the bound does not hold; use mse and fixed_small",
+            "changes input and target so that the bound does not hold; set --objective.loss mse and "
+            "--objective.variance fixed_small",
         )
 
     def _check_weighting(self) -> None:
@@ -238,7 +216,13 @@ class DiffusionConfig:
         require(
             self.min_snr_gamma is None or self.weighting in ("auto", "min_snr", "soft_min_snr"),
             f"--objective.min_snr_gamma {self.min_snr_gamma}: --objective.weighting {self.weighting} has no such "
-            "clamp; leave one of them out, or use min_snr or soft_min_snr",
+            "clamp; set --objective.weighting min_snr or soft_min_snr, or --objective.min_snr_gamma None",
+        )
+        require(0 < self.p2_gamma < math.inf, f"--objective.p2_gamma {self.p2_gamma}: above 0; 0.5 and 1 are usual")
+        require(
+            self.p2_gamma == 1.0 or self.weighted == "p2",
+            f"--objective.p2_gamma {self.p2_gamma}: --objective.weighting {self.weighting} has no such exponent; set "
+            "--objective.weighting p2, or --objective.p2_gamma 1",
         )
         require(
             self.weighted in _WEIGHTINGS[self.process],
@@ -262,9 +246,9 @@ class DiffusionConfig:
         )
 
     def _check_noise(self) -> None:
-        for name in ("noise_offset", "input_perturbation"):
+        for name in ("noise_offset", "input_perturbation", "dream_detail_preservation"):
             value = getattr(self, name)
-            require(0.0 <= value < math.inf, f"--objective.{name} {value}: 0 (none) or a finite number above")
+            require(0.0 <= value < math.inf, f"--objective.{name} {value}: 0 or a finite number above")
         require(
             self.multires_noise_iterations >= 0,
             f"--objective.multires_noise_iterations {self.multires_noise_iterations}: 0 (none) or above",
@@ -277,110 +261,19 @@ class DiffusionConfig:
         require(
             gaussian or (self.loss == "mse" and not self.learns_variance),
             "--objective.noise_offset, --objective.multires_noise_iterations and --objective.input_perturbation change "
-            "the distribution of the noise, for which the variational bound does not hold; use --objective.loss mse "
-            "with a fixed variance",
+            "the distribution of the noise, for which the variational bound does not hold; set --objective.loss mse "
+            "and --objective.variance fixed_small",
         )
         require(
             0.0 <= self.condition_dropout <= 1.0,
             f"--objective.condition_dropout {self.condition_dropout}: a share from 0 to 1",
         )
-        require(
-            0.0 <= self.dream_detail_preservation < math.inf,
-            f"--objective.dream_detail_preservation {self.dream_detail_preservation}: 0 or above",
-        )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimestepConfig:
-    """Which noise levels the training draws."""
-
-    density: Literal[
-        "auto", "uniform", "logit_normal", "mode", "cosmap", "log_normal", "earlier", "later", "range", "importance"
-    ] = "auto"
-    """uniform; logit_normal, mode or cosmap (Esser et al. 2024, arXiv:2403.03206); log_normal (of sigma, edm); earlier,
-    later or range (those steps bias_multiplier times as often, ddpm); importance (in proportion to the root of the mean
-    squared loss, and weighted so that the mean stays the same: Nichol & Dhariwal 2021, section 3.3; ddpm). auto:
-    uniform, for edm log_normal."""
-    stratified: bool = False
-    """Spread the draws of each optimizer step evenly over the density: the same mean with less noise."""
-    mean: float | None = None
-    """Mean of logit_normal (None: 0) and log_normal (None: -1.2)."""
-    std: float | None = None
-    """Standard deviation of logit_normal (None: 1) and log_normal (None: 1.2)."""
-    mode_scale: float = 1.29
-    """Scale of mode."""
-    shift: float = 1.0
-    """Shift of t towards noise in flow, shift * t / (1 + (shift - 1) * t): 3 for SD3 at 1024 px."""
-    bias_multiplier: float = 1.0
-    """How many times as often biased timesteps are drawn."""
-    bias_portion: float = 0.25
-    """Share of the timesteps that is biased, for earlier (those of low noise) and later."""
-    bias_begin: int = 0
-    """First biased timestep, for range."""
-    bias_end: int = 1000
-    """End of the biased timesteps, not included, for range."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.std is None or 0 < self.std < math.inf,
-            f"--timesteps.std {self.std}: above 0",
-        )
-        require(self.mean is None or math.isfinite(self.mean), f"--timesteps.mean {self.mean}: a finite number")
-        require(
-            (self.mean is None and self.std is None) or self.density in ("auto", "logit_normal", "log_normal"),
-            f"--timesteps.mean and --timesteps.std with --timesteps.density {self.density}: they belong to "
-            "logit_normal and log_normal",
-        )
-        # Beyond these the map from the uniform number is no longer monotonous.
-        require(-1.0 <= self.mode_scale <= 1.75, f"--timesteps.mode_scale {self.mode_scale}: from -1 to 1.75")
-        require(0 < self.shift < math.inf, f"--timesteps.shift {self.shift}: above 0")
-        require(0 < self.bias_multiplier < math.inf, f"--timesteps.bias_multiplier {self.bias_multiplier}: above 0")
-        require(0 < self.bias_portion <= 1, f"--timesteps.bias_portion {self.bias_portion}: above 0, at most 1")
-        require(
-            0 <= self.bias_begin < self.bias_end,
-            f"--timesteps.bias_begin {self.bias_begin} and --timesteps.bias_end {self.bias_end}: 0 or above, and the "
-            "begin below the end",
-        )
-        defaults = {field.name: field.default for field in fields(self)}
-        for name, densities in _OF_DENSITY.items():
-            require(
-                self.density in densities or getattr(self, name) == defaults[name],
-                f"--timesteps.{name} {getattr(self, name)} is for --timesteps.density {', '.join(densities)}, given "
-                f"{self.density}; leave it out",
-            )
-
-    def of(self, objective: DiffusionConfig) -> Density:
-        """The density for this objective."""
-        return DENSITIES[objective.process][0] if self.density == "auto" else self.density
-
-    def check(self, objective: DiffusionConfig) -> None:
-        """Refuse what does not go with ``objective``.
-
-        Raises:
-            ConfigError: it does not draw from its process, or biases steps that it has not.
-        """
-        known = DENSITIES[objective.process]
-        require(
-            self.density in ("auto", *known),
-            f"--timesteps.density {self.density} draws {self._drawn()}, and --objective.process {objective.process} "
-            f"has {_DRAWN[objective.process]}; use {', '.join(known)}",
-        )
-        require(
-            (self.mean is None and self.std is None) or self.of(objective) in ("logit_normal", "log_normal"),
-            f"--timesteps.mean and --timesteps.std with --objective.process {objective.process}: use "
-            "--timesteps.density logit_normal",
-        )
-        require(
-            self.shift == 1.0 or objective.process == "flow",
-            f"--timesteps.shift {self.shift} is for --objective.process flow, given {objective.process}",
-        )
-        require(
-            self.density != "range" or self.bias_end <= objective.timesteps,
-            f"--timesteps.bias_end {self.bias_end}: at most --objective.timesteps {objective.timesteps}",
-        )
-
-    def _drawn(self) -> str:
-        """What the density is over."""
-        if self.density == "importance":
-            return "discrete timesteps by the past losses of each"
-        return "sigma" if self.density == "log_normal" else _DRAWN["ddpm" if self.density in _BIASED else "flow"]
+def set_back(config: DataclassInstance, part: str) -> dict[str, str]:
+    """The flags that undo what a preset, a file or another flag has changed, by field."""
+    return {
+        field.name: f"--{part}.no_{field.name}" if field.default is False else f"--{part}.{field.name} {field.default}"
+        for field in fields(config)
+        if getattr(config, field.name) != field.default
+    }

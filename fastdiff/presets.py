@@ -219,9 +219,9 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> RunConfig:
-    """Return the preset called ``name``; ConfigError with the nearest name if there is none."""
+    """Return the preset called ``name``; ConfigError if there is none, with the names it may stand for."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        near = [known for known in PRESETS if known.startswith(name)] or difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {' or '.join(near)}? " if 0 < len(near) <= 3 else ""
         raise ConfigError(f"--preset {name}: unknown; {hint}presets: {', '.join(PRESETS)}")
     return PRESETS[name]()

@@ -29,8 +29,8 @@ from fastdiff.respacing import flow_shares, karras_sigmas, spaced, trailing
 
 SchedulerName = Literal["ddim", "dpmsolver++", "ddpm"]
 
-_SMALLEST_ALPHA_BAR = 2.0**-24
-
+_NO_SIGNAL = 2.0**-24
+"""Abar that is as good as 0 in fp32."""
 
 Denoiser = Callable[..., Tensor]
 """Called with noisy latents ``[B, C, H, W]`` fp32, times ``[B]`` (int64 timesteps or fp32 times) and the condition's
@@ -177,9 +177,10 @@ def _diffusers_scheduler(name: str, alpha_bar: Tensor, variance: Variance) -> An
     }
     if name == "dpmsolver++":
         scheduler = diffusers.DPMSolverMultistepScheduler(**options)
-        # A level without any signal is infinitely far away for this solver, which counts in log SNR.
+        # A level without any signal is infinitely far away for this solver, which counts in log SNR. What stands for it
+        # has more noise than the level before, however little signal that has.
         if alpha_bar[-1] == 0:
-            alpha_bar = torch.cat([alpha_bar[:-1], (before[-1:] / 4).clamp(max=_SMALLEST_ALPHA_BAR)])
+            alpha_bar = torch.cat([alpha_bar[:-1], (before[-1:] / 4).clamp(max=_NO_SIGNAL)])
     elif name == "ddim":
         scheduler = diffusers.DDIMScheduler(**options, clip_sample=False)
     else:
@@ -230,7 +231,10 @@ def _with_variance(scheduler: Any, clean: Tensor, variance: Tensor) -> Tensor:
 
 
 def _guided(model: Denoiser, condition: Condition, null: Condition, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """The prediction of ``model`` under classifier-free guidance, over all of its channels."""
+    """The prediction of ``model`` under classifier-free guidance; the variance, if there is one, is the conditional's.
+
+    So does DiT (Peebles & Xie 2023, ``forward_with_cfg``): extrapolated, it could leave the range that was learned.
+    """
     if scale == 1.0:
         return lambda noisy, time: model(noisy, time, **condition)
     without = {
@@ -241,7 +245,10 @@ def _guided(model: Denoiser, condition: Condition, null: Condition, scale: float
     def predict(noisy: Tensor, time: Tensor) -> Tensor:
         joined = model(torch.cat([noisy, noisy]), torch.cat([time, time]), **both)
         conditional, unconditional = joined.float().chunk(2)
-        return unconditional + scale * (conditional - unconditional)
+        channels = noisy.shape[1]
+        variance, unconditional = conditional[:, channels:], unconditional[:, :channels]
+        guided = unconditional + scale * (conditional[:, :channels] - unconditional)
+        return torch.cat([guided, variance], dim=1)
 
     return predict
 

@@ -32,6 +32,8 @@ FORMAT = "fastdiff-checkpoint"
 VERSION = 1
 """Raised when older checkpoints would be misread: also if the 8-bit moments get other codes or blocks."""
 
+_POWER = "power-"
+
 
 def constant_name(rate: float) -> str:
     """Return the name of the average of a constant decay rate: 0.9999."""
@@ -40,7 +42,13 @@ def constant_name(rate: float) -> str:
 
 def power_name(std: float) -> str:
     """Return the name of the power-function average of a relative width: power-0.05."""
-    return f"power-{std}"
+    return f"{_POWER}{std}"
+
+
+def in_words(average: str) -> str:
+    """What people are told of the average of this name: "EMA of rate 0.9999" or "EMA of width 0.05"."""
+    std = average.removeprefix(_POWER)
+    return f"EMA of rate {average}" if std == average else f"EMA of width {std}"
 
 
 def file_digest(path: Path) -> str:

@@ -19,15 +19,17 @@ those that are there, so that its rounding is about that of an export in fp16: 2
 class Snapshots(Callback):
     """Commits ``RUN/ema/step-N`` when due; none is ever pruned.
 
-    Those of steps that a resumed run takes again are removed first, so that all that are there belong to one course
-    of the weights. (A snapshot goes before the checkpoint of its step: a kill between the two loses neither.)
+    Those of steps that a resumed run takes again are removed with the first of these, so that all that are there belong
+    to one course of the weights, and a start that fails loses none. (A snapshot goes before the checkpoint of its step:
+    a kill between the two loses neither.)
     """
 
     def __init__(self, state: TrainState) -> None:
         self._every = Every(state.config.ema.snapshot_every)
-        folder, now = snapshot_folder(state.folder), state.progress.steps
-        self._folders = StepFolders(folder, state.world, "a snapshot of the averages")
-        state.world.on_first(lambda: self._folders.remove([p for p in committed(folder) if step_of(p) > now]))
+        self._folder = snapshot_folder(state.folder)
+        self._folders = StepFolders(self._folder, state.world, "a snapshot of the averages")
+        self._start: int | None = state.progress.steps
+        """Step after which this process goes on; None once a step is taken."""
 
     def on_step(self, state: TrainState) -> None:
         """Save when due.
@@ -35,9 +37,15 @@ class Snapshots(Callback):
         Raises:
             StorageError: on every rank, if any rank could not write.
         """
+        if self._start is not None:
+            start, self._start = self._start, None
+            state.world.on_first(lambda: self._remove_after(start))
         if not self._every.due(state.progress):
             return
         kinds = {f"ema/{name}": state.ema.averages[name] for name in map(power_name, state.ema.power_stds)}
         tensors, starts = sliced(state.engine.flats, kinds)
         manifest = common_manifest(state) | {"ema_rates": []}
         self._folders.save(state.progress.steps, tensors, starts, manifest, DTYPE)
+
+    def _remove_after(self, step: int) -> None:
+        self._folders.remove([folder for folder in committed(self._folder) if step_of(folder) > step])

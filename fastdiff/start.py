@@ -25,11 +25,11 @@ from fastdiff.metrics import Meters
 from fastdiff.models import Model
 from fastdiff.objective import Objective
 from fastdiff.progress import Progress
+from fastdiff.prompt_images import PromptImages
 from fastdiff.saved import Saved
 from fastdiff.snapshots import Snapshots
 from fastdiff.state import TrainState
 from fastdiff.training_data import check_provenance, null_condition, open_data
-from fastdiff.prompt_images import PromptImages
 from fastdiff.validation_loss import ValidationLoss
 from fastdiff_kernels import dispatch
 
@@ -115,7 +115,7 @@ def _callbacks(state: TrainState, checkpoints: Checkpoints, boards: Boards) -> l
     """The checkpoint before the validations: a failure in one must not cost the steps since the last one."""
     found: list[Callback] = [NonFiniteGuard(state), Log(state, boards)]
     found += [Snapshots(state), Checkpointing(state, checkpoints)]
-    if state.config.validation.data and state.config.validation.every:
+    if state.config.validation.data:
         found.append(ValidationLoss(state, boards))
     if state.config.model.kind == "dit":
         found.append(SampleGrid(state))

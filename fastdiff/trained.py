@@ -21,6 +21,7 @@ from fastdiff.data.shards import DatasetInfo
 from fastdiff.data.sources import DIGITS_SOURCE
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.grid import image_grid
+from fastdiff.launch import require_run
 from fastdiff.model_config import DiTConfig, UNetConfig
 from fastdiff.network import build_network, check_base, null_label, pretrained
 from fastdiff.sampling import SchedulerName, grid_classes, sample
@@ -168,23 +169,34 @@ def open_saved(folder: Path, step: int | None = None, *, snapshots: bool = False
         ConfigError: no run, or no such checkpoint, in ``folder``.
         StorageError: there are checkpoints, and none is intact.
     """
-    if not (folder / "run.json").is_file():
-        near = sorted(path.parent.name for path in folder.parent.glob("*/run.json"))
-        hint = f"runs there: {', '.join(near)}" if near else "start one with `deepspeed fastdiff/train.py`"
-        raise ConfigError(f"{folder}: no run (no run.json); {hint}")
+    require_run(folder)
     checkpoints = folder / "checkpoints"
     found = {step_of(path): path for path in committed(checkpoints)}
-    if snapshots and step is not None:
-        found = {step_of(path): path for path in committed(snapshot_folder(folder))} | found
-    if step is not None and step not in found:
-        there = ", ".join(map(str, sorted(found))) or "none"
-        raise ConfigError(f"{checkpoints}: no checkpoint of step {step}; there are {there}")
-    return _newest_intact(checkpoints, list(found.values()) if step is None else [found[step]])
+    if step is None:
+        return _newest_intact(checkpoints, list(found.values()))
+    kept = {step_of(path): path for path in committed(snapshot_folder(folder))}
+    if step not in found and (step not in kept or not snapshots):
+        raise ConfigError(f"{folder}: {_missing(step, sorted(found), sorted(kept), snapshots=snapshots)}")
+    return _newest_intact(checkpoints, [found[step] if step in found else kept[step]])
 
 
 def config_of(saved: Saved) -> RunConfig:
     """The configuration that a checkpoint records."""
     return from_mapping(saved.manifest["config"], str(saved.folder))
+
+
+def _missing(step: int, checkpoints: Sequence[int], kept: Sequence[int], *, snapshots: bool) -> str:
+    """Why a step cannot be opened, and which could be."""
+    there = ", ".join(map(str, checkpoints)) or "none"
+    if step in kept:
+        return (
+            f"step {step} is a snapshot, from which only --ema-std can make an average; a checkpoint, which has all "
+            f"weights, there is of the steps {there}"
+        )
+    if snapshots:
+        of = ", ".join(map(str, kept)) or "none"
+        return f"no checkpoint and no snapshot of step {step}; checkpoints: {there}; snapshots: {of}"
+    return f"no checkpoint of step {step}; there are {there}"
 
 
 def _newest_intact(checkpoints: Path, folders: Sequence[Path]) -> Saved:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from fastdiff.errors import StorageError
 from fastdiff.noise_bins import Floats
 
 _FOLDER = "validation"
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.npz")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ def write(run: Path, validated: Validated) -> None:
             x0_mse=validated.x0_mse,
             about=np.array(json.dumps(validated.about)),
         )
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)
 
 
@@ -73,11 +78,14 @@ def read(run: Path, step: int) -> Validated:
 
 def steps_of(run: Path) -> list[int]:
     """The steps that were validated, ascending."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in (run / _FOLDER).glob("step-*.npz"))
+    names = (_NAME.fullmatch(path.name) for path in (run / _FOLDER).glob("step-*.npz"))
+    return sorted(int(name[1]) for name in names if name is not None)
 
 
 def drop_after(run: Path, step: int) -> None:
-    """Remove the files of later steps: a resumed run writes them again."""
+    """Remove the files of later steps, which a resumed run writes again, and what a kill left half-written."""
+    for leftover in (run / _FOLDER).glob("step-*.tmp"):
+        leftover.unlink()
     for known in steps_of(run):
         if known > step:
             _path(run, known).unlink()

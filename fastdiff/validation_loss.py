@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from fastdiff import validation_files
+from fastdiff.averages import AS_TRAINED
 from fastdiff.backends import DTYPES
 from fastdiff.batch import Batch
 from fastdiff.boards import Boards
@@ -27,6 +29,7 @@ from fastdiff.noise_bins import Mean, by_log_snr
 from fastdiff.objective import Objective
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.progress import Every
+from fastdiff.saved import in_words
 from fastdiff.state import TrainState
 from fastdiff.validation_files import Validated
 from fastdiff.validation_set import Int64, batches_of, even_shares, open_validation, spread
@@ -42,8 +45,10 @@ class ValidationLoss(Callback):
     """Measures the loss of the averaged weights on ``--validation.data``, on all ranks together.
 
     Sample i always meets the same noise at the same noise level; the levels are spread evenly over the plain density of
-    the process, whatever the training draws. So two runs on the same process and data are compared pair by pair, and
-    the result does not depend on seed, batch and ranks. The loss is the run's own, without drops of the condition,
+    the process, whatever the training draws, and the noise is plain too. So two runs on the same process and data are
+    compared pair by pair, and equal weights give equal losses, whatever the seed, the batch and the ranks. (Weights
+    that were trained on other ranks or in other micro-batches are equal only to the rounding of the precision, and so
+    are their losses.) The loss is the run's own, without drops of the condition, offset and multi-resolution noise,
     input perturbation and DREAM, in the precision of the training.
 
     It writes a line of ``validation.jsonl`` and ``validation/step-N.npz`` (``validation_files``).
@@ -64,6 +69,7 @@ class ValidationLoss(Callback):
         world.agree(error)
         assert reader is not None
         self._reader = reader
+        self._data = reader.info.digest[:12]
         self._scales = per_channel(reader.info.normalisation, world.device)
         self._config = validated(config.objective)
         self._objective = Objective(
@@ -97,12 +103,22 @@ class ValidationLoss(Callback):
         self._reader.close()
 
     def _go_on(self, state: TrainState) -> int:
-        """Forget what a resumed run will do again; return the last step that was validated, or -1."""
+        """Forget what a resumed run will do again; return the last step that was validated like now, or -1."""
         lines = state.folder / LINES
         drop_records_after(lines, state.progress.steps)
         validation_files.drop_after(state.folder, state.progress.steps)
         kept = lines.read_text().splitlines() if lines.exists() else []
-        return int(json.loads(kept[-1])["step"]) if kept else -1
+        if not kept:
+            return -1
+        last = json.loads(kept[-1])
+        now = {"data": self._data, "val_count": len(self._index), "unit": unit(self._config)}
+        changes = [f"{name} {last.get(name)} -> {value}" for name, value in now.items() if last.get(name) != value]
+        if changes:
+            tqdm.write(
+                f"warning: {lines} goes on with a loss that is not comparable with that up to step {last['step']}: "
+                f"{', '.join(changes)}"
+            )
+        return -1 if changes else int(last["step"])
 
     def _validate(self, state: TrainState) -> None:
         self._done = state.progress.steps
@@ -144,7 +160,8 @@ class ValidationLoss(Callback):
         loss, x0_mse = losses
         validation_files.write(state.folder, Validated(self._index, log_snr, loss, x0_mse, self._about(state)))
         total, bins = by_log_snr(log_snr, loss)
-        record = {"step": step, "samples": state.progress.samples, **_record(total, bins), "unit": unit(self._config)}
+        record = {"step": step, "samples": state.progress.samples, **_record(total, bins)}
+        record |= {"unit": unit(self._config), "data": self._data}
         lines = JsonLines(state.folder / LINES)
         lines.write(record)
         lines.close()
@@ -153,25 +170,28 @@ class ValidationLoss(Callback):
         self._boards.scalars(shown, step)
 
     def _about(self, state: TrainState) -> dict[str, Any]:
-        rate = next(iter(state.ema.averages), None)
+        average = next(iter(state.ema.averages), None)
         return {
             "data": self._reader.info.digest,
             "seed": _SEED,
             "objective": asdict(self._config),
             "unit": unit(self._config),
             "precision": state.config.performance.precision,
-            "weights": "weights" if rate is None else f"EMA {rate}",
+            "weights": AS_TRAINED if average is None else in_words(average),
             "step": state.progress.steps,
         }
 
 
 def validated(objective: DiffusionConfig) -> DiffusionConfig:
-    """The objective as it is validated: without what only the training does."""
+    """The objective as it is validated: without what only the training does to input, noise and target."""
     return replace(
         objective,
         prediction=objective.predicted,
         weighting=objective.weighted,
         condition_dropout=0.0,
+        noise_offset=0.0,
+        multires_noise_iterations=0,
+        multires_noise_discount=0.3,  # that of none
         input_perturbation=0.0,
         dream=False,
         dream_detail_preservation=1.0,

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from fastdiff.config import RunConfig
 from fastdiff.data.reader import LatentReader
-from fastdiff.data.shards import DatasetInfo
+from fastdiff.data.shards import LATENT, DatasetInfo
 from fastdiff.data_config import DataConfig
 from fastdiff.errors import require
 from fastdiff.training_data import open_data
 
-_BATCH = 16
-"""Samples per forward pass. Without a gradient that takes less memory than a training step of a few, and it is the same
-on any number of ranks and for any micro-batch, as are the results."""
+_BATCH, _AREA = 16, 64 * 64
+"""Samples per forward pass, of latents up to this area in elements; of larger ones fewer in proportion. Without a
+gradient that takes less memory than a training step of a few. The batches are the same on any number of ranks and for
+any micro-batch, and so is what equal weights give."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 Int64 = npt.NDArray[np.int64]
@@ -33,7 +34,7 @@ def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
         training: the data that it trains on.
 
     Raises:
-        ConfigError: they are not made for the model, or otherwise than the training data.
+        ConfigError: they are not made for the model, or otherwise than the training data, or they are these.
         DataError: they are damaged.
         StorageError: they cannot be read.
     """
@@ -42,6 +43,11 @@ def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
     reader = open_data(own, torch.device("cpu"))
     assert isinstance(reader, LatentReader)
     here, there = reader.info, training
+    require(
+        here.digest != there.digest,
+        f"--validation.data {path} is the training data: their loss does not tell how well the model does on what it "
+        "has not seen; keep samples out of the training and encode them into a folder of their own",
+    )
     for name, found, expected in (
         ("autoencoder", here.provenance.autoencoder_digest, there.provenance.autoencoder_digest),
         ("text encoder", here.provenance.text_encoder_digest, there.provenance.text_encoder_digest),
@@ -70,11 +76,17 @@ def even_shares(count: int) -> Tensor:
 
 
 def batches_of(info: DatasetInfo, index: Int64) -> list[Int64]:
-    """Places in ``index``, in batches of one bucket each."""
+    """Places in ``index``, in batches of one bucket each; a function of the data alone."""
     bucket = np.repeat([shard.bucket for shard in info.shards], [shard.samples for shard in info.shards])[index]
     places = np.arange(len(index), dtype=np.int64)
     runs = np.split(places, np.flatnonzero(np.diff(bucket)) + 1)
-    return [run[start : start + _BATCH] for run in runs for start in range(0, len(run), _BATCH)]
+    sizes = [_batch_size(info, int(bucket[run[0]])) for run in runs]
+    return [run[n : n + size] for run, size in zip(runs, sizes, strict=True) for n in range(0, len(run), size)]
+
+
+def _batch_size(info: DatasetInfo, bucket: int) -> int:
+    _, height, width = info.columns_of(bucket)[LATENT].shape
+    return max(1, min(_BATCH, _BATCH * _AREA // (height * width)))
 
 
 def _of_mean(info: DatasetInfo) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdiff.config import BatchConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
+from fastdiff.data.encode import encode_digits
 from fastdiff.data_config import DataConfig
 from fastdiff.dist import World
 from fastdiff.launch import Launch, as_json
@@ -36,6 +37,14 @@ def tiny(data: Path, folder: Path, steps: int = STEPS, **changes: Any) -> RunCon
         part, _, field = name.partition("__")
         config = replace(config, **{part: replace(getattr(config, part), **{field: value}) if field else value})
     return config
+
+
+def held_out(digits: Path) -> Path:
+    """Digits to validate on, beside the encoded ones: for what is tested the same will do, in other shards."""
+    folder = digits.with_name("held-out")
+    if not folder.exists():
+        encode_digits(folder, samples_per_shard=200)
+    return folder
 
 
 def launch(stage: int = 3, **options: Any) -> Launch:

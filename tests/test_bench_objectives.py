@@ -22,7 +22,6 @@ from fastdiff.cli import parse
 from fastdiff.config import RunConfig
 from fastdiff.model_config import DiTConfig
 from fastdiff.objective_config import (
-    Density,
     FlowPath,
     LossName,
     Prediction,
@@ -31,6 +30,7 @@ from fastdiff.objective_config import (
     Variance,
     Weighting,
 )
+from fastdiff.timestep_config import Density
 
 DOCUMENT = ROOT / "docs" / "objectives.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")

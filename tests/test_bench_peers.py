@@ -21,8 +21,8 @@ from bench.__main__ import main
 from bench.contestants import frozen, images
 from bench.contestants.dit import Dit
 from bench.contestants.plain import Plain
-from bench.contestants.plain_torch import Samples
-from bench.contestants.text_to_image import LAUNCHER, Online, TextToImage
+from bench.contestants.plain_torch import Noise, Samples, untrained
+from bench.contestants.text_to_image import LAUNCHER, Online, TextToImage, not_in_script
 from bench.race import Effort
 from bench.subject import Subject
 from fastdiff.batch import Batch
@@ -31,11 +31,14 @@ from fastdiff.data.reader import LatentReader
 from fastdiff.model_config import DiTConfig, UNetConfig
 from fastdiff.network import build_network
 from fastdiff.objective import Objective
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.presets import SD15_UNET
 from fastdiff.randomness import Stream, normal
+from fastdiff.timestep_config import TimestepConfig
 
 CPU = torch.device("cpu")
 BATCH, SEED = 6, 3
+STRATIFIED = "--timesteps.stratified"
 OBJECTIVES: dict[str, list[dict[str, Any]]] = {
     "digits-t2i": (fixed := [{"prediction": "epsilon"}, {"prediction": "v", "min_snr_gamma": 5.0}]),
     "digits": [*fixed, {"prediction": "epsilon", "variance": "learned_range"}],
@@ -284,7 +287,7 @@ def test_the_frozen_parts_are_in_stable_diffusions_proportions() -> None:
         (Subject(preset="digits"), [], "expected some of"),
         (Subject(preset="digits"), ["dit", "dit"], "each once"),
         (Subject(preset="digits-t2i"), ["dit"], "preset digits-t2i has a UNet; try --preset dit-s-2-256"),
-        (Subject(preset="sit-xl-2-256"), ["plain"], "preset sit-xl-2-256 is of process flow, and the peers"),
+        (Subject(preset="sit-xl-2-256"), ["plain"], "--peer plain .* sit-xl-2-256, which has --objective.process"),
         (Subject(preset="digits"), ["diffusers"], "preset digits has another network; try --preset digits-t2i"),
         (Subject(preset="digits", batch=16, micro=4), ["plain"], "--micro 4: .*leave it out"),
         (Subject(preset="sd2-512"), ["diffusers"], "preset sd2-512 accumulates gradients: .*give --batch"),
@@ -296,6 +299,57 @@ def test_a_peer_that_cannot_train_the_subject_is_refused(
 ) -> None:
     with record.Log(tmp_path / "peer.jsonl") as log, pytest.raises(BenchError, match=message):
         peers.run(subject, names, Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
+
+
+@pytest.mark.parametrize(
+    ("given", "timesteps", "flags"),
+    [
+        ({}, {}, []),
+        ({"prediction": "x0", "variance": "fixed_large", "loss": "rescaled_mse", "weighting": "p2"}, {}, []),
+        ({"prediction": "epsilon", "variance": "learned_range", "min_snr_gamma": 5.0}, {}, []),
+        ({"prediction": "v", "schedule": "jsd", "timesteps": 300}, {}, []),
+        ({"prediction": "previous_x"}, {}, ["--objective.prediction previous_x"]),
+        ({"loss": "kl"}, {}, ["--objective.loss kl"]),
+        ({"loss": "rescaled_kl", "variance": "learned_range"}, {}, ["--objective.loss rescaled_kl"]),
+        ({"loss": "rescaled_mse", "variance": "learned_range"}, {}, ["--objective.loss rescaled_mse"]),
+        ({"prediction": "v", "variance": "learned_range"}, {}, ["--objective.prediction v"]),
+        ({"variance": "learned"}, {}, ["--objective.variance learned"]),
+        ({"noise_offset": 0.1}, {}, ["--objective.noise_offset 0.1"]),
+        ({"multires_noise_iterations": 6}, {}, ["--objective.multires_noise_iterations 6"]),
+        ({"input_perturbation": 0.1}, {}, ["--objective.input_perturbation 0.1"]),
+        ({"dream": True}, {}, ["--objective.dream True"]),
+        ({"process": "edm"}, {}, ["--objective.process edm", "--objective.prediction edm"]),
+        (
+            {"process": "flow", "cosine_weight": 1.0},
+            {},
+            ["--objective.process flow", "--objective.prediction flow", "--objective.cosine_weight 1.0"],
+        ),
+        ({}, {"density": "importance"}, ["--timesteps.density importance"]),
+        ({}, {"density": "logit_normal", "stratified": True}, ["--timesteps.density logit_normal", STRATIFIED]),
+        ({}, {"stratified": True}, [STRATIFIED]),
+    ],
+)
+def test_what_the_peers_do_not_train_is_named(given: Any, timesteps: Any, flags: list[str]) -> None:
+    objective, drawn = DiffusionConfig(**given), TimestepConfig(**timesteps)
+    assert untrained(objective, drawn) == flags
+    if not timesteps and flags:
+        with pytest.raises(BenchError, match=f"{flags[0]}.*: the peers do not train this"):
+            Noise(objective, CPU)
+    weighting = ["--objective.weighting p2"] if objective.weighted == "p2" else []
+    assert not_in_script(objective, drawn) == flags + weighting
+
+
+@pytest.mark.parametrize("name", ["plain", "dit", "diffusers"])
+def test_an_objective_that_a_peer_would_train_otherwise_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = Subject(preset="digits-t2i" if name == "diffusers" else "digits")
+    run = subject.config(tmp_path, tmp_path)
+    changed = replace(run, objective=replace(run.objective, prediction="previous_x"))
+    monkeypatch.setattr(Subject, "config", lambda *_: changed)
+    message = f"--peer {name} does not train preset {subject.preset}, which has --objective.prediction previous_x; try"
+    with record.Log(tmp_path / "peer.jsonl") as log, pytest.raises(BenchError, match=message):
+        peers.run(subject, [name], Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
 
 
 @pytest.mark.usefixtures("torch_extensions")

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from fastdiff import commit
 from fastdiff.dist import World
-from fastdiff.saved import Saved, committed
+from fastdiff.saved import METERS, Saved, committed, file_digest
 from fastdiff.train import train
 from tests.processes import run_ranks
-from tests.runs import hexes, intact, launch, losses, tiny, train_losses
+from tests.runs import hexes, intact, launch, losses, newest, tiny, train_losses
 
 
 class Killed(BaseException):
@@ -43,7 +46,7 @@ def kill_at(operation: int, within: str = "checkpoints") -> tuple[Callable[[], N
         setattr(owner, name, call)
 
     watch(commit, "save_file")
-    watch(commit, "_fsync")
+    watch(commit, "fsync")
     watch(commit.shutil, "rmtree")
     for name in ("mkdir", "write_text", "rename", "unlink"):
         watch(Path, name)
@@ -152,3 +155,49 @@ def test_losses_file_drops_what_a_resume_writes_again(world: World, digits: Path
         file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
     train(tiny(digits, tmp_path / "run", steps=6), launch(), world)
     assert len(losses(tmp_path / "run")) == 6
+
+
+OLD_OBJECTIVE = {
+    "schedule",
+    "timesteps",
+    "zero_terminal_snr",
+    "prediction",
+    "weighting",
+    "min_snr_gamma",
+    "noise_offset",
+    "input_perturbation",
+    "dream",
+    "dream_detail_preservation",
+    "condition_dropout",
+}
+
+
+def test_a_checkpoint_from_before_the_objectives_goes_on(world: World, digits: Path, tmp_path: Path) -> None:
+    """Rewritten to what it was: no widths, no draw of timesteps, fewer fields, and one sum of losses."""
+    whole = train_losses(world, tiny(digits, tmp_path / "whole", steps=4), launch())
+    run = tmp_path / "run"
+    train(tiny(digits, run, steps=2), launch(), world)
+    _make_old(newest(run).folder)
+    resumed = train_losses(world, tiny(digits, run, steps=4), launch())
+    assert hexes(resumed) == hexes(whole)
+    one, other = newest(run), newest(tmp_path / "whole")
+    for rate in (None, 0.9, 0.5):
+        assert all(torch.equal(values, other.weights(rate)[name]) for name, values in one.weights(rate).items())
+    assert (one.ema_stds, one.timesteps()) == ((), {})
+
+
+def _make_old(folder: Path) -> None:
+    path, manifest = folder / "rank-00000.safetensors", json.loads((folder / "MANIFEST.json").read_text())
+    with safe_open(path, framework="pt") as file:
+        tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    tensors[METERS] = torch.zeros(2, dtype=torch.float64)
+    save_file(tensors, path, metadata)
+    config = manifest["config"]
+    del manifest["ema_stds"], config["timesteps"]
+    assert config["objective"].keys() > OLD_OBJECTIVE
+    config["objective"] = {key: value for key, value in config["objective"].items() if key in OLD_OBJECTIVE}
+    config["ema"] = {key: config["ema"][key] for key in ("rates", "warmup")}
+    for key in ("data", "samples"):
+        del config["validation"][key]
+    manifest["files"] = {path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)}}
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest))

@@ -92,6 +92,20 @@ def test_help_lists_every_field_with_its_docstring(capsys: pytest.CaptureFixture
     assert "Samples per optimizer step" in text
 
 
+def test_help_with_a_preset_begins_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["--preset", "digits", "--help"])
+    text = capsys.readouterr().out
+    about = [line.strip() for line in (PRESETS["digits"].__doc__ or "").splitlines() if line.strip()]
+    places = [text.index(line) for line in about]
+    assert places == sorted(places)
+    assert places[-1] < text.index("--preset NAME") < text.index("--samples")
+    assert "data/digits deepspeed" not in text, "two commands, on lines of their own"
+    with pytest.raises(SystemExit):
+        cli.parse(["--help"])
+    assert about[0] not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("batch", "ranks", "expected"),
     [
@@ -125,6 +139,7 @@ def test_a_batch_that_does_not_divide_names_the_nearest_values() -> None:
         (["--output.sample_steps", "5000"], "at most --objective.timesteps 1000"),
         (["--objective.zero_terminal_snr", "--objective.prediction", "epsilon"], "prediction v or x0"),
         (["--seed", "-1"], "from 0"),
+        (["--validation.data", "shards", "--validation.every", "0"], "never read; set --validation.every"),
         (["--performance.kernels", "auto,adalm=triton"], "'adalm' is none of the ops philox, noising"),
         (["--resume", "yes"], "invalid choice"),
     ],

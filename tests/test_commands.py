@@ -153,3 +153,11 @@ def test_doctor_refuses_an_unknown_preset_before_it_says_anything(capsys: pytest
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "did you mean digits?" in printed.err
+
+
+@pytest.mark.parametrize("scale", ["nan", "inf", "-inf", "much"])
+def test_a_guidance_scale_is_a_finite_number(scale: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["sample", "runs/any", f"--cfg={scale}"])
+    assert stopped.value.code == 2
+    assert f"--cfg: {scale}: expected a finite number" in capsys.readouterr().err

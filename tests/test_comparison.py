@@ -21,12 +21,12 @@ from fastdiff.dist import World
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.train import train
 from fastdiff.validation_files import Validated, read, write
-from tests.runs import launch, tiny
+from tests.runs import held_out, launch, tiny
 
 COUNT = 320
 ABOUT = {
     "data": "d" * 64, "seed": 1, "objective": {"prediction": "v"}, "unit": "squared error of v", "precision": "fp32",
-    "weights": "EMA 0.9", "step": 7,
+    "weights": "EMA of rate 0.9", "step": 7,
 }  # fmt: skip
 LOG_SNR = np.linspace(9.9, -9.9, COUNT).astype(np.float32)
 NOISE = np.random.default_rng(0).standard_normal((2, COUNT))
@@ -89,11 +89,26 @@ def test_other_noise_levels_are_compared_bin_by_bin() -> None:
         assert row.error == pytest.approx(math.hypot(error_of(first), error_of(second)))
     assert found.bins[0].b.count == 0
     assert math.isnan(found.bins[0].difference)
-    common = [row for row in found.bins if row.a.count and row.b.count]
+    common = [row for row in found.bins if min(row.a.count, row.b.count) >= 8]
     assert found.total.difference == pytest.approx(np.mean([row.difference for row in common]))
     assert found.total.error == pytest.approx(math.sqrt(sum(row.error**2 for row in common)) / len(common))
-    assert "noise levels differ" in table(found)
-    assert "mean of bins" in table(found)
+    assert "unpaired, as their noise levels differ: each bin has the samples that fall into it" in table(found)
+    assert "mean of bins: of those with at least 8 samples of each run." in table(found)
+
+
+def test_a_bin_that_one_run_hardly_has_is_not_in_the_mean_of_bins() -> None:
+    """At the border of what both have, where one has less than 8 samples: at chance, with an unknown error."""
+    a, b = np.ones(COUNT), np.ones(COUNT)
+    moved = LOG_SNR + np.float32(2.5 - 0.2)
+    b[np.argsort(-moved)[-3:]] = 1e6
+    found = compare(run("a", a), run("b", b, moved, objective={"prediction": "flow"}))
+    few = [row for row in found.bins if 0 < min(row.a.count, row.b.count) < 8]
+    assert [row.b.count for row in few] == [3]
+    assert few[0].difference > 1e5
+    assert (found.total.difference, found.total.error) == (0, 0)
+    nothing = compare(run("a", a[::40], LOG_SNR[::40]), run("b", b[::40], moved[::40], objective={}))
+    assert math.isnan(nothing.total.difference)
+    assert table(nothing)
 
 
 def test_what_is_not_finite_is_left_out() -> None:
@@ -130,8 +145,9 @@ def test_another_number_of_samples_is_refused() -> None:
 
 
 def test_the_newest_common_step_is_read(tmp_path: Path) -> None:
-    for name, steps in (("a", (10, 20, 30)), ("b", (10, 20, 25)), ("c", (5,))):
+    for name, steps in (("a", (10, 20, 30)), ("b", (10, 20, 25)), ("c", (5,)), ("never", ())):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
         for step in steps:
             write(tmp_path / name, run(name, NOISE[0] + step, step=step).found)
     a, b = read_both(tmp_path / "a", tmp_path / "b")
@@ -143,7 +159,9 @@ def test_the_newest_common_step_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="never validated at the same step"):
         read_both(tmp_path / "a", tmp_path / "c")
     with pytest.raises(ConfigError, match=r"train with --validation\.data"):
-        read_both(tmp_path / "a", tmp_path)
+        read_both(tmp_path / "a", tmp_path / "never")
+    with pytest.raises(ConfigError, match=r"d: no run \(no run\.json\); runs there: a, b, c, never$"):
+        read_both(tmp_path / "a", tmp_path / "d")
     (tmp_path / "c" / "validation" / "step-00000005.npz").write_bytes(b"PK\3\4 torn")
     with pytest.raises(StorageError, match="not a file of losses"):
         read(tmp_path / "c", 5)
@@ -173,7 +191,7 @@ def test_the_command_compares_real_runs(
 ) -> None:
     """The numbers of the table are those of the files."""
     for name, lr in (("slow", 1e-3), ("fast", 1e-2)):
-        checked = ValidationConfig(data=str(digits), every=5, samples=200)
+        checked = ValidationConfig(data=str(held_out(digits)), every=5, samples=200)
         train(tiny(digits, tmp_path / name, 20, optim__lr=lr, validation=checked), launch(0), world)
     capsys.readouterr()
     assert main(["compare", str(tmp_path / "slow"), str(tmp_path / "fast")]) == 0

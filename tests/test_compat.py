@@ -13,7 +13,7 @@ from fastdiff.compat import in_words, translate
 from fastdiff.config import EmaConfig, RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
-from fastdiff.objective_config import TimestepConfig
+from fastdiff.timestep_config import TimestepConfig
 from tests.images import encode, natural
 
 T2I = ["--pretrained_model_name_or_path", "some/pipeline", "--train_data_dir", "images", "--max_train_steps", "100"]

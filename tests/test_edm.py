@@ -12,9 +12,11 @@ from scipy import stats
 from torch import Tensor
 
 from fastdiff.batch import Batch
+from fastdiff.noise import build_process
 from fastdiff.objective import Objective
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, normal
+from fastdiff.timestep_config import TimestepConfig
 
 SEED = 4
 SHAPE = (4, 6, 6)
@@ -101,18 +103,53 @@ def test_the_log_of_sigma_is_normal_and_sigma_ascends_with_its_share() -> None:
     sigma = process.draw(share)
     assert (sigma.diff() > 0).all()
     assert stats.kstest(sigma.double().log().numpy(), stats.norm(-1.2, 1.2).cdf).statistic < 1e-4
-    levels = process.levels(sigma)
-    torch.testing.assert_close(levels.depth, share, rtol=0, atol=1e-5)
-    torch.testing.assert_close(levels.log_snr, 2 * (0.5 / sigma).log(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(process.levels(sigma).depth, share, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("mean", "std"), [(None, None), (-0.4, 1.0), (0.8, 1.6), (None, 0.7), (0.0, None)])
+def test_mean_and_std_of_the_run_are_those_of_sigma_and_of_its_depth(mean: float | None, std: float | None) -> None:
+    config, position = TimestepConfig(mean=mean, std=std), torch.arange(2048)
+    given = Objective(DiffusionConfig(process="edm"), seed=SEED, null={}, device="cpu", timesteps=config)
+    sigma = given.timesteps.draw(position)[0]
+    normal_ = stats.norm(-1.2 if mean is None else mean, 1.2 if std is None else std)
+    assert stats.kstest(sigma.double().log().numpy(), normal_.cdf).pvalue > 0.01
+    depth = given.process.levels(sigma).depth
+    np.testing.assert_allclose(depth, normal_.cdf(sigma.double().log().numpy()), rtol=0, atol=1e-5)
+    assert (torch.bincount((4 * depth).long()) - 512).abs().max() < 4 * math.sqrt(2048 * 3 / 16), "quarters are even"
+
+
+@pytest.mark.parametrize("data", [0.3, 0.5, 1.0])
+def test_equal_noise_has_an_equal_log_snr_in_every_process(data: float) -> None:
+    """Whatever the variance of the data: a bin of the log SNR holds the same levels in every run."""
+    abar = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+    ratio = np.sqrt((1 - abar) / abar)
+    natives = {
+        "ddpm": torch.arange(1000),
+        "flow": torch.from_numpy(ratio / (1 + ratio)),
+        "edm": torch.from_numpy(ratio),
+    }
+    for name, native in natives.items():
+        options: Any = {"sigma_data": data} if name == "edm" else {}
+        levels = build_process(DiffusionConfig(process=name, **options), "cpu").levels(native)
+        np.testing.assert_allclose(levels.log_snr[levels.row], -2 * np.log(ratio), rtol=1e-5, atol=1e-5)
+        alpha, sigma = levels.table[levels.row].double().unbind(1)[:2]
+        np.testing.assert_allclose(sigma / alpha, ratio, rtol=1e-5)
+
+
+@pytest.mark.parametrize("data", [1e-3, 0.5, 1e3])
+@pytest.mark.parametrize(("mean", "std"), [(None, None), (-20.0, 10.0), (20.0, 10.0)])
 @pytest.mark.parametrize("weighting", ["none", "min_snr", "soft_min_snr"])
-def test_nothing_that_is_drawn_is_infinite(weighting: Any) -> None:
-    process = objective(weighting=weighting).process
-    levels = process.levels(process.draw(torch.tensor([0.0, 2.0**-32, 1 - 2.0**-24])))
+def test_nothing_that_is_drawn_is_infinite(weighting: Any, mean: float | None, std: float | None, data: float) -> None:
+    config = DiffusionConfig(process="edm", weighting=weighting, sigma_data=data)
+    process = build_process(config, "cpu", TimestepConfig(mean=mean, std=std))
+    levels = process.levels(process.draw(torch.tensor([0.0, 2.0**-32, 0.5, 1 - 2.0**-24])))
     for value in (levels.time, levels.table, levels.weights, levels.log_snr, levels.depth):
         assert value.isfinite().all()
-    assert (levels.weights > 0).all()
+    assert (levels.weights >= 0).all()
+    assert (levels.weights > 0).all() or mean is not None
+    # The model sees noisy latents, and is asked for something, at whatever level.
+    assert (levels.table[:, :2].norm(dim=1) > 0).all()
+    assert (levels.table[:, 2:] * torch.tensor([data, 1.0])).norm(dim=1).sub(1).abs().max() < 1e-5
     assert levels.depth.min() >= 0
     assert levels.depth.max() <= 1
 

@@ -218,6 +218,13 @@ def test_the_linear_path_is_that_of_diffusers() -> None:
         weight = compute_loss_weighting_for_sd3(weighting, scheduler.sigmas[chosen])
         expected = weight * (guess - (noise - batch.latents)).square().mean(dim=(1, 2, 3))
         torch.testing.assert_close(ours.loss(guess, batch, corruption), expected, rtol=TOLERANCE, atol=0)
+    # Its script's --precondition_outputs 1, its default: the error of x0, for which sigma_sqrt is no weighting of ours.
+    sigmas = scheduler.sigmas[chosen]
+    of_x0 = (noisy - sigmas[:, None, None, None] * guess - batch.latents).square().mean(dim=(1, 2, 3))
+    expected = compute_loss_weighting_for_sd3("sigma_sqrt", sigmas) * of_x0
+    ours = objective(weighting="none")
+    found = ours.loss(guess, batch, ours.corrupt(batch, t[chosen]))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25])

@@ -17,7 +17,8 @@ from fastdiff.noise import build_process
 from fastdiff.noise.importance import HISTORY, UNIFORM_PROB
 from fastdiff.noise.timesteps import Timesteps, build_timesteps
 from fastdiff.objective import Objective
-from fastdiff.objective_config import DiffusionConfig, TimestepConfig
+from fastdiff.objective_config import DiffusionConfig
+from fastdiff.timestep_config import TimestepConfig
 from tests.processes import run_ranks
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))

@@ -22,7 +22,8 @@ FREE_OF_SIBLINGS = {
     "model_config": {"errors"},
     "data_config": {"errors"},
     "objective_config": {"errors"},
-    "config": {"errors", "model_config", "data_config", "objective_config"},
+    "timestep_config": {"errors", "objective_config"},
+    "config": {"errors", "model_config", "data_config", "objective_config", "timestep_config"},
     "progress": set(),
     "grid": set(),
 }

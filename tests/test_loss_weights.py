@@ -10,7 +10,7 @@ import torch
 from fastdiff.batch import Batch
 from fastdiff.errors import ConfigError
 from fastdiff.objective import Objective
-from fastdiff.objective_config import DiffusionConfig
+from fastdiff.objective_config import DiffusionConfig, ScheduleName
 from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import Schedule
 from fastdiff_kernels.weights import Weighting, loss_weights
@@ -92,7 +92,7 @@ def test_where_there_is_no_signal_a_weight_is_its_limit(kind, prediction):
 @pytest.mark.parametrize("kind", get_args(Weighting))
 @pytest.mark.parametrize("prediction", PREDICTIONS[:3])
 def test_weights_are_finite_under_zero_terminal_snr(kind, prediction):
-    for schedule in ("linear", "scaled_linear", "cosine"):
+    for schedule in get_args(ScheduleName):
         config = DiffusionConfig(schedule=schedule, prediction=prediction, weighting=kind, zero_terminal_snr=True)
         weights, snr = tables(config)
         assert snr[-1] == 0
@@ -162,6 +162,19 @@ def test_the_gamma_of_the_configuration_is_used():
         assert torch.equal(weights, expected.float())
 
 
+@pytest.mark.parametrize("gamma", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("zero_terminal", [False, True])
+def test_p2_has_the_exponent_of_the_configuration(zero_terminal, gamma):
+    """Choi et al. 2022, eq. 8: 1 / (k + snr)^gamma for the error of the noise; k is 1, and 1 + snr 1 / (1 - abar)."""
+    abar = linear_schedule(zero_terminal)
+    of_noise = (1 - abar) ** gamma
+    expected = {"epsilon": of_noise, "v": of_noise * abar, "x0": of_noise * abar / (1 - abar)}
+    for prediction, weights in expected.items():
+        options = {"weighting": "p2", "p2_gamma": gamma, "zero_terminal_snr": zero_terminal}
+        found, _ = tables(DiffusionConfig(prediction=prediction, **options))
+        np.testing.assert_allclose(found, weights, rtol=1e-6, atol=1e-12)
+
+
 def test_without_a_weighting_every_weight_is_one():
     for zero_terminal in (False, True):
         for kind in ("auto", "none"):
@@ -171,6 +184,6 @@ def test_without_a_weighting_every_weight_is_one():
 
 @pytest.mark.parametrize("kind", ["none", "p2", "debiased", "snr"])
 def test_a_gamma_for_a_weighting_that_has_none_is_refused(kind):
-    message = rf"--objective.min_snr_gamma 5.0: --objective.weighting {kind} has no such clamp; leave one of them out"
+    message = rf"--objective.min_snr_gamma 5.0: --objective.weighting {kind} has no such clamp; set --objective.weighting min_snr"
     with pytest.raises(ConfigError, match=message):
         DiffusionConfig(weighting=kind, min_snr_gamma=5.0)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from fastdiff.model_card import objective_facts
-from fastdiff.objective_config import DiffusionConfig, TimestepConfig
+from fastdiff.config import RunConfig
+from fastdiff.model_card import Place, objective_facts, use_of
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.presets import preset
+from fastdiff.timestep_config import TimestepConfig
 
 UNIFORM = TimestepConfig()
 
@@ -41,9 +45,15 @@ def test_of_the_published_recipes() -> None:
          "Noise", "cosine schedule of 1000 steps, 6 coarser resolutions, input perturbation 0.1, DREAM"),
         (DiffusionConfig(process="edm", sigma_data=0.9), UNIFORM, "Noise", "EDM, sigma of the data 0.9"),
         (DiffusionConfig(process="edm"), UNIFORM, "Prediction", "edm"),
-        (DiffusionConfig(process="edm"), TimestepConfig(mean=-0.6), "Timesteps", "log_normal, mean -0.6"),
+        (DiffusionConfig(process="edm"), TimestepConfig(mean=-0.6), "Timesteps",
+         "log_normal, mean -0.6, standard deviation 1.2"),
+        (DiffusionConfig(), TimestepConfig(density="logit_normal"), "Timesteps",
+         "logit_normal, mean 0, standard deviation 1"),
         (DiffusionConfig(variance="fixed_large"), UNIFORM, "Prediction", "epsilon, fixed_large variance"),
         (DiffusionConfig(min_snr_gamma=5.0), UNIFORM, "Loss", "mse, weighting min_snr, gamma 5"),
+        (DiffusionConfig(weighting="soft_min_snr"), UNIFORM, "Loss", "mse, weighting soft_min_snr, gamma 5"),
+        (DiffusionConfig(weighting="p2", p2_gamma=0.5), UNIFORM, "Loss", "mse, weighting p2, gamma 0.5"),
+        (DiffusionConfig(weighting="debiased"), UNIFORM, "Loss", "mse, weighting debiased"),
         (DiffusionConfig(process="flow", cosine_weight=1.0), UNIFORM, "Loss",
          "mse, weighting none, cosine distance times 1"),
         (DiffusionConfig(process="flow"), TimestepConfig(density="mode", shift=3.0, stratified=True), "Timesteps",
@@ -52,7 +62,23 @@ def test_of_the_published_recipes() -> None:
          "later, 2 times as often, 0.25 of them"),
         (DiffusionConfig(), TimestepConfig(density="range", bias_multiplier=2.0, bias_end=100), "Timesteps",
          "range, 2 times as often, 0 to 100"),
+        (DiffusionConfig(timesteps=500), TimestepConfig(density="range", bias_multiplier=2.0, bias_begin=9),
+         "Timesteps", "range, 2 times as often, 9 to 500"),
     ],
 )  # fmt: skip
 def test_of_an_objective(objective: DiffusionConfig, timesteps: TimestepConfig, name: str, words: str) -> None:
     assert objective_facts(objective, timesteps)[name] == words
+
+
+@pytest.mark.parametrize("format_", ["dit", "safetensors"])
+def test_what_a_model_without_timesteps_is_told(format_: str) -> None:
+    for given, words in {
+        DiffusionConfig(process="flow"): "1000 t (t = 0: the data, 1: noise) and returns the velocity dx/dt:",
+        DiffusionConfig(process="flow", prediction="score"): "returns the score:",
+        DiffusionConfig(process="edm"): "c_in x and ln(sigma) / 4 and returns F of the denoiser c_skip x + c_out F",
+    }.items():
+        card = use_of(RunConfig(objective=given), format_, Place(Path("out")))
+        assert words in card
+        assert "the sampler that comes with DiT cannot use it" in card
+    assert "in the first half of its channels:" in use_of(preset("sit-xl-2-256"), format_, Place(Path("out")))
+    assert "cannot use it" not in use_of(preset("dit-xl-2-256"), format_, Place(Path("out")))

@@ -11,7 +11,8 @@ from fastdiff.cli import parse
 from fastdiff.config import OutputConfig, RunConfig, ValidationConfig
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DiTConfig, PretrainedConfig, UNetConfig
-from fastdiff.objective_config import DENSITIES, PREDICTIONS, DiffusionConfig, TimestepConfig
+from fastdiff.objective_config import PREDICTIONS, DiffusionConfig
+from fastdiff.timestep_config import DENSITIES, TimestepConfig
 
 LEARNED = {"variance": "learned_range"}
 FLOW, EDM = {"process": "flow"}, {"process": "edm"}
@@ -28,10 +29,13 @@ NAN, INF = float("nan"), float("inf")
         ({"prediction": "score"}, "--objective.process ddpm predicts epsilon, v, x0, previous_x"),
         ({**FLOW, "schedule": "cosine"}, "--objective.schedule cosine is for --objective.process ddpm, given flow"),
         ({**EDM, "timesteps": 500}, "--objective.timesteps 500 is for --objective.process ddpm, given edm"),
-        ({**FLOW, **ZERO}, "--objective.zero_terminal_snr True is for --objective.process ddpm, given flow"),
-        ({"path": "vp"}, "--objective.path vp is for --objective.process flow, given ddpm; leave it out"),
+        ({**FLOW, **ZERO}, "--objective.zero_terminal_snr True is for --objective.process ddpm, given flow; "
+         "set --objective.no_zero_terminal_snr"),
+        ({"path": "vp"}, "--objective.path vp is for --objective.process flow, given ddpm; "
+         "set --objective.path linear, its default"),
         ({"sigma_data": 0.9}, "--objective.sigma_data 0.9 is for --objective.process edm, given ddpm"),
-        ({**EDM, "sigma_data": 0.0}, "--objective.sigma_data 0.0: above 0"),
+        ({**EDM, "sigma_data": 0.0}, "--objective.sigma_data 0.0: from 0.001 to 1000"),
+        ({**EDM, "sigma_data": 1e4}, "--objective.sigma_data 10000.0: from 0.001 to 1000"),
         ({"timesteps": 1}, "--objective.timesteps 1: at least 2"),
         ({"timesteps": 20}, "the linear schedule needs more than 20"),
         ({"timesteps": 20, "schedule": "warmup50"}, "the warmup50 schedule needs more than 20"),
@@ -56,6 +60,10 @@ NAN, INF = float("nan"), float("inf")
         ({"min_snr_gamma": -5.0}, "--objective.min_snr_gamma -5.0: above 0"),
         ({"min_snr_gamma": NAN}, "--objective.min_snr_gamma nan: above 0"),
         ({"min_snr_gamma": 5.0, "weighting": "p2"}, "--objective.weighting p2 has no such clamp"),
+        ({"p2_gamma": 0.0, "weighting": "p2"}, "--objective.p2_gamma 0.0: above 0"),
+        ({"p2_gamma": NAN, "weighting": "p2"}, "--objective.p2_gamma nan: above 0"),
+        ({"p2_gamma": 0.5}, "--objective.weighting auto has no such exponent"),
+        ({"p2_gamma": 0.5, "weighting": "debiased"}, "set --objective.weighting p2, or --objective.p2_gamma 1"),
         ({"weighting": "velocity"}, "--objective.process ddpm has none, min_snr"),
         ({"weighting": "cosmap"}, "--objective.process ddpm has none, min_snr"),
         ({**FLOW, "weighting": "p2"}, "--objective.process flow has none, min_snr"),
@@ -71,9 +79,9 @@ NAN, INF = float("nan"), float("inf")
         ({**FLOW, "cosine_weight": -1.0}, "--objective.cosine_weight -1.0: 0, or above"),
         ({"dream": True, "prediction": "v"}, "--objective.dream needs --objective.process ddpm and"),
         ({**FLOW, "dream": True}, "given flow and flow"),
-        ({"dream_detail_preservation": -1.0}, "0 or above"),
-        ({"noise_offset": -0.1}, "--objective.noise_offset -0.1: 0 (none)"),
-        ({"input_perturbation": INF}, "--objective.input_perturbation inf: 0 (none)"),
+        ({"dream_detail_preservation": -1.0}, "--objective.dream_detail_preservation -1.0: 0 or a finite number above"),
+        ({"noise_offset": -0.1}, "--objective.noise_offset -0.1: 0 or a finite"),
+        ({"input_perturbation": INF}, "--objective.input_perturbation inf: 0 or a finite"),
         ({"multires_noise_iterations": -1}, "--objective.multires_noise_iterations -1"),
         ({"multires_noise_discount": 0.0}, "--objective.multires_noise_discount 0.0: above 0, at most 1"),
         ({"condition_dropout": 1.5}, "--objective.condition_dropout 1.5: a share"),
@@ -90,18 +98,25 @@ def test_an_impossible_objective_is_refused_with_the_reason(given: dict[str, Any
         ({"density": "uniform", "mean": 0.5}, "they belong to logit_normal and log_normal"),
         ({"density": "mode", "std": 0.5}, "they belong to logit_normal and log_normal"),
         ({"density": "logit_normal", "std": 0.0}, "--timesteps.std 0.0: above 0"),
-        ({"density": "logit_normal", "mean": INF}, "--timesteps.mean inf: a finite number"),
+        ({"density": "logit_normal", "std": 10.5}, "--timesteps.std 10.5: above 0, at most 10"),
+        ({"density": "logit_normal", "mean": INF}, "--timesteps.mean inf: from -20 to 20"),
+        ({"density": "log_normal", "mean": -20.5}, "--timesteps.mean -20.5: from -20 to 20"),
         ({"density": "mode", "mode_scale": 1.8}, "--timesteps.mode_scale 1.8: from -1 to 1.75"),
         ({"density": "mode", "mode_scale": -1.1}, "--timesteps.mode_scale -1.1: from -1 to 1.75"),
         ({"mode_scale": 0.8}, "--timesteps.mode_scale 0.8 is for --timesteps.density mode, given auto"),
         ({"shift": 0.0}, "--timesteps.shift 0.0: above 0"),
         ({"density": "earlier", "bias_multiplier": 0.0}, "--timesteps.bias_multiplier 0.0: above 0"),
-        ({"bias_multiplier": 2.0}, "is for --timesteps.density earlier, later, range, given auto; leave it out"),
+        (
+            {"bias_multiplier": 2.0},
+            "is for --timesteps.density earlier, later, range, given auto; set",
+        ),
         ({"density": "later", "bias_portion": 1.5}, "--timesteps.bias_portion 1.5: above 0, at most 1"),
         ({"density": "range", "bias_portion": 0.5}, "--timesteps.bias_portion 0.5 is for --timesteps.density earlier"),
         ({"density": "later", "bias_end": 10}, "--timesteps.bias_end 10 is for --timesteps.density range, given later"),
         ({"density": "range", "bias_begin": 9, "bias_end": 9}, "the begin below the end"),
         ({"density": "range", "bias_begin": -1}, "the begin below the end"),
+        ({"density": "later"}, "--timesteps.bias_multiplier 1 draws all timesteps alike; set the multiplier to 2"),
+        ({"density": "range", "bias_end": 100}, "with --timesteps.bias_multiplier 1 draws all timesteps alike"),
     ],
 )
 def test_impossible_timesteps_are_refused(given: dict[str, Any], reason: str) -> None:
@@ -121,7 +136,12 @@ def test_impossible_timesteps_are_refused(given: dict[str, Any], reason: str) ->
         ({}, {"mean": 0.5}, "--timesteps.mean and --timesteps.std with --objective.process ddpm"),
         ({}, {"shift": 3.0}, "--timesteps.shift 3.0 is for --objective.process flow, given ddpm"),
         (EDM, {"shift": 3.0}, "--timesteps.shift 3.0 is for --objective.process flow, given edm"),
-        ({"timesteps": 500}, {"density": "range", "bias_end": 501}, "--timesteps.bias_end 501: at most"),
+        ({"timesteps": 500}, {"density": "range", "bias_multiplier": 2.0, "bias_end": 501},
+         "--timesteps.bias_begin 0 to --timesteps.bias_end 501: within --objective.timesteps 500"),
+        ({"timesteps": 500}, {"density": "range", "bias_multiplier": 2.0, "bias_begin": 500},
+         "--timesteps.bias_begin 500 to --timesteps.bias_end 500: within --objective.timesteps 500"),
+        ({"timesteps": 50}, {"density": "later", "bias_multiplier": 2.0, "bias_portion": 0.01},
+         "bias_portion 0.01 of --objective.timesteps 50 is less than one timestep; at least 0.02"),
     ],
 )  # fmt: skip
 def test_timesteps_of_another_process_are_refused(
@@ -167,6 +187,31 @@ def test_a_run_whose_images_would_come_from_predicted_noise_is_refused_at_once(o
 def test_the_command_line_refuses_them(flags: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(reason)):
         parse(["--preset", "digits", *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        ("--preset sd15-512 --objective.process flow", "--objective.schedule linear"),
+        ("--preset dit-b-2-256 --objective.process flow", "--objective.variance fixed_small"),
+        ("--preset digits --objective.process flow", "--objective.prediction flow, or auto"),
+        ("--preset digits --objective.process edm", "--objective.prediction edm, or auto"),
+        ("--preset dit-b-2-256 --objective.noise_offset 0.1", "--objective.variance fixed_small"),
+        ("--preset dit-b-2-256 --objective.dream", "--objective.variance fixed_small"),
+    ],
+)
+def test_what_a_preset_has_set_is_refused_with_the_value_to_write(flags: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"set .*{re.escape(remedy)}") as refused:
+        parse(flags.split())
+    assert "leave" not in str(refused.value)
+    assert parse([*flags.split(), *remedy.removesuffix(", or auto").split()])
+
+
+def test_a_range_without_an_end_goes_to_the_last_timestep() -> None:
+    objective = DiffusionConfig(timesteps=500)
+    drawn = TimestepConfig(density="range", bias_multiplier=2.0, bias_begin=400)
+    assert RunConfig(objective=objective, timesteps=drawn)
+    assert drawn.biased(500) == range(400, 500)
 
 
 @pytest.mark.parametrize(

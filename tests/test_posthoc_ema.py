@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from fastdiff import commit
 from fastdiff.commands import main
 from fastdiff.commit import StepFolders
-from fastdiff.config import EmaConfig
+from fastdiff.config import EmaConfig, ValidationConfig
 from fastdiff.dist import World
 from fastdiff.ema import Ema
-from fastdiff.errors import ConfigError, StorageError
+from fastdiff.errors import ConfigError, FastdiffError, StorageError
 from fastdiff.posthoc_ema import reconstruct
 from fastdiff.power_profile import exponent, fit, product, share
 from fastdiff.saved import Saved, committed, problems
@@ -210,7 +210,11 @@ def test_the_commands_take_a_width(of_two: Path, tmp_path: Path, capsys: pytest.
     assert main([*draw, "--ema", "0.9"]) == 2
     assert "no EMA of rate 0.9; it has [] and widths (--ema-std) [0.05, 0.1]" in capsys.readouterr().err
     assert main(["export", str(of_two), str(tmp_path / "none"), *to, "0.07", "--step", "13"]) == 2
-    assert "no checkpoint of step 13" in capsys.readouterr().err
+    assert "no checkpoint and no snapshot of step 13; checkpoints: 24; snapshots: " in capsys.readouterr().err
+    for wish in (["--ema", "0.9"], ["--raw"], []):
+        plain = ["export", str(of_two), str(tmp_path / "none"), "--format", "safetensors", *wish]
+        assert main([*plain, "--step", "12"]) == 2
+        assert "step 12 is a snapshot, from which only --ema-std can make an average" in capsys.readouterr().err
 
 
 def test_two_ranks_at_zero3_write_the_snapshots_of_one(
@@ -285,8 +289,23 @@ def test_a_run_killed_in_a_snapshot_resumes_to_the_same_bits(
 def test_a_resume_removes_snapshots_of_later_steps(run: Path, world: World, digits: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
+    missing = ValidationConfig(data=str(tmp_path / "missing"))
+    with pytest.raises(FastdiffError, match="missing"):
+        train(_tracking(digits, tmp_path / "run", 1, validation=missing), launch(0), world)
+    assert len(committed(tmp_path / "run" / "ema")) == STEPS // 2, "a start that fails loses nothing"
     train(_tracking(digits, tmp_path / "run", 1), launch(0), world)
     assert not committed(tmp_path / "run" / "ema")
+
+
+def test_a_width_cannot_be_added_at_a_resume(run: Path, world: World, digits: Path, tmp_path: Path) -> None:
+    """It would be no average of the whole course; an average of constant rate can, and a width can be dropped."""
+    shutil.copytree(run, tmp_path / "run")
+    added = _tracking(digits, tmp_path / "run", STEPS + 1, stds=(*STDS, 0.2))
+    allowed = launch(0, allow_change=("ema.power_stds",))
+    with pytest.raises(ConfigError, match=r"widths \[0.05, 0.07, 0.1\]; --ema.power_stds 0.2 would miss"):
+        train(added, allowed, world)
+    train(_tracking(digits, tmp_path / "run", STEPS + 1, stds=STDS[:2]), allowed, world)
+    assert newest(tmp_path / "run").ema_stds == STDS[:2]
 
 
 def test_a_full_disk_ends_the_run_with_one_message(

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from fastdiff.config import OptimConfig, RunConfig
+from fastdiff.errors import ConfigError
 from fastdiff.model_config import DIT_PATCHES, DIT_SIZES, DiTConfig
 from fastdiff.models import build_model
-from fastdiff.objective_config import TimestepConfig
 from fastdiff.presets import FID_400K, PRESETS, preset
+from fastdiff.timestep_config import TimestepConfig
 
 DIT = [f"dit-{letter.lower()}-{patch}-256" for letter in DIT_SIZES for patch in DIT_PATCHES]
 PUBLISHED = [*DIT, "sit-xl-2-256"]
@@ -31,6 +32,18 @@ def millions(config: RunConfig) -> float:
     with torch.device("meta"):
         model = build_model(config.model)
     return sum(parameter.numel() for parameter in model.parameters()) / 1e6
+
+
+@pytest.mark.parametrize("name", DIT)
+def test_the_short_name_of_a_dit_leads_to_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown; did you mean {name}[?]"):
+        preset(name.removesuffix("-256"))
+
+
+def test_an_unknown_name_leads_to_those_that_begin_with_it_or_to_the_nearest() -> None:
+    for given, hint in (("sd15", "did you mean sd15-512 or sd15-finetune? "), ("digist", "did you mean digits? ")):
+        with pytest.raises(ConfigError, match=re.escape(hint)):
+            preset(given)
 
 
 def test_these_are_the_presets() -> None:

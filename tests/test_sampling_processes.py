@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise, product
 from typing import Any
 
@@ -143,6 +144,19 @@ def test_jsd_ends_in_pure_noise(prediction: Any, scheduler: SchedulerName) -> No
     assert spread == pytest.approx(0.6, rel=0.05)
 
 
+@pytest.mark.parametrize("prediction", ["v", "x0"])
+@pytest.mark.parametrize("objective", [{"zero_terminal_snr": True}, {"schedule": "jsd"}], ids=str)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_first_steps_from_pure_noise_are_of_first_order(steps: int, objective: Any, prediction: Any) -> None:
+    """DPM-Solver++ is DDIM there (Lu et al. 2022), if what stands for no signal at all has none that counts."""
+    config = DiffusionConfig(prediction=prediction, **objective)
+    first, second = (
+        draw(Gaussian(config, 0.6), config, LABELS, scheduler=scheduler, steps=steps)
+        for scheduler in ("ddim", "dpmsolver++")
+    )
+    torch.testing.assert_close(first, second, rtol=0, atol=2e-3)
+
+
 def test_pure_noise_of_the_last_step_is_no_image() -> None:
     objective = DiffusionConfig(schedule="jsd", prediction="epsilon")
     with pytest.raises(ConfigError, match=r"jsd schedule is pure noise.*--objective.prediction v or x0"):
@@ -217,6 +231,35 @@ class LearnsVariance(Recorder):
             }[self.objective.variance]
             parts.append((after - mean) / (0.5 * logarithm).exp())
         return torch.stack(parts)
+
+
+@pytest.mark.parametrize("variance", ["learned", "learned_range"])
+def test_guidance_leaves_the_variance_of_the_class(variance: Any) -> None:
+    objective = DiffusionConfig(variance=variance)
+    options: Any = {"scheduler": "ddpm", "steps": 5, "cfg": 3.0, "seed": 2}
+    found, by_class, by_null = (
+        draw(VarianceOfClass(objective, 0.5, told), objective, LABELS, **options)
+        for told in (
+            lambda label: label,
+            lambda label: label.chunk(2)[0].repeat(2),  # equal halves: of these the guided is the same
+            lambda label: label.chunk(2)[1].repeat(2),
+        )
+    )
+    assert torch.equal(found, by_class)
+    assert (found - by_null).abs().amax(dim=(1, 2, 3)).min() > 0.02
+
+
+class VarianceOfClass(Gaussian):
+    """Predicts a variance of each class, which are those of ``told``."""
+
+    def __init__(self, objective: DiffusionConfig, spread: float, told: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(objective, spread)
+        self.told = told
+
+    def __call__(self, noisy: Tensor, time: Tensor, /, label: Tensor) -> Tensor:
+        given = 0.5 * self.told(label) - (4.0 if self.objective.variance == "learned" else 0.8)
+        mean = super().__call__(noisy, time, label)
+        return torch.cat([mean, given.view(-1, 1, 1, 1).expand_as(mean)], dim=1)
 
 
 @pytest.mark.parametrize("scheduler", ["ddim", "dpmsolver++"])

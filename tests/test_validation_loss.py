@@ -22,14 +22,16 @@ from fastdiff.errors import ConfigError, DataError
 from fastdiff.launch import Launch
 from fastdiff.models import load_model
 from fastdiff.noise_bins import by_log_snr
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, normal
 from fastdiff.tiny_pipeline import build
 from fastdiff.train import train
-from fastdiff.validation_files import Validated, read, steps_of
+from fastdiff.validation_files import Validated, drop_after, read, steps_of
+from fastdiff.validation_loss import validated
 from fastdiff.validation_set import batches_of, even_shares, spread
 from tests import captioned
 from tests.processes import run_ranks
-from tests.runs import launch, newest, tiny
+from tests.runs import held_out, launch, newest, tiny
 from tests.text_runs import encode, text_run
 
 SAMPLES = 96
@@ -37,9 +39,11 @@ SEED = 20_260_101
 
 
 def config_of(data: Path, folder: Path, steps: int = 4, **changes: Any) -> RunConfig:
-    """With what must not change the validation: uneven draws, drops and perturbed inputs."""
-    config = tiny(data, folder, steps, validation=ValidationConfig(data=str(data), every=2, samples=SAMPLES), **changes)
-    return replace(config, objective=replace(config.objective, input_perturbation=0.1, condition_dropout=0.5))
+    """With what must not change the validation: drops, other noise and perturbed inputs."""
+    checked = ValidationConfig(data=str(held_out(data)), every=2, samples=SAMPLES)
+    config = tiny(data, folder, steps, validation=checked, **changes)
+    noise = {"input_perturbation": 0.1, "noise_offset": 0.1, "multires_noise_iterations": 2}
+    return replace(config, objective=replace(config.objective, condition_dropout=0.5, **noise))
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -73,7 +77,7 @@ def test_ranks_and_batches_do_not_matter(world: World, digits: Path, tmp_path: P
     """Two ranks at ZeRO-3, and four micro-batches; and an error of one rank is one of both."""
     train(config_of(digits, tmp_path / "one"), launch(1), world)
     train(config_of(digits, tmp_path / "micro", batch__micro=4), launch(1), world)
-    copy = _damaged(digits, tmp_path / "damaged")
+    copy = _damaged(held_out(digits), tmp_path / "damaged")
     broken = config_of(digits, tmp_path / "broken")
     broken = replace(broken, validation=replace(broken.validation, data=str(copy)))
     found = run_ranks(_train_and_fail, config_of(digits, tmp_path / "two"), launch(3), broken, ranks=2)
@@ -130,7 +134,7 @@ def test_the_file_has_the_losses_of_the_definition(world: World, digits: Path, t
     config = config_of(digits, run, steps=2, objective__prediction=prediction)
     train(config, launch(0), world)
     found, step = read(run, 2), np.arange(SAMPLES)
-    with LatentReader(digits) as reader:
+    with LatentReader(held_out(digits)) as reader:
         assert found.index.tolist() == [i * len(reader) // SAMPLES for i in range(SAMPLES)]
         stored = reader.read(found.index)
         shift, scale = reader.info.normalisation.shift[0], reader.info.normalisation.scale[0]
@@ -163,8 +167,9 @@ def _check_line(line: dict[str, Any], found: Validated, prediction: str) -> None
     assert line["val_count_snr"] == [one.count for one in bins]
     assert line["val_loss_snr"] == [one.mean if one.count else None for one in bins]
     assert line["val_loss_snr_se"] == [one.error if one.count > 1 else None for one in bins]
+    assert line["data"] == found.about["data"][:12]
     assert line["unit"] == found.about["unit"] == f"squared error of {prediction}"
-    assert found.about["weights"] == "EMA 0.9"
+    assert found.about["weights"] == "EMA of rate 0.9"
 
 
 def test_a_resume_forgets_what_came_after_and_makes_up_for_what_is_missing(
@@ -187,16 +192,61 @@ def test_a_resume_forgets_what_came_after_and_makes_up_for_what_is_missing(
     assert (run / "validation.jsonl").read_bytes() == (whole / "validation.jsonl").read_bytes(), "nothing twice"
 
 
+def test_another_data_set_is_said_and_validated_anew(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At a resume: what was validated last is a line of other data, of fewer samples, or of the same."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    with LatentReader(digits) as reader, ShardWriter(other, replace(reader.info, shards=(), samples=0), 40) as writer:
+        rows = reader.read(range(40))
+        for n in range(40):
+            writer.add(str(n), {"latent": rows["latent"][n]}, label=int(rows["label"][n]))
+    with LatentReader(other) as first, LatentReader(held_out(digits)) as second:
+        digests = [first.info.digest[:12], second.info.digest[:12]]
+
+    def go_on(data: Path, samples: int) -> str:
+        capsys.readouterr()
+        checked = ValidationConfig(data=str(data), every=2, samples=samples)
+        train(tiny(digits, run, 2, validation=checked), launch(0), world)
+        return capsys.readouterr().out
+
+    expected = [(digests[0], 40), (digests[1], 40), (digests[1], 64)]
+    assert "not comparable" not in go_on(other, 40)
+    assert f"up to step 2: data {digests[0]} -> {digests[1]}" in go_on(held_out(digits), 40)
+    assert "up to step 2: val_count 40 -> 64" in go_on(held_out(digits), 64)
+    assert "not comparable" not in go_on(held_out(digits), 64)
+    assert [(line["data"], line["val_count"]) for line in lines(run)] == expected
+    assert len(read(run, 2).index) == 64
+
+
+def test_other_files_are_left_alone_and_half_written_ones_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "validation"
+    folder.mkdir()
+    for name in ("step-00000002.npz", "step-100000000.npz", "step-00000009.npz", "step-best.npz", "step-3.npz"):
+        (folder / name).touch()
+    (folder / "step-00000004.tmp").touch()
+    assert steps_of(tmp_path) == [2, 9, 100_000_000]
+    drop_after(tmp_path, 2)
+    assert {path.name for path in folder.iterdir()} == {"step-00000002.npz", "step-best.npz", "step-3.npz"}
+
+
+def test_runs_with_other_noise_are_validated_alike() -> None:
+    noise = {"noise_offset": 0.1, "multires_noise_iterations": 6, "multires_noise_discount": 0.8}
+    trained = DiffusionConfig(**noise, input_perturbation=0.1, dream=True, condition_dropout=0.2)
+    assert validated(trained) == validated(DiffusionConfig())
+
+
 def test_a_text_model_without_averages_is_validated(world: World, tmp_path: Path) -> None:
     """Posteriors, context, pooled embedding and sizes of SDXL."""
-    data = encode(tmp_path / "data", build(tmp_path / "sdxl", kind="sdxl"))
-    checked = ValidationConfig(data=str(data), every=1, samples=20)
+    pipeline = build(tmp_path / "sdxl", kind="sdxl")
+    data, held = encode(tmp_path / "data", pipeline), encode(tmp_path / "held-out", pipeline, 24)
+    checked = ValidationConfig(data=str(held), every=1, samples=20)
     config = text_run(data, tmp_path / "sdxl", tmp_path / "run", steps=1, kind="sdxl", validation=checked)
     train(replace(config, ema=replace(config.ema, rates=())), launch(0), world)
     [line] = lines(tmp_path / "run")
     assert line["val_count"] == 20
     assert 0 < line["val_loss"] < 10
-    assert read(tmp_path / "run", 1).about["weights"] == "weights"
+    assert read(tmp_path / "run", 1).about["weights"] == "weights as trained"
 
 
 @pytest.mark.parametrize(
@@ -226,6 +276,17 @@ def test_data_of_another_scale_are_refused(world: World, digits: Path, tmp_path:
         train(tiny(digits, tmp_path / "run", validation=checked), launch(0), world)
 
 
+def test_the_training_data_are_refused(world: World, digits: Path, tmp_path: Path) -> None:
+    """Also a copy elsewhere."""
+    (tmp_path / "copy").mkdir()
+    for path in digits.iterdir():
+        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(ConfigError, match=r"--validation\.data .*copy is the training data: .* folder of their own"):
+        train(
+            tiny(digits, tmp_path / "run", validation=ValidationConfig(data=str(tmp_path / "copy"))), launch(0), world
+        )
+
+
 def test_samples_are_spread_over_sorted_data() -> None:
     assert spread(10, 20).tolist() == list(range(10))
     assert spread(100, 4).tolist() == [0, 25, 50, 75]
@@ -248,3 +309,18 @@ def test_a_batch_is_of_one_bucket(tmp_path: Path) -> None:
         assert np.concatenate(batches).tolist() == list(range(50))
         assert max(len(rows) for rows in batches) <= 16
         assert len({reader.bucket_of(index[rows]) for rows in batches}) == 3, "bucket_of refuses mixed ones"
+
+
+@pytest.mark.parametrize(("side", "size"), [(8, 16), (64, 16), (96, 7), (128, 4), (512, 1)])
+def test_a_batch_of_large_latents_is_small(tmp_path: Path, side: int, size: int) -> None:
+    with LatentReader(_synthetic(tmp_path / "data", side)) as reader:
+        assert [len(rows) for rows in batches_of(reader.info, spread(18, 18))] == _parts(18, size)
+
+
+def _parts(count: int, size: int) -> list[int]:
+    return [min(size, count - start) for start in range(0, count, size)]
+
+
+def _synthetic(folder: Path, side: int) -> Path:
+    encode_synthetic(folder, shape=(1, side, side), samples=18, classes=10)
+    return folder

@@ -23,6 +23,18 @@ def cosine_betas(timesteps: int) -> Array:
     return np.minimum(1 - f[1:] / f[:-1], 0.999)
 
 
+def jsd_betas(timesteps: int) -> Array:
+    """Ho et al. 2020's code: the signal falls evenly to nothing."""
+    return 1 / np.arange(timesteps, 0, -1)
+
+
+def zero_terminal_betas(timesteps: int) -> Array:
+    """Of ``linear_betas``, by Lin et al. 2023, algorithm 1."""
+    root = np.sqrt(np.cumprod(1 - linear_betas(timesteps)))
+    abar = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2
+    return 1 - abar / np.append(1.0, abar[:-1])
+
+
 @dataclass
 class Reference:
     """One configuration; ``time`` ``[B]``, all other arrays ``[B, C, H, W]``."""

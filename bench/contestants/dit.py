@@ -49,7 +49,7 @@ class Dit:
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
         self._best, self._rate = best, config.ema.rates[0]
         self._noise = Noise(config.objective, device)
-        # What their script cannot train (v, a fixed variance) is computed as everybody else's.
+        # What their script cannot train (v, a fixed variance, another schedule) is computed as everybody else's.
         published = not best and Published.trains(config.objective)
         self._published = Published(config.objective) if published else None
         self.model = network(config, device, best=best)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench import BenchError
 from bench.contestants import bound
 from bench.turn import Fact, Turn
 from fastdiff.batch import Condition
@@ -19,9 +20,32 @@ from fastdiff.data.reader import LatentReader
 from fastdiff.noise import Ddpm
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.schedule import Schedule
+from fastdiff.timestep_config import TimestepConfig
 
 FLAGS = ("precision", "tf32", "compile", "channels_last", "attention", "fused", "foreach", "data")
 """Facts of a peer: how it computes."""
+
+_TARGETS = ("epsilon", "v", "x0")
+_NONE = ("cosine_weight", "noise_offset", "multires_noise_iterations", "input_perturbation", "dream")
+"""Of an objective: what no peer has."""
+
+
+def untrained(objective: DiffusionConfig, timesteps: TimestepConfig) -> list[str]:
+    """Options of a run that ``Noise`` and ``train`` have not, as flags; empty: they train it."""
+    learned = objective.learns_variance
+    known = {
+        "process": objective.process == "ddpm",
+        "prediction": objective.predicted in (_TARGETS[:1] if learned else _TARGETS),
+        "variance": objective.variance != "learned",
+        # With a fixed variance the two are the same.
+        "loss": objective.loss in (("mse",) if learned else ("mse", "rescaled_mse")),
+        **{name: not getattr(objective, name) for name in _NONE},
+    }
+    flags = [f"--objective.{name} {getattr(objective, name)}" for name, has in known.items() if not has]
+    density = timesteps.of(objective)
+    if objective.process == "ddpm" and density != "uniform":
+        flags.append(f"--timesteps.density {density}")
+    return flags + (["--timesteps.stratified"] if timesteps.stratified else [])
 
 
 class Peer(Protocol):
@@ -61,9 +85,14 @@ class Noise:
 
     Ho et al. 2020, arXiv:2006.11239; Hang et al. 2023, arXiv:2303.09556; for the bound see ``bound.py``. The tables
     are those of the run, so that it is the same mathematics; what is done with them in a step is plain.
+
+    Raises:
+        BenchError: an objective that is not among these.
     """
 
     def __init__(self, config: DiffusionConfig, device: torch.device) -> None:
+        if flags := untrained(config, TimestepConfig()):
+            raise BenchError(f"{', '.join(flags)}: the peers do not train this")
         self._predicted = config.predicted
         process = Ddpm(config, device)
         self._alpha, self._sigma, _, _ = (column.contiguous() for column in process.table.unbind(1))
@@ -89,16 +118,21 @@ class Noise:
         return (by_sample * self._weights[time]).mean()
 
     def _target(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        if self._predicted == "v":
-            return at(self._alpha, time) * noise - at(self._sigma, time) * clean
-        return noise if self._predicted == "epsilon" else clean
+        match self._predicted:
+            case "epsilon":
+                return noise
+            case "x0":
+                return clean
+            case "v":
+                return at(self._alpha, time) * noise - at(self._sigma, time) * clean
+            case other:
+                raise BenchError(f"--objective.prediction {other}: the peers do not train this")
 
 
 class _Bound:
     """Of a variance between the posterior's and beta, with a mean that follows from the predicted noise."""
 
     def __init__(self, config: DiffusionConfig, device: torch.device) -> None:
-        assert (config.predicted, config.variance, config.loss) == ("epsilon", "learned_range", "mse")
         tables = Schedule.build(config, "cpu", torch.float64)
         columns = (
             tables.posterior_clean * tables.sigma / tables.alpha,

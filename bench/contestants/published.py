@@ -40,10 +40,10 @@ class Published:
 
     @staticmethod
     def trains(config: DiffusionConfig) -> bool:
-        """Whether their script has this objective."""
-        return (config.predicted, config.variance, config.loss, config.weighted) == (
-            "epsilon", "learned_range", "mse", "none",
-        )  # fmt: skip
+        """Whether their script has this objective, for a run whose noise is plain."""
+        noise = config.schedule, config.timesteps, config.zero_terminal_snr
+        loss = config.predicted, config.variance, config.loss, config.weighted
+        return noise == ("linear", 1000, False) and loss == ("epsilon", "learned_range", "mse", "none")
 
     def loss(self, model: Callable[[Tensor, Tensor], Tensor], clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
         """Scalar: squared error of the noise, and the bound of the variance.

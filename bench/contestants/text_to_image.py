@@ -19,17 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import BenchError
 from bench.contestants import frozen, images
 from bench.contestants.plain_network import compiled, network
-from bench.contestants.plain_torch import Samples, train
+from bench.contestants.plain_torch import Samples, train, untrained
 from bench.subject import Subject
 from bench.turn import Fact, Turn
 from fastdiff.batch import Condition
 from fastdiff.config import RunConfig
 from fastdiff.model_config import UNetConfig
-from fastdiff.objective_config import PREDICTION_TYPES
+from fastdiff.objective_config import PREDICTION_TYPES, DiffusionConfig
 from fastdiff.optim import build_lr_schedule
 from fastdiff.schedule import betas
+from fastdiff.timestep_config import TimestepConfig
 from fastdiff_kernels.weights import GAMMA
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -45,6 +47,14 @@ def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
     batch = config.batch.samples
     samples = Samples(data, batch, 0.0, None, turn.device) if best else Online(turn, peer.accelerator, config, data)
     train(turn, peer, samples, config.objective.timesteps)
+
+
+def not_in_script(objective: DiffusionConfig, timesteps: TimestepConfig) -> list[str]:
+    """Options of a run that the script has not, as flags; empty: it trains it."""
+    flags = untrained(objective, timesteps)
+    if objective.weighted not in ("none", "min_snr"):
+        flags.append(f"--objective.weighting {objective.weighted}")
+    return flags
 
 
 class TextToImage:
@@ -122,6 +132,8 @@ class TextToImage:
         if kind == "v_prediction":
             velocity: Tensor = self._scheduler.get_velocity(clean, noise, time)
             return velocity
+        if kind not in ("epsilon", "sample"):
+            raise BenchError(f"prediction type {kind}: diffusers' script does not train this")
         return noise if kind == "epsilon" else clean
 
     def _weights(self, time: Tensor) -> Tensor:

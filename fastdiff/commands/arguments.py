@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any, TypeAlias
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[Any]"
@@ -14,6 +15,17 @@ def count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
     return int(text)
+
+
+def finite(text: str) -> float:
+    """A number that is neither infinite nor NaN."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text}: expected a finite number")
+    return value
 
 
 def shape(text: str) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fastdiff.commands.arguments import Subcommands, add_averages, classes, count
+from fastdiff.commands.arguments import Subcommands, add_averages, classes, count, finite
 from fastdiff.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def add(commands: Subcommands) -> None:
         "--respacing", default=None, metavar="TEXT", help="steps as in improved-diffusion: 250, 10,15,20 or ddim50"
     )
     sample.add_argument(
-        "--cfg", type=float, default=None, help="classifier-free guidance scale, 1: none; default: 1.5, prompts 7.5"
+        "--cfg", type=finite, default=None, help="classifier-free guidance scale, 1: none; default: 1.5, prompts 7.5"
     )
     sample.add_argument("--classes", type=classes, default=None, metavar="0-9", help="classes, as 0-9 or 1,5,7")
     sample.add_argument("--per-class", type=count, default=None, help="images per class; default: 8")

@@ -9,12 +9,20 @@ from fastdiff.noise.edm import Edm
 from fastdiff.noise.flow import Flow
 from fastdiff.noise.levels import Levels, Process
 from fastdiff.objective_config import DiffusionConfig
+from fastdiff.timestep_config import TimestepConfig
 
 __all__ = ["Ddpm", "Edm", "Flow", "Levels", "Process", "build_process"]
 
 
-def build_process(config: DiffusionConfig, device: torch.device | str) -> Process:
+def build_process(
+    config: DiffusionConfig, device: torch.device | str, timesteps: TimestepConfig | None = None
+) -> Process:
     """The process of ``config``, with its tables on ``device``.
+
+    Args:
+        config: process, prediction and weighting.
+        device: where the tables are placed, once.
+        timesteps: how the levels are drawn: mean and deviation of the ln sigma of edm; None: those of its paper.
 
     Raises:
         ConfigError: a schedule that does not exist (``schedule.betas``).
@@ -22,5 +30,5 @@ def build_process(config: DiffusionConfig, device: torch.device | str) -> Proces
     if config.process == "flow":
         return Flow(config)
     if config.process == "edm":
-        return Edm(config)
+        return Edm(config, timesteps.mean, timesteps.std) if timesteps else Edm(config)
     return Ddpm(config, device)

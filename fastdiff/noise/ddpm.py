@@ -28,7 +28,8 @@ class Ddpm:
         kind = config.weighted
         weights = torch.ones_like(schedule.snr)
         if kind != "none":
-            weights = snr_weights(kind, rows, schedule.snr, config.min_snr_gamma)
+            gamma = config.p2_gamma if kind == "p2" else config.min_snr_gamma
+            weights = snr_weights(kind, rows, schedule.snr, gamma)
         depth = torch.arange(len(rows), dtype=torch.float64) / len(rows)
         self.table, self.weights, self.log_snr, self.depth = (
             table.to(device=device, dtype=torch.float32) for table in (rows, weights, schedule.snr.log(), depth)

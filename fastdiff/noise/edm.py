@@ -13,7 +13,7 @@ from fastdiff.noise.densities import log_normal
 from fastdiff.noise.levels import Levels, snr_weights
 from fastdiff.objective_config import DiffusionConfig
 
-LOG_MEAN, LOG_STD = -1.2, 1.2
+_LOG_MEAN, _LOG_STD = -1.2, 1.2
 """P_mean and P_std of ln sigma in training (table 1)."""
 
 
@@ -22,28 +22,31 @@ class Edm:
 
     Args:
         config: ``sigma_data`` and weighting.
+        mean: of the ln sigma that are drawn; None: that of the paper.
+        std: their standard deviation; likewise.
     """
 
-    def __init__(self, config: DiffusionConfig) -> None:
+    def __init__(self, config: DiffusionConfig, mean: float | None = None, std: float | None = None) -> None:
+        self._mean = _LOG_MEAN if mean is None else mean
+        self._std = _LOG_STD if std is None else std
         self._data = config.sigma_data
         self._weighting, self._gamma = config.weighted, config.min_snr_gamma
 
     def draw(self, share: Tensor) -> Tensor:
-        """``[B]`` fp32 shares in [0, 1) ``-> [B]`` sigma, whose logarithm is normal (-1.2, 1.2^2)."""
-        return log_normal(share, LOG_MEAN, LOG_STD)
+        """``[B]`` shares in [0, 1) ``-> [B]`` sigma, whose logarithm is normal."""
+        return log_normal(share, self._mean, self._std)
 
     def levels(self, native: Tensor) -> Levels:
         """The rows of ``[B]`` sigma, one for each sample; the model is told c_noise = ln(sigma) / 4."""
         sigma, data, logs = native, self._data, native.log()
-        scale = torch.rsqrt(sigma**2 + data**2)  # c_in
+        scale = 1.0 / torch.hypot(sigma, torch.full_like(sigma, data))  # c_in; the squares may be infinite
         # (1 - c_skip) / c_out and -c_skip sigma / c_out, without the cancellation.
         target = sigma * scale / data, -data * scale
         table = torch.stack([scale, sigma * scale, *target], dim=1)
-        snr = (data / sigma) ** 2
         weights = torch.ones_like(sigma)
         if self._weighting != "none":
-            # Crowson et al. 2024 (arXiv:2401.11605), section 3.4: for this SNR of latents that are not of variance 1.
-            weights = snr_weights(self._weighting, table, snr, self._gamma)
+            # Crowson et al. 2024 (arXiv:2401.11605), section 3.4: the SNR of latents that are not of variance 1.
+            weights = snr_weights(self._weighting, table, (data / sigma) ** 2, self._gamma)
         row = torch.arange(len(sigma), device=sigma.device)
-        quantile = torch.special.ndtr((logs - LOG_MEAN) / LOG_STD)
-        return Levels(logs / 4, row, table, weights, log_snr=snr.log(), depth=quantile)
+        quantile = torch.special.ndtr((logs - self._mean) / self._std)
+        return Levels(logs / 4, row, table, weights, log_snr=-2.0 * logs, depth=quantile)

@@ -30,10 +30,10 @@ class Levels:
     weights: Tensor
     """``[R]`` fp32 weight of the squared error of the prediction."""
     log_snr: Tensor
-    """``[R]`` fp32 natural logarithm of the signal-to-noise ratio, alpha^2 / sigma^2 (edm: times sigma_data^2, the
-    variance of its data); -inf for pure noise, inf without any."""
+    """``[R]`` fp32 natural logarithm of alpha^2 / sigma^2 of the row, whatever the variance of the data: the same for
+    the same noise in every process; -inf for pure noise, inf without any."""
     depth: Tensor
-    """``[R]`` fp32 in [0, 1]: how far towards pure noise, as the process counts (t / T; t; quantile of sigma)."""
+    """``[R]`` fp32 in [0, 1]: how far towards pure noise, as the process counts (t / T; t; quantile of the sigmas)."""
 
 
 class Process(Protocol):

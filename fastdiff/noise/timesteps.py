@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from fastdiff.dist import World
-from fastdiff.errors import require
 from fastdiff.noise import densities
 from fastdiff.noise.ddpm import Ddpm
-from fastdiff.noise.edm import LOG_MEAN, LOG_STD
 from fastdiff.noise.importance import LossHistory
 from fastdiff.noise.levels import Process
-from fastdiff.objective_config import Density, DiffusionConfig, TimestepConfig
+from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, uniform
+from fastdiff.timestep_config import Density, TimestepConfig
 
 Level = Callable[[Tensor], Tensor]
 """``[B]`` shares in [0, 1) ``-> [B]`` levels, ascending."""
@@ -170,21 +169,15 @@ def build_timesteps(
     batch_samples: int,
     device: torch.device | str,
 ) -> Timesteps:
-    """The sampler that ``config`` asks for.
-
-    Raises:
-        ConfigError: the biased share of the timesteps is less than one of them.
-    """
+    """The sampler that ``config``, which has been checked against ``objective``, asks for."""
     density = config.of(objective)
     shares = Shares(seed, batch_samples if config.stratified else None, device)
     if density == "importance":
         return Importance(shares, objective.timesteps, device)
     if density in ("earlier", "later", "range"):
-        return Timesteps(shares, Tabulated(biased_weights(config, density, objective.timesteps).to(device)))
+        return Timesteps(shares, Tabulated(biased_weights(config, objective.timesteps).to(device)))
     if density == "log_normal":
-        mean = LOG_MEAN if config.mean is None else config.mean
-        std = LOG_STD if config.std is None else config.std
-        return Timesteps(shares, lambda share: densities.log_normal(share, mean, std).float())
+        return Timesteps(shares, lambda share: process.draw(share).float())
     time = _time(config, density)
     if isinstance(process, Ddpm):
         in_kernel = density == "uniform" and not config.stratified
@@ -192,28 +185,11 @@ def build_timesteps(
     return Timesteps(shares, lambda share: process.draw(densities.shift(time(share), config.shift)).float())
 
 
-def biased_weights(config: TimestepConfig, density: Density, timesteps: int) -> Tensor:
-    """How often each timestep is drawn, ``[timesteps]`` fp64, up to a factor.
-
-    ``earlier`` and ``later`` bias the first or last ``bias_portion * timesteps`` of them, rounded down, ``range`` those
-    from ``bias_begin`` to before ``bias_end``, as diffusers' SDXL script does.
-
-    Raises:
-        ConfigError: the portion is less than one timestep.
-    """
-    count = int(config.bias_portion * timesteps)
-    require(
-        count > 0 or density == "range",
-        f"--timesteps.bias_portion {config.bias_portion} of --objective.timesteps {timesteps} is less than one "
-        f"timestep; at least {1 / timesteps:g}",
-    )
-    bounds = {
-        "earlier": (0, count),
-        "later": (timesteps - count, timesteps),
-        "range": (config.bias_begin, config.bias_end),
-    }
+def biased_weights(config: TimestepConfig, timesteps: int) -> Tensor:
+    """How often each timestep is drawn, ``[timesteps]`` fp64, up to a factor, as diffusers' SDXL script biases them."""
+    biased = config.biased(timesteps)
     weights = torch.ones(timesteps, dtype=torch.float64)
-    weights[slice(*bounds[density])] *= config.bias_multiplier
+    weights[biased.start : biased.stop] *= config.bias_multiplier
     return weights
 
 
