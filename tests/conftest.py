@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 # Triton reads this when it is first imported; without a GPU its kernels run in the interpreter, on a CPU.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# As for the commands that tests start (``processes``): another ninja would build DeepSpeed's operators anew, because
+# each version hashes command lines in its own way.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 _skipped_without_reason: list[str] = []
 

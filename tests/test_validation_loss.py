@@ -196,12 +196,9 @@ def test_another_data_set_is_said_and_validated_anew(
     world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At a resume: what was validated last is a line of other data, of fewer samples, or of the same."""
-    run, other = tmp_path / "run", tmp_path / "other"
-    with LatentReader(digits) as reader, ShardWriter(other, replace(reader.info, shards=(), samples=0), 40) as writer:
-        rows = reader.read(range(40))
-        for n in range(40):
-            writer.add(str(n), {"latent": rows["latent"][n]}, label=int(rows["label"][n]))
-    with LatentReader(other) as first, LatentReader(held_out(digits)) as second:
+    run, small, large = tmp_path / "run", tmp_path / "small", held_out(digits)
+    encode_synthetic(small, shape=(1, 8, 8), samples=40, classes=10)
+    with LatentReader(small) as first, LatentReader(large) as second:
         digests = [first.info.digest[:12], second.info.digest[:12]]
 
     def go_on(data: Path, samples: int) -> str:
@@ -211,10 +208,10 @@ def test_another_data_set_is_said_and_validated_anew(
         return capsys.readouterr().out
 
     expected = [(digests[0], 40), (digests[1], 40), (digests[1], 64)]
-    assert "not comparable" not in go_on(other, 40)
-    assert f"up to step 2: data {digests[0]} -> {digests[1]}" in go_on(held_out(digits), 40)
-    assert "up to step 2: val_count 40 -> 64" in go_on(held_out(digits), 64)
-    assert "not comparable" not in go_on(held_out(digits), 64)
+    assert "not comparable" not in go_on(small, 40)
+    assert f"up to step 2: data {digests[0]} -> {digests[1]}" in go_on(large, 40)
+    assert "up to step 2: val_count 40 -> 64" in go_on(large, 64)
+    assert "not comparable" not in go_on(large, 64)
     assert [(line["data"], line["val_count"]) for line in lines(run)] == expected
     assert len(read(run, 2).index) == 64
 

@@ -26,15 +26,16 @@ FLAGS = ("precision", "tf32", "compile", "channels_last", "attention", "fused", 
 """Facts of a peer: how it computes."""
 
 _TARGETS = ("epsilon", "v", "x0")
-_NONE = ("cosine_weight", "noise_offset", "multires_noise_iterations", "input_perturbation", "dream")
+_NONE = ("noise_offset", "multires_noise_iterations", "input_perturbation", "dream")
 """Of an objective: what no peer has."""
 
 
 def untrained(objective: DiffusionConfig, timesteps: TimestepConfig) -> list[str]:
     """Options of a run that ``Noise`` and ``train`` have not, as flags; empty: they train it."""
+    if objective.process != "ddpm":
+        return [f"--objective.process {objective.process}"]
     learned = objective.learns_variance
     known = {
-        "process": objective.process == "ddpm",
         "prediction": objective.predicted in (_TARGETS[:1] if learned else _TARGETS),
         "variance": objective.variance != "learned",
         # With a fixed variance the two are the same.
@@ -43,7 +44,7 @@ def untrained(objective: DiffusionConfig, timesteps: TimestepConfig) -> list[str
     }
     flags = [f"--objective.{name} {getattr(objective, name)}" for name, has in known.items() if not has]
     density = timesteps.of(objective)
-    if objective.process == "ddpm" and density != "uniform":
+    if density != "uniform":
         flags.append(f"--timesteps.density {density}")
     return flags + (["--timesteps.stratified"] if timesteps.stratified else [])
 
