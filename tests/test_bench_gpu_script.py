@@ -47,7 +47,8 @@ def begin(folder: Path, python: str, *arguments: str, timeout: str = "") -> subp
             (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
             (folder / name).chmod(0o755)
     given = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
-    command = ["bash", "bench/gpu.sh", *arguments]
+    # Where the tests themselves ignore SIGINT (behind nohup, or an "&" in a script) a shell could not trap it.
+    command = ["env", "--default-signal=INT", "bash", "bench/gpu.sh", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
