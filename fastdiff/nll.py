@@ -23,19 +23,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fastdiff.batch import Batch
-from fastdiff.data.batches import normalised, per_channel
+from fastdiff.data.batches import per_channel
 from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import DatasetInfo
 from fastdiff.data_config import DataConfig
 from fastdiff.errors import require
 from fastdiff.noise.ddpm import coefficients
+from fastdiff.noise.levels import clean_per_error
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import Schedule
 from fastdiff.trained import TrainedRun
 from fastdiff.training_data import check_provenance, open_data
-from fastdiff.validation_set import batches_of, spread
-from fastdiff.variational import Variational, clean_per_error
+from fastdiff.validation_set import batches_of, read_batch, spread
+from fastdiff.variational import Variational
 
 Floats = npt.NDArray[np.float64]
 
@@ -108,9 +109,9 @@ class Steps:
 
     def measure(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
         """``[3, B]`` fp32: term of the bound, squared errors of x0 and of the noise; as ``Variational.loss``."""
-        alpha, sigma, clean_per_error, mean_per_clean = self._at(time)
+        alpha, sigma, clean_per, mean_per_clean = self._at(time)
         error = self.variational.error(prediction, clean, noise, time)
-        clean_error = clean_per_error * error
+        clean_error = clean_per * error
         if self.clip:
             clean_error = clean - (clean - clean_error).clamp(-1.0, 1.0)
         mean_error = error if self.predicts_mean else mean_per_clean * clean_error
@@ -214,9 +215,7 @@ def read_clean(
     """
     scales = per_channel(reader.info.normalisation, device)
     for rows in batches_of(reader.info, index):
-        arrays = reader.read(index[rows])
-        tensors = {name: torch.from_numpy(value).to(device) for name, value in arrays.items()}
-        batch = normalised(tensors | {"position": torch.from_numpy(rows).to(device)}, *scales)
+        batch = read_batch(reader, index, rows, scales)
         clean = batch.latents
         if reader.info.kind == "posterior":
             mean, deviation = clean.chunk(2, dim=1)

@@ -17,10 +17,9 @@ from tqdm import tqdm
 from fastdiff import validation_files
 from fastdiff.averages import AS_TRAINED
 from fastdiff.backends import DTYPES
-from fastdiff.batch import Batch
 from fastdiff.boards import Boards
 from fastdiff.callbacks import Callback, averaged_model, memory_beside_training
-from fastdiff.data.batches import normalised, per_channel
+from fastdiff.data.batches import per_channel
 from fastdiff.dist import attempt
 from fastdiff.metrics import JsonLines, Record, drop_records_after
 from fastdiff.models import Model
@@ -32,7 +31,7 @@ from fastdiff.progress import Every
 from fastdiff.saved import in_words
 from fastdiff.state import TrainState
 from fastdiff.validation_files import Validated
-from fastdiff.validation_set import Int64, batches_of, even_shares, open_validation, spread
+from fastdiff.validation_set import batches_of, even_shares, open_validation, read_batch, spread
 
 LINES = "validation.jsonl"
 """In the run folder: one line per validation; the losses of every sample are in ``validation_files``."""
@@ -137,21 +136,15 @@ class ValidationLoss(Callback):
         found = torch.zeros(2, len(self._index), dtype=torch.float64, device=world.device)
         with memory_beside_training(world.device):
             for rows in self._batches[world.rank :: world.size]:
-                batch = self._read(rows, world.device)
+                batch = read_batch(self._reader, self._index, rows, self._scales)
                 corruption = self._objective.corrupt(batch, self._levels[batch.position])
                 prediction = model(corruption.noisy, corruption.time, **corruption.condition)
                 levels = corruption.levels
                 plain = torch.ones_like(levels.weights)
                 error = self._objective.squared_error(prediction, batch, corruption, plain)
                 found[0, batch.position] = self._objective.loss(prediction, batch, corruption).double()
-                found[1, batch.position] = (error * clean_per_error(levels.table)[levels.row]).double()
+                found[1, batch.position] = (error * clean_per_error(levels.table).square()[levels.row]).double()
         return found
-
-    def _read(self, rows: Int64, device: torch.device) -> Batch:
-        """The samples number ``rows`` of the validation, whose positions these are."""
-        arrays = self._reader.read(self._index[rows])
-        tensors = {name: torch.from_numpy(value).to(device) for name, value in arrays.items()}
-        return normalised(tensors | {"position": torch.from_numpy(rows).to(device)}, *self._scales)
 
     def _write(self, state: TrainState, losses: npt.NDArray[np.float64]) -> None:
         """Write the file of all samples, then the line, then show it."""

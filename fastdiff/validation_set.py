@@ -10,7 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastdiff.batch import Batch
 from fastdiff.config import RunConfig
+from fastdiff.data.batches import normalised
 from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import LATENT, DatasetInfo
 from fastdiff.data_config import DataConfig
@@ -87,6 +89,20 @@ def batches_of(info: DatasetInfo, index: Int64) -> list[Int64]:
 def _batch_size(info: DatasetInfo, bucket: int) -> int:
     _, height, width = info.columns_of(bucket)[LATENT].shape
     return max(1, min(_BATCH, _BATCH * _AREA // (height * width)))
+
+
+def read_batch(reader: LatentReader, index: Int64, rows: Int64, scales: tuple[Tensor, Tensor]) -> Batch:
+    """Read samples, with their places in ``index`` as their positions.
+
+    Args:
+        reader: of the data.
+        index: ``[N]`` numbers of the samples in the data.
+        rows: ``[B]`` places in it, of samples of one size.
+        scales: of the latents (``data.batches.per_channel``), on the device where the batch shall be.
+    """
+    device = scales[0].device
+    tensors = {name: torch.from_numpy(value).to(device) for name, value in reader.read(index[rows]).items()}
+    return normalised(tensors | {"position": torch.from_numpy(rows).to(device)}, *scales)
 
 
 def _of_mean(info: DatasetInfo) -> tuple[tuple[float, ...], tuple[float, ...]]:

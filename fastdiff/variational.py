@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff.noise.ddpm import coefficients
+from fastdiff.noise.levels import clean_per_error
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.schedule import Schedule
 
@@ -132,12 +133,6 @@ class Variational:
         of the largest over the smallest, and one over the smallest.
         """
         return [column[time].view(-1, 1, 1, 1) for column in self._columns]
-
-
-def clean_per_error(rows: Tensor) -> Tensor:
-    """``[T, 4]`` rows of ``noise.levels`` ``-> [T]``: error of x0 over that of the prediction, with its sign."""
-    alpha, sigma, a, b = rows.unbind(1)
-    return sigma / (a * sigma - b * alpha)
 
 
 def log_probability(value: Tensor, error: Tensor, log_variance: Tensor) -> Tensor:

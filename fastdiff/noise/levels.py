@@ -47,9 +47,9 @@ class Process(Protocol):
 
 
 def clean_per_error(table: Tensor) -> Tensor:
-    """``[R, 4]`` rows ``-> [R]``: squared error of x0 over that of the prediction; inf where x0 cannot be told."""
+    """``[R, 4]`` rows ``-> [R]``: error of x0 over that of the prediction, signed; infinite where x0 cannot be told."""
     alpha, sigma, a, b = table.unbind(1)
-    return (sigma / (a * sigma - b * alpha)) ** 2
+    return sigma / (a * sigma - b * alpha)
 
 
 def noise_per_error(table: Tensor) -> Tensor:
