@@ -3,7 +3,7 @@ PYTHON ?= python3
 INSTALLED := .venv/installed
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo demo-t2i test lint bench
+.PHONY: demo demo-t2i test test-faults test-cluster lint bench
 
 # Real digit scans -> latent shards -> a trained DiT -> new digits, measured.
 demo: $(INSTALLED)
@@ -20,8 +20,23 @@ demo-t2i: $(INSTALLED)
 	test -d runs/digits-t2i/pipeline || fastdiff export runs/digits-t2i runs/digits-t2i/pipeline --format diffusers
 	python -m fastdiff.demo_t2i judge runs/digits-t2i/pipeline --picture runs/digits-t2i/digits.png
 
+# Two at a time: most tests wait for processes that they started.
 test: $(INSTALLED)
-	python -m pytest
+	python -m pytest --numprocesses 2 --dist loadfile --junitxml .reports/tests.xml
+
+# A real Slurm, ssh and pulled cables, on machines made of Linux namespaces; as root. Installs what is missing (Debian).
+test-cluster: $(INSTALLED)
+	bash tests/cluster/install.sh
+	python -m pytest -m cluster --junitxml .reports/cluster.xml tests/cluster
+
+# Every fault of docs/reliability.md, and the table there: in a night, or with NIGHTLY= as often as the tests.
+NIGHTLY ?= --nightly --timeout 7200
+test-faults: $(INSTALLED)
+	bash tests/cluster/install.sh
+	rm -rf .reports
+	-python -m pytest -m "fault and not cluster" $(NIGHTLY) --numprocesses 2 --dist loadfile --junitxml .reports/tests.xml
+	-python -m pytest -m "fault and cluster" $(NIGHTLY) --junitxml .reports/cluster.xml tests/cluster
+	python -m tests.faults .reports/*.xml
 
 lint: $(INSTALLED)
 	ruff check .

@@ -11,7 +11,7 @@ from types import FrameType
 
 from bench import BenchError
 
-COMMANDS = ("op", "step", "data", "scale", "aot", "objectives", "compare", "report")
+COMMANDS = ("op", "step", "data", "scale", "checkpoint", "aot", "objectives", "compare", "report")
 """Each a module with ``add``."""
 
 

@@ -38,7 +38,7 @@ class Measurement:
     __pydantic_config__: ClassVar = STRICT
 
     bench: str
-    """The command: op, step, peer, data, scale, aot, objectives."""
+    """The command: op, step, peer, data, scale, checkpoint, aot, objectives."""
     case: str
     """What was measured, in words that stay the same from run to run: ``dit-s-2-256, batch 8, fp32``."""
     provider: str

@@ -19,6 +19,7 @@ _TITLES = {
     "peer": "Training step against other trainers",
     "data": "Reading data",
     "scale": "Many GPUs",
+    "checkpoint": "Checkpoints beside the training",
     "aot": "What the compiler makes of the kernels",
     "objectives": "The digits with each objective",
 }

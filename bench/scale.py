@@ -36,6 +36,10 @@ FULL, SMOKE = Effort(rounds=8, steps=5, warm_up=10), Effort(rounds=2, steps=2, w
 _SAMPLES = 256
 
 
+VOTES = Message("all-reduce", 4 * 8)
+"""What the ranks decide together in each step (``fastdiff.votes``), whatever the model and the stage."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is measured."""
@@ -60,7 +64,8 @@ class Plan:
     def messages(self, stage: str, ranks: int) -> list[Message]:
         """What a step sends by the model."""
         config = self.subject.config(Path(), Path())
-        return self.zero(stage).messages(parameters_of(config.model), width_of(config.performance.precision), ranks)
+        parameters, width = parameters_of(config.model), width_of(config.performance.precision)
+        return [*self.zero(stage).messages(parameters, width, ranks), VOTES]
 
 
 def add(commands: Commands) -> None:

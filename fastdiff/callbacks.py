@@ -1,10 +1,10 @@
-"""Everything periodic: the log, sample grids, checkpoints, and the guard against divergence."""
+"""Everything periodic: the log, sample grids and checkpoints."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -13,9 +13,8 @@ from tqdm import tqdm
 
 from fastdiff.batch import Condition
 from fastdiff.boards import Boards
-from fastdiff.checkpoint import Checkpoints
 from fastdiff.dist import attempt
-from fastdiff.errors import ConfigError, DivergedError
+from fastdiff.errors import ConfigError, Preempted
 from fastdiff.flops import peak_flops, training_flops
 from fastdiff.fragments import Room, assemble
 from fastdiff.grid import image_grid
@@ -37,6 +36,9 @@ class Callback:
     def on_end(self, state: TrainState) -> None:
         """Act at the end."""
 
+    def on_preempted(self, state: TrainState) -> None:
+        """Act when the run is asked to stop."""
+
     def close(self) -> None:
         """Release files; called on every way out."""
 
@@ -57,6 +59,11 @@ class Callbacks:
         """Call every callback's ``on_end``."""
         for callback in self._callbacks:
             callback.on_end(state)
+
+    def on_preempted(self, state: TrainState) -> None:
+        """Call every callback's ``on_preempted``."""
+        for callback in self._callbacks:
+            callback.on_preempted(state)
 
 
 class Log(Callback):
@@ -142,45 +149,6 @@ def _flops(state: TrainState) -> float:
         step = training_flops(model, adapter=config.lora.rank > 0, dream=config.objective.dream)
         total += step * shard.samples / info.samples
     return total
-
-
-class NonFiniteGuard(Callback):
-    """Tells which samples made a step non-finite, and stops the run after three such steps in a row.
-
-    The engine has skipped the step already; here it is only explained. Under fp16 a skipped step whose losses are all
-    finite is the loss scale finding its value: it is reported, and the engine stops the run at the smallest scale.
-    """
-
-    limit = 3
-
-    def __init__(self, state: TrainState) -> None:
-        self._path = state.folder / "skipped.jsonl"
-        if state.world.is_first:
-            drop_records_after(self._path, state.progress.steps)
-
-    def on_step(self, state: TrainState) -> None:
-        """Log a skipped step with the keys of its non-finite samples; DivergedError at the third in a row."""
-        if state.applied:
-            return
-        keys = [key for share in state.world.gather(_non_finite_keys(state)) for key in share]
-        which = f"non-finite samples: {', '.join(keys)}" if keys else "all losses are finite, the gradient is not"
-        if state.world.is_first:
-            tqdm.write(f"warning: step {state.progress.steps} skipped, {which}")
-            with closing(JsonLines(self._path)) as lines:
-                lines.write({"step": state.progress.steps, "keys": keys, **state.engine.loss_scale})
-        is_scale_search = not keys and state.config.performance.precision == "fp16"
-        if state.progress.skipped_in_a_row >= self.limit and not is_scale_search:
-            raise DivergedError(
-                f"{self.limit} non-finite steps in a row, up to step {state.progress.steps}; {which}; check those "
-                "samples, lower --optim.lr, or use --performance.precision bf16. The checkpoints before are intact: "
-                "the same command resumes from the newest"
-            )
-
-
-def _non_finite_keys(state: TrainState) -> list[str]:
-    bad = [position[~torch.isfinite(losses)].cpu() for position, losses in state.meters.step]
-    positions = torch.cat(bad).numpy()
-    return state.reader.keys(state.order.samples(positions)) if len(positions) else []
 
 
 class SampleGrid(Callback):
@@ -312,27 +280,29 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
     model, error = attempt(build)
     state.world.agree(error)
     assert model is not None
+
+    def before_forward(*_: object) -> None:
+        state.heart.again()  # a validation may take longer than a rank may be silent
+        if state.votes.reason is not None:
+            raise _preempted(state.votes.reason, state)  # which the ranks agree on, like any error in a validation
+
+    model.register_forward_pre_hook(before_forward)
     return model
 
 
-class Checkpointing(Callback):
-    """Commits a checkpoint when due and at the end."""
-
-    def __init__(self, state: TrainState, checkpoints: Checkpoints) -> None:
-        self._every = Every(state.config.output.checkpoint_every)
-        self._checkpoints = checkpoints
-        self._saved = state.progress.steps
+class Preempt(Callback):
+    """Ends the run when any rank was asked to stop (``preemption``)."""
 
     def on_step(self, state: TrainState) -> None:
-        """Save when due."""
-        if self._every.due(state.progress):
-            self._save(state)
+        """Raise if the ranks voted so.
 
-    def on_end(self, state: TrainState) -> None:
-        """Save the last step, unless it is saved."""
-        if self._saved != state.progress.steps:
-            self._save(state)
+        Raises:
+            Preempted: on every rank, after the same step.
+        """
+        if state.tally.stop:
+            reason = next(reason for reason in state.world.gather(state.votes.reason) if reason is not None)
+            raise _preempted(reason, state)
 
-    def _save(self, state: TrainState) -> None:
-        self._checkpoints.save(state)
-        self._saved = state.progress.steps
+
+def _preempted(reason: str, state: TrainState) -> Preempted:
+    return Preempted(f"{reason}: saved step {state.progress.steps}; the same command goes on from there")

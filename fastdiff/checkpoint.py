@@ -11,17 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from fastdiff.commit import StepFolders
+from fastdiff import optimizer_state
+from fastdiff.commit import Draft, StepFolders
 from fastdiff.dist import World
-from fastdiff.errors import ConfigError, StorageError, require
-from fastdiff.fragments import Flat, Fragment, layout_digest, owned_blocks, owned_fragments
-from fastdiff.optim import PER_BLOCK, PER_ELEMENT, step_count
+from fastdiff.errors import StorageError, require
+from fastdiff.fragments import Flat, Fragment, owned_blocks, owned_fragments
+from fastdiff.optim import PER_BLOCK
 from fastdiff.progress import Progress
-from fastdiff.saved import FORMAT, METERS, TIMESTEPS, VERSION, Saved, committed, problems
+from fastdiff.saved import FORMAT, METERS, SPIKES, TIMESTEPS, VERSION, Saved, committed, problems, step_of
 from fastdiff.state import TrainState
 from fastdiff_kernels.adamw8bit import BLOCK
 
@@ -31,8 +31,9 @@ class Checkpoints:
 
     Args:
         folder: ``runs/NAME/checkpoints``.
-        keep: how many to keep; never fewer than two verified ones remain.
-        world: the ranks; every method is called by all of them.
+        keep: how many to keep; never fewer than two remain that this process committed or verified.
+        world: the ranks; every method is called by all of them. Over a process group of its own, if anything is
+            committed beside the training.
     """
 
     def __init__(self, folder: Path, keep: int, world: World) -> None:
@@ -42,13 +43,14 @@ class Checkpoints:
         self._world = world
         self._verified: set[Path] = set()
 
-    def newest(self) -> Saved | None:
-        """Return the newest checkpoint that verifies, or None if there is none at all.
+    def newest(self, before: int | None = None) -> Saved | None:
+        """Return the newest checkpoint that verifies, of a step below ``before``; None if there is none at all.
 
         Damaged ones are passed over with a warning. StorageError if there are some and none is intact: starting
         again from nothing would look like a resume.
         """
         folders = self._world.on_first(lambda: committed(self._folder))
+        folders = [folder for folder in folders if before is None or step_of(folder) < before]
         damage = []
         for folder in folders:
             share = problems(folder, self._world.rank, self._world.size)
@@ -68,17 +70,36 @@ class Checkpoints:
         return None
 
     def save(self, state: TrainState) -> None:
-        """Write and commit ``state``, then prune.
+        """Write and commit ``state``, then prune; when it returns, that is done.
 
         Raises:
             StorageError: on every rank, if any rank could not write. Earlier checkpoints are as they were.
         """
+        self.commit(self.draft(state))
+
+    def draft(self, state: TrainState) -> Draft:
+        """Copy ``state`` for ``commit``, in the thread that trains; the draft before must be committed, or given up.
+
+        Raises:
+            StorageError: on every rank, if the host of any has no memory for the copy.
+        """
         tensors, starts = _tensors(state)
-        self._verified.add(self._folders.save(state.progress.steps, tensors, starts, _manifest(state)))
+        return self._folders.draft(state.world, state.progress.steps, tensors, starts, _manifest(state))
+
+    def commit(self, draft: Draft) -> None:
+        """Write and commit a draft, then prune; from any thread.
+
+        Raises:
+            StorageError: on every rank, if any rank could not write. Earlier checkpoints are as they were.
+        """
+        self._verified.add(self._folders.commit(draft))
         self._world.on_first(self._prune)
 
     def _prune(self) -> None:
-        """Delete what is older than the ``keep`` newest, once two of the kept ones are known to be intact."""
+        """Delete what is older than the ``keep`` newest, once two of the kept ones are known to be intact.
+
+        Known are those committed by this process, which are not read back, and those verified.
+        """
         folders = committed(self._folder)
         kept, old = folders[: self._keep], folders[self._keep :]
         if old and self._two_are_intact(kept):
@@ -98,13 +119,14 @@ class Checkpoints:
 def restore(saved: Saved, state: TrainState) -> Progress:
     """Copy a checkpoint into a freshly built state, whose module already has the saved weights.
 
-    Optimizer state goes to any number of ranks and any ZeRO stage, that of bitsandbytes only to the same layout.
+    Optimizer state goes to any number of ranks and any ZeRO stage (``optimizer_state``).
     What the checkpoint does not have starts anew: an added average of constant rate at the weights, another optimizer
     without state, another density of timesteps without losses. A power-function average cannot: it is one of the whole
     course of the weights.
 
     Raises:
-        ConfigError: on every rank, for bitsandbytes' state of another layout, or an added power-function average.
+        ConfigError: on every rank, for an added power-function average, or bitsandbytes' state of another layout that
+            does not tell its own.
     """
     manifest, engine = saved.manifest, state.engine
     progress = Progress(**manifest["progress"])
@@ -114,7 +136,7 @@ def restore(saved: Saved, state: TrainState) -> Progress:
         for fragment in flat.fragments:
             fragment.of(flat.master).copy_(saved.slice("master", fragment))
     if progress.applied and manifest["config"]["optim"]["name"] == state.config.optim.name:
-        _restore_optimizer(saved, state, progress.applied)
+        optimizer_state.restore(saved, state, progress.applied)
     for name, averages in state.ema.averages.items():
         kind = f"ema/{name}" if name in saved.averages else "master"
         for flat, average in zip(engine.flats, averages, strict=True):
@@ -123,7 +145,9 @@ def restore(saved: Saved, state: TrainState) -> Progress:
                     fragment.of(average).copy_(saved.slice(kind, fragment))
     state.meters.restore(saved.meters(state.world.rank, state.world.size))
     state.objective.timesteps.restore(saved.timesteps())
+    state.spikes.restore(saved.spikes())
     engine.restore(progress.applied, manifest["loss_scale"])
+    optimizer_state.check_groups(engine.optimizer, state.config.optim, state.config.steps, progress.applied)
     return progress
 
 
@@ -134,27 +158,6 @@ def _check_widths(saved: Saved, wanted: Sequence[float]) -> None:
         f"{saved.folder} has averages of the widths {list(saved.ema_stds)}; --ema.power_stds {' '.join(added)} would "
         "miss all steps before it. Drop what is added, or start a new run in another --output.folder",
     )
-
-
-def _restore_optimizer(saved: Saved, state: TrainState, applied: int) -> None:
-    manifest, world = saved.manifest, state.world
-    if manifest["has_raw_state"] and layout_digest(world, state.engine.flats) != manifest["layout"]:
-        raise ConfigError(
-            f"{saved.folder} holds the state of bitsandbytes of {manifest['world_size']} ranks at ZeRO stage "
-            f"{manifest['zero_stage']}, whose blocks cannot be cut anew; resume with the same ranks and stage"
-        )
-    for index, flat in enumerate(state.engine.flats):
-        values: dict[str, Any] = {k: v.to(flat.key.device) for k, v in saved.raw(index, world.rank).items()}
-        for key in manifest["sliced_state"]:
-            if key not in values:
-                whole = flat.state.get(key)
-                if whole is None:
-                    whole = torch.zeros_like(flat.key, requires_grad=False)
-                for part in flat.blocks(BLOCK) if key in PER_BLOCK else flat.fragments:
-                    part.of(whole.view(-1)).copy_(saved.slice(key, part))
-                values[key] = whole
-        values["step"] = step_count(state.config.optim.name, applied, flat.key.device)
-        flat.states[flat.key] = values
 
 
 def common_manifest(state: TrainState) -> dict[str, Any]:
@@ -173,25 +176,7 @@ def common_manifest(state: TrainState) -> dict[str, Any]:
 
 
 def _manifest(state: TrainState) -> dict[str, Any]:
-    world, engine = state.world, state.engine
-    return {
-        **common_manifest(state),
-        "layout": layout_digest(world, engine.flats),
-        "sliced_state": sorted({key for keys in world.gather(_sliced_keys(engine.flats)) for key in keys}),
-        "has_raw_state": any(world.gather(any(True for _ in _raw_state(engine.flats)))),
-        "loss_scale": engine.loss_scale,
-    }
-
-
-def _sliced_keys(flats: Sequence[Flat]) -> list[str]:
-    return sorted({key for flat in flats for key in flat.state} & {*PER_ELEMENT, *PER_BLOCK})
-
-
-def _raw_state(flats: Sequence[Flat]) -> Iterator[tuple[str, Tensor]]:
-    for index, flat in enumerate(flats):
-        for key, value in flat.state.items() if flat.owned else ():
-            if key not in ("step", *PER_ELEMENT, *PER_BLOCK) and isinstance(value, Tensor):
-                yield f"raw/{index}/{key}", value
+    return {**common_manifest(state), **optimizer_state.manifest(state), "loss_scale": state.engine.loss_scale}
 
 
 def _slices(flats: Sequence[Flat], kind: str, tensors: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
@@ -203,13 +188,14 @@ def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
     flats = state.engine.flats
     kinds: dict[str, Sequence[Tensor | None]] = {"master": [flat.master for flat in flats]}
     kinds |= {f"ema/{name}": averages for name, averages in state.ema.averages.items()}
-    for key in _sliced_keys(flats):
+    for key in optimizer_state.sliced_keys(flats):
         kinds[key] = [flat.state[key].view(-1) if key in flat.state else None for flat in flats]
     tensors, starts = sliced(flats, kinds)
     tensors[METERS] = state.meters.sums
     if state.world.is_first:  # the same on every rank
         tensors |= {TIMESTEPS + name: values for name, values in state.objective.timesteps.state().items()}
-    return tensors | dict(_raw_state(flats)), starts
+        tensors |= {SPIKES + name: values for name, values in state.spikes.state().items()}
+    return tensors | dict(optimizer_state.raw_state(state.engine)), starts
 
 
 def sliced(

@@ -12,10 +12,10 @@ from typing import NoReturn
 
 import tyro
 
-from fastdiff import config_file, deepspeed_config
+from fastdiff import config_file, deepspeed_config, redaction
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError
-from fastdiff.launch import Launch, as_json
+from fastdiff.launch import HANG_TIMEOUT_S, Launch, as_json
 from fastdiff.presets import PRESETS, preset
 
 
@@ -53,6 +53,7 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
         resume=own.resume,
         allow_change=tuple(own.allow_change),
         dry_run=own.dry_run,
+        hang_timeout_s=own.hang_timeout,
         argv=tuple(argv),
     )
     return launch, config
@@ -69,7 +70,7 @@ def _description(name: str | None) -> str:
 def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> None:
     """Print the resolved configuration and the DeepSpeed JSON as one JSON object, on one rank."""
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps({"config": as_json(config), "deepspeed": ds_config}, indent=2))
+        print(json.dumps({"config": as_json(config), "deepspeed": redaction.tree(ds_config)}, indent=2))
 
 
 class _QuietParser(argparse.ArgumentParser):
@@ -98,6 +99,20 @@ def _pre_parser() -> argparse.ArgumentParser:
         help="accept that this field differs from the run that is continued",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument(
+        "--hang-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        default=HANG_TIMEOUT_S,
+        help="end the run, with the stacks of the ranks in RUN/stacks, when one makes no progress for so long",
+    )
     parser.add_argument("--deepspeed", nargs="?", const=True, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 1 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} seconds, expected at least 1")
+    return seconds

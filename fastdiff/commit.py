@@ -8,20 +8,32 @@ manifest and every digest are right.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fastdiff.dist import World, attempt
+from fastdiff.durable import fsync, make_folders, no_space, write_file
 from fastdiff.errors import StorageError
-from fastdiff.saved import MANIFEST, file_digest
+from fastdiff.host_copy import HostCopy, Share
+from fastdiff.saved import MANIFEST, seal
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is to be saved, no longer that which the training goes on with."""
+
+    step: int
+    share: Share
+    """This rank's."""
+    manifest: dict[str, Any]
+    """The same on all ranks."""
 
 
 class StepFolders:
@@ -29,7 +41,7 @@ class StepFolders:
 
     Args:
         folder: where they are.
-        world: the ranks.
+        world: the ranks; over a process group that no other thread uses while one is committed.
         what: what one holds, for messages: "a checkpoint".
     """
 
@@ -37,23 +49,37 @@ class StepFolders:
         self._folder = folder
         self._world = world
         self._what = what
+        self._copy = HostCopy()
 
-    def save(
+    def draft(
         self,
+        world: World,
         step: int,
         tensors: Mapping[str, Tensor],
         starts: Mapping[str, int],
         manifest: dict[str, Any],
         dtype: torch.dtype | None = None,
-    ) -> Path:
-        """Write and commit ``step-N``; called by all ranks.
+    ) -> Draft:
+        """Copy what ``commit`` will write; called by all ranks. The draft before must be committed, or given up.
 
         Args:
+            world: the ranks; over a process group that no other thread uses meanwhile.
             step: N.
             tensors: this rank's, on any device.
             starts: where a tensor that is a slice starts in what it is a slice of.
             manifest: the same on all ranks.
             dtype: what the tensors are rounded to; None: they stay as they are.
+
+        Raises:
+            StorageError: on every rank, if the host of any has no memory for the copy.
+        """
+        share, error = attempt(lambda: self._copy.take(tensors, starts, dtype))
+        world.agree(error)
+        assert share is not None
+        return Draft(step, share, manifest)
+
+    def commit(self, draft: Draft) -> Path:
+        """Write and commit ``step-N``; called by all ranks, from any thread.
 
         Returns:
             The committed folder.
@@ -61,16 +87,19 @@ class StepFolders:
         Raises:
             StorageError: on every rank, if any rank could not write. What is committed already is as it was.
         """
-        final = self._folder / f"step-{step:08d}"
+        world, share = self._world, draft.share
+        final = self._folder / f"step-{draft.step:08d}"
         temporary = final.with_suffix(".tmp")
-        self._world.on_first(self.drop_leftovers)
-        self._world.on_first(lambda: temporary.mkdir(parents=True))
-        self._check_space(sum(t.numel() * (dtype or t.dtype).itemsize for t in tensors.values()))
-        name = f"rank-{self._world.rank:05d}.safetensors"
-        entry, error = attempt(lambda: _write(temporary / name, tensors, starts, dtype))
-        files = dict(self._world.gather((name, entry)))
-        self._or_drop(lambda: self._world.agree(error))
-        self._or_drop(lambda: self._world.on_first(lambda: _commit(temporary, final, manifest | {"files": files})))
+        world.on_first(self.drop_leftovers)
+        world.on_first(lambda: self._make(temporary))
+        self._or_drop(lambda: self._check_space(share.bytes))
+        name = f"rank-{world.rank:05d}.safetensors"
+        entry, error = attempt(lambda: write_file(temporary / name, share.parts))
+        files = dict(world.gather((name, entry)))
+        self._or_drop(lambda: world.agree(error))
+        self._or_drop(lambda: world.on_first(lambda: _publish(temporary, final, draft.manifest | {"files": files})))
+        with suppress(StorageError):  # what was in the way; the next commit tries again
+            world.on_first(self.drop_leftovers)
         return final
 
     def remove(self, folders: Iterable[Path]) -> None:
@@ -85,58 +114,33 @@ class StepFolders:
         for leftover in self._folder.glob("step-*.tmp"):
             shutil.rmtree(leftover)
 
+    def _make(self, temporary: Path) -> None:
+        make_folders(self._folder)
+        temporary.mkdir()
+
     def _check_space(self, needed: int) -> None:
         total = sum(self._world.gather(needed))
         free = self._world.on_first(lambda: shutil.disk_usage(self._folder).free)
         if free < total:
-            self._world.on_first(self.drop_leftovers)
-            raise StorageError(
-                f"no space on {self._folder}: {self._what} needs {total / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are "
-                "free; the earlier checkpoints are intact: free some space and start the same command again",
-                everywhere=True,
-            )
+            error = no_space(self._folder, self._what, total, free)
+            error.everywhere = True
+            raise error
 
     def _or_drop(self, action: Callable[[], None]) -> None:
         """Run ``action``; if it fails, which it does on all ranks, remove what was written."""
         try:
             action()
         except StorageError:
-            self._world.on_first(self.drop_leftovers)
+            with suppress(StorageError):  # the first one is the cause
+                self._world.on_first(self.drop_leftovers)
             raise
 
 
-def _write(
-    path: Path, tensors: Mapping[str, Tensor], starts: Mapping[str, int], dtype: torch.dtype | None
-) -> dict[str, Any]:
-    """Write one rank's file to the disk itself; return its manifest entry."""
-    # Views of one buffer: safetensors wants each tensor to own its memory.
-    copies = {
-        key: value.detach().to("cpu", dtype or value.dtype, copy=True).contiguous() for key, value in tensors.items()
-    }
-    try:
-        save_file(copies, path, metadata={"starts": json.dumps(starts)})
-    except SafetensorError as error:
-        free = shutil.disk_usage(path.parent).free
-        raise StorageError(f"{path}: could not be written, {free / 2**20:.1f} MiB are free ({error})") from None
-    fsync(path)
-    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-
-
-def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
-    path = temporary / MANIFEST
-    path.write_text(json.dumps(manifest, indent=1))
-    fsync(path)
+def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
+    manifest = json.loads(json.dumps(manifest))  # as it will be read
+    write_file(temporary / MANIFEST, [json.dumps({**manifest, "sha256": seal(manifest)}, indent=1).encode()])
     fsync(temporary)
     if final.exists():  # a damaged one of the same step, passed over at the resume
-        shutil.rmtree(final)
+        final.rename(final.with_suffix(".old.tmp"))  # and a whole one, if only its reading had failed
     temporary.rename(final)
     fsync(final.parent)
-
-
-def fsync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

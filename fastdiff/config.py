@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
 from fastdiff.data_config import DataConfig
+from fastdiff.divergence_config import DivergenceConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.model_config import DiTConfig, LoraConfig, ModelConfig, PretrainedConfig
 from fastdiff.objective_config import DiffusionConfig
@@ -96,7 +97,7 @@ class OptimConfig:
 
     name: Literal["adamw", "adamw8bit", "adamw8bit-bnb"] = "adamw"
     """adamw: torch, 8 bytes of state per parameter; adamw8bit: fastdiff's own, 2 bytes, whose losses and checkpoints
-    do not depend on ranks and ZeRO stage; adamw8bit-bnb: bitsandbytes, 2 bytes, tied to both."""
+    do not depend on ranks and ZeRO stage; adamw8bit-bnb: bitsandbytes, 2 bytes, rounded anew for others."""
     lr: float = 1e-4
     """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -221,6 +222,9 @@ class OutputConfig:
     """Steps between two checkpoints; one is always written at the end."""
     keep: int = 2
     """Checkpoints that are kept, newest first; at least 2."""
+    failed_saves: int = 0
+    """Checkpoints in a row that may fail, for example because a disk is full, before the run stops; likewise
+    snapshots. The last one, at the end or when the run is preempted, must not."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Where the numbers and images are shown, besides metrics.jsonl and samples/."""
     project: str = "fastdiff"
@@ -234,8 +238,9 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         require(self.keep >= 2, f"--output.keep {self.keep}: at least 2, so that one verified checkpoint is left")
-        for name, least in (("log_every", 1), ("checkpoint_every", 0), ("sample_every", 0), ("sample_steps", 1)):
-            require(getattr(self, name) >= least, f"--output.{name} {getattr(self, name)}: at least {least}")
+        least = {"log_every": 1, "checkpoint_every": 0, "failed_saves": 0, "sample_every": 0, "sample_steps": 1}
+        for name, value in least.items():
+            require(getattr(self, name) >= value, f"--output.{name} {getattr(self, name)}: at least {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,6 +261,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     performance: PerformanceConfig = field(default_factory=PerformanceConfig)
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
@@ -265,6 +271,11 @@ class RunConfig:
             self._check_sampling("--output.sample_steps", self.output.sample_steps, "--output.sample_every 0")
         if self.validation.prompts and self.validation.every:
             self._check_sampling("--validation.steps", self.validation.steps, "--validation.every 0")
+        require(
+            self.divergence.policy != "rewind" or self.output.checkpoint_every > 0,
+            "--divergence.policy rewind goes back to a checkpoint, and --output.checkpoint_every 0 writes none; set it "
+            "to the optimizer steps between two, for example 1000",
+        )
         self._check_pretrained()
         self._check_objective()
         if self.samples < 1 or self.samples % self.batch.samples:

@@ -12,13 +12,26 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from fastdiff.bounded_read import read_bounded
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DiTConfig, UNetConfig
 
+_LARGEST = 1 << 20
+"""Bytes of a file of fields."""
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number, as in JSON; YAML 1.1 wants 1.0e-4."""
+    """YAML in which 1e-4 is a number, as in JSON (YAML 1.1 wants 1.0e-4), and without aliases.
+
+    A few lines of aliases of aliases stand for gigabytes.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose what comes next; YAMLError if it is an alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias (*name) is not taken, write its value out")
+        return super().compose_node(parent, index)
 
 
 _Loader.add_implicit_resolver(
@@ -33,8 +46,8 @@ def overlay(base: RunConfig, path: str) -> RunConfig:
         ConfigError: no such file, not YAML or JSON, an unknown field (with the nearest name), or a wrong type.
     """
     try:
-        given = yaml.load(Path(path).read_text(), Loader=_Loader)  # JSON is YAML
-    except (OSError, yaml.YAMLError) as error:
+        given = yaml.load(read_bounded(Path(path), _LARGEST), Loader=_Loader)  # JSON is YAML
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: not a readable YAML or JSON file ({error})") from None
     if isinstance(given, dict) and isinstance(given.get("config"), dict):
         given = given["config"]

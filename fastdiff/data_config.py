@@ -31,6 +31,9 @@ class DataConfig:
     """auto: DALI where it is installed, else the plain pinned-memory prefetcher; the batches are the same."""
     prefetch: int = 4
     """Micro-batches that are read ahead."""
+    damaged: Literal["fail", "skip"] = "fail"
+    """What a damaged sample does to the run: end it, or be replaced by an intact one of its shard, which is logged in
+    damaged.jsonl; the run ends if more than 0.1 % of the samples seen, and at least 10, were replaced."""
     online: bool = False
     """Read images and encode them with the frozen autoencoder and text encoder of --pretrained.path in every step. The
     fields below are for this only; `fastdiff encode` has them as its own flags."""
@@ -61,6 +64,10 @@ class DataConfig:
         require(
             self.online or not changed,
             f"--data.{changed[0] if changed else ''} is for --data.online; shards have what `fastdiff encode` was told",
+        )
+        require(
+            not (self.online and self.damaged == "skip"),
+            "--data.damaged skip is for shards; take bad images out of the source, or encode with `--bad skip`",
         )
         require(self.shuffle_shards >= 1, f"--data.shuffle_shards {self.shuffle_shards}: at least 1")
         require(self.prefetch >= 1, f"--data.prefetch {self.prefetch}: at least 1")

@@ -12,10 +12,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastdiff.bounded_read import read_bounded
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError
 
 DsConfig = dict[str, Any]
+
+_LARGEST = 1 << 20  # bytes of the file
 
 DEFAULT: DsConfig = {
     "zero_optimization": {
@@ -39,13 +42,13 @@ _FOREIGN = {
 def read(path: str) -> DsConfig:
     """Return the JSON object in ``path``; ConfigError if there is none."""
     try:
-        raw = json.loads(Path(path).read_text())
+        raw = json.loads(read_bounded(Path(path), _LARGEST))
     except FileNotFoundError:
         folder = Path(path).parent
         near = difflib.get_close_matches(Path(path).name, [p.name for p in folder.glob("*.json")], n=1, cutoff=0.4)
         hint = f"; did you mean {folder / near[0]}?" if near else ""
         raise ConfigError(f"--deepspeed_config {path}: no such file{hint}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--deepspeed_config {path}: not a readable JSON file ({error})") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"--deepspeed_config {path}: expected a JSON object, found {type(raw).__name__}")

@@ -6,14 +6,13 @@ import importlib.metadata
 import os
 import shutil
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-from fastdiff import backends
+from fastdiff import backends, build_locks
 from fastdiff.config import OptimConfig
 from fastdiff.data import dali_installed
 from fastdiff.fragments import Flat, Fragment
@@ -145,10 +144,8 @@ def _build_tools() -> Iterator[str]:
 
 def stale_locks() -> Iterator[str]:
     """A process that is killed while it builds an operator leaves a lock, on which every later start waits for ever."""
-    default = Path.home() / ".cache" / "torch_extensions"
-    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", default)).glob("**/lock"):
-        age = time.time() - lock.stat().st_mtime
-        yield f"PROBLEM: {lock} is {age / 60:.0f} minutes old; if no build runs, delete it: later starts wait on it"
+    for lock in build_locks.find_stale(build_locks.folder()):
+        yield f"PROBLEM: {build_locks.explain(lock)}"
 
 
 def _shared_memory() -> Iterator[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import _lru_cache_wrapper
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,16 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.torch import build_shm_op
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
+from tqdm import tqdm
 
+from fastdiff import build_locks
 from fastdiff.config import RunConfig
 from fastdiff.deepspeed_config import DsConfig, zero_stage
 from fastdiff.dist import World, attempt
@@ -90,6 +98,7 @@ class Engine:
         world.agree(attempt(lambda: create_8bit_state(optimizer, config.optim.name, self.flats, world))[1])
         _unname_shared_memory()
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
+        self._discarding = False
         self.lr = 0.0
         """Learning rate of the last step."""
 
@@ -97,9 +106,16 @@ class Engine:
         """Run the model's forward pass."""
         return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss`` (scalar, mean over the micro-batch), divided by the accumulation."""
-        self._engine.backward(loss)
+    def backward(self, loss: Tensor, *, discard: bool = False) -> None:
+        """Add the gradient of ``loss`` (scalar, mean over the micro-batch), divided by the accumulation.
+
+        Args:
+            loss: of this rank.
+            discard: let ``step`` skip the step, as one whose gradient is not finite, whatever the micro-batches before
+                gave; the same on all ranks.
+        """
+        self._discarding = discard
+        self._engine.backward(loss * math.nan if discard else loss)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # only counts the micro-batch
 
@@ -110,6 +126,7 @@ class Engine:
             DivergedError: under fp16, when the loss scale is at its minimum and the gradient still overflows.
         """
         self.lr = float(self.optimizer.param_groups[0]["lr"])
+        scale = self._lift_loss_scale() if self._discarding else {}
         try:
             self._engine.step()
         except Exception as error:
@@ -119,6 +136,7 @@ class Engine:
                 "the gradient overflows fp16 at the smallest loss scale; lower --optim.lr or use "
                 "--performance.precision bf16. The checkpoints before are intact"
             ) from error
+        self._set_loss_scale(scale)
         applied = bool(self._engine.was_step_applied()) and not getattr(self._engine.optimizer, "overflow", False)
         if applied:
             self._schedule.step()
@@ -139,8 +157,41 @@ class Engine:
     def restore(self, applied: int, loss_scale: dict[str, float]) -> None:
         """Put learning rate and, under fp16, loss scale where they stood after ``applied`` steps."""
         set_lr_step(self._schedule, applied)
-        for name, value in loss_scale.items() if self._precision == "fp16" else ():
+        self._set_loss_scale(loss_scale if self._precision == "fp16" else {})
+
+    def close(self) -> None:
+        """Let go of the memory, as far as nobody else holds it; the engine cannot be used any more."""
+        self._engine.destroy()
+        # ZeRO-3 keeps every module for ever, here and in caches of its methods; its hooks hold the engine.
+        FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not self._engine.module]
+        for cache in gc.get_objects():
+            if type(cache) is _lru_cache_wrapper and cache.__module__.startswith("deepspeed.runtime.zero."):
+                cache.cache_clear()
+
+    def _lift_loss_scale(self) -> dict[str, float]:
+        """Make room for the loss scale to fall, and return its state to go back to: a discarded step is no overflow."""
+        before = self.loss_scale
+        self._set_loss_scale({"cur_scale": 2.0 * before["cur_scale"]} if before else {})
+        return before
+
+    def _set_loss_scale(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
             setattr(self._engine.optimizer.loss_scaler, name, value)
+
+
+def build_operators() -> None:
+    """Let DeepSpeed compile or load what its ranks compile or load when they start on this machine."""
+    build_shm_op()
+
+
+def wait_for_builds() -> None:
+    """Wait until no other process builds the operators that this one needs.
+
+    Raises:
+        ConfigError: a build that was killed left its lock.
+    """
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    build_locks.wait(build_locks.folder(), ShareMemCommBuilder.NAME, tqdm.write if first else lambda _: None)
 
 
 def _require_input_gradients(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:

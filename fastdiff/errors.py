@@ -1,7 +1,8 @@
 """What can go wrong, one class per exit code.
 
 A message says what was given, what was expected and what to do. ``train.py`` and ``cli.py`` print it without a
-traceback and exit with ``exit_code``; anything else is a bug in fastdiff and keeps its traceback.
+traceback and exit with ``exit_code``; anything else is a bug in fastdiff and keeps its traceback. A supervisor exits
+with 69 when a rank or a node stops answering (``cluster.outcome``).
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import errno
 import os
 import sys
 
+from fastdiff.printable import printable
+
 _STORAGE_ERRNOS = (
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EFBIG,
     errno.EIO,
+    errno.ESTALE,
     errno.EROFS,
     errno.EACCES,
     errno.EPERM,
@@ -51,7 +55,7 @@ class DataError(FastdiffError):
 
 
 class DivergedError(FastdiffError):
-    """The training produced non-finite numbers and cannot go on."""
+    """The training produced non-finite numbers, or spikes of the loss, and cannot go on."""
 
     exit_code = 70
     usually_everywhere = True
@@ -61,6 +65,13 @@ class StorageError(FastdiffError):
     """A file could not be written or read back: no space, no permission, input/output error."""
 
     exit_code = 74
+
+
+class Preempted(FastdiffError):
+    """The run was asked to stop and has saved; the same command goes on."""
+
+    exit_code = 75
+    usually_everywhere = True
 
 
 def require(condition: bool, message: str) -> None:
@@ -74,12 +85,18 @@ def report(error: FastdiffError) -> int:
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not error.everywhere:
         where = f" (rank {rank})" if os.environ.get("WORLD_SIZE", "1") != "1" and not error.everywhere else ""
-        print(f"fastdiff: error{where}: {error}", file=sys.stderr, flush=True)
+        message = "\n".join(map(printable, str(error).split("\n")))  # it may hold names from foreign files
+        print(f"fastdiff: error{where}: {message}", file=sys.stderr, flush=True)
     return error.exit_code
 
 
+def is_of_storage(error: Exception) -> bool:
+    """Whether it is a file system's error, and not that of a lost connection or a dead process."""
+    return isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS
+
+
 def as_storage_error(error: OSError) -> StorageError:
-    """Return a file system's error as ours; raise anything else (a lost connection, a dead process) again."""
-    if error.errno not in _STORAGE_ERRNOS:
+    """Return a file system's error as ours; raise anything else again."""
+    if not is_of_storage(error):
         raise error
     return StorageError(f"{error.filename or 'storage'}: {error.strerror}")

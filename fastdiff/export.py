@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fastdiff.backends import DTYPES
-from fastdiff.commit import fsync
 from fastdiff.config import RunConfig
+from fastdiff.durable import fsync
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.export_weights import ExportedWeights, exported_weights
 from fastdiff.model_card import Place, write_card

@@ -6,7 +6,6 @@ import fcntl
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,14 +13,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from fastdiff import redaction
 from fastdiff.config import RunConfig
 from fastdiff.deepspeed_config import DsConfig
 from fastdiff.errors import ConfigError
 
 Resume = Literal["auto", "must", "never"]
+HANG_TIMEOUT_S = 900.0
+"""Longer than a first step with its compilation."""
 
 _PACKAGES = ("fastdiff", "torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes")
-_SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +34,14 @@ class Launch:
     resume: Resume = "auto"
     allow_change: tuple[str, ...] = ()
     dry_run: bool = False
+    hang_timeout_s: float = HANG_TIMEOUT_S
+    """A rank that makes no progress for so long counts as hanging."""
     argv: tuple[str, ...] = ()
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as JSON values."""
-    return json.loads(json.dumps(asdict(config)))  # type: ignore[no-any-return]
+    """Return the configuration as JSON values, without secrets."""
+    return redaction.tree(json.loads(json.dumps(asdict(config))))  # type: ignore[no-any-return]
 
 
 def versions() -> dict[str, str]:
@@ -80,11 +83,11 @@ def write_run_json(folder: Path, config: RunConfig, launch: Launch, ds_config: D
     """Write ``run.json``: everything needed to tell what ran, and no secret."""
     content = {
         "config": as_json(config),
-        "argv": list(launch.argv),
+        "argv": [redaction.line(argument) for argument in launch.argv],
         "versions": versions(),
         "git": _git_state(),
         "device": device,
-        "deepspeed": without_secrets(ds_config),
+        "deepspeed": redaction.tree(ds_config),
     }
     temporary = folder / "run.json.tmp"
     temporary.write_text(json.dumps(content, indent=2))
@@ -101,13 +104,6 @@ def require_run(folder: Path) -> None:
         near = sorted(path.parent.name for path in folder.parent.glob("*/run.json"))
         hint = f"runs there: {', '.join(near)}" if near else "start one with `deepspeed fastdiff/train.py`"
         raise ConfigError(f"{folder}: no run (no run.json); {hint}")
-
-
-def without_secrets(tree: Any) -> Any:
-    """Return ``tree`` with the values of keys that look like credentials replaced."""
-    if isinstance(tree, dict):
-        return {k: "***" if _SECRET.search(k) and isinstance(v, str) else without_secrets(v) for k, v in tree.items()}
-    return [without_secrets(item) for item in tree] if isinstance(tree, list) else tree
 
 
 def _git_state() -> str | None:

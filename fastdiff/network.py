@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from fastdiff.model_config import DiTConfig
 from fastdiff.models import Model, build_model, load_model
 from fastdiff.objective_config import PREDICTION_TYPES, PREDICTIONS, Prediction
 from fastdiff.pretrained import TEXT_ENCODERS, Pretrained, readable
+from fastdiff.published_weights import load_published
 from fastdiff.saved import file_digest
 from fastdiff.schedule import alpha_bar_of, betas
 
@@ -148,23 +148,8 @@ def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
     if not path.is_file():
         raise ConfigError(f"--pretrained.path {path}: no such file")
     with readable(path):
-        found = load_file(path) if path.suffix == ".safetensors" else _published(path)
+        found = load_file(path) if path.suffix == ".safetensors" else load_published(path)
     return {name: value.float() for name, value in found.items() if name != "pos_embed"}
-
-
-def _published(path: Path) -> dict[str, Tensor]:
-    """Weights of a DiT as published: a plain state dict, or one under ``ema``. No code in the file is run."""
-    import argparse
-
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, EOFError) as error:
-            raise ValueError(error) from None
-    state = content.get("ema", content) if isinstance(content, dict) else None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError("expected a state dict, or one under 'ema'")
-    return state
 
 
 def _predicted(scheduler: Mapping[str, object]) -> Prediction:

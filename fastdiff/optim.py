@@ -99,6 +99,14 @@ def set_lr_step(schedule: LambdaLR, applied: int) -> None:
         group["lr"] = base * factor(applied)
 
 
+def lr_after(config: OptimConfig, steps: int, applied: int) -> float:
+    """Return the learning rate of the step after ``applied`` of ``steps`` steps, from the configuration alone."""
+    alone = torch.optim.SGD([torch.zeros(1)], lr=config.lr)
+    schedule = build_lr_schedule(alone, config, steps)
+    set_lr_step(schedule, applied)
+    return float(alone.param_groups[0]["lr"])
+
+
 def step_count(name: str, applied: int, device: torch.device) -> Tensor | int:
     """Return the optimizer's own step counter after ``applied`` steps, as it keeps it for a parameter on ``device``."""
     return torch.tensor(float(applied), device=device) if name == "adamw" else applied

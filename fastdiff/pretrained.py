@@ -21,11 +21,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fastdiff.bounded_read import read_bounded
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import UNetConfig
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 _DESCRIPTIONS = ("*.json", "*.txt", "*.model")
+_LARGEST_DESCRIPTION = 64 << 20
+"""Bytes of a JSON file; the vocabulary of CLIP has one."""
 _WEIGHTS = {
     "unet": "diffusion_pytorch_model",
     "vae": "diffusion_pytorch_model",
@@ -161,12 +164,14 @@ class Pretrained:
         part, _, rest = name.rpartition("/")
         path = self.folder_of(part) / rest
         try:
-            content = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            content = json.loads(read_bounded(path, _LARGEST_DESCRIPTION))
+            if not isinstance(content, dict):
+                raise ValueError("it holds no object")
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{path} cannot be read ({error}); expected a Stable Diffusion pipeline as diffusers saves it"
             ) from None
-        return dict(content)
+        return content
 
     def _digest_of(self, part: str) -> str:
         found: dict[str, str] = {}
@@ -200,6 +205,8 @@ class Pretrained:
                 folder,
                 variant=self.variant if has_variant else None,
                 torch_dtype=dtype,
+                use_safetensors=True,  # or another file, which may be a pickle, would serve
+                local_files_only=True,
                 output_loading_info=True,
             )
         # They are only logged, and their places hold random numbers.
@@ -218,7 +225,7 @@ class Pretrained:
         if not any((folder / file).is_file() for file in ("vocab.json", "tokenizer.json")):
             raise ConfigError(f"{folder} has no vocab.json and no tokenizer.json; expected a tokenizer of CLIP")
         with readable(folder):
-            tokenizer = CLIPTokenizer.from_pretrained(folder)
+            tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
         if tokenizer.model_max_length > length:
             raise ConfigError(
                 f"{folder}/tokenizer_config.json has model_max_length {tokenizer.model_max_length}, the text encoder "

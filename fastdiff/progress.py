@@ -14,22 +14,44 @@ class Progress:
     steps: int = 0
     """Optimizer steps taken, skipped ones included."""
     skipped: int = 0
-    """Steps that were skipped because a gradient was not finite."""
+    """Steps that left no trace in the weights: not finite, discarded as a spike, or undone by a rewind."""
     skipped_in_a_row: int = 0
-    """How many of the last steps were skipped without one between them that was not."""
+    """How many of the last steps were not finite, without one between them that was applied."""
+    rewinds: int = 0
+    """How often the run went back to a checkpoint because of a spike."""
 
     @property
     def applied(self) -> int:
         """Steps that moved the weights; learning rate and EMA count these."""
         return self.steps - self.skipped
 
-    def after(self, samples: int, *, applied: bool) -> Progress:
-        """Return the progress after one more step of ``samples`` samples."""
+    def after(self, samples: int, *, applied: bool, discarded: bool = False) -> Progress:
+        """Return the progress after one more step of ``samples`` samples.
+
+        Args:
+            samples: of the step, over all ranks.
+            applied: False for a step that left no trace in the weights.
+            discarded: whether that is because it was a spike, of which there is another limit.
+        """
+        in_a_row = self.skipped_in_a_row + (not discarded)
         return Progress(
             samples=self.samples + samples,
             steps=self.steps + 1,
             skipped=self.skipped + (not applied),
-            skipped_in_a_row=0 if applied else self.skipped_in_a_row + 1,
+            skipped_in_a_row=0 if applied else in_a_row,
+            rewinds=self.rewinds,
+        )
+
+    def behind(self, later: Progress) -> Progress:
+        """Return the progress of going on with the weights of this one where ``later`` is in the data.
+
+        The steps between the two count as skipped, and ``later`` as one rewind more.
+        """
+        return Progress(
+            samples=later.samples,
+            steps=later.steps,
+            skipped=self.skipped + later.steps - self.steps,
+            rewinds=later.rewinds + 1,
         )
 
 

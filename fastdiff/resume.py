@@ -21,11 +21,13 @@ FREE = (
     "validation.",
     "data.path",
     "data.cache",
+    "data.damaged",
     "data.loader",
     "data.prefetch",
     "data.workers",
     "batch.micro",
     "ema.snapshot_every",
+    "divergence.limit",
     "performance.recompute",
 )
 """Fields, or parts that end with a dot, that do not change what is computed, and so may differ at a resume."""

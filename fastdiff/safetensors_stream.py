@@ -15,7 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 _ALIGNMENT = 8
 
 
@@ -39,18 +50,25 @@ def write_tensors(
         OSError: the disk is full, or something else is wrong with it.
     """
     with path.open("xb") as file:
-        file.write(_header(shapes, dtype, metadata or {}))
+        # Loaders of transformers insist on the format.
+        layout = {name: (dtype, shapes[name]) for name in sorted(shapes)}
+        file.write(header(layout, {"format": "pt", **(metadata or {})}))
         for name in sorted(shapes):
             file.write(_bytes(read(name), name, shapes[name], dtype))
 
 
-def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
-    # Loaders of transformers insist on the format.
-    content: dict[str, Any] = {"__metadata__": dict(sorted({"format": "pt", **metadata}.items()))}
+def header(layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """Return what stands before the values of a file.
+
+    Args:
+        layout: dtype and shape of every tensor, in the order in which their values follow.
+        metadata: of the file.
+    """
+    content: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
-    for name in sorted(shapes):
-        start, end = end, end + math.prod(shapes[name]) * dtype.itemsize
-        content[name] = {"dtype": _NAMES[dtype], "shape": list(shapes[name]), "data_offsets": [start, end]}
+    for name, (dtype, shape) in layout.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        content[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(content, separators=(",", ":")).encode()
     padded = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
     return len(padded).to_bytes(8, "little") + padded

@@ -4,8 +4,8 @@ Every rank's file holds tensors named ``<kind>/<parameter>`` (kinds: ``master``,
 optimizer's own, such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. The
 scales of 8-bit moments (``exp_avg_scales``) are such slices too, counted not in elements but in blocks of the
 parameter. State that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is kept whole as
-``raw/<flat>/<key>``, and what the draw of the timesteps has learned as ``timesteps/<key>`` in the file of rank 0. No
-pickle anywhere.
+``raw/<flat>/<key>``, and ``fragments/<flat>`` tells which parameters lie in it (``blockwise_state``). What the draw of
+the timesteps has learned is ``timesteps/<key>`` in the file of rank 0. No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fastdiff.bounded_read import read_bounded
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.fragments import Fragment
 
@@ -28,11 +31,22 @@ MANIFEST = "MANIFEST.json"
 METERS = "meters"
 TIMESTEPS = "timesteps/"
 """Prefix of what a density of timesteps has learned, in the file of rank 0."""
+SPIKES = "spikes/"
+"""Prefix of the losses that the next one is compared with, in the file of rank 0."""
+RAW = "raw/"
+"""Prefix of state that cannot be sliced by parameters, followed by the number of the flat tensor and a key."""
+FRAGMENTS = "fragments/"
+"""Prefix of which parameters lie where in a flat tensor with raw state, followed by its number."""
 FORMAT = "fastdiff-checkpoint"
 VERSION = 1
 """Raised when older checkpoints would be misread: also if the 8-bit moments get other codes or blocks."""
 
 _POWER = "power-"
+_FILE = re.compile(r"rank-[0-9]{5}\.safetensors")
+_LARGEST_MANIFEST = 2**26
+"""Bytes: that of a thousand ranks has less than one of them."""
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+"""What comes of data that are not laid out as they should be."""
 
 
 def constant_name(rate: float) -> str:
@@ -73,14 +87,34 @@ def snapshot_folder(run: Path) -> Path:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of the checkpoint in ``folder``; StorageError if it is not one."""
+    """Return the manifest of the checkpoint in ``folder``; StorageError if it is not one.
+
+    Whoever wrote it: no file that it names is outside of ``folder``, and each has a size and a digest.
+    """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads(read_bounded(folder / MANIFEST, _LARGEST_MANIFEST))
         if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
             raise ValueError(f"format {manifest['format']} version {manifest['version']}, expected {FORMAT} {VERSION}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{folder / MANIFEST}: not a readable manifest ({error})") from None
+        for name, entry in manifest["files"].items():
+            _check_file(name, entry)
+        seal(manifest)  # it is not nested deeper than can be written
+    except (OSError, *_MALFORMED) as error:
+        raise StorageError(f"{folder / MANIFEST}: not a readable manifest ({type(error).__name__}: {error})") from None
     return manifest  # type: ignore[no-any-return]
+
+
+def _check_file(name: str, entry: Any) -> None:
+    """Refuse what no rank has written; ValueError, or what comes of an entry that is no mapping."""
+    if not _FILE.fullmatch(name):
+        raise ValueError(f"file {name!r}, expected rank-NNNNN.safetensors")
+    if not (isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)):
+        raise ValueError(f"{name}: expected bytes and sha256, given {entry}")
+
+
+def seal(manifest: dict[str, Any]) -> str:
+    """Return the sha256 of a manifest, but for its own entry ``sha256``, as hexadecimal digits."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def problems(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
@@ -89,9 +123,12 @@ def problems(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
     With ``shares`` ranks, rank ``share`` looks at every ``shares``-th file.
     """
     try:
-        files = sorted(read_manifest(folder)["files"].items())
+        manifest = read_manifest(folder)
     except StorageError as error:
         return [str(error)]
+    if manifest.get("sha256") not in (None, seal(manifest)):  # None: written before there were seals
+        return [f"{folder / MANIFEST}: its content is not what was written"]
+    files = sorted(manifest["files"].items())
     found = (_problem_of(folder / name, entry) for name, entry in files[share::shares])
     return [problem for problem in found if problem is not None]
 
@@ -99,6 +136,8 @@ def problems(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
 def _problem_of(path: Path, entry: dict[str, Any]) -> str | None:
     try:
         size = path.stat().st_size
+        if not path.is_file():
+            return f"{path}: it is not a file"
         if size != entry["bytes"]:
             return f"{path}: {size} bytes, expected {entry['bytes']}"
         if file_digest(path) != entry["sha256"]:
@@ -165,32 +204,40 @@ class Saved:
         Entries are elements, for scales blocks (``Flat.blocks``).
         """
         stop = fragment.start + fragment.numel
-        result, filled = None, 0
-        for piece in self._pieces.get(f"{kind}/{fragment.name}", []):
-            low, high = max(piece.start, fragment.start), min(piece.start + piece.numel, stop)
-            if low >= high:
-                continue
+        parts = [
+            (piece, low, high)
+            for piece in self._pieces.get(f"{kind}/{fragment.name}", [])
+            if (low := max(piece.start, fragment.start)) < (high := min(piece.start + piece.numel, stop))
+        ]
+        held = sum(high - low for _, low, high in parts)
+        if not parts or held != fragment.numel:  # told before any memory is asked for
+            raise StorageError(
+                f"{self.folder}: holds {held} of {fragment.numel} elements of {kind}/{fragment.name}; "
+                "the checkpoint belongs to another model"
+            )
+        result = None
+        for piece, low, high in parts:
             values = self._handle(piece.path).get_slice(piece.key)[low - piece.start : high - piece.start]
             if result is None:
                 result = torch.empty(fragment.numel, dtype=values.dtype)
             result[low - fragment.start : high - fragment.start] = values
-            filled += high - low
-        if result is None or filled != fragment.numel:
-            raise StorageError(
-                f"{self.folder}: holds {filled} of {fragment.numel} elements of {kind}/{fragment.name}; "
-                "the checkpoint belongs to another model"
-            )
+        assert result is not None
         return result
 
     def raw(self, flat: int, rank: int) -> dict[str, Tensor]:
         """Return the unsliceable state of a flat tensor, from ``rank``'s file or, where it has none, its owner's."""
-        own = f"rank-{rank:05d}.safetensors"
+        prefix, own = f"{RAW}{flat}/", f"rank-{rank:05d}.safetensors"
         for name in sorted(self.manifest["files"], key=lambda name: (name != own, name)):
-            handle = self._handle(self.folder / name)
-            keys = [key for key in handle.keys() if key.startswith(f"raw/{flat}/")]  # noqa: SIM118 (not a mapping)
-            if keys:
-                return {key.rsplit("/", 1)[1]: handle.get_tensor(key) for key in keys}
+            found = self._with_prefix(name, prefix)
+            if found:
+                return found
         return {}
+
+    def keys(self, prefix: str) -> Iterator[tuple[Any, str]]:
+        """Yield every tensor whose name begins with ``prefix``: the open file that it is in, and its name."""
+        for name in sorted(self.manifest["files"]):
+            handle = self._handle(self.folder / name)
+            yield from ((handle, key) for key in handle.keys() if key.startswith(prefix))  # noqa: SIM118 (no mapping)
 
     def meters(self, rank: int, ranks: int) -> Tensor:
         """Return the loss sums that ``rank`` of ``ranks`` goes on with; rank 0 takes all if the ranks are others."""
@@ -203,15 +250,26 @@ class Saved:
 
     def timesteps(self) -> dict[str, Tensor]:
         """Return what the density of timesteps had learned; empty for one that does not learn."""
-        handle = self._handle(self.folder / "rank-00000.safetensors")
-        keys = [key for key in handle.keys() if key.startswith(TIMESTEPS)]  # noqa: SIM118 (not a mapping)
-        return {key.removeprefix(TIMESTEPS): handle.get_tensor(key) for key in keys}
+        return self._with_prefix("rank-00000.safetensors", TIMESTEPS)
+
+    def spikes(self) -> dict[str, Tensor]:
+        """Return the losses that the next one is compared with; empty in a checkpoint that is older than they are."""
+        return self._with_prefix("rank-00000.safetensors", SPIKES)
+
+    def _with_prefix(self, name: str, prefix: str) -> dict[str, Tensor]:
+        """Return the tensors of one file whose names begin with ``prefix``, without it."""
+        handle = self._handle(self.folder / name)
+        keys = [key for key in handle.keys() if key.startswith(prefix)]  # noqa: SIM118 (not a mapping)
+        return {key.removeprefix(prefix): handle.get_tensor(key) for key in keys}
 
     def _index(self, path: Path) -> None:
         handle = self._handle(path)
-        for key, start in json.loads(handle.metadata()["starts"]).items():
-            numel = math.prod(handle.get_slice(key).get_shape())
-            self._pieces.setdefault(key, []).append(_Piece(path, key, start, numel))
+        try:
+            for key, start in json.loads(handle.metadata()["starts"]).items():
+                numel = math.prod(handle.get_slice(key).get_shape())
+                self._pieces.setdefault(key, []).append(_Piece(path, key, int(start), numel))
+        except (SafetensorError, *_MALFORMED) as error:
+            raise StorageError(f"{path}: does not tell where its slices start ({error})") from None
 
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:

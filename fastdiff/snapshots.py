@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import torch
 
+from fastdiff.background import Background
 from fastdiff.callbacks import Callback
 from fastdiff.checkpoint import common_manifest, sliced
 from fastdiff.commit import StepFolders
+from fastdiff.dist import World
 from fastdiff.progress import Every
 from fastdiff.saved import committed, power_name, snapshot_folder, step_of
 from fastdiff.state import TrainState
 
+_WHAT = "snapshot"
 DTYPE = torch.float16
 """Half the room of fp32, as in EDM2. The coefficients of a reconstruction add up to 1 and are small for widths between
 those that are there, so that its rounding is about that of an export in fp16: 2^-12 of each weight on average."""
 
 
 class Snapshots(Callback):
-    """Commits ``RUN/ema/step-N`` when due; none is ever pruned.
+    """Begins ``RUN/ema/step-N`` when due; none is ever pruned.
 
     Those of steps that a resumed run takes again are removed with the first of these, so that all that are there belong
     to one course of the weights, and a start that fails loses none. (A snapshot goes before the checkpoint of its step:
     a kill between the two loses neither.)
+
+    Args:
+        state: the run.
+        background: writes them, and checkpoints; ``Checkpointing`` tells of failures, and waits for the last.
     """
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TrainState, background: Background) -> None:
         self._every = Every(state.config.ema.snapshot_every)
-        self._folder = snapshot_folder(state.folder)
-        self._folders = StepFolders(self._folder, state.world, "a snapshot of the averages")
+        self._background = background
+        self._folders = _folders(state.folder, background.world)
         self._start: int | None = state.progress.steps
         """Step after which this process goes on; None once a step is taken."""
 
@@ -35,17 +45,36 @@ class Snapshots(Callback):
         """Save when due.
 
         Raises:
-            StorageError: on every rank, if any rank could not write.
+            StorageError: on every rank: saves failed more often than --output.failed_saves allows.
         """
         if self._start is not None:
             start, self._start = self._start, None
-            state.world.on_first(lambda: self._remove_after(start))
-        if not self._every.due(state.progress):
-            return
+            remove_after(state, start)
+        if self._every.due(state.progress):
+            self._background.wait(_WHAT)
+            self._begin(state)
+
+    def _begin(self, state: TrainState) -> None:
         kinds = {f"ema/{name}": state.ema.averages[name] for name in map(power_name, state.ema.power_stds)}
         tensors, starts = sliced(state.engine.flats, kinds)
         manifest = common_manifest(state) | {"ema_rates": []}
-        self._folders.save(state.progress.steps, tensors, starts, manifest, DTYPE)
+        draft = self._folders.draft(state.world, state.progress.steps, tensors, starts, manifest, DTYPE)
+        self._background.begin(_WHAT, draft.step, partial(self._folders.commit, draft))
 
-    def _remove_after(self, step: int) -> None:
-        self._folders.remove([folder for folder in committed(self._folder) if step_of(folder) > step])
+
+def remove_after(state: TrainState, step: int) -> None:
+    """Delete the snapshots of a run that are of later steps than ``step``; called by all ranks, while none is written.
+
+    Raises:
+        StorageError: on every rank: one could not be deleted.
+    """
+
+    def remove() -> None:
+        found = committed(snapshot_folder(state.folder))
+        _folders(state.folder, state.world).remove([folder for folder in found if step_of(folder) > step])
+
+    state.world.on_first(remove)
+
+
+def _folders(run: Path, world: World) -> StepFolders:
+    return StepFolders(snapshot_folder(run), world, "a snapshot of the averages")

@@ -5,37 +5,53 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from fastdiff import backends, boards, deepspeed_config, network, resume
+from fastdiff.background import Background
 from fastdiff.boards import Boards
-from fastdiff.callbacks import Callback, Callbacks, Checkpointing, Log, NonFiniteGuard, SampleGrid
+from fastdiff.callbacks import Callback, Callbacks, Log, Preempt, SampleGrid
 from fastdiff.checkpoint import Checkpoints, restore
+from fastdiff.checkpointing import Checkpointing
 from fastdiff.config import RunConfig
+from fastdiff.damaged_samples import DamagedSamples
 from fastdiff.data import build_batches, build_order, loader_name
 from fastdiff.data.batches import Batches
+from fastdiff.data.order import SampleOrder
 from fastdiff.dist import World, attempt
+from fastdiff.divergence import NonFiniteGuard, Rewind, SpikeGuard
 from fastdiff.ema import Ema
-from fastdiff.engine import Engine
+from fastdiff.engine import Engine, wait_for_builds
 from fastdiff.errors import ConfigError
+from fastdiff.heartbeat import Heartbeat
 from fastdiff.launch import Launch, as_json, claim, versions, write_run_json
 from fastdiff.metrics import Meters
 from fastdiff.models import Model
 from fastdiff.objective import Objective
+from fastdiff.preemption import StopRequest
 from fastdiff.progress import Progress
 from fastdiff.prompt_images import PromptImages
 from fastdiff.saved import Saved
 from fastdiff.snapshots import Snapshots
+from fastdiff.spikes import Spikes
 from fastdiff.state import TrainState
-from fastdiff.training_data import check_provenance, null_condition, open_data
+from fastdiff.training_data import Data, check_provenance, null_condition, open_data
 from fastdiff.validation_loss import ValidationLoss
+from fastdiff.votes import Votes
 from fastdiff_kernels import dispatch
 
 
 def build_run(
-    config: RunConfig, launch: Launch, world: World, stack: ExitStack
+    config: RunConfig,
+    launch: Launch,
+    world: World,
+    stack: ExitStack,
+    stop: StopRequest | None = None,
+    rewind: Rewind | None = None,
+    held: ExitStack | None = None,
 ) -> tuple[TrainState, Batches, Callbacks]:
     """Build the run, or restore it from its newest intact checkpoint; called by all ranks.
 
@@ -44,6 +60,9 @@ def build_run(
         launch: the DeepSpeed JSON, and how to treat a run that is in the folder already.
         world: the ranks.
         stack: closes what is opened here.
+        stop: requests to save and end, which reach this rank.
+        rewind: start behind a spike, from the newest checkpoint before it; the folder is claimed.
+        held: keeps the folder claimed; None: ``stack`` does.
 
     Raises:
         FastdiffError: a part does not fit the others, the folder is in use, or the data are damaged.
@@ -55,66 +74,100 @@ def build_run(
     chosen = _choose_backends(config, ds_config, world)
     stack.enter_context(dispatch.forced(**config.performance.kernel_backends()))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
-    reader, error = attempt(lambda: open_data(config, world.device))
-    world.agree(error)
-    assert reader is not None
-    stack.enter_context(reader)
-    info = reader.info
-    world.on_first(lambda: check_provenance(config, info))
-    order = build_order(
-        info,
-        seed=config.seed,
-        window_shards=config.data.shuffle_shards,
-        global_batch=config.batch.samples,
-    )
+    world.agree(attempt(wait_for_builds)[1])
+    reader, order = _open_data(config, world, stack)
     folder = Path(config.output.folder)
-    world.on_first(lambda: _claim(folder, stack))
-    facts = {
-        "config": as_json(config),
-        "dataset": info.digest,
-        "classes": info.classes,
-        "base": world.on_first(lambda: network.base_digest(config)),
-        "versions": versions(),
-    }
-    checkpoints = Checkpoints(folder / "checkpoints", config.output.keep, world)
-    saved = resume.find(checkpoints, launch, facts, folder)
+    if rewind is None:
+        world.on_first(lambda: _claim(folder, held or stack))
+    heart, error = attempt(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
+    world.agree(error)
+    assert heart is not None
+    stack.callback(heart.close)
+    facts = _facts(config, reader, world)
+    background = stack.enter_context(Background(world, config.output.failed_saves, heart.again))
+    checkpoints = Checkpoints(folder / "checkpoints", config.output.keep, background.world)
+    saved = resume.find(checkpoints, launch, facts, folder) if rewind is None else rewind.find(checkpoints)
 
     # The restored weights before DeepSpeed casts and shards them: so the working copies are those of the masters.
     model, error = attempt(lambda: _build_model(config, world, saved))
     world.agree(error)
     assert model is not None
     engine = Engine(model, config, ds_config, world, blocks=model.block_classes)
-    objective = Objective(
-        config.objective,
-        seed=config.seed,
-        null=null_condition(config, reader),
-        device=world.device,
-        inputs=model.inputs,
-        posterior=info.kind == "posterior",
-        dtype=backends.DTYPES[config.performance.precision],
-        timesteps=config.timesteps,
-        batch_samples=config.batch.samples,
+    state = TrainState(
+        config=config,
+        world=world,
+        engine=engine,
+        objective=_build_objective(config, reader, model, world),
+        ema=Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup),
+        meters=Meters(world),
+        reader=reader,
+        order=order,
+        facts=facts,
+        progress=Progress(),
+        votes=Votes(world, stop),
+        heart=heart,
+        spikes=Spikes(config.divergence, config.batch.samples, world),
     )
-    ema = Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup)
-    meters = Meters(world)
-    state = TrainState(config, world, engine, objective, ema, meters, reader, order, facts, Progress())
     if saved is not None:
         state.progress = restore(saved, state)
+    if rewind is not None:
+        rewind.go_behind(state)
+        checkpoints.save(state)  # so that a kill does not repeat it
     batches = stack.enter_context(_open_batches(state))
     if world.is_first:
         tqdm.write(_summary(state, batches, chosen))
     device_name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     world.on_first(lambda: write_run_json(folder, config, launch, ds_config, device_name))
-    callbacks = _callbacks(state, checkpoints, stack.enter_context(Boards(state)))
+    callbacks = _callbacks(state, checkpoints, background, stack.enter_context(Boards(state)))
     for callback in callbacks:
         stack.callback(callback.close)
     return state, batches, Callbacks(callbacks)
 
 
-def _callbacks(state: TrainState, checkpoints: Checkpoints, boards: Boards) -> list[Callback]:
+def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data, SampleOrder]:
+    reader, error = attempt(lambda: open_data(config, world.device))
+    world.agree(error)
+    assert reader is not None
+    stack.enter_context(reader)
+    world.on_first(lambda: check_provenance(config, reader.info))
+    order = build_order(
+        reader.info, seed=config.seed, window_shards=config.data.shuffle_shards, global_batch=config.batch.samples
+    )
+    return reader, order
+
+
+def _facts(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
+    return {
+        "config": as_json(config),
+        "dataset": reader.info.digest,
+        "classes": reader.info.classes,
+        "base": world.on_first(lambda: network.base_digest(config)),
+        "versions": versions(),
+    }
+
+
+def _build_objective(config: RunConfig, reader: Data, model: Model, world: World) -> Objective:
+    return Objective(
+        config.objective,
+        seed=config.seed,
+        null=null_condition(config, reader),
+        device=world.device,
+        inputs=model.inputs,
+        posterior=reader.info.kind == "posterior",
+        dtype=backends.DTYPES[config.performance.precision],
+        timesteps=config.timesteps,
+        batch_samples=config.batch.samples,
+    )
+
+
+def _callbacks(state: TrainState, checkpoints: Checkpoints, background: Background, boards: Boards) -> list[Callback]:
     """The checkpoint before the validations: a failure in one must not cost the steps since the last one."""
     found: list[Callback] = [NonFiniteGuard(state), Log(state, boards)]
-    found += [Snapshots(state), Checkpointing(state, checkpoints)]
+    if state.config.data.damaged == "skip":
+        found.append(DamagedSamples(state))
+    found.append(SpikeGuard(state))  # behind what is to be recorded also of a step that is undone
+    checkpointing = Checkpointing(state, checkpoints, background)
+    found += [Snapshots(state, background), checkpointing, Preempt()]
     if state.config.validation.data:
         found.append(ValidationLoss(state, boards))
     if state.config.model.kind == "dit":

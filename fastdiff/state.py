@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,13 @@ from fastdiff.data.order import SampleOrder
 from fastdiff.dist import World
 from fastdiff.ema import Ema
 from fastdiff.engine import Engine
+from fastdiff.heartbeat import Heartbeat
 from fastdiff.metrics import Meters
 from fastdiff.objective import Objective
 from fastdiff.progress import Progress
+from fastdiff.spikes import Spikes
 from fastdiff.training_data import Data
+from fastdiff.votes import Tally, Votes
 
 
 @dataclass(slots=True)
@@ -32,8 +35,15 @@ class TrainState:
     facts: dict[str, Any]
     """What every manifest records of the run: configuration, data set, versions."""
     progress: Progress
+    votes: Votes
+    heart: Heartbeat
+    spikes: Spikes
+    tally: Tally = field(default_factory=Tally)
+    """What the ranks voted in the last step."""
     applied: bool = True
     """False if the last step was skipped."""
+    failed_save: bool = False
+    """True if this rank could not write its part of the save that runs beside the steps."""
 
     @property
     def folder(self) -> Path:

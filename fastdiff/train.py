@@ -7,14 +7,19 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from fastdiff import cli, deepspeed_config, dist
 from fastdiff.batch import Batch
 from fastdiff.callbacks import Callbacks
+from fastdiff.closed_output import ignoring_closed_output
 from fastdiff.config import RunConfig
 from fastdiff.dist import World
-from fastdiff.errors import FastdiffError, as_storage_error, report
+from fastdiff.divergence import Rewind, RewindRequest, release_memory
+from fastdiff.errors import FastdiffError, Preempted, as_storage_error, is_of_storage, report
+from fastdiff.heartbeat import note_failure
 from fastdiff.launch import Launch
+from fastdiff.preemption import StopRequest, listening
 from fastdiff.progress import Progress
 from fastdiff.quiet import quieten
 from fastdiff.start import build_run
@@ -23,21 +28,57 @@ from fastdiff.state import TrainState
 _GRACE_S = 10.0
 
 
-def train(config: RunConfig, launch: Launch, world: World) -> Progress:
+def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | None = None) -> Progress:
     """Run, or continue, the run in ``config.output.folder`` to its end.
 
     Args:
         config: what to train.
         launch: the DeepSpeed JSON and how to treat a run that is there already.
         world: the ranks; all of them call this.
+        stop: requests to save and end, which reach this rank.
 
     Raises:
         FastdiffError: with the exit code of what went wrong.
     """
+    stop = stop or StopRequest()
+    with ExitStack() as held:
+        outcome = _run(config, launch, world, held, stop)
+        while isinstance(outcome, Rewind):
+            stop.disarm()
+            release_memory()
+            outcome = _run(config, launch, world, held, stop, outcome)
+        return outcome
+
+
+def _run(
+    config: RunConfig,
+    launch: Launch,
+    world: World,
+    held: ExitStack,
+    stop: StopRequest,
+    rewind: Rewind | None = None,
+) -> Progress | Rewind:
+    """Run to the end, or to a spike from which to go back; what was built is released with this frame."""
     with ExitStack() as stack:
-        state, batches, callbacks = build_run(config, launch, world, stack)
-        take_steps(state, batches, callbacks)
-        callbacks.on_end(state)
+        state, batches, callbacks = build_run(config, launch, world, stack, stop, rewind, held)
+        world.agree(None)  # from here on all ranks have something to save; until here none
+        stop.arm(state.heart)
+        try:
+            take_steps(state, batches, callbacks)
+            state.heart.beat(state.progress.steps, "end")
+            callbacks.on_end(state)
+        except RewindRequest as request:
+            state.engine.close()
+            return request.rewind  # without the traceback, whose frames hold the engine
+        except Preempted:
+            try:
+                callbacks.on_preempted(state)
+            finally:
+                stop.answered = True
+            raise
+        except Exception as error:
+            _note(error)  # before others that wait for this rank notice
+            raise
         return state.progress
 
 
@@ -47,45 +88,81 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
     accumulation = config.batch.accumulation(state.world.size)
 
     while state.progress.samples < config.samples:
+        beat = partial(state.heart.beat, state.progress.steps)
         meters.start_step()
         for _ in range(accumulation):
+            beat("data")
             with meters.waiting_for_data():
                 batch = next(batches)
+            beat("forward")
             corruption = objective.corrupt(batch)
             corruption = objective.dream(corruption, batch, engine)
             prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
             losses = objective.loss(prediction, batch, corruption)
-            engine.backward(losses.mean())
             meters.add(losses, batch.position, corruption.levels, corruption.importance)
+            beat("backward")
+            engine.backward(losses.mean(), discard=state.spikes.discards(meters.step, accumulation))
+        beat("step")
         objective.timesteps.end_step(state.world)
+        state.votes.cast((losses for _, losses in meters.step), failed_save=state.failed_save)
         state.applied = engine.step()
-        state.progress = state.progress.after(config.batch.samples, applied=state.applied)
+        state.tally = state.votes.tally()
+        state.progress = state.progress.after(
+            config.batch.samples, applied=state.applied, discarded=state.spikes.discarded
+        )
         if state.applied:
             ema.update(state.progress.applied)
+        beat("callbacks")
         callbacks.on_step(state)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code: 0, 2, 65, 70 or 74 (see ``errors.py``)."""
+    """Run the command line and return the exit code: 0, 2, 65, 70, 74 or 75 (see ``errors.py``)."""
     quieten()
-    try:
-        launch, config = cli.parse(argv)
-        if launch.dry_run:
-            cli.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, dist.size()))
-            return 0
-        train(config, launch, dist.start())
-        dist.stop()
-    except FastdiffError as error:
-        return report(error)
-    except OSError as error:
-        return report(as_storage_error(error))
-    except RuntimeError:
-        if dist.size() > 1:
-            # Most likely another rank ended and cut the connection. Its message and exit code are the ones to show:
-            # the launcher sees them first and ends this rank.
-            time.sleep(_GRACE_S)
-        raise
+    with ignoring_closed_output():
+        stop = StopRequest()
+        try:
+            with listening(stop):
+                return _start(argv, stop)
+        except Exception as error:
+            return _report(error, stop)
+
+
+def _start(argv: Sequence[str], stop: StopRequest) -> int:
+    launch, config = cli.parse(argv)
+    if launch.dry_run:
+        cli.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, dist.size()))
+        return 0
+    # A hang is to be found by those who watch for it, who know more than a collective that timed out.
+    train(config, launch, dist.start(timeout_s=2 * launch.hang_timeout_s), stop)
+    dist.stop()
     return 0
+
+
+def _report(error: Exception, stop: StopRequest) -> int:
+    """Print what is for users and return its exit code; raise anything else again."""
+    _note(error)
+    if isinstance(error, OSError) and is_of_storage(error):
+        error = as_storage_error(error)
+    if isinstance(error, FastdiffError):
+        return report(error)
+    if isinstance(error, RuntimeError) and dist.size() > 1:
+        # Most likely another rank ended and cut the connection. Its message and exit code are the ones to show: the
+        # launcher sees them first and ends this rank.
+        if stop.reason is not None:
+            return 1  # as it has just done, while this rank came to its end
+        time.sleep(_GRACE_S)
+    raise error
+
+
+def _note(error: Exception) -> None:
+    """Leave the cause for a supervisor; a stop that was asked for has none."""
+    if isinstance(error, Preempted):
+        return
+    if isinstance(error, FastdiffError):
+        note_failure(error.exit_code, str(error))
+    else:
+        note_failure(1, f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

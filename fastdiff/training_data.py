@@ -15,6 +15,7 @@ from fastdiff.data.shards import DatasetInfo
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DiTConfig, UNetConfig
 from fastdiff.network import null_label, pretrained
+from fastdiff.redaction import address
 
 if TYPE_CHECKING:
     from fastdiff.data.online import OnlineImages
@@ -44,7 +45,12 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
         raise ConfigError("--data.path is missing: the folder that `fastdiff encode` wrote")
     folder, fetch = open_shards_folder(config.data.path, config.data.cache)
     # One window of shards is read at a time, and two at its border.
-    reader = LatentReader(folder, open_shards=2 * config.data.shuffle_shards, fetch=fetch)
+    reader = LatentReader(
+        folder,
+        open_shards=2 * config.data.shuffle_shards,
+        fetch=fetch,
+        substitute=config.data.damaged == "skip",
+    )
     _check(config, reader.info)
     return reader
 
@@ -60,7 +66,7 @@ def null_condition(config: RunConfig, reader: Data) -> Condition:
     null = {name: torch.from_numpy(value) for name, value in reader.null().items()}
     if config.objective.condition_dropout and CONTEXT not in null:
         raise ConfigError(
-            f"{config.data.path} has no embedding of the empty caption, which --objective.condition_dropout "
+            f"{address(config.data.path)} has no embedding of the empty caption, which --objective.condition_dropout "
             f"{config.objective.condition_dropout} needs; encode again, or use --objective.condition_dropout 0"
         )
     return null
@@ -88,14 +94,14 @@ def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
         wrong = [size for size in sizes if size[0] % factor or size[1] % factor]
         if channels != config.model.channels or wrong:
             raise ConfigError(
-                f"{config.data.path} holds latents of {channels} channels and sizes {sizes}, the model takes "
+                f"{address(config.data.path)} holds latents of {channels} channels and sizes {sizes}, the model takes "
                 f"{config.model.channels} channels and sizes that divide by {factor}; encode with another --resolution"
             )
     elif info.buckets or (channels, height, width) != (config.model.channels, config.model.size, config.model.size):
         square = height == width and not info.buckets
         remedy = f"--model.channels {channels} --model.size {height}" if square else "square latents of one size"
         raise ConfigError(
-            f"{config.data.path} holds latents of shape {(channels, height, width)}, the model takes "
+            f"{address(config.data.path)} holds latents of shape {(channels, height, width)}, the model takes "
             f"{(config.model.channels, config.model.size, config.model.size)}; use {remedy}"
         )
 
@@ -103,7 +109,7 @@ def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
 def _check_classes(config: RunConfig, model: DiTConfig, info: DatasetInfo) -> None:
     if info.classes is not None and info.classes > model.classes:
         raise ConfigError(
-            f"{config.data.path} has {info.classes} classes, the model {model.classes}; use --model.classes"
+            f"{address(config.data.path)} has {info.classes} classes, the model {model.classes}; use --model.classes"
         )
 
 
@@ -112,8 +118,8 @@ def _check_text(config: RunConfig, model: UNetConfig, info: DatasetInfo) -> None
     found = {name: info.columns[name].shape[-1] for name in (CONTEXT, "pooled") if name in info.columns}
     if found != expected:
         raise ConfigError(
-            f"{config.data.path} holds text embeddings of widths {found or 'none'}, the model takes {expected}; encode "
-            "captions with `fastdiff encode --pretrained` of the pipeline that the model belongs to"
+            f"{address(config.data.path)} holds text embeddings of widths {found or 'none'}, the model takes "
+            f"{expected}; encode captions with `fastdiff encode --pretrained` of the pipeline that the model belongs to"
         )
 
 
@@ -134,7 +140,7 @@ def check_provenance(config: RunConfig, info: DatasetInfo) -> None:
     ):
         if made is not None and made != (here := pipeline.digest(part)):
             raise ConfigError(
-                f"{config.data.path} was encoded with another {name} than that of --pretrained.path "
+                f"{address(config.data.path)} was encoded with another {name} than that of --pretrained.path "
                 f"{config.pretrained.path} (digest {made[:12]}, here {here[:12]}); encode again with "
                 "it, or name the pipeline that the data were encoded with"
             )

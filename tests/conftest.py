@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +26,19 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 _skipped_without_reason: list[str] = []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="as many trials as one night allows (make test-faults)")
+
+
+@pytest.fixture(scope="session")
+def nightly(request: pytest.FixtureRequest) -> bool:
+    """Whether there is time for many trials."""
+    return bool(request.config.getoption("--nightly"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.user_properties += [("fault", mark.args[0]) for mark in item.iter_markers("fault")]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -61,13 +75,22 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A private folder for the operators that DeepSpeed compiles, with those of a CPU run in it.
 
-    Built once, in a process of its own, so that no test that is killed can leave a lock in it.
+    Built once for all workers of pytest-xdist, in a process of its own, so that no test that is killed can leave a lock
+    in it; each worker has a copy, because it may.
     """
     from tests.processes import build_operators, run_ranks
 
-    folder = tmp_path_factory.mktemp("torch_extensions")
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    built, folder = shared / "built_operators", tmp_path_factory.mktemp("torch_extensions")
+    with (shared / "built_operators.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            os.environ["TORCH_EXTENSIONS_DIR"] = str(built)
+            run_ranks(build_operators, ranks=1)
+    shutil.copytree(built, folder, dirs_exist_ok=True)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
-    run_ranks(build_operators, ranks=1)
     return folder
 
 

@@ -75,6 +75,7 @@ def moments(saved: Saved) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.fault(23)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_moments_move_bitwise_to_other_ranks_and_stages(
     world: World, digits: Path, tmp_path: Path, two_ranks: TwoRanks, ranks: int

@@ -21,7 +21,7 @@ from fastdiff.trained import TrainedRun
 from fastdiff_kernels import dispatch
 from fastdiff_kernels import launch as kernel_launch
 from fastdiff_kernels.dispatch import Choice
-from tests.runs import launch, tiny, train_losses
+from tests.runs import launch, reseal, tiny, train_losses
 
 CPU = torch.device("cpu")
 
@@ -191,6 +191,7 @@ def test_a_run_with_forced_backends_is_sampled_where_they_cannot_run(
     )
     assert foreign != manifest
     (saved / "MANIFEST.json").write_text(foreign)
+    reseal(saved / "MANIFEST.json")
     monkeypatch.setattr(kernel_launch, "INTERPRETED", False)
     run = TrainedRun(tmp_path / "run")
     assert run.config.performance.attention == "cudnn"

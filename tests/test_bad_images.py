@@ -133,6 +133,7 @@ except MemoryError:
 """
 
 
+@pytest.mark.fault(28)
 @pytest.mark.parametrize("name", ["pillow", "dali"])
 def test_a_decompression_bomb_costs_no_memory(name: str, tmp_path: Path) -> None:
     """Under a limit of 128 MiB more, which one image of the largest allowed size breaks."""

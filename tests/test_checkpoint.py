@@ -1,92 +1,42 @@
-"""The commit protocol: a kill between any two of its file operations leaves a good checkpoint."""
+"""What a checkpoint holds, how many are kept, and that one of an older version goes on."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Callable
+import resource
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from fastdiff import commit
+from fastdiff import commit, durable, host_copy
+from fastdiff.commit import StepFolders
 from fastdiff.dist import World
+from fastdiff.errors import StorageError
+from fastdiff.host_copy import HostCopy
+from fastdiff.progress import Progress
 from fastdiff.saved import METERS, Saved, committed, file_digest
 from fastdiff.train import train
-from tests.processes import run_ranks
-from tests.runs import hexes, intact, launch, losses, newest, tiny, train_losses
+from tests.forked import forked_ranks, values
+from tests.runs import hexes, launch, losses, newest, tiny, train_losses
 
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it, and nothing runs after it."""
-
-
-def kill_at(operation: int, within: str = "checkpoints") -> tuple[Callable[[], None], Callable[[], int]]:
-    """Make file operation number ``operation`` in the folder ``within`` the last one; returns undo, and a counter."""
-    done = 0
-    patched: list[tuple[Any, str, Any]] = []
-
-    def watch(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            nonlocal done
-            if not any(within in Path(str(a)).parts for a in args) and owner is not os:
-                return original(*args, **options)
-            if done == operation:
-                raise Killed
-            done += 1
-            return original(*args, **options)
-
-        patched.append((owner, name, original))
-        setattr(owner, name, call)
-
-    watch(commit, "save_file")
-    watch(commit, "fsync")
-    watch(commit.shutil, "rmtree")
-    for name in ("mkdir", "write_text", "rename", "unlink"):
-        watch(Path, name)
-
-    def undo() -> None:
-        for owner, name, original in reversed(patched):
-            setattr(owner, name, original)
-
-    return undo, lambda: done
-
-
-def test_a_kill_at_every_file_operation_leaves_a_good_checkpoint(
-    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Save at step 4 with checkpoints 2 and 3 there and 1 to be pruned; die at operation 0, 1, 2, ... of that save."""
-    whole = train_losses(world, tiny(digits, tmp_path / "whole", steps=5), launch())
-    operation = 0
-    while True:
-        folder = tmp_path / f"run{operation}"
-        train(tiny(digits, folder, steps=3, output__checkpoint_every=1), launch(), world)
-        undo, count = kill_at(operation)
-        try:
-            train(tiny(digits, folder, steps=4, output__checkpoint_every=1), launch(), world)
-            survived = True
-        except Killed:
-            survived = False
-        finally:
-            undo()
-        good = intact(folder)
-        assert good[0] in (3, 4), f"killed at operation {operation}: {good} are left"
-        capsys.readouterr()
-        resumed = train_losses(world, tiny(digits, folder, steps=5), launch())
-        assert f"resuming from step {good[0]}" in capsys.readouterr().out
-        assert hexes(resumed) == hexes(whole), f"killed at operation {operation}"
-        left = {path.name for path in (folder / "checkpoints").iterdir()}
-        assert left == {"step-00000005", f"step-0000000{good[0]}"}, "the next save cleans up"
-        if survived:
-            assert count() >= 8, "the operations were really watched"
-            return
-        operation += 1
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 
 
 def test_retention_keeps_the_newest(world: World, digits: Path, tmp_path: Path) -> None:
@@ -108,17 +58,91 @@ def test_a_manifest_tells_what_is_in_it(world: World, digits: Path, tmp_path: Pa
     train(config, launch(), world)
     folder = committed(tmp_path / "run" / "checkpoints")[0]
     manifest = json.loads((folder / "MANIFEST.json").read_text())
-    assert manifest["progress"] == {"samples": 96, "steps": 6, "skipped": 0, "skipped_in_a_row": 0}
+    assert manifest["progress"] == asdict(Progress(samples=96, steps=6))
     assert manifest["config"]["optim"]["lr"] == config.optim.lr
     assert manifest["versions"]["torch"]
     assert manifest["ema_rates"] == [0.9, 0.5]
     assert {p.name for p in folder.iterdir()} == {"MANIFEST.json", "rank-00000.safetensors"}, "no pickle, no scripts"
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_copy_is_what_safetensors_reads(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every dtype, across the blocks of the memory, which is used again for the next copy."""
+    monkeypatch.setattr(host_copy, "_BLOCK", 64)
+    copy = HostCopy()
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(37, generator=generator)
+        tensors = {f"{kind}": (100 * noise).to(kind) for kind in DTYPES} | {"none": torch.empty(0), "one": noise[0]}
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        tensors["slice"] = tensors["torch.float32"][3:9]
+        share = copy.take(tensors, {"slice": 3})
+        expected = {name: tensor.clone() for name, tensor in tensors.items()}
+        for tensor in tensors.values():
+            tensor.zero_()
+        path = tmp_path / f"{seed}.safetensors"
+        entry = durable.write_file(path, share.parts)
+        assert entry == {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+        assert share.bytes == path.stat().st_size
+        with safe_open(path, framework="pt") as file:
+            assert json.loads(file.metadata()["starts"]) == {"slice": 3}
+            found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        assert found.keys() == expected.keys()
+        for name, wanted in expected.items():
+            assert found[name].dtype == wanted.dtype
+            assert torch.equal(found[name], wanted.cpu()), name
+    assert sum(len(block) for block in copy._blocks) == share.bytes - len(share.parts[0]), "the same memory"
+    assert all(block.is_pinned() for block in copy._blocks) == (device == "cuda")
+
+
+def test_a_copy_is_rounded_as_torch_does(tmp_path: Path) -> None:
+    noise = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    durable.write_file(tmp_path / "a", HostCopy().take({"a": noise}, {}, torch.float16).parts)
+    assert torch.equal(load_file(tmp_path / "a")["a"], noise.half())
+
+
+def test_memory_that_cannot_be_pinned_is_taken_as_it_is() -> None:
+    copy = HostCopy()
+    copy._make_room(100, pinned=True)
+    assert [len(block) for block in copy._blocks] == [100]
+    assert copy._blocks[0].is_pinned() == torch.cuda.is_available()
+
+
+def _copy_without_memory(world: World, folder: Path) -> str:
+    if world.rank == 1:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**29, resource.RLIM_INFINITY))
+    large = torch.zeros(1).expand(2**30 if world.rank == 1 else 1)
+    try:
+        StepFolders(folder, world, "a checkpoint").draft(world, 1, {"large": large}, {}, {})
+    except StorageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_host_without_memory_fails_all_ranks(tmp_path: Path) -> None:
+    for message in values(forked_ranks(_copy_without_memory, tmp_path)):
+        assert "no host memory for a copy of 4.00 GiB" in message
+
+
+def test_the_cause_of_a_failure_is_told_though_its_remains_cannot_be_removed(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    folders = StepFolders(tmp_path, world, "a checkpoint")
+    draft = folders.draft(world, 1, {"a": torch.ones(3)}, {}, {})
+    monkeypatch.setattr(durable, "_fallocate", lambda *_: errno.ENOSPC)
+    monkeypatch.setattr(commit.shutil, "rmtree", fails)
+    with pytest.raises(StorageError, match="no space on"):
+        folders.commit(draft)
+
+
 def test_weights_do_not_depend_on_ranks_or_stage(world: World, digits: Path, tmp_path: Path) -> None:
     """The same run written by one rank at ZeRO-0 and by two at ZeRO-3: equal parameters, equal averages."""
     train(tiny(digits, tmp_path / "one", batch__micro=8), launch(0), world)
-    run_ranks(train_losses, tiny(digits, tmp_path / "two", batch__micro=8), launch(3), ranks=2)
+    values(forked_ranks(train_losses, tiny(digits, tmp_path / "two", batch__micro=8), launch(3)))
     one, two = (Saved(committed(tmp_path / name / "checkpoints")[0]) for name in ("one", "two"))
     for rate in (None, 0.9, 0.5):
         a, b = one.weights(rate), two.weights(rate)
@@ -129,22 +153,18 @@ def test_weights_do_not_depend_on_ranks_or_stage(world: World, digits: Path, tmp
 def test_a_failed_rank_fails_all_and_leaves_nothing_half_written(
     torch_extensions: Path, digits: Path, tmp_path: Path
 ) -> None:
-    for message in run_ranks(_fail_on_rank_1, digits, tmp_path / "run", ranks=2):
+    for message in values(forked_ranks(_fail_on_rank_1, digits, tmp_path / "run")):
+        assert "no space" in message
         assert "rank-00001" in message, "every rank names the file that failed"
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def _fail_on_rank_1(world: World, digits: Path, folder: Path) -> str:
-    from safetensors import SafetensorError
-
-    def fail(tensors: Any, path: Path, metadata: Any = None) -> None:
-        raise SafetensorError("No space left on device")
-
     if world.rank == 1:
-        commit.save_file = fail  # type: ignore[assignment]
+        durable._fallocate = lambda *_: errno.ENOSPC  # type: ignore[assignment]
     try:
         train(tiny(digits, folder, steps=1), launch(), world)
-    except commit.StorageError as error:
+    except StorageError as error:
         return str(error)
     return "no error"
 
@@ -193,7 +213,7 @@ def _make_old(folder: Path) -> None:
     tensors[METERS] = torch.zeros(2, dtype=torch.float64)
     save_file(tensors, path, metadata)
     config = manifest["config"]
-    del manifest["ema_stds"], config["timesteps"]
+    del manifest["ema_stds"], manifest["sha256"], config["timesteps"]
     assert config["objective"].keys() > OLD_OBJECTIVE
     config["objective"] = {key: value for key, value in config["objective"].items() if key in OLD_OBJECTIVE}
     config["ema"] = {key: config["ema"][key] for key in ("rates", "warmup")}

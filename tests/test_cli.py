@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff import cli, deepspeed_config
+from fastdiff import cli, deepspeed_config, redaction
 from fastdiff.config import BatchConfig, RunConfig
 from fastdiff.errors import ConfigError
-from fastdiff.launch import as_json, without_secrets
+from fastdiff.launch import as_json
 from fastdiff.presets import PRESETS, preset
 from tests.processes import ROOT
 
@@ -195,5 +195,5 @@ def test_a_missing_deepspeed_file_names_the_nearest() -> None:
 
 
 def test_secrets_stay_out_of_run_json() -> None:
-    clean = without_secrets({"comet": {"api_key": "abc", "samples": 3}, "list": [{"token": "t"}]})
+    clean = redaction.tree({"comet": {"api_key": "abc", "samples": 3}, "list": [{"token": "t"}]})
     assert clean == {"comet": {"api_key": "***", "samples": 3}, "list": [{"token": "***"}]}

@@ -267,6 +267,7 @@ def test_the_number_of_threads_does_not_matter(tmp_path: Path, source: Path, sd:
     assert files(tmp_path / "1") == files(tmp_path / "2")
 
 
+@pytest.mark.fault(9)
 def test_a_damaged_shard_of_a_killed_encode_is_written_again(
     tmp_path: Path, source: Path, sd: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +313,7 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, source: Path, sd: Path
         encode(source, source / "out", sd)
 
 
+@pytest.mark.fault(27)
 def test_a_unit_is_written_by_one_process(tmp_path: Path) -> None:
     first, second = (EncodeFolder(tmp_path, {}, 1, lambda: 1) for _ in range(2))
     with first.claimed(0) as to_do:
@@ -322,6 +324,7 @@ def test_a_unit_is_written_by_one_process(tmp_path: Path) -> None:
         assert to_do
 
 
+@pytest.mark.fault(8)
 def test_after_a_full_disk_the_same_command_goes_on(tmp_path: Path, source: Path, sd: Path, plain: Path) -> None:
     with tiny_disk(tmp_path / "disk", 0.5) as disk:
         ballast, out = disk / "ballast", disk / "out"

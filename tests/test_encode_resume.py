@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,27 +104,68 @@ def written(out: Path) -> int:
     return sum(1 for path in out.rglob("*") if path.suffix != ".lock")
 
 
+@pytest.mark.fault(9)
 @pytest.mark.parametrize("count", [1, 2])
 def test_killed_five_times_it_writes_the_same_bytes(
-    tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes], count: int
+    tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes], count: int, nightly: bool
 ) -> None:
-    out, moments = tmp_path / "out", random.Random(count)
-    for _ in range(5):
-        target = (written(out) if out.exists() else 0) + moments.randrange(1, 9)
-        processes = begin(ranks, command, out, count)
-        until(lambda: written(out) >= target, lambda: any(process.is_alive() for process in processes))  # noqa: B023
-        time.sleep(moments.uniform(0, 0.02))
-        for process in processes:
-            process.kill()
-        assert -9 in finish(processes), "one was at work"
-        assert not (out / "dataset.json").exists()
-    kept = len(list((out / ".encoding").glob("unit-*.json")))
-    assert 0 < kept < IMAGES // PER_SHARD
-    assert finish(begin(ranks, command, out, count)) == [0] * count
-    assert files(out) == undisturbed
+    for trial in range(6 if nightly else 1):
+        out, moments = tmp_path / f"out{trial}", random.Random(count + 2 * trial)
+        for _ in range(5):
+            target = (written(out) if out.exists() else 0) + moments.randrange(1, 9)
+            processes = begin(ranks, command, out, count)
+            until(lambda: written(out) >= target, lambda: any(process.is_alive() for process in processes))  # noqa: B023
+            time.sleep(moments.uniform(0, 0.02))
+            for process in processes:
+                process.kill()
+            assert -9 in finish(processes), "one was at work"
+            assert not (out / "dataset.json").exists()
+        kept = len(list((out / ".encoding").glob("unit-*.json")))
+        assert 0 < kept < IMAGES // PER_SHARD
+        assert finish(begin(ranks, command, out, count)) == [0] * count
+        assert files(out) == undisturbed
     assert "bad_images.jsonl" in undisturbed
 
 
+def killed_main(argv: list[str], number: int) -> None:
+    """Encode until the call number ``number`` that makes something durable or visible, and die before it."""
+    import os
+    import signal
+    from unittest import mock
+
+    calls = itertools.count(1)
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **options)
+
+        return call
+
+    with mock.patch("os.fsync", dying(os.fsync)), mock.patch("pathlib.Path.replace", dying(Path.replace)):
+        rank_main(argv, 0, 1)
+
+
+@pytest.mark.fault(9)
+def test_killed_at_every_durable_call_it_writes_the_same_bytes(
+    tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes], nightly: bool
+) -> None:
+    """Each start dies one call later than the one before it: the calls of one unit, and at night those of four."""
+    out, published = tmp_path / "out", False
+    for number in range(1, 53 if nightly else 14):
+        if published:
+            assert files(out) == undisturbed
+            shutil.rmtree(out)
+        process = ranks.Process(target=killed_main, args=([*command, str(out)], number), daemon=True)
+        process.start()
+        ended, published = finish([process]), (out / "dataset.json").exists()
+        assert ended == [-9] or (nightly and published)
+    assert finish(begin(ranks, command, out, 1)) == [0]
+    assert files(out) == undisturbed
+
+
+@pytest.mark.fault(9)
 def test_killed_while_it_publishes(
     tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes]
 ) -> None:
@@ -137,6 +180,7 @@ def test_killed_while_it_publishes(
     assert files(out) == undisturbed
 
 
+@pytest.mark.fault(9)
 def test_the_real_command_is_killed_and_goes_on(
     tmp_path: Path, command: list[str], undisturbed: dict[str, bytes]
 ) -> None:

@@ -258,7 +258,8 @@ def test_a_checkpoint_is_exported_with_one_tensor_in_memory(tmp_path: Path) -> N
         kinds = {f"ema/0.9/{name}": torch.full((half,), float(name[5:])) for name in names}
         starts = json.dumps(dict.fromkeys(kinds, rank * half))
         save_file(kinds | {"meters": torch.zeros(2)}, tmp_path / f"rank-{rank:05d}.safetensors", {"starts": starts})
-    files = {f"rank-{rank:05d}.safetensors": {} for rank in range(2)}
+    sizes = {path.name: path.stat().st_size for path in sorted(tmp_path.glob("rank-*.safetensors"))}
+    files = {name: {"bytes": size, "sha256": "0" * 64} for name, size in sizes.items()}
     parameters = {name: [numel] for name in names}
     manifest = {"format": FORMAT, "version": VERSION, "files": files, "parameters": parameters, "ema_rates": [0.9]}
     (tmp_path / MANIFEST).write_text(json.dumps(manifest))

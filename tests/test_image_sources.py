@@ -89,6 +89,7 @@ def test_metadata_csv(tmp_path: Path) -> None:
         source(tmp_path)
 
 
+@pytest.mark.fault(28)
 def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     rows = [
         {"file_name": "missing.jpg", "text": "x"},
@@ -279,7 +280,7 @@ def test_parquet_with_classes_and_gaps(tmp_path: Path, monkeypatch: pytest.Monke
     assert isinstance(third, BadItem)
     assert third.reason == "its image is missing"
     assert isinstance(fourth, BadItem)
-    assert fourth.reason == "its image /no/such.jpg is missing"
+    assert fourth.reason == "its image /no/such.jpg is outside of the data set"
     assert fourth.name.endswith("rows, split train, row 3")
 
 

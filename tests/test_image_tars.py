@@ -196,6 +196,7 @@ def test_members_that_are_not_of_a_sample_do_no_harm(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.fault(28)
 def test_links_and_large_images_are_refused(tmp_path: Path) -> None:
     good = tar([("0.jpg", picture(0)), ("0.txt", b"good")])
     good = good[: good.index(b"good") + 512]
@@ -259,6 +260,7 @@ def damaged() -> Iterator[tuple[str, bytes, int, str]]:
     yield "extended", whole[:third] + bomb.tobuf(tarfile.GNU_FORMAT), 1, "an extended header of 1099511627776 bytes"
 
 
+@pytest.mark.fault(28)
 @pytest.mark.parametrize(("content", "before", "what"), [pytest.param(*rest, id=name) for name, *rest in damaged()])
 def test_a_damaged_tar_gives_what_was_before_the_damage(tmp_path: Path, content: bytes, before: int, what: str) -> None:
     path = tmp_path / "damaged.tar"

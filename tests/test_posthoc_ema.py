@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,19 @@ from safetensors.torch import load_file
 from fastdiff import commit
 from fastdiff.commands import main
 from fastdiff.commit import StepFolders
-from fastdiff.config import EmaConfig, ValidationConfig
+from fastdiff.config import EmaConfig, RunConfig, ValidationConfig
 from fastdiff.dist import World
 from fastdiff.ema import Ema
 from fastdiff.errors import ConfigError, FastdiffError, StorageError
 from fastdiff.posthoc_ema import reconstruct
 from fastdiff.power_profile import exponent, fit, product, share
-from fastdiff.saved import Saved, committed, problems
+from fastdiff.saved import Saved, committed, problems, step_of
 from fastdiff.train import train
+from tests.crash_points import LOSSES, CrashPoints, cut_power, operations
+from tests.forked import forked_ranks
 from tests.processes import run_ranks
-from tests.runs import assert_same_checkpoint, launch, newest, tiny, train_losses
-from tests.test_checkpoint import Killed, kill_at
+from tests.runs import assert_same_checkpoint, launch, newest, reseal, tiny, train_losses
+from tests.test_divergence import in_step, lines, marred, spiky
 from tests.test_ema import flat_of
 
 STDS = (0.05, 0.07, 0.10)
@@ -153,6 +156,7 @@ def of_two(run: Path, tmp_path: Path) -> Path:
     for path in copy.rglob("MANIFEST.json"):
         path.write_text(path.read_text().replace(json.dumps(list(STDS), indent=1).replace("\n", "\n "), "[0.05, 0.1]"))
         assert json.loads(path.read_text())["ema_stds"] == [0.05, 0.1]
+        reseal(path)
     return copy
 
 
@@ -233,26 +237,76 @@ def test_two_ranks_at_zero3_write_the_snapshots_of_one(
         assert (one - two).norm() < 1e-3 * one.norm()
 
 
-def test_a_kill_at_every_file_operation_of_a_snapshot_leaves_whole_ones(world: World, tmp_path: Path) -> None:
-    folders = StepFolders(tmp_path / "ema", world, "a snapshot")
-    manifest = {"format": "fastdiff-checkpoint", "version": 1}
-    folders.save(2, {"a": torch.ones(3)}, {"a": 0}, manifest, torch.float16)
-    operation, survived = 0, False
-    while not survived:
-        undo, count = kill_at(operation, within="ema")
-        try:
-            folders.save(4, {"a": torch.full((3,), 4.0)}, {"a": 0}, manifest, torch.float16)
-            survived = True
-        except Killed:
-            operation += 1
-        finally:
-            undo()
-        found = committed(tmp_path / "ema")
-        assert not any(problems(folder) for folder in found)
-        assert {path.name for path in found} <= {"step-00000002", "step-00000004"}
-        assert (tmp_path / "ema" / "step-00000002") in found
-    assert count() >= 6, "the operations were really watched"
-    assert {path.name for path in (tmp_path / "ema").iterdir()} == {"step-00000002", "step-00000004"}
+MANIFEST = {"format": "fastdiff-checkpoint", "version": 1}
+
+
+def _snapshot(world: World, folder: Path, step: int, operation: int | None = None) -> int:
+    """Commit a snapshot, or die at a file operation of that; return how many there are."""
+    folder.mkdir(exist_ok=True)
+    folders = StepFolders(folder / "ema", world, "a snapshot")
+    points = CrashPoints(folder / "ema", folder / "journal.jsonl", operation)
+    with points.watched():
+        folders.commit(folders.draft(world, step, {"a": torch.ones(3)}, {"a": 0}, MANIFEST, torch.float16))
+    return points.done
+
+
+@pytest.mark.fault(2)
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("again", [False, True], ids=["new", "in place of a damaged one"])
+def test_a_kill_at_every_file_operation_of_a_snapshot_leaves_whole_ones(
+    world: World, tmp_path: Path, again: bool
+) -> None:
+    """So does a power cut there. In place of a damaged one: from the operation on that takes its name away."""
+    start = tmp_path / "start"
+    for step in (2, 4) if again else (2,):
+        _snapshot(world, start, step)
+    if again:
+        flip_last_byte(start / "ema" / "step-00000004" / "rank-00000.safetensors")
+    (start / "journal.jsonl").unlink()
+    shutil.copytree(start, tmp_path / "unharmed")
+    count = _snapshot(world, tmp_path / "unharmed", 4)
+    kinds = [record["op"] for record in operations([tmp_path / "unharmed" / "journal.jsonl"])]
+    assert kinds.count("rename") == (2 if again else 1)
+    assert count == len(kinds) >= 10, "the operations were really watched"
+    for operation in range(kinds.index("rename") if again else 0, count):
+        folder = tmp_path / str(operation)
+        shutil.copytree(start, folder)
+        [ended] = forked_ranks(_snapshot, folder, 4, operation, ranks=1)
+        assert ended.code == -signal.SIGKILL
+        done = operations([folder / "journal.jsonl"])
+        for loss in LOSSES:
+            shutil.copytree(folder, folder.with_name(f"{operation}-{loss}"))
+            cut_power(folder.with_name(f"{operation}-{loss}") / "ema", done, loss)
+        for left in (folder, *(folder.with_name(f"{operation}-{loss}") for loss in LOSSES)):
+            _check_left(left / "ema", again)
+            _snapshot(world, left, 4)
+            assert {path.name for path in (left / "ema").iterdir()} == {"step-00000002", "step-00000004"}
+            assert not any(problems(snapshot) for snapshot in committed(left / "ema")), left.name
+
+
+def _check_left(folder: Path, again: bool) -> None:
+    """Step 2 is as it was, and of step 4 there is a whole one, none or, if it was there, the damaged one."""
+    assert not problems(folder / "step-00000002"), folder
+    assert {path.name for path in committed(folder)} <= {"step-00000002", "step-00000004"}
+    new = folder / "step-00000004"
+    if again:
+        assert new.exists() or new.with_suffix(".old.tmp").exists(), "the one is removed once the other is named"
+    elif new.exists():
+        assert not problems(new), folder
+
+
+def flip_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def _die_in_snapshot_6(world: World, config: RunConfig) -> None:
+    folder = Path(config.output.folder)
+    # After the folder, the file, its room and its header.
+    points = CrashPoints(folder / "ema" / "step-00000006.tmp", folder.with_suffix(".jsonl"), 4)
+    with points.watched():
+        train(config, launch(0), world)
 
 
 def test_a_run_killed_in_a_snapshot_resumes_to_the_same_bits(
@@ -261,22 +315,9 @@ def test_a_run_killed_in_a_snapshot_resumes_to_the_same_bits(
     """Checkpoint 3, snapshot 4 and half of snapshot 6 are there; the whole run is one that was not interrupted."""
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     config = _tracking(digits, folder, 6, output__checkpoint_every=3)
-    original, saves = commit.save_file, 0
-
-    def killed(*args: Any, **options: Any) -> None:
-        nonlocal saves
-        saves += 1
-        if saves == 4:  # snapshot 2, checkpoint 3, snapshot 4, snapshot 6
-            raise Killed
-        original(*args, **options)
-
-    commit.save_file = killed
-    try:
-        with pytest.raises(Killed):
-            train(config, launch(0), world)
-    finally:
-        commit.save_file = original
+    assert forked_ranks(_die_in_snapshot_6, config, ranks=1)[0].code == -signal.SIGKILL
     assert [path.name for path in committed(folder / "ema")] == ["step-00000004", "step-00000002"]
+    assert [path.name for path in committed(folder / "checkpoints")] == ["step-00000003"]
     train(config, launch(0), world)
     train(_tracking(digits, whole, 6, output__checkpoint_every=3), launch(0), world)
     assert_same_checkpoint(whole, folder)
@@ -297,6 +338,16 @@ def test_a_resume_removes_snapshots_of_later_steps(run: Path, world: World, digi
     assert not committed(tmp_path / "run" / "ema")
 
 
+def test_a_rewind_removes_the_snapshots_of_the_course_that_it_leaves(world: World, tmp_path: Path) -> None:
+    """From the spike in step 11 back to step 8; snapshots of both courses would make an average of neither."""
+    data = marred(tmp_path / "data", {in_step(11): 100.0})
+    averages = EmaConfig(rates=(), power_stds=STDS, snapshot_every=2)
+    train(spiky(data, tmp_path / "run", 14, divergence__policy="rewind", ema=averages), launch(0), world)
+    assert [line["rewound_to"] for line in lines(tmp_path / "run") if "rewound_to" in line] == [8]
+    left = [step_of(folder) for folder in committed(tmp_path / "run" / "ema")]
+    assert left == [14, 12, 8, 6, 4, 2]
+
+
 def test_a_width_cannot_be_added_at_a_resume(run: Path, world: World, digits: Path, tmp_path: Path) -> None:
     """It would be no average of the whole course; an average of constant rate can, and a width can be dropped."""
     shutil.copytree(run, tmp_path / "run")
@@ -314,5 +365,5 @@ def test_a_full_disk_ends_the_run_with_one_message(
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5})())
     folders = StepFolders(tmp_path / "ema", world, "a snapshot of the averages")
     with pytest.raises(StorageError, match="a snapshot of the averages needs"):
-        folders.save(2, {"a": torch.ones(3)}, {"a": 0}, {}, torch.float16)
+        folders.commit(folders.draft(world, 2, {"a": torch.ones(3)}, {"a": 0}, {}, torch.float16))
     assert not list((tmp_path / "ema").iterdir())

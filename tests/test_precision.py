@@ -61,8 +61,8 @@ def test_fp16_stops_at_the_smallest_loss_scale(
     config = tiny(digits, tmp_path / "run", steps=60, performance__precision="fp16")
 
     class Overflowing(Engine):
-        def backward(self, loss: torch.Tensor) -> None:
-            super().backward(loss * 1e30)
+        def backward(self, loss: torch.Tensor, *, discard: bool = False) -> None:
+            super().backward(loss * 1e30, discard=discard)
 
     with mock.patch("fastdiff.start.Engine", Overflowing), pytest.raises(DivergedError, match="smallest loss scale"):
         train(config, launch(stage), world)

@@ -230,6 +230,7 @@ def test_an_intact_data_set_has_no_problems(intact):
     assert "no problems" in str(report)
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize("row", [0, 3, PER_SHARD - 1])
 @pytest.mark.parametrize("where", [0, 9, 20, 127, 128, 150, 128 + 63])
 def test_a_flipped_bit_of_a_latent_is_named(folder, truth, row, where):
@@ -246,6 +247,7 @@ def test_a_flipped_bit_of_a_latent_is_named(folder, truth, row, where):
     assert len(assert_found_by_verify(folder, place).problems) == 1
 
 
+@pytest.mark.fault(17)
 def test_a_flipped_bit_of_a_class_is_named(folder, truth):
     place = index_of(folder).place("cls", 4)
     flip(folder / BAD, place.offset)
@@ -310,6 +312,7 @@ def test_damage_beside_the_samples_is_found_by_verify(folder):
     assert "padding" in problem.what
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize("row", [0, 4, PER_SHARD - 1])
 def test_a_truncated_shard_is_named_at_open(folder, row):
     place = index_of(folder).place("latent.npy", row)
@@ -322,6 +325,7 @@ def test_a_truncated_shard_is_named_at_open(folder, row):
         assert_named(str(report), index_of(folder).place("latent.npy", later))
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize("size", [0, 100, 512])
 def test_an_almost_empty_shard_is_named_at_open(folder, size):
     place = index_of(folder).place("latent.npy", 0)
@@ -332,6 +336,7 @@ def test_an_almost_empty_shard_is_named_at_open(folder, size):
     assert_found_by_verify(folder, place)
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize("change", [-512, 512])
 def test_a_changed_end_of_the_archive_is_named(folder, change):
     place = index_of(folder).place("cls", PER_SHARD - 1)
@@ -342,6 +347,7 @@ def test_a_changed_end_of_the_archive_is_named(folder, change):
     assert_found_by_verify(folder, place)
 
 
+@pytest.mark.fault(19)
 def test_a_shard_truncated_under_an_open_reader_is_a_data_error(folder, truth):
     place = index_of(folder).place("latent.npy", 3)
     with LatentReader(folder) as reader:
@@ -354,6 +360,7 @@ def test_a_shard_truncated_under_an_open_reader_is_a_data_error(folder, truth):
         assert reader.read(before)["latent"].tobytes() == truth["latent"][before].tobytes()
 
 
+@pytest.mark.fault(17)
 def test_a_missing_shard_is_named_at_open(folder):
     (folder / BAD).unlink()
     with pytest.raises(DataError, match=rf"shard {BAD}: the file is missing"):
@@ -362,6 +369,7 @@ def test_a_missing_shard_is_named_at_open(folder):
     assert (problem.shard, problem.what) == (BAD, "the file is missing")
 
 
+@pytest.mark.fault(17)
 def test_a_missing_index_is_named(folder, truth):
     (folder / BAD).with_suffix(".index.json").unlink()
     with LatentReader(folder) as reader, pytest.raises(DataError, match=r"index.json is missing"):
@@ -377,6 +385,7 @@ def rewrite_index(folder, part, row, change):
     path.write_text(json.dumps(content, sort_keys=True, separators=(",", ":")) + "\n")
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize("part", ["offset", "length", "crc32"])
 @pytest.mark.parametrize("row", [0, 5])
 def test_one_wrong_number_in_an_index_is_named(folder, truth, part, row):
@@ -391,6 +400,7 @@ def test_one_wrong_number_in_an_index_is_named(folder, truth, part, row):
     assert_found_by_verify(folder, wrong)
 
 
+@pytest.mark.fault(17)
 def test_the_index_of_another_shard_is_named(folder, truth):
     shutil.copy(folder / "train-000002.index.json", folder / "train-000001.index.json")
     with LatentReader(folder) as reader, pytest.raises(DataError, match=r"index and tar disagree") as caught:
@@ -401,6 +411,7 @@ def test_the_index_of_another_shard_is_named(folder, truth):
     assert_found_by_verify(folder, index_of(folder).place("latent.npy", 0))
 
 
+@pytest.mark.fault(17)
 def test_a_stale_index_is_named(folder, tmp_path):
     encode_synthetic(tmp_path / "old", SHAPE, SAMPLES, classes=7, seed=1, samples_per_shard=PER_SHARD)
     shutil.copy(tmp_path / "old" / "train-000001.index.json", folder)
@@ -409,6 +420,7 @@ def test_a_stale_index_is_named(folder, tmp_path):
     assert_named(str(caught.value), index_of(folder).place("latent.npy", 0))
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"format": "fastdiff-shard-index"'])
 def test_an_unreadable_index_is_named(folder, content):
     place = index_of(folder).place("latent.npy", 0)
@@ -422,6 +434,7 @@ def test_an_unreadable_index_is_named(folder, content):
     assert_found_by_verify(folder, place)
 
 
+@pytest.mark.fault(17)
 def test_a_shard_replaced_by_another_valid_shard_is_named(folder, truth):
     place = index_of(folder).place("latent.npy", 0)
     shutil.copy(folder / "train-000002.tar", folder / BAD)
@@ -432,6 +445,7 @@ def test_a_shard_replaced_by_another_valid_shard_is_named(folder, truth):
     assert_found_by_verify(folder, place)
 
 
+@pytest.mark.fault(17)
 def test_a_shard_replaced_with_its_index_is_named(folder, truth):
     for suffix in ("tar", "index.json", "idx"):
         shutil.copy(folder / f"train-000002.{suffix}", folder / f"train-000001.{suffix}")
@@ -442,6 +456,7 @@ def test_a_shard_replaced_with_its_index_is_named(folder, truth):
     assert_found_by_verify(folder, index_of(folder).place("latent.npy", 0))
 
 
+@pytest.mark.fault(17)
 def test_a_shard_replaced_by_one_of_another_size_is_named(folder, tmp_path):
     place = index_of(folder).place("latent.npy", 0)
     encode_digits(tmp_path / "digits", samples_per_shard=1797)
@@ -470,6 +485,7 @@ def declare(folder, **changes):
     (folder / "dataset.json").write_text(json.dumps(info))
 
 
+@pytest.mark.fault(18)
 def test_what_contradicts_dataset_json_is_refused_though_its_digests_fit(folder):
     place = index_of(folder).place("cls", 0)
     declare(folder, classes=1)
@@ -491,6 +507,7 @@ def test_what_contradicts_dataset_json_is_refused_though_its_digests_fit(folder)
     assert "no pooled.npy" in str(verify(folder))
 
 
+@pytest.mark.fault(18)
 def test_a_shard_with_another_count_than_declared_is_refused(folder):
     shards = json.loads((folder / "dataset.json").read_bytes())["shards"]
     shards[0]["samples"], shards[1]["samples"] = 7, 9

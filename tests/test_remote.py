@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import hashlib
 import multiprocessing
 import os
@@ -84,6 +85,7 @@ def test_a_server_that_is_busy_is_asked_again(web: WebServer) -> None:
         assert file.read() == CONTENT
 
 
+@pytest.mark.fault(28)
 def test_after_five_attempts_the_error_names_the_address_without_its_secrets(web: WebServer) -> None:
     web.refuse = [503] * 5
     with pytest.raises(StorageError) as caught:
@@ -129,6 +131,27 @@ def test_a_length_that_is_not_stated_is_refused(web: WebServer) -> None:
     web.states_length = False
     with pytest.raises(StorageError, match="does not say how long it is"):
         open_url(f"{web.url}/file.bin")
+
+
+@pytest.mark.fault(28)
+def test_more_bytes_than_expected_are_not_asked_for(web: WebServer, tmp_path: Path) -> None:
+    for read in (
+        lambda: open_url(f"{web.url}/file.bin", 10),
+        lambda: fetch(f"{web.url}/file.bin", tmp_path / "x", None, 10),
+    ):
+        with pytest.raises(DataError, match=rf"file.bin has {len(CONTENT)} bytes, at most 10 are expected"):
+            read()
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.fault(28)
+def test_what_a_server_calls_compressed_is_not_unpacked(web: WebServer) -> None:
+    """300 kB of gzip stand for 300 MB; offsets and lengths are those of the bytes that are sent."""
+    packed = gzip.compress(bytes(300 << 20), 6)
+    (web.folder / "bomb.bin").write_bytes(packed)
+    web.encoding = "gzip"
+    with open_url(f"{web.url}/bomb.bin") as file:
+        assert file.read() == packed
 
 
 def test_fetch_verifies_and_leaves_nothing_behind(web: WebServer, tmp_path: Path) -> None:
@@ -214,6 +237,7 @@ def test_a_folder_needs_no_cache_and_an_address_has_one(
         assert LatentReader(folder, fetch=ensure).read([5])["label"] == LatentReader(digits).read([5])["label"]
 
 
+@pytest.mark.fault(17)
 def test_a_shard_of_another_encode_is_refused(digits: Path, tmp_path: Path) -> None:
     served = tmp_path / "served"
     served.mkdir()

@@ -19,6 +19,7 @@ def config_of(data: Path, folder: Path, optimizer: str) -> RunConfig:
     return tiny(data, folder, steps=STEPS, optim__name=optimizer, output__checkpoint_every=5, data__loader="auto")
 
 
+@pytest.mark.fault(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
 def test_a_killed_run_resumes_hex_equal(torch_extensions: Path, digits: Path, tmp_path: Path, optimizer: str) -> None:
     """SIGKILL to all processes at about step 13, with two ranks under ZeRO-3; then the same command."""

@@ -280,6 +280,7 @@ def test_shards_of_someone_else_are_not_replaced(tmp_path):
     assert contents(tmp_path) == {"train-000000.tar": b"images"}
 
 
+@pytest.mark.fault(27)
 def test_two_encodes_do_not_meet_in_one_folder(tmp_path):
     with ShardWriter(tmp_path, TEMPLATE, samples_per_shard=1) as writer:
         writer.add("0", {"latent": np.zeros((1, 2, 2), np.float16)}, 0)
@@ -288,6 +289,7 @@ def test_two_encodes_do_not_meet_in_one_folder(tmp_path):
     assert verify(tmp_path).ok
 
 
+@pytest.mark.fault(9)
 def test_an_interrupted_encode_is_no_data_set_and_can_be_repeated(tmp_path):
     def interrupted():
         with ShardWriter(tmp_path, TEMPLATE, samples_per_shard=2) as writer:
@@ -307,6 +309,7 @@ def test_an_interrupted_encode_is_no_data_set_and_can_be_repeated(tmp_path):
     assert verify(tmp_path).ok
 
 
+@pytest.mark.fault(9)
 def test_a_killed_encode_leaves_nothing_that_counts(tmp_path):
     out = tmp_path / "out"
     code = "import sys, fastdiff.data.encode as e; e.encode_synthetic(sys.argv[1], (4, 32, 32), 10**6)"
@@ -324,6 +327,7 @@ def test_a_killed_encode_leaves_nothing_that_counts(tmp_path):
     assert verify(out).ok
 
 
+@pytest.mark.fault(8)
 def test_a_full_disk_is_a_storage_error_and_the_next_run_replaces_what_was_written(disk):
     out = disk / "out"
     with pytest.raises(StorageError, match=rf"{out}/train-\d+.*No space left on device.*bytes free") as caught:
@@ -361,6 +365,7 @@ def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
         write(tmp_path / "file" / "out", 1)
 
 
+@pytest.mark.fault(18)
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

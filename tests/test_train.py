@@ -18,7 +18,6 @@ from fastdiff.deepspeed_config import resolve
 from fastdiff.dist import World
 from fastdiff.ema import Ema
 from fastdiff.engine import Engine
-from fastdiff.errors import ConfigError
 from fastdiff.fragments import assemble
 from fastdiff.models import build_model
 from fastdiff.models.dit import DiT
@@ -107,6 +106,7 @@ _OPTIMIZERS = [
 ]
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("optimizer", "precision"), _OPTIMIZERS)
 def test_resume_equals_the_uninterrupted_run(
@@ -136,6 +136,7 @@ def test_resume_equals_the_uninterrupted_run(
     assert_same_checkpoint(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.fault(22)
 def test_adamw_resumes_with_another_number_of_ranks(world: World, digits: Path, tmp_path: Path) -> None:
     whole = train_losses(world, tiny(digits, tmp_path / "whole"), launch(3))
     run_ranks(train_losses, tiny(digits, tmp_path / "parts", steps=STEPS // 2), launch(2), ranks=2)
@@ -143,6 +144,7 @@ def test_adamw_resumes_with_another_number_of_ranks(world: World, digits: Path, 
     assert close(continued, whole, 1e-6)
 
 
+@pytest.mark.fault(22)
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
 def test_adamw_resumes_at_every_other_stage(world: World, digits: Path, tmp_path: Path, before: int) -> None:
     train(tiny(digits, tmp_path / "start", steps=STEPS // 2), launch(before), world)
@@ -150,13 +152,6 @@ def test_adamw_resumes_at_every_other_stage(world: World, digits: Path, tmp_path
     for after in range(4):
         shutil.copytree(tmp_path / "start", tmp_path / str(after))
         assert close(train_losses(world, tiny(digits, tmp_path / str(after)), launch(after)), whole, 1e-5), after
-
-
-def test_8bit_state_refuses_another_number_of_ranks(world: World, digits: Path, tmp_path: Path) -> None:
-    config = tiny(digits, tmp_path / "parts", optim__name="adamw8bit-bnb")
-    run_ranks(train_losses, config, launch(3), ranks=2)
-    with pytest.raises(ConfigError, match=r"2 ranks at ZeRO stage 3.*resume with the same ranks"):
-        train_losses(world, tiny(digits, tmp_path / "parts", optim__name="adamw8bit-bnb", steps=8), launch(3))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -176,6 +171,7 @@ def check_clipping(world: World, config: RunConfig, stage: int) -> None:
     assert records(folder)[0]["grad_norm"] > 100 * clip
 
 
+@pytest.mark.fault(26)
 def test_sharded_ema_equals_a_gathered_ema_bitwise(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
     for equal in run_ranks(_compare_ema, digits, tmp_path, ranks=2):
         assert len(equal) == 16

@@ -23,9 +23,9 @@ def tiny_disk(folder: Path, megabytes: float, *, stand_in: bool | None = None) -
     """Make ``folder`` a file system of this many MiB (2**20 bytes) while the context lasts.
 
     Mounting a tmpfs needs CAP_SYS_ADMIN, which root has outside most containers. Everyone else gets a stand-in for code
-    that runs in this process: ``open``, ``os.write``, ``shutil.disk_usage`` and safetensors' ``save_file`` behave in
-    ``folder`` as on a disk of that size, and fail with the same errors as on a tmpfs. Other writers, such as a
-    subprocess, see no limit there.
+    that runs in this process: ``open``, ``os.write``, ``shutil.disk_usage``, ``fastdiff.durable.reserve`` and
+    safetensors' ``save_file`` behave in ``folder`` as on a disk of that size, and fail with the same errors as on a
+    tmpfs. Other writers, such as a subprocess, see no limit there.
 
     Args:
         folder: Made if it is missing; it should be empty.
@@ -73,6 +73,7 @@ class _StandIn:
             for name in ("builtins.open", "io.open"):
                 stack.enter_context(mock.patch(name, self.open))
             stack.enter_context(mock.patch("os.write", self.write))
+            stack.enter_context(mock.patch("fastdiff.durable.reserve", self.reserve))
             stack.enter_context(mock.patch("shutil.disk_usage", self.disk_usage))
             stack.enter_context(mock.patch("safetensors.torch.serialize_file", self.serialize_file))
             yield
@@ -93,6 +94,10 @@ class _StandIn:
             if len(view) and not len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self._write(descriptor, data)
+
+    def reserve(self, descriptor: int, size: int) -> None:
+        if self.holds(os.readlink(f"/proc/self/fd/{descriptor}")) and size > self.free():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def disk_usage(self, path: Any) -> Any:
         if not self.holds(path):

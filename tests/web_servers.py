@@ -31,6 +31,8 @@ class WebServer:
     """Statuses of the next requests."""
     ranges: bool = True
     states_length: bool = True
+    encoding: str | None = None
+    """Content-Encoding that every response claims."""
     etag: str = '"one"'
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     """Path and Range of every request."""
@@ -85,6 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         if self.state.states_length:
             self.send_header("Content-Length", str(len(content) - start))
+        if self.state.encoding:
+            self.send_header("Content-Encoding", self.state.encoding)
         self.send_header("ETag", self.state.etag)
         self.end_headers()
         with contextlib.suppress(ConnectionError):

@@ -130,9 +130,9 @@ class _TimedEngine(_Timed):
         with self._turn.phase("forward"):
             return cast(Tensor, self._part(*inputs, **condition))
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, discard: bool = False) -> None:
         with self._turn.phase("backward"):
-            self._part.backward(loss)
+            self._part.backward(loss, discard=discard)
 
     def step(self) -> bool:
         with self._turn.phase("optimizer"):

@@ -91,4 +91,4 @@ class _NpyFiles(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         files = {name: self._samples.array(number, name) for name in self._samples.names}
-        return {name: torch.from_numpy(np.load(file)) for name, file in files.items()}
+        return {name: torch.from_numpy(np.load(file, allow_pickle=False)) for name, file in files.items()}

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from fastdiff.commands import bench, check, compare, compat, encode, evaluate, export, sample
+from fastdiff.commands import bench, check, compare, compat, encode, evaluate, export, launch, sample
 from fastdiff.errors import FastdiffError, as_storage_error, report
 from fastdiff.quiet import quieten
 
@@ -35,6 +35,6 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fastdiff", description="Train diffusion models from sharded latents.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (encode, compat, check, sample, evaluate, compare, export, bench):
+    for module in (encode, launch, compat, check, sample, evaluate, compare, export, bench):
         module.add(commands)
     return parser

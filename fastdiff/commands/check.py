@@ -7,14 +7,14 @@ from itertools import chain
 from pathlib import Path
 
 from fastdiff.commands.arguments import Subcommands
-from fastdiff.errors import DataError
+from fastdiff.errors import DataError, StorageError
 from fastdiff.presets import PRESETS
 
 
 def add(commands: Subcommands) -> None:
     """Register the commands."""
-    verify = commands.add_parser("verify", help="check every byte of latent shards")
-    verify.add_argument("folder", type=Path, metavar="OUT")
+    verify = commands.add_parser("verify", help="check every byte of latent shards, or of a run's checkpoints")
+    verify.add_argument("folder", type=Path, metavar="FOLDER", help="what `fastdiff encode` or a training run wrote")
     verify.set_defaults(run=_verify)
 
     doctor = commands.add_parser("doctor", help="what this machine has, what is wrong and how to mend it")
@@ -26,7 +26,14 @@ def add(commands: Subcommands) -> None:
 
 def _verify(arguments: argparse.Namespace) -> None:
     from fastdiff.data.verify import verify
+    from fastdiff.verify_run import is_run, verify_run
 
+    if is_run(arguments.folder):
+        run = verify_run(arguments.folder)
+        if not run.ok:
+            raise StorageError(str(run))
+        print(run)
+        return
     found = verify(arguments.folder)
     if not found.ok:
         raise DataError(str(found))

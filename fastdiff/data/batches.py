@@ -192,7 +192,7 @@ class ShardBatches(Batches):
 
     def read(self, positions: Int64, ids: Int64, out: Arrays | None = None) -> Arrays:
         """Stored arrays of the samples ``ids`` that stand at these positions, checked."""
-        return self.reader.read(ids, out, choice=self._choice(positions))
+        return self.reader.read(ids, out, choice=self._choice(positions), positions=positions)
 
     def _choice(self, positions: Int64) -> Arrays:
         """Which variant of each sample is taken, see ``LatentReader.read``."""

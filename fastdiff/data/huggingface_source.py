@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastdiff.bounded_read import read_bounded
 from fastdiff.data.image_items import (
     LARGEST_IMAGE,
     BadCaptionError,
@@ -17,6 +18,7 @@ from fastdiff.data.image_items import (
     runs,
 )
 from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.printable import printable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -57,6 +59,8 @@ class HuggingFaceSource:
         if len(found) == 0:
             raise DataError(f"{self.name} holds no rows")
         self._image, self._caption = image_column, caption_column
+        # What rows may point to: what came with them or lies beside their folder, not what else is on this machine.
+        self._folders = [*_around(Path(path)), *(Path(str(each)).resolve() for each in _downloads(datasets.config))]
         self.captioned = caption_column in found.column_names
         label = found.features.get(_LABEL)
         self.classes: int | None = None
@@ -98,7 +102,7 @@ class HuggingFaceSource:
         except OSError as error:
             raise StorageError(f"cannot read {name}: {error}; check the disk or network it is on") from error
         try:
-            image = _bytes_of(row[self._image])
+            image = self._bytes_of(row[self._image])
             if self.captioned:
                 return ImageItem(key, name, image, clean_captions(row[self._caption]))
             label = row[_LABEL]
@@ -122,6 +126,31 @@ class HuggingFaceSource:
             with contextlib.suppress(BadCaptionError):  # of which ``item`` tells
                 most = max(most, len(clean_captions(cell)))
         return most
+
+    def _bytes_of(self, cell: dict[str, Any] | None) -> bytes:
+        """The image file in a cell: its bytes, or what its path names."""
+        content, path = (None, "") if cell is None else (cell.get("bytes"), cell.get("path") or "")
+        if content is None and not path:
+            raise _NoImageError("its image is missing")
+        if content is None:
+            content = self._file(path)
+        if len(content) > LARGEST_IMAGE:
+            raise _NoImageError(f"its image has more than {LARGEST_IMAGE} bytes")
+        return bytes(content)
+
+    def _file(self, name: str) -> bytes:
+        try:
+            path = Path(name).resolve()
+            if not any(path.is_relative_to(folder) for folder in self._folders):
+                raise _NoImageError(f"its image {printable(name)} is outside of the data set")
+            return read_bounded(path, LARGEST_IMAGE)
+        except FileNotFoundError as error:
+            raise _NoImageError(f"its image {printable(name)} is missing") from error
+        except OSError as error:
+            where = printable(name)
+            raise StorageError(f"cannot read {where}: {error.strerror}; check the disk or network it is on") from error
+        except ValueError as error:
+            raise _NoImageError(f"its image {printable(name)} is not read: {error}") from error
 
     def _require_columns(self, columns: list[str]) -> None:
         if self._image == self._caption:
@@ -186,20 +215,16 @@ def _load(path: str, split: str) -> Dataset:
     return found
 
 
-def _bytes_of(cell: dict[str, Any] | None) -> bytes:
-    """The image file in a cell: its bytes, or what its path names."""
-    if cell is None:
-        raise _NoImageError("its image is missing")
-    content, path = cell.get("bytes"), cell.get("path") or ""
-    if content is None and not path:
-        raise _NoImageError("its image is missing")
-    try:
-        if content is None and Path(path).stat().st_size <= LARGEST_IMAGE:
-            content = Path(path).read_bytes()
-    except FileNotFoundError as error:
-        raise _NoImageError(f"its image {path} is missing") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}; check the disk or network it is on") from error
-    if content is None or len(content) > LARGEST_IMAGE:
-        raise _NoImageError(f"its image has more than {LARGEST_IMAGE} bytes")
-    return bytes(content)
+def _around(folder: Path) -> list[Path]:
+    """A local data set's folder, or the one above, unless somebody's home is in that."""
+    if not folder.is_dir():
+        return []
+    own = folder.resolve()
+    return [own if Path.home().resolve().is_relative_to(own.parent) else own.parent]
+
+
+def _downloads(config: Any) -> tuple[Any, ...]:
+    """Folders in which ``datasets`` keeps what it has downloaded or unpacked; not the one of the hub's token."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, HF_HUB_CACHE

@@ -24,10 +24,10 @@ from fastdiff.data.image_items import (
     ImageItem,
     clean_captions,
     digest_of,
-    printable,
     runs,
 )
 from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.printable import printable
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
+
+from fastdiff.printable import CONTROL
 
 LARGEST_IMAGE = 256 << 20
 """Bytes of an image file; more is refused before it is read."""
@@ -16,9 +17,6 @@ LARGEST_TEXT = 10 << 20
 LONGEST_CAPTION = 100_000
 """Bytes in UTF-8; no text encoder reads more than a few hundred."""
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp"})
-
-# Control characters, line and paragraph separators, and halves of surrogate pairs, which no UTF-8 can hold.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +110,7 @@ def _clean(text: str) -> str:
     length = len(text.encode("utf-8", "surrogatepass"))
     if length > LONGEST_CAPTION:
         raise BadCaptionError(f"its caption has {length} bytes; at most {LONGEST_CAPTION}")
-    return _CONTROL.sub(" ", text).strip()
-
-
-def printable(name: str) -> str:
-    """A file name for messages: bytes that are no text, and control characters, as escapes."""
-    text = name.encode("utf-8", "backslashreplace").decode()
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    return CONTROL.sub(" ", text).strip()
 
 
 def digest_of(kind: str, facts: Iterable[object]) -> str:

@@ -8,10 +8,11 @@ from pathlib import Path, PurePosixPath
 
 from fastdiff.data.huggingface_source import HuggingFaceSource, holds_rows, is_saved_dataset
 from fastdiff.data.image_folder import METADATA, ImageFolder, is_image, walk_files
-from fastdiff.data.image_items import BadItem, ImageItem, ImageSource, printable
+from fastdiff.data.image_items import BadItem, ImageItem, ImageSource
 from fastdiff.data.remote import is_remote, list_folder, shown
 from fastdiff.data.webdataset_source import WebDatasetSource
 from fastdiff.errors import ConfigError, DataError
+from fastdiff.printable import printable
 
 __all__ = ["BadItem", "ImageItem", "ImageSource", "open_source"]
 

@@ -10,7 +10,7 @@ import json
 import tarfile
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Literal
 
 from fastdiff.data.image_items import (
     IMAGE_EXTENSIONS,
@@ -18,22 +18,14 @@ from fastdiff.data.image_items import (
     LARGEST_TEXT,
     BadCaptionError,
     clean_captions,
-    printable,
 )
+from fastdiff.data.strict_tar import StrictHeader
+from fastdiff.printable import printable
 
 KINDS = IMAGE_EXTENSIONS | {"txt", "json", "cls"}
 """What of a sample is used: the extensions of its members."""
 
 _BLOCK = 1 << 20
-# Headers whose contents tarfile reads into memory whatever their size is said to be.
-_EXTENSIONS = {
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-}
-_LARGEST_EXTENSION = 1 << 20
 
 
 @dataclass(slots=True)
@@ -79,7 +71,7 @@ def groups(file: IO[bytes], kinds: Container[str] = KINDS) -> Iterator[Group]:
     offset = 0
     mode: Literal["r|", "r:"] = "r:" if file.seekable() else "r|"
     try:
-        with tarfile.open(fileobj=file, mode=mode, tarinfo=_StrictHeader, bufsize=_BLOCK) as archive:
+        with tarfile.open(fileobj=file, mode=mode, tarinfo=StrictHeader, bufsize=_BLOCK) as archive:
             for group in _grouped(archive, kinds):
                 yield group
                 offset = archive.offset
@@ -209,28 +201,3 @@ def _fields(group: Group) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise BadSampleError(f"{printable(member.name)} holds no object")
     return fields
-
-
-class _StrictHeader(tarfile.TarInfo):
-    """A header of a tar; the only thing that may stand in its place is the block of zeros that ends an archive."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        header = super().frombuf(buf, encoding, errors)
-        if header.size < 0:
-            raise tarfile.ReadError("a header with a negative size")
-        if header.type in _EXTENSIONS and header.size > _LARGEST_EXTENSION:
-            raise tarfile.ReadError(f"an extended header of {header.size} bytes; at most {_LARGEST_EXTENSION}")
-        return header
-
-    @classmethod
-    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:
-        try:
-            header = super().fromtarfile(tarfile_)
-        except tarfile.HeaderError as error:
-            if type(error).__name__ == "EOFHeaderError":
-                raise
-            raise tarfile.ReadError(str(error)) from None
-        if header.size < 0:
-            raise tarfile.ReadError("a header with a negative size")  # of an extended header
-        return header

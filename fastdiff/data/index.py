@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,7 +12,12 @@ import numpy.typing as npt
 
 from fastdiff.data.shards import canonical_json
 
+MAX_INDEX_BYTES = 128 << 20
+"""That of a shard of a million samples has about this many."""
+
 _SHARD_FORMAT = "fastdiff-shard-index"
+# Both are joined to names and shown in messages.
+_KEY, _COMPONENT = re.compile(r"[A-Za-z0-9_-]{1,80}"), re.compile(r"[A-Za-z0-9_.]{1,80}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +109,12 @@ class ShardIndex:
                 str(name): Component(*(np.array(columns[part], np.int64) for part in ("offset", "length", "crc32")))
                 for name, columns in parsed["components"].items()
             }
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"no index of fastdiff: {error!r}") from error
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"no index of fastdiff: {str(error)[:200]!r}") from error
+        if not all(map(_KEY.fullmatch, keys)) or not all(map(_COMPONENT.fullmatch, components)):
+            raise ValueError("a key or a component with another name than 1 to 80 letters, digits, _ and -")
+        if len(set(keys)) != len(keys):
+            raise ValueError("a key that comes twice")
         arrays = (a for c in components.values() for a in (c.offset, c.length, c.crc32))
         if not components or any(array.shape != (len(keys),) or (array < 0).any() for array in arrays):
             raise ValueError("arrays of another length than the keys, or a number below 0")

@@ -16,10 +16,16 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from fastdiff.data.index import Place, ShardIndex
+from fastdiff.bounded_read import read_bounded
+from fastdiff.data.index import MAX_INDEX_BYTES, Place, ShardIndex
 from fastdiff.data.shards import ShardInfo, idx_path, index_path
+from fastdiff.data.strict_tar import StrictHeader
 from fastdiff.errors import DataError, StorageError
+from fastdiff.printable import printable
+
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,7 @@ class Problem:
     """The component it is about; None: the shard as a whole."""
 
     def __str__(self) -> str:
-        return f"shard {self.shard}{f', {self.place}' if self.place else ''}: {self.what}"
+        return printable(f"shard {self.shard}{f', {self.place}' if self.place else ''}: {self.what}")
 
     def error(self, folder: Path) -> DataError:
         """The error that says so, with the remedy."""
@@ -67,13 +73,13 @@ def check_index(shard: Path, info: ShardInfo) -> tuple[ShardIndex | None, Proble
     """
     path = index_path(shard)
     try:
-        content = path.read_bytes()
+        # Of every component, the tar has a header of 512 bytes and the index less than that.
+        content = read_bounded(path, min(info.bytes, MAX_INDEX_BYTES))
+        index = ShardIndex.from_bytes(content)
     except FileNotFoundError:
         return None, Problem(info.name, f"{path.name} is missing", next(scan(shard), None))
     except OSError as error:
         raise unreadable(path, error) from error
-    try:
-        index = ShardIndex.from_bytes(content)
     except ValueError as error:
         return None, Problem(info.name, f"{path.name} is not readable ({error})", next(scan(shard), None))
     if hashlib.sha256(content).hexdigest() != info.index_sha256:
@@ -152,21 +158,30 @@ def scan(shard: Path) -> Iterator[Place]:
     """
     stored: dict[str, Place] = {}
     try:
-        with shard.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+        with shard.open("rb") as file, tarfile.open(fileobj=file, mode="r:", tarinfo=StrictHeader) as archive:
             for member in archive:
                 key, _, component = member.name.partition(".")
                 if member.islnk():
                     if member.linkname in stored:
                         yield dataclasses.replace(stored[member.linkname], key=key, component=component)
                     continue
-                file.seek(member.offset_data)
-                crc32 = zlib.crc32(file.read(member.size))
+                crc32, _ = crc32_of(file, member.offset_data, member.size)
                 stored[member.name] = Place(key, component, member.offset_data, member.size, crc32)
                 yield stored[member.name]
-    except (tarfile.TarError, FileNotFoundError):
+    except (tarfile.TarError, FileNotFoundError, ValueError, OverflowError):  # the latter two of numbers that lie
         return
     except OSError as error:
         raise unreadable(shard, error) from error
+
+
+def crc32_of(file: BinaryIO, offset: int, length: int) -> tuple[int, int]:
+    """The crc32 of ``length`` bytes of a file and how many there are; block by block, as the length may lie."""
+    file.seek(offset)
+    found, done = 0, 0
+    while block := file.read(min(_BLOCK, length - done)):
+        found = zlib.crc32(block, found)
+        done += len(block)
+    return found, done
 
 
 def unreadable(path: Path, error: OSError, where: str = "") -> StorageError:

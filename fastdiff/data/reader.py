@@ -1,8 +1,6 @@
 """Read samples by number, checking every byte: a sample comes back exactly as it was encoded, or not at all.
 
-Rows go from the file straight into the batch with ``preadv``; their crc32 is computed by ISA-L, to the same number as
-by zlib in a fraction of the time. Files are never memory-mapped: a shard that shrinks under a mapping kills the process
-with SIGBUS, while a short read is an error with a name.
+How a row gets from a file into a batch stands in ``open_shard.py``.
 """
 
 from __future__ import annotations
@@ -14,25 +12,23 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from isal.isal_zlib import crc32
 
-from fastdiff.data.index import Component, ShardIndex
-from fastdiff.data.integrity import Problem, check_size, load_index, unreadable
+from fastdiff.data.damaged import Substitution, substitutes
 from fastdiff.data.null import read_null
-from fastdiff.data.shards import CAPTIONED, LATENT, Column, DatasetInfo, ShardInfo
+from fastdiff.data.open_shard import OpenShard, Stored, require_size
+from fastdiff.data.shards import CAPTIONED, LATENT, DatasetInfo, ShardInfo
 from fastdiff.errors import DataError
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 _CLOSE_SECONDS = 1.0
-_MAX_DIGITS = 19
 
 
 class LatentReader:
@@ -44,28 +40,38 @@ class LatentReader:
             one is used.
         fetch: Brings a shard and its two indices into the folder, unless they are there; called whenever a shard is
             opened. By default all shards must be there now.
+        substitute: Read another sample in the place of a damaged one (``damaged.substitutes`` says which) and note it
+            in ``substituted``, by its position in the run. A sample whose position is not given is never replaced.
 
     Raises:
-        DataError: dataset.json or a shard is missing, truncated or damaged.
+        DataError: dataset.json or, without ``substitute``, a shard is missing, truncated or damaged.
         StorageError: A file cannot be read.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, open_shards: int = 64, fetch: Callable[[ShardInfo], None] | None = None
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        open_shards: int = 64,
+        fetch: Callable[[ShardInfo], None] | None = None,
+        substitute: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.info = DatasetInfo.read(folder)
         self.open_shards = open_shards
+        self.substitute = substitute
+        self.substituted: dict[int, Substitution] = {}
+        self._unusable: dict[int, str] = {}  # shards, and why
         self._fetch = fetch
         self._used_buckets = len({shard.bucket for shard in self.info.shards})
         self._starts = list(itertools.accumulate(self.shard_sizes, initial=0))
-        self._stored = [_Stored.all_of(self.info, bucket) for bucket in range(max(1, len(self.info.buckets)))]
-        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._stored = [Stored.all_of(self.info, bucket) for bucket in range(max(1, len(self.info.buckets)))]
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
         # One lock for all of a read: a descriptor that another thread closes must not be read from.
         self._lock = threading.Lock()
-        if fetch is None:
+        if fetch is None and not substitute:
             for shard in self.info.shards:
-                _require_size(self.folder / shard.name, shard)
+                require_size(self.folder / shard.name, shard)
 
     @property
     def shard_sizes(self) -> list[int]:
@@ -82,6 +88,7 @@ class LatentReader:
         out: Mapping[str, npt.NDArray[Any]] | None = None,
         *,
         choice: Mapping[str, npt.NDArray[Any]] | None = None,
+        positions: npt.NDArray[np.int64] | None = None,
     ) -> Arrays:
         """Read samples of one bucket.
 
@@ -90,6 +97,7 @@ class LatentReader:
             out: Arrays to read into, as ``empty`` makes them; by default new ones.
             choice: Which variant of each sample. ``latent`` ``[B]`` int64: 1 is the flipped one; ``caption`` ``[B]`` in
                 [0, 1): u is number floor(u * n) of the sample's n captions. By default the first ones.
+            positions: ``[B]`` int64, where the samples stand in the run: for ``substitute``.
 
         Returns:
             ``latent`` ``[B, C, H, W]`` in the stored dtype, and every other column likewise; ``label``
@@ -110,17 +118,11 @@ class LatentReader:
             # By number is by shard and offset: near-sequential reads, and each shard is opened once per
             # batch.
             for row in np.argsort(ids, kind="stable").tolist():
-                shard, sample = self._locate(int(ids[row]))
-                caption = 0
-                if self.info.captions > 1:
-                    own = shard.read_number("captions", sample, 1, self.info.captions)
-                    caption = int(captions[row] * own)  # fp64: below ``own`` for every u below 1
-                variant = {LATENT: flips[row], **dict.fromkeys(CAPTIONED, caption)}
-                for stored, values in contents:
-                    own_row = values[row * stored.nbytes : (row + 1) * stored.nbytes]
-                    shard.read_array(stored.components[variant.get(stored.name, 0)], sample, stored, own_row)
-                if self.info.classes is not None:
-                    arrays["label"][row] = shard.read_number("cls", sample, 0, self.info.classes - 1)
+                fill = partial(self._fill, arrays, contents, row, flips[row], captions[row])
+                if positions is not None and self.substitute:
+                    self._fill_or_substitute(fill, int(ids[row]), int(positions[row]))
+                else:
+                    fill(int(ids[row]))
         return arrays
 
     def empty(self, batch: int, bucket: int = 0) -> Arrays:
@@ -157,8 +159,7 @@ class LatentReader:
         """``shard:key`` of samples, for messages."""
         ids = self._known(sample_ids)
         with self._lock:
-            places = [self._locate(number) for number in ids.tolist()]
-            return [f"{shard.info.name}:{shard.index.keys[row]}" for shard, row in places]
+            return [self._key(number) for number in ids.tolist()]
 
     def close(self) -> None:
         """Close all files; a later read opens them again."""
@@ -184,16 +185,71 @@ class LatentReader:
             raise IndexError(f"sample {number} of {len(self)} samples")
         return ids
 
-    def _locate(self, number: int) -> tuple[_OpenShard, int]:
+    def _fill(
+        self,
+        arrays: Arrays,
+        contents: list[tuple[Stored, memoryview]],
+        row: int,
+        flip: int,
+        caption_share: float,
+        number: int,
+    ) -> None:
+        """Read sample ``number`` into a row of a batch."""
+        shard, sample = self._locate(number)
+        caption = 0
+        if self.info.captions > 1:
+            own = shard.read_number("captions", sample, 1, self.info.captions)
+            caption = int(caption_share * own)  # fp64: below ``own`` for every share below 1
+        variant = {LATENT: flip, **dict.fromkeys(CAPTIONED, caption)}
+        for stored, values in contents:
+            own_row = values[row * stored.nbytes : (row + 1) * stored.nbytes]
+            shard.read_array(stored.components[variant.get(stored.name, 0)], sample, stored, own_row)
+        if self.info.classes is not None:
+            arrays["label"][row] = shard.read_number("cls", sample, 0, self.info.classes - 1)
+
+    def _fill_or_substitute(self, fill: Callable[[int], None], number: int, position: int) -> None:
+        try:
+            return fill(number)
+        except DataError as error:
+            damage = error
+        for other in substitutes(self.info.shards, self._starts, number):
+            with contextlib.suppress(DataError):
+                fill(other)
+                self.substituted[position] = Substitution(self._key(number), self._key(other), str(damage))
+                return
+        raise damage
+
+    def _key(self, number: int) -> str:
+        try:
+            shard, row = self._locate(number)
+        except DataError:
+            if not self.substitute:
+                raise
+            found = bisect.bisect_right(self._starts, number) - 1
+            return f"{self.info.shards[found].name}:sample {number - self._starts[found]}"
+        return f"{shard.info.name}:{shard.index.keys[row]}"
+
+    def _locate(self, number: int) -> tuple[OpenShard, int]:
         shard = bisect.bisect_right(self._starts, number) - 1
         if shard not in self._open:
             if len(self._open) >= max(1, self.open_shards) * self._used_buckets:
                 os.close(self._open.popitem(last=False)[1].descriptor)
-            if self._fetch is not None:
-                self._fetch(self.info.shards[shard])
-            self._open[shard] = _OpenShard.open(self.folder, self.info.shards[shard])
+            self._open[shard] = self._opened(shard)
         self._open.move_to_end(shard)
         return self._open[shard], number - self._starts[shard]
+
+    def _opened(self, shard: int) -> OpenShard:
+        if shard in self._unusable:  # not looked at again for each of its samples
+            raise DataError(self._unusable[shard])
+        info = self.info.shards[shard]
+        try:
+            if self._fetch is not None:
+                self._fetch(info)
+            return OpenShard.open(self.folder, info, whole=not self.substitute)
+        except DataError as error:
+            if self.substitute:
+                self._unusable[shard] = str(error)
+            raise
 
     def _check_arrays(self, arrays: Mapping[str, npt.NDArray[Any]], batch: int, bucket: int) -> None:
         for name, expected in self.empty(0, bucket).items():
@@ -213,119 +269,6 @@ class LatentReader:
         return flips.tolist(), captions.tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A column of a bucket as its samples have it in the shards."""
-
-    name: str
-    column: Column
-    header: bytes
-    nbytes: int
-    components: tuple[str, ...]
-    """One per variant."""
-
-    @classmethod
-    def all_of(cls, info: DatasetInfo, bucket: int) -> list[_Stored]:
-        return [
-            cls(name, column, column.header, column.nbytes, tuple(f"{v}.npy" for v in info.variants(name)))
-            for name, column in info.columns_of(bucket).items()
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenShard:
-    path: Path
-    info: ShardInfo
-    index: ShardIndex
-    descriptor: int
-
-    @classmethod
-    def open(cls, folder: Path, info: ShardInfo) -> _OpenShard:
-        path = folder / info.name
-        _require_size(path, info)
-        index = load_index(path, info)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise unreadable(path, error) from error
-        # All of it will be read, in small pieces and in random order: the kernel streams it in, which a cold disk or
-        # a network serves far better. Only advice: where it is refused, or unknown to the system, reads still work.
-        with contextlib.suppress(OSError, AttributeError):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-        return cls(path, info, index, descriptor)
-
-    def read_array(self, component: str, sample: int, stored: _Stored, values: memoryview) -> None:
-        """Read the bytes of one row of a batch; the crc32 of the index covers the npy header and the values."""
-        place, header = self._component(component), bytearray(len(stored.header))
-        length, expected = place.length.item(sample), len(header) + len(values)
-        if length != expected:
-            raise self._damage(component, sample, f"{length} bytes, expected {expected} for {stored.column}")
-        self._read(component, sample, place, [memoryview(header), values])
-        self._check_crc(component, sample, place, crc32(values, crc32(header)))
-        if header != stored.header:
-            raise self._damage(component, sample, f"the npy header {bytes(header)!r} is not that of {stored.column}")
-
-    def read_number(self, component: str, sample: int, least: int, largest: int) -> int:
-        """Read a component that is a decimal text."""
-        place = self._component(component)
-        length = place.length.item(sample)
-        if length > _MAX_DIGITS:
-            raise self._damage(component, sample, f"{length} bytes, expected a number up to {largest}")
-        text = bytearray(length)
-        self._read(component, sample, place, [memoryview(text)])
-        self._check_crc(component, sample, place, crc32(text))
-        if not text.isdigit() or not least <= int(text) <= largest:
-            of = f"none of the {largest + 1} classes" if component == "cls" else f"not from {least} to {largest}"
-            raise self._damage(component, sample, f"{bytes(text)!r} is {of}")
-        return int(text)
-
-    def _component(self, name: str) -> Component:
-        component = self.index.components.get(name)
-        if component is None:
-            raise Problem(self.info.name, f"there are no {name} components").error(self.path.parent)
-        return component
-
-    def _read(self, component: str, sample: int, place: Component, buffers: list[memoryview]) -> None:
-        """Fill the buffers, as long as the component together; a read may bring less than was asked for."""
-        offset, length, done = place.offset.item(sample), place.length.item(sample), 0
-        while done < length:
-            try:
-                count = os.preadv(self.descriptor, buffers, offset + done)
-            except OSError as error:
-                raise unreadable(self.path, error, f", {self.index.place(component, sample)}") from error
-            if count == 0:
-                what = f"the file ends after {done} of {length} bytes; it was truncated"
-                raise self._damage(component, sample, what)
-            done += count
-            if done < length:
-                buffers = _without(buffers, count)
-
-    def _check_crc(self, component: str, sample: int, place: Component, found: int) -> None:
-        expected = place.crc32.item(sample)
-        if found != expected:
-            raise self._damage(component, sample, f"crc32 {found:08x}, expected {expected:08x}")
-
-    def _damage(self, component: str, sample: int, what: str) -> DataError:
-        return Problem(self.info.name, what, self.index.place(component, sample)).error(self.path.parent)
-
-
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
     """The bytes of a contiguous array, to be written to."""
     return array.reshape(-1).view(np.uint8).data
-
-
-def _without(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What of the buffers comes after their first ``count`` bytes."""
-    rest = []
-    for buffer in buffers:
-        taken = min(count, len(buffer))
-        count -= taken
-        if taken < len(buffer):
-            rest.append(buffer[taken:])
-    return rest
-
-
-def _require_size(path: Path, info: ShardInfo) -> None:
-    problem = check_size(path, info)
-    if problem is not None:
-        raise problem.error(path.parent)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+from fastdiff import redaction
 from fastdiff.data.shards import rename, temporary
 from fastdiff.errors import ConfigError, DataError, StorageError
 
@@ -58,8 +59,7 @@ def is_remote(text: str) -> bool:
 
 def shown(url: str) -> str:
     """An address as messages and provenance may show it: without user, password and query."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return redaction.address(url)
 
 
 def join(url: str, name: str) -> str:
@@ -68,29 +68,47 @@ def join(url: str, name: str) -> str:
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
 
 
-def open_url(url: str) -> io.BufferedReader:
+def open_url(url: str, most: int | None = None) -> io.BufferedReader:
     """Open a file for reading from its first to its last byte; it cannot be sought in.
+
+    Args:
+        url: Of the file.
+        most: Bytes that it may have; None: any number, for what is read in pieces.
 
     Raises:
         ConfigError: A package that is needed for this kind of address is not installed.
         StorageError: Here and from every read: the file does not exist or may not be read, the server states no
             length, the file changed meanwhile, or the connection failed five times in a row.
+        DataError: It has more bytes than ``most``.
     """
-    return io.BufferedReader(_RemoteFile(url), _BUFFER)
+    file = _RemoteFile(url)
+    if most is not None and file.size > most:
+        file.close()
+        raise DataError(
+            f"{shown(url)} has {file.size} bytes, at most {most} are expected: it is another file; check the address, "
+            "or restore it at its source"
+        )
+    return io.BufferedReader(file, _BUFFER)
 
 
-def fetch(url: str, target: Path, sha256: str | None) -> None:
+def fetch(url: str, target: Path, sha256: str | None, most: int | None = None) -> None:
     """Download a file so that it is at ``target`` completely and verified, or not at all.
 
     It is written to a temporary name beside the target; two threads of a process must not want the same target.
 
+    Args:
+        url: Of the file.
+        target: Where it shall be.
+        sha256: None: not known.
+        most: As for ``open_url``.
+
     Raises:
         ConfigError: As ``open_url``.
-        DataError: The file has another sha256.
+        DataError: The file has another sha256, or more bytes than ``most``.
         StorageError: It cannot be read, as ``open_url`` says, or not be written.
     """
     digest = hashlib.sha256()
-    with open_url(url) as source:
+    with open_url(url, most) as source:
         try:
             with temporary(target).open("wb") as file:
                 while block := source.read(_BUFFER):
@@ -134,6 +152,11 @@ class _RemoteFile(io.RawIOBase):
         self._done, self._size = 0, 0
         self._tag: str | None = None
         _retried(url, self._connect)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file, as the server says."""
+        return self._size
 
     def readable(self) -> bool:
         return True
@@ -246,7 +269,9 @@ def _filesystem(kind: str) -> Any:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
-        return fsspec.filesystem("http", client_kwargs={"timeout": timeout, "trust_env": True, "read_bufsize": _BUFFER})
+        options = {"timeout": timeout, "trust_env": True, "read_bufsize": _BUFFER}
+        # Offsets and lengths are those of the bytes that are sent, and a few of them could unpack to gigabytes.
+        return fsspec.filesystem("http", client_kwargs=options | {"auto_decompress": False})
     except ImportError as error:
         raise ConfigError(
             f"reading from {kind} needs a package that is not installed ({error}); pip install 'fastdiff[remote]'"

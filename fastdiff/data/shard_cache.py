@@ -13,10 +13,19 @@ import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fastdiff.data.index import ShardIndex
+from fastdiff.data.index import MAX_INDEX_BYTES, ShardIndex
 from fastdiff.data.remote import fetch, is_remote, join, open_url
-from fastdiff.data.shards import INFO_FILE, DatasetInfo, ShardInfo, idx_path, index_path, null_path, publish
-from fastdiff.errors import StorageError
+from fastdiff.data.shards import (
+    INFO_FILE,
+    MAX_INFO_BYTES,
+    DatasetInfo,
+    ShardInfo,
+    idx_path,
+    index_path,
+    null_path,
+    publish,
+)
+from fastdiff.errors import DataError, StorageError
 
 
 class ShardCache:
@@ -33,7 +42,7 @@ class ShardCache:
 
     def __init__(self, url: str, folder: Path) -> None:
         self._url = url
-        with open_url(join(url, INFO_FILE)) as file:
+        with open_url(join(url, INFO_FILE), MAX_INFO_BYTES) as file:
             content = file.read()
         self.folder = folder / hashlib.sha256(content).hexdigest()[:16]
         """Where the shards of this data set are."""
@@ -41,8 +50,10 @@ class ShardCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / INFO_FILE).exists():
                 publish(self.folder / INFO_FILE, content)
-        for column, null in DatasetInfo.read(self.folder).null.items():
-            self._fetch_once(null_path(self.folder, column), null.sha256)
+        info = DatasetInfo.read(self.folder)
+        for column, null in info.null.items():
+            size = len(info.columns[column].header) + info.columns[column].nbytes
+            self._fetch_once(null_path(self.folder, column), null.sha256, size)
 
     def ensure(self, shard: ShardInfo) -> None:
         """Bring a shard and its two indices into the folder, unless they are there.
@@ -58,23 +69,24 @@ class ShardCache:
             if self._complete(path, shard):
                 return  # another process had the lock until now
             index = index_path(path)
-            self._fetch(index, shard.index_sha256)
+            # Of every component, the tar has a header of 512 bytes and the index less than that.
+            self._fetch(index, shard.index_sha256, min(shard.bytes, MAX_INDEX_BYTES))
             with _storage(index):
-                publish(idx_path(path), ShardIndex.from_bytes(index.read_bytes()).wds2idx().encode())
-            self._fetch(path, shard.sha256)  # last: where it is, the others are
+                publish(idx_path(path), _index_of(index).wds2idx().encode())
+            self._fetch(path, shard.sha256, shard.bytes)  # last: where it is, the others are
 
     def _complete(self, path: Path, shard: ShardInfo) -> bool:
         with _storage(path):
             return path.exists() and path.stat().st_size == shard.bytes
 
-    def _fetch_once(self, path: Path, sha256: str) -> None:
+    def _fetch_once(self, path: Path, sha256: str, size: int) -> None:
         if not path.exists():
             with self._locked(path):
                 if not path.exists():
-                    self._fetch(path, sha256)
+                    self._fetch(path, sha256, size)
 
-    def _fetch(self, path: Path, sha256: str) -> None:
-        fetch(join(self._url, path.name), path, sha256)
+    def _fetch(self, path: Path, sha256: str, most: int) -> None:
+        fetch(join(self._url, path.name), path, sha256, most)
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
@@ -101,6 +113,15 @@ def open_shards_folder(path: str, cache: str) -> tuple[Path, Callable[[ShardInfo
         return Path(path), None
     shards = ShardCache(path, Path(cache) if cache else Path.home() / ".cache" / "fastdiff" / "shards")
     return shards.folder, shards.ensure
+
+
+def _index_of(path: Path) -> ShardIndex:
+    try:
+        return ShardIndex.from_bytes(path.read_bytes())
+    except ValueError as error:
+        raise DataError(
+            f"{path} is not readable ({error}); restore it at its source, and delete {path.parent}"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -28,7 +28,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from fastdiff.bounded_read import read_bounded
 from fastdiff.errors import DataError, StorageError
+from fastdiff.printable import printable
 
 INFO_FILE = "dataset.json"
 LATENT, FLIPPED = "latent", "latent_flipped"
@@ -38,6 +40,7 @@ COLUMNS = (LATENT, *CAPTIONED, "time_ids")
 """Every column there is, in the order of the tar."""
 
 # Bounds on what a foreign dataset.json can make a reader allocate; far above what is of use.
+MAX_INFO_BYTES = 2**27
 MAX_SAMPLE_BYTES = 2**30
 MAX_SHARD_SAMPLES = 2**20
 MAX_VARIANTS = 1000
@@ -210,13 +213,15 @@ class DatasetInfo:
         """
         path = Path(folder) / INFO_FILE
         try:
-            text = path.read_bytes()
+            text = read_bounded(path, MAX_INFO_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise DataError(
                 f"{path} is missing: the folder is no complete data set; run `fastdiff encode` first"
             ) from error
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise _broken(path, str(error)) from error
         try:
             info = TypeAdapter(cls).validate_json(text, strict=True)
         except ValidationError as error:
@@ -351,11 +356,11 @@ def _sha256_of(value: object) -> str:
 
 def _problem_of_digest(text: bytes) -> str | None:
     """Compare the digest in a ``dataset.json`` with its other fields, also with those that nobody reads."""
-    fields: dict[str, Any] = json.loads(text)
-    declared = fields.pop("sha256", None)
     try:
+        fields: dict[str, Any] = json.loads(text)
+        declared = fields.pop("sha256", None)
         found = _sha256_of(fields)
-    except ValueError as error:  # a number that JSON does not have
+    except (ValueError, RecursionError) as error:  # a number that JSON does not have, or objects in objects without end
         return str(error)
     return None if declared == found else f"sha256 is {declared!r}, its other fields have {found!r}: it was changed"
 
@@ -385,4 +390,6 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _broken(path: Path, problem: str) -> DataError:
-    return DataError(f"{path} is not usable ({problem}); restore it, or run `fastdiff encode` into a new folder")
+    return DataError(
+        f"{path} is not usable ({printable(problem)}); restore it, or run `fastdiff encode` into a new folder"
+    )

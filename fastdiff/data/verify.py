@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from tqdm import tqdm
 
 from fastdiff.data.index import Place, ShardIndex
-from fastdiff.data.integrity import Problem, check_index, check_size, difference, unreadable
+from fastdiff.data.integrity import Problem, check_index, check_size, crc32_of, difference, unreadable
 from fastdiff.data.null import read_null
 from fastdiff.data.shards import Column, DatasetInfo, ShardInfo, idx_path, null_path
 from fastdiff.errors import DataError, StorageError
+
+_DIGITS = 19  # of the largest class or number of captions
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,9 @@ def _check_idx(path: Path, shard: ShardInfo, index: ShardIndex) -> Iterator[Prob
     if not idx.exists():
         yield Problem(shard.name, f"{idx.name} is missing")
         return
-    lines, expected = idx.read_bytes().split(b"\n"), index.wds2idx().encode().split(b"\n")
+    wanted_text = index.wds2idx().encode()
+    with idx.open("rb") as file:
+        lines, expected = file.read(len(wanted_text) + 1).split(b"\n"), wanted_text.split(b"\n")
     for number, (line, wanted) in enumerate(itertools.zip_longest(lines, expected)):
         if line != wanted:
             row = min(max(number - 1, 0), shard.samples - 1)  # the first line is the header
@@ -121,34 +125,36 @@ def _check_samples(path: Path, shard: ShardInfo, index: ShardIndex, info: Datase
             yield Problem(shard.name, f"there are no {component} components")
     columns = info.columns_of(shard.bucket)
     arrays = {f"{variant}.npy": column for name, column in columns.items() for variant in info.variants(name)}
-    size = path.stat().st_size
     with path.open("rb") as file:
         for place in index.places():
-            file.seek(place.offset)
-            content = file.read(min(place.length, size))
-            what = _damage(place, content) or _misfit(content, place.component, arrays.get(place.component), info)
+            column = arrays.get(place.component)
+            what = _damage(file, place) or _misfit(file, place, column, info)
             if what is not None:
                 yield Problem(shard.name, what, place)
 
 
-def _damage(place: Place, content: bytes) -> str | None:
-    if len(content) != place.length:
-        return f"the file ends after {len(content)} of {place.length} bytes; it was truncated"
-    found = zlib.crc32(content)
+def _damage(file: BinaryIO, place: Place) -> str | None:
+    found, length = crc32_of(file, place.offset, place.length)
+    if length != place.length:
+        return f"the file ends after {length} of {place.length} bytes; it was truncated"
     return None if found == place.crc32 else f"crc32 {found:08x}, expected {place.crc32:08x}"
 
 
-def _misfit(content: bytes, component: str, column: Column | None, info: DatasetInfo) -> str | None:
+def _misfit(file: BinaryIO, place: Place, column: Column | None, info: DatasetInfo) -> str | None:
     """What an intact component has against dataset.json."""
+    file.seek(place.offset)
     if column is not None:
         header, size = column.header, len(column.header) + column.nbytes
-        if not content.startswith(header) or len(content) != size:
-            begins = content[: len(header)]
-            return f"{len(content)} bytes from {begins!r}, expected {column.dtype} {column.shape} in {size} bytes"
-    numbers = {"cls": range(info.classes or 0), "captions": range(1, info.captions + 1)}.get(component)
-    if numbers is not None and not (content.isdigit() and len(content) < 20 and int(content) in numbers):
-        known = f"none of the {info.classes} classes" if component == "cls" else f"not from 1 to {info.captions}"
-        return f"{content[:20]!r} is {known}"
+        begins = file.read(min(len(header), place.length))
+        if begins != header or place.length != size:
+            return f"{place.length} bytes from {begins!r}, expected {column.dtype} {column.shape} in {size} bytes"
+    numbers = {"cls": range(info.classes or 0), "captions": range(1, info.captions + 1)}.get(place.component)
+    if numbers is not None:
+        text = file.read(min(place.length, _DIGITS + 1))
+        if not (text.isdigit() and len(text) <= _DIGITS and int(text) in numbers):
+            of_classes = place.component == "cls"
+            known = f"none of the {info.classes} classes" if of_classes else f"not from 1 to {info.captions}"
+            return f"{text!r} is {known}"
     return None
 
 

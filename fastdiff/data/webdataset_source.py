@@ -13,7 +13,7 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from fastdiff.data.image_items import BadItem, ImageItem, digest_of, printable
+from fastdiff.data.image_items import BadItem, ImageItem, digest_of
 from fastdiff.data.image_tars import (
     KINDS,
     BadSampleError,
@@ -26,6 +26,7 @@ from fastdiff.data.image_tars import (
 )
 from fastdiff.data.remote import is_remote, open_url, shown
 from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.printable import printable
 
 _STREAM_BUFFER = 1 << 18
 _JUMP_BUFFER = 1 << 13

@@ -1,0 +1,34 @@
+"""Waiting for a key of a store so that a signal is heard meanwhile."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
+
+_SLICE_S = 0.5
+
+
+def value_of(store: Store, key: str, deadline: float) -> bytes:
+    """Return the value of ``key`` once it is there.
+
+    The store waits in C, where no signal handler of Python runs: so not for long at a time.
+
+    Args:
+        store: any.
+        key: of the value.
+        deadline: of the monotonic clock.
+
+    Raises:
+        torch.distributed.DistStoreError: it was not there before the deadline.
+        torch.distributed.DistNetworkError: the process that hosts the store is gone.
+    """
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            store.wait([key], timedelta(seconds=max(0.001, min(_SLICE_S, left))))
+            return store.get(key)
+        except DistStoreError:
+            if left <= _SLICE_S:
+                raise
