@@ -5,6 +5,7 @@ Unlike ``processes.run_ranks``, ranks may die here: what they came to is returne
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -60,7 +61,8 @@ class Ranks:
         """Send a signal to all of them."""
         for process in self.processes:
             if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # it died, and the server has not yet told
+                    os.kill(process.pid, number)
 
     def wait(self, timeout_s: float = 120) -> list[Ended]:
         """Wait until all have ended; one that dies by a signal takes the others with it, as a launcher does."""
