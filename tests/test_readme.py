@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import record
 from fastdiff.cli import parse
 from fastdiff.evaluation import frechet_distance, real_digits
 
@@ -73,6 +74,17 @@ def test_the_losses_of_8_bit_adam_stand_in_the_record() -> None:
     assert claim is not None
     assert 100 * difference <= float(claim[1])
     assert {"three": 3}[claim[2]] == len(ends["adamw"])
+
+
+def test_the_cost_of_a_checkpoint_stands_in_the_record() -> None:
+    claim = re.search(
+        r"meanwhile take ([\d.]+) times.*?checkpoint ([\d.]+)\s+times.*?(\d+) MiB.*?`(\S+)`", README, re.DOTALL
+    )
+    assert claim is not None
+    found = {row.quantity: row.value for row in record.read(ROOT / claim[4] / "checkpoint.jsonl").measurements}
+    assert claim[1] == f"{found['step time beside a save / step time']:.2f}"
+    assert claim[2] == f"{found['step time with a save that it waits for / step time']:.2f}"
+    assert claim[3] == f"{found['checkpoint']:.0f}"
 
 
 def test_the_training_commands_of_the_readme_parse() -> None:
