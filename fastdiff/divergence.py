@@ -98,7 +98,7 @@ class Rewind:
         """
         before = state.progress
         state.progress = before.behind(self.spiked)
-        state.meters.sums.zero_()  # what they are the sums of has been logged by the steps that are left out
+        state.meters.sums.zero_()  # of steps that are left out: the log keeps what it has of them
         remove_after(state, before.steps)
         state.world.on_first(lambda: self._log(state, before))
 
