@@ -14,6 +14,8 @@ Condition = dict[str, Tensor]
 ``label``: ``[B]`` int64 classes. ``context``: ``[B, L, D]`` embeddings of the tokens of a caption. ``pooled``:
 ``[B, P]`` embedding of the whole caption, and ``time_ids``: ``[B, 6]`` fp32 original height and width, top and left of
 the crop, and height and width of the image in pixels (both SDXL: Podell et al. 2023, arXiv:2307.01952, section 2.2).
+``low_res``: ``[B, C, h, w]`` fp32 small images to enlarge. ``position``: ``[B]`` int64 positions in the run, which key
+a dropout.
 """
 
 
@@ -23,7 +25,8 @@ class Batch:
 
     latents: Tensor
     """``[B, C, H, W]`` clean latents x0, normalised, or ``[B, 2C, H, W]`` mean and std of the autoencoder's posterior,
-    stacked on channels; fp16, bf16 or fp32."""
+    stacked on channels; fp16, bf16 or fp32. Of a data set in pixel space ``[B, C, H, W]`` uint8, of which
+    ``fastdiff_kernels.noising.dequantised`` makes x0."""
     position: Tensor
     """``[B]`` int64, position of each sample in the run; it keys every random number (design 4.4)."""
     condition: Condition

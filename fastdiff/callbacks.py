@@ -19,7 +19,7 @@ from fastdiff.flops import peak_flops, training_flops
 from fastdiff.fragments import Room, assemble
 from fastdiff.grid import image_grid
 from fastdiff.metrics import BY_LEVEL, JsonLines, Record, drop_records_after, peak_gib
-from fastdiff.model_config import DiTConfig, UNetConfig
+from fastdiff.model_config import UNetConfig
 from fastdiff.models import Model
 from fastdiff.network import build_network
 from fastdiff.progress import Every
@@ -172,8 +172,9 @@ class SampleGrid(Callback):
 
     def _draw(self, state: TrainState) -> None:
         self._drawn = state.progress.steps
-        config, classes = state.config, state.reader.info.classes
-        assert isinstance(config.model, DiTConfig)
+        config = state.config
+        assert not isinstance(config.model, UNetConfig)
+        classes = state.reader.info.classes if config.model.classes else None
         labels = grid_classes(config.model, classes).repeat(self.rows)
         images = draw_together(
             state,

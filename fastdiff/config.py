@@ -13,13 +13,13 @@ from typing import Literal, cast, get_args
 from fastdiff.data_config import DataConfig
 from fastdiff.divergence_config import DivergenceConfig
 from fastdiff.errors import ConfigError, require
-from fastdiff.model_config import DiTConfig, LoraConfig, ModelConfig, PretrainedConfig
+from fastdiff.model_config import AdmConfig, DiTConfig, LoraConfig, ModelConfig, PretrainedConfig, UNetConfig
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.timestep_config import TimestepConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
 KernelBackend = Literal["triton", "reference", "compile"]
-KERNEL_OPS = ("philox", "noising", "loss", "group_norm", "adaln", "adamw8bit")
+KERNEL_OPS = ("philox", "noising", "loss", "group_norm", "adaln", "dropout", "adamw8bit")
 """The ops of ``fastdiff_kernels.dispatch``, without its torch."""
 WIDEST = 12.0**-0.5
 """Relative width of the plain mean of all weights so far, the widest power-function average that does not favour old
@@ -267,7 +267,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**64, f"--seed {self.seed}: from 0 to 2**64 - 1")
-        if self.output.sample_every and self.model.kind == "dit":
+        if self.output.sample_every and self.model.kind != "unet":
+            require(
+                not (isinstance(self.model, AdmConfig) and self.model.low_res_size),
+                "--output.sample_every: no grid is drawn of a model that enlarges images; set it to 0, and use "
+                "`fastdiff sample --low-res`",
+            )
             self._check_sampling("--output.sample_steps", self.output.sample_steps, "--output.sample_every 0")
         if self.validation.prompts and self.validation.every:
             self._check_sampling("--validation.steps", self.validation.steps, "--validation.every 0")
@@ -304,11 +309,11 @@ class RunConfig:
 
     def _check_objective(self) -> None:
         self.timesteps.check(self.objective)
-        doubled = isinstance(self.model, DiTConfig) and self.model.learn_sigma
+        doubled = not isinstance(self.model, UNetConfig) and self.model.learn_sigma
         require(
             doubled or not self.objective.learns_variance,
-            f"--objective.variance {self.objective.variance} needs a model with twice the output channels: a DiT with "
-            "--model.learn_sigma",
+            f"--objective.variance {self.objective.variance} needs a model with twice the output channels: a DiT or an "
+            "ADM UNet with --model.learn_sigma",
         )
 
     def _check_pretrained(self) -> None:

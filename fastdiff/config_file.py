@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from fastdiff.bounded_read import read_bounded
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError
-from fastdiff.model_config import DiTConfig, UNetConfig
+from fastdiff.model_config import AdmConfig, DiTConfig, UNetConfig
 
 _LARGEST = 1 << 20
 """Bytes of a file of fields."""
@@ -75,7 +75,7 @@ def _with_kind(base: RunConfig, given: dict[str, Any]) -> RunConfig:
     """Return ``base`` with the defaults of the kind of model that is given, if that is another one."""
     model = given.get("model")
     kind = model.get("kind") if isinstance(model, dict) else None
-    other = {"dit": DiTConfig, "unet": UNetConfig}.get(str(kind))
+    other = {"dit": DiTConfig, "unet": UNetConfig, "adm": AdmConfig}.get(str(kind))
     return base if other is None or kind == base.model.kind else replace(base, model=other())
 
 

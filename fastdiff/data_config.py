@@ -24,7 +24,7 @@ class DataConfig:
     cache: str = ""
     """Folder for the shards of a --data.path that is not on this machine. Default: ~/.cache/fastdiff/shards."""
     random_flip: bool = False
-    """Mirror half of the images; shards must hold the mirrored latents too (`fastdiff encode --flip`)."""
+    """Mirror half of the images; shards must hold pixels, or the mirrored latents too (`fastdiff encode --flip`)."""
     shuffle_shards: int = 16
     """Samples are shuffled inside windows of this many (shuffled) shards."""
     loader: Literal["auto", "dali", "prefetch"] = "auto"

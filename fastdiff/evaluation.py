@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.errors import ConfigError
+from fastdiff.fidelity import frechet_distance
 
 Array = npt.NDArray[np.float64]
 
@@ -40,7 +41,7 @@ def evaluate_digits(images: Tensor, labels: Tensor) -> dict[str, float | int]:
 
     Returns:
         ``accuracy``: share of the images in which the SVM, trained on all real scans, sees the label;
-        ``frechet_distance``: ``frechet_distance`` between the 64 pixels in [0, 1] of the images and of all
+        ``frechet_distance``: ``fidelity.frechet_distance`` between the 64 pixels in [0, 1] of the images and of all
         real scans; ``samples``: N. For scale: 500 real scans drawn at random score 0.04 to 0.06.
 
     Raises:
@@ -79,34 +80,6 @@ def real_digits() -> tuple[Array, npt.NDArray[np.int64]]:
 
     pixels, classes = load_digits(return_X_y=True)
     return np.asarray(pixels, dtype=np.float64) / 16, np.asarray(classes, dtype=np.int64)
-
-
-def frechet_distance(first: Array, second: Array) -> float:
-    """Fréchet distance between the Gaussians fitted to two sets (Dowson & Landau 1982; Heusel et al. 2017).
-
-    ``|m1 - m2|^2 + tr(C1) + tr(C2) - 2 tr((C1^(1/2) C2 C1^(1/2))^(1/2))``. The product in the last term is
-    symmetric, so its eigenvalues are real and nothing has to be thrown away where a covariance is singular,
-    as that of the digits is: some of their pixels are always empty.
-
-    Args:
-        first: ``[N, D]`` float64, N at least 2.
-        second: ``[M, D]`` float64, M at least 2.
-
-    Returns:
-        The squared distance, in squared units of the features; 0 or above.
-    """
-    mean = float(np.sum((first.mean(axis=0) - second.mean(axis=0)) ** 2))
-    cov_first, cov_second = (np.atleast_2d(np.cov(x, rowvar=False)) for x in (first, second))
-    root = _symmetric_root(cov_first)
-    overlap = np.linalg.eigvalsh(root @ cov_second @ root)
-    spread = float(np.trace(cov_first) + np.trace(cov_second) - 2 * np.sqrt(overlap.clip(min=0)).sum())
-    return mean + max(0.0, spread)
-
-
-def _symmetric_root(matrix: Array) -> Array:
-    """The positive square root of a symmetric positive semi-definite matrix."""
-    values, vectors = np.linalg.eigh(matrix)
-    return np.asarray((vectors * np.sqrt(values.clip(min=0))) @ vectors.T, dtype=np.float64)
 
 
 @cache

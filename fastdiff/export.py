@@ -7,27 +7,36 @@ complete and on the disk, or not at all.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
+from fastdiff.averages import AS_TRAINED
 from fastdiff.backends import DTYPES
 from fastdiff.config import RunConfig
+from fastdiff.diffusers_adm import write_unet2d
+from fastdiff.diffusers_dit import write_transformer
 from fastdiff.durable import fsync
-from fastdiff.errors import ConfigError, StorageError
+from fastdiff.errors import ConfigError, StorageError, require
 from fastdiff.export_weights import ExportedWeights, exported_weights
 from fastdiff.model_card import Place, write_card
-from fastdiff.model_config import DiTConfig, UNetConfig
+from fastdiff.model_config import AdmConfig, DiTConfig
 from fastdiff.pipeline_export import write_pipeline
+from fastdiff.published_checkpoints import write_dit, write_dit_training, write_iddpm
 from fastdiff.safetensors_stream import write_tensors
+from fastdiff.saved import Saved, constant_name, in_words
 from fastdiff.trained import config_of, open_saved
 
-Format = Literal["diffusers", "lora", "dit", "safetensors"]
+Format = Literal["diffusers", "lora", "dit", "dit-training", "iddpm", "safetensors"]
+
+_TRAININGS = ("dit-training", "iddpm")
+_ONLY = {"dit": "dit", "dit-training": "dit", "iddpm": "adm"}
+"""Formats that one kind of network has."""
+_NETWORKS = {"dit": "a DiT", "unet": "a UNet of Stable Diffusion", "adm": "an ADM UNet"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +44,10 @@ class Choice:
     """Which weights of a run are exported, and how."""
 
     format: Format
-    """diffusers: a pipeline, or a UNet alone if the run has none. lora: the adapter. dit: the file of the published
-    DiT. safetensors: a plain state dict. In the three that are not lora, an adapter is added to the weights that it
-    was trained on: W + alpha / rank * B A, also if these were quantized in the training."""
+    """diffusers: a pipeline, or the network alone if the run has none. lora: the adapter. dit: the weights of the
+    published DiT. dit-training, iddpm: all that DiT and improved-diffusion keep of a training, with weights, average
+    and optimizer, in fp32. safetensors: a plain state dict. In those that are not lora, an adapter is added to the
+    weights that it was trained on: W + alpha / rank * B A, also if these were quantized in the training."""
     ema: float | None = None
     """Decay rate of the average; None, and no ``ema_std``: the first one, or the weights if there is none."""
     ema_std: float | None = None
@@ -65,39 +75,68 @@ def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = N
     """
     if out.exists():
         raise ConfigError(f"{out} exists; export to a new folder, or delete it")
-    saved = open_saved(run, choice.step, snapshots=choice.ema_std is not None)
+    training = choice.format in _TRAININGS
+    saved = open_saved(run, choice.step, snapshots=choice.ema_std is not None and not training)
     config = config_of(saved)
-    write = _writer(choice.format, config)
+    _check(choice, config)
     weights = exported_weights(
         saved, config, ema=choice.ema, raw=choice.raw, merge=choice.format != "lora", ema_std=choice.ema_std
     )
     with _new_folder(out) as folder:
-        write(folder, weights, config, DTYPES[choice.dtype])
+        _write(folder, choice, saved, config, weights)
+        if training:
+            weights = replace(weights, description=_all_of(choice, saved, weights))
         write_card(folder, run, saved, weights, choice.format, choice.dtype, Place(out, published_as))
 
 
-_Writer = Callable[[Path, ExportedWeights, RunConfig, torch.dtype], None]
-
-
-def _writer(name: Format, config: RunConfig) -> _Writer:
-    """What writes a format; ConfigError if the run cannot have it."""
+def _check(choice: Choice, config: RunConfig) -> None:
+    """ConfigError if the run cannot have the format, or the format not what else is chosen."""
+    name, kind = choice.format, config.model.kind
     if name == "lora":
-        if not config.lora.rank:
-            raise ConfigError("--format lora: the run trained all weights, there is no adapter; use diffusers")
-        return _write_lora
-    if name == "diffusers":
-        if not isinstance(config.model, UNetConfig):
-            raise ConfigError("--format diffusers is for UNets, the run has a DiT; use dit or safetensors")
-        return write_pipeline
-    if name == "dit":
-        if not isinstance(config.model, DiTConfig):
-            raise ConfigError("--format dit is for DiT, the run has a UNet; use diffusers or safetensors")
-        return _write_dit
-    return _write_safetensors
+        require(config.lora.rank > 0, "--format lora: the run trained all weights, there is no adapter; use diffusers")
+    own = [form for form, network in _ONLY.items() if network == kind]
+    require(
+        _ONLY.get(name, kind) == kind,
+        f"--format {name} is for {_NETWORKS[_ONLY.get(name, kind)]}, the run has {_NETWORKS[kind]}; use "
+        f"{', '.join(['diffusers', *own])} or safetensors",
+    )
+    if name in _TRAININGS:
+        require(choice.dtype == "fp32", f"--dtype {choice.dtype}: the files of --format {name} are in fp32")
+        require(not choice.raw, f"--raw: --format {name} has the weights themselves, beside their averages")
+    which = "--ema" if choice.ema is not None else "--ema-std" if choice.ema_std is not None else None
+    require(name != "iddpm" or which is None, f"{which}: --format iddpm has every average of a constant rate")
 
 
-def _write_safetensors(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
-    write_tensors(folder / "model.safetensors", weights.shapes, dtype, weights.reader(dtype))
+def _all_of(choice: Choice, saved: Saved, weights: ExportedWeights) -> str:
+    """What the files of a training hold, in words."""
+    averages = [in_words(constant_name(rate)) for rate in saved.ema_rates]
+    return ", ".join([AS_TRAINED, *(averages if choice.format == "iddpm" else [weights.description])])
+
+
+def _write(folder: Path, choice: Choice, saved: Saved, config: RunConfig, weights: ExportedWeights) -> None:
+    dtype = DTYPES[choice.dtype]
+    match choice.format:
+        case "diffusers":
+            _write_diffusers(folder, weights, config, dtype)
+        case "lora":
+            _write_lora(folder, weights, config, dtype)
+        case "dit":
+            write_dit(folder, weights, config, dtype)
+        case "dit-training":
+            write_dit_training(folder, saved, config, weights)
+        case "iddpm":
+            write_iddpm(folder, saved, config)
+        case "safetensors":
+            write_tensors(folder / "model.safetensors", weights.shapes, dtype, weights.reader(dtype))
+
+
+def _write_diffusers(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
+    if isinstance(config.model, DiTConfig):
+        write_transformer(folder, weights, config.model, dtype)
+    elif isinstance(config.model, AdmConfig):
+        write_unet2d(folder, weights, config.model, dtype)
+    else:
+        write_pipeline(folder, weights, config, dtype)
 
 
 def _write_lora(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
@@ -116,33 +155,6 @@ def _write_lora(folder: Path, weights: ExportedWeights, config: RunConfig, dtype
         shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in names}
         write_tensors(folder / "sorted.safetensors", shapes, dtype, saved.get_tensor, metadata)
     (folder / "sorted.safetensors").replace(file)
-
-
-def _write_dit(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
-    """``dit.pt`` with the state dict under ``ema``, as published.
-
-    A pickle is written from tensors that are all there at once: they lie in a scratch file, mapped into memory, so
-    that this takes the room twice on the disk and not in memory.
-    """
-    from safetensors import safe_open
-
-    from fastdiff.models.embeddings import position_table
-
-    assert isinstance(config.model, DiTConfig)
-    scratch = folder / "scratch.safetensors"
-    write_tensors(scratch, weights.shapes, dtype, weights.reader(dtype))
-    with safe_open(scratch, framework="pt") as file:
-        state: dict[str, Tensor] = {name: file.get_tensor(name) for name in weights.shapes}
-    state["pos_embed"] = position_table(config.model.hidden, config.model.size // config.model.patch).to(dtype)
-    try:
-        with (folder / "dit.pt").open("wb") as published:
-            torch.save({"ema": state}, published)
-    except RuntimeError as error:  # what torch makes of a full disk
-        raise StorageError(
-            f"{folder / 'dit.pt'}: could not be written ({str(error).splitlines()[0]}); make room, twice the size of "
-            "the weights, or export to another disk"
-        ) from None
-    scratch.unlink()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ inputs, which have no gradient. (The "119 Gflops" that the DiT paper prints for 
 
 from __future__ import annotations
 
-from fastdiff.model_config import CAPTION_TOKENS, DiTConfig, ModelConfig, UNetConfig
+from fastdiff.model_config import CAPTION_TOKENS, AdmConfig, DiTConfig, ModelConfig, UNetConfig
 
 _PEAK_BF16 = {
     "A100": 312e12,
@@ -25,7 +25,9 @@ def forward_flops(config: ModelConfig) -> float:
     A UNet works on latents of ``config.size`` and captions of 77 tokens. The published SD 1.5 at 64 x 64 has 0.40 T
     multiply-adds by this count, which agrees with ``torch.utils.flop_counter``.
     """
-    return 2.0 * (_dit(config) if isinstance(config, DiTConfig) else _unet(config))
+    if isinstance(config, DiTConfig):
+        return 2.0 * _dit(config)
+    return 2.0 * (_adm(config) if isinstance(config, AdmConfig) else _unet(config))
 
 
 def _dit(config: DiTConfig) -> float:
@@ -59,6 +61,42 @@ def _unet(config: UNetConfig) -> float:
     return total + _transformer(config, widths[-1], config.mid_transformer_layers, positions)
 
 
+def _adm(config: AdmConfig) -> float:
+    """Multiply-adds."""
+    time, out = 4 * config.width, config.channels * (2 if config.learn_sigma else 1)
+    told = time * (2 if config.scale_shift_norm else 1)
+    here = config.widths[0]
+    skips, total = [here], _on_inputs(config) + time**2 + 9 * config.size**2 * here * out
+
+    def layers(inputs: int, width: int, side: int) -> int:
+        attends = side in config.attention_resolutions
+        return _res_block(inputs, width, side**2, told) + (_self_attention(width, side**2) if attends else 0)
+
+    def resized(width: int, side: int) -> int:
+        return _res_block(width, width, side**2, told) if config.resblock_updown else 9 * width**2 * side**2
+
+    for level, width in enumerate(config.widths):
+        side = config.size >> level
+        if level:
+            total += resized(here, side)
+            skips.append(here)
+        for _ in range(config.res_blocks):
+            total += layers(here, width, side)
+            skips.append(here := width)
+    total += 2 * _res_block(here, here, side**2, told) + _self_attention(here, side**2)
+    for level, width in reversed(list(enumerate(config.widths))):
+        side = config.size >> level
+        for _ in range(config.res_blocks + 1):
+            total += layers(here + skips.pop(), width, side)
+            here = width
+        total += resized(width, 2 * side) if level else 0
+    return total
+
+
+def _self_attention(width: int, positions: int) -> int:
+    return positions * (4 * width**2 + 2 * positions * width)
+
+
 def _res_block(inputs: int, width: int, positions: int, time: int) -> int:
     shortcut = inputs * width if inputs != width else 0
     return positions * (9 * (inputs + width) * width + shortcut) + time * width
@@ -66,7 +104,7 @@ def _res_block(inputs: int, width: int, positions: int, time: int) -> int:
 
 def _transformer(config: UNetConfig, width: int, layers: int, positions: int) -> int:
     """Projections around it and, in each layer, two attentions and a gated feed-forward layer."""
-    own = positions * (4 * width**2 + 2 * positions * width)
+    own = _self_attention(width, positions)
     cross = (
         positions * (2 * width**2 + 2 * CAPTION_TOKENS * width)
         + 2 * CAPTION_TOKENS * config.cross_attention_dim * width
@@ -83,6 +121,9 @@ def _on_inputs(config: ModelConfig) -> float:
     """Multiply-adds of the layers whose input is noisy latents, captions or an encoding of the time."""
     if isinstance(config, DiTConfig):
         return float(config.hidden * (config.size**2 * config.channels + 256))
+    if isinstance(config, AdmConfig):
+        channels = config.channels * (2 if config.low_res_size else 1)
+        return float(9 * config.size**2 * channels * config.widths[0] + 4 * config.width**2)
     widths, count = config.block_out_channels, config.layers_per_block
     time = 4 * widths[0]
     total = 9 * config.size**2 * config.channels * widths[0] + time * widths[0]

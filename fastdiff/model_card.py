@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdiff.config import RunConfig
+from fastdiff.diffusers_dit import FOLDER, SAME_TIMES
 from fastdiff.export_weights import ExportedWeights
-from fastdiff.model_config import DiTConfig, PretrainedConfig
+from fastdiff.model_config import AdmConfig, DiTConfig, ModelConfig, PretrainedConfig, UNetConfig
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.saved import Saved
 from fastdiff.timestep_config import TimestepConfig
@@ -59,7 +60,8 @@ def write_card(
         place: where the examples find the model.
     """
     config = config_of(saved)
-    picture = _newest_picture(run, int(saved.manifest["progress"]["steps"]))
+    step = int(saved.manifest["progress"]["steps"])
+    picture = _newest_picture(run, step)
     if picture is not None:
         shutil.copyfile(picture, folder / _SAMPLES)
     facts = "\n".join(f"| {name} | {value} |" for name, value in _facts(config, saved, weights, dtype).items())
@@ -69,7 +71,7 @@ def write_card(
         f"# {run.resolve().name}\n\n"
         f"{_subject(config, format_)}, trained with fastdiff.\n\n"
         f"{shown}## Training\n\n| | |\n| --- | --- |\n{facts}\n\n"
-        f"## Use\n\n{use_of(config, format_, place)}\n"
+        f"## Use\n\n{use_of(config, format_, place, step)}\n"
         "## License\n\nNot stated yet: it is for the owner of this model to choose, and the licenses of the base model "
         "and of the data bind it.\n"
     )
@@ -82,18 +84,26 @@ def _newest_picture(run: Path, step: int) -> Path | None:
 
 
 def _front_matter(config: RunConfig, format_: str) -> str:
-    lines = ["tags:", "- fastdiff", *(["- dit"] if isinstance(config.model, DiTConfig) else [])]
-    if not isinstance(config.model, DiTConfig):
-        lines += [*(["- lora"] if format_ == "lora" else []), "pipeline_tag: text-to-image", "library_name: diffusers"]
+    kind = config.model.kind
+    tags = ["fastdiff", *([kind] if kind != "unet" else []), *(["lora"] if format_ == "lora" else [])]
+    lines = ["tags:", *(f"- {tag}" for tag in tags)]
+    if kind == "unet":
+        lines.append("pipeline_tag: text-to-image")
+    if kind == "unet" or format_ == "diffusers":
+        lines.append("library_name: diffusers")
     if config.pretrained.weights and _base_name(config) == config.pretrained.path:  # the hub knows no local folder
         lines.append(f"base_model: {config.pretrained.path}")
     return "".join(line + "\n" for line in lines)
 
 
 def _subject(config: RunConfig, format_: str) -> str:
-    network = (
-        "A class-conditional diffusion transformer" if isinstance(config.model, DiTConfig) else "A text-to-image UNet"
-    )
+    model = config.model
+    network = "A text-to-image UNet"
+    if isinstance(model, DiTConfig):
+        network = "A class-conditional diffusion transformer"
+    if isinstance(model, AdmConfig):
+        condition = "A class-conditional" if model.classes else "An unconditional"
+        network = f"{condition} {'super-resolution ' if model.low_res_size else ''}UNet in pixel space"
     return f"A LoRA adapter of {network[0].lower()}{network[1:]}" if format_ == "lora" else network
 
 
@@ -166,17 +176,24 @@ def _drawn(drawn: TimestepConfig, objective: DiffusionConfig) -> str:
     return ", ".join([density, *(words for words, given in details.items() if given)])
 
 
-def use_of(config: RunConfig, format_: str, place: Place) -> str:
-    """The code, in Markdown, that uses an exported model."""
-    dit = isinstance(config.model, DiTConfig)
-    shape = _shape(config.model, config.objective) if isinstance(config.model, DiTConfig) else ""
-    if format_ == "dit":
-        load = f"torch.load({place.file('dit.pt')}, weights_only=True)"
-        return _python(f'{place.imports}import torch\n\nstate_dict = {load}["ema"]') + shape
-    if format_ == "safetensors" or dit:
+def use_of(config: RunConfig, format_: str, place: Place, step: int = 0) -> str:
+    """The code, in Markdown, that uses an exported model; ``step`` is in the names of published checkpoints."""
+    model = config.model
+    told = "" if isinstance(model, UNetConfig) else _told(model, config.objective)
+    published = {
+        "dit": ("dit.pt", '["ema"]'),
+        "dit-training": (f"{step:07d}.pt", '["ema"]'),
+        "iddpm": (f"model{step:06d}.pt", ""),
+    }
+    if format_ in published:
+        name, entry = published[format_]
+        return _python(_load_pickle(place, name, entry, namespace=format_ == "dit-training")) + _shape(model) + told
+    if format_ == "diffusers" and not isinstance(model, UNetConfig):
+        return _network_of_diffusers(model, place) + told
+    if format_ == "safetensors" or not isinstance(model, UNetConfig):
         file = place.file("pytorch_lora_weights.safetensors" if format_ == "lora" else "model.safetensors")
         code = f"{place.imports}from safetensors.torch import load_file\n\nweights = load_file({file})"
-        return _python(code) + shape
+        return _python(code) + _shape(model) + told
     draw = 'image = pipeline("a photograph of a cat").images[0]\nimage.save("image.png")'
     if format_ == "lora":
         load = f'pipeline.load_lora_weights("{place}")\n'
@@ -185,6 +202,31 @@ def use_of(config: RunConfig, format_: str, place: Place) -> str:
         return _python(_start(str(place)) + draw)
     code = f'unet = UNet2DConditionModel.from_pretrained("{place}", subfolder="unet")'
     return _python(f"from diffusers import UNet2DConditionModel\n\n{code}")
+
+
+def _load_pickle(place: Place, name: str, entry: str, *, namespace: bool) -> str:
+    load = f"torch.load({place.file(name)}, weights_only=True){entry}"
+    if not namespace:
+        return f"{place.imports}import torch\n\nstate_dict = {load}"
+    return (
+        f"{place.imports}from argparse import Namespace\n\nimport torch\n\n"
+        f"with torch.serialization.safe_globals([Namespace]):\n    state_dict = {load}"
+    )
+
+
+def _network_of_diffusers(model: DiTConfig | AdmConfig, place: Place) -> str:
+    """A class of diffusers that is not one of text to image."""
+    dit = isinstance(model, DiTConfig)
+    kind, subfolder = ("DiTTransformer2DModel", FOLDER) if dit else ("UNet2DModel", "unet")
+    code = f'from diffusers import {kind}\n\nmodel = {kind}.from_pretrained("{place}", subfolder="{subfolder}")\n'
+    if not dit:
+        none = f"\nClass {model.classes} stands for no class.\n" if model.classes else ""
+        return _python(code.rstrip()) + none
+    return (
+        _python(code + SAME_TIMES.rstrip()) + "\nThe last two lines set the frequencies of the timesteps that DiT was "
+        f"published with and this one trained with; those of diffusers are others. Class {model.classes} stands for no "
+        "class.\n"
+    )
 
 
 def _start(path: str, options: str = "") -> str:
@@ -209,30 +251,59 @@ def _python(code: str) -> str:
     return f"```python\n{code}\n```\n"
 
 
-def _shape(model: DiTConfig, objective: DiffusionConfig) -> str:
+def _shape(model: ModelConfig) -> str:
     """How the class of the published models is called for these weights."""
-    return (
-        "\nThe names are those of the published DiT, whose class takes them as "
-        f"`DiT(input_size={model.size}, patch_size={model.patch}, in_channels={model.channels}, "
+    if isinstance(model, UNetConfig):
+        return ""
+    whose, called = _of_dit(model) if isinstance(model, DiTConfig) else _of_adm(model)
+    return f"\nThe names are those of {whose}, whose class takes them as `{called}`.\n"
+
+
+def _of_dit(model: DiTConfig) -> tuple[str, str]:
+    return "the published DiT", (
+        f"DiT(input_size={model.size}, patch_size={model.patch}, in_channels={model.channels}, "
         f"hidden_size={model.hidden}, depth={model.depth}, num_heads={model.heads}, mlp_ratio={model.mlp_ratio}, "
-        f"num_classes={model.classes}, learn_sigma={model.learn_sigma})`.\n"
-        f"{_told(objective, doubled=model.learn_sigma)}"
+        f"num_classes={model.classes}, learn_sigma={model.learn_sigma})"
     )
 
 
-def _told(objective: DiffusionConfig, *, doubled: bool) -> str:
-    """What a model without discrete timesteps is told and returns, which the sampler of its class does not know.
+def _of_adm(model: AdmConfig) -> tuple[str, str]:
+    """Whose class: guided-diffusion's has a size of the heads, and residual blocks that change sizes."""
+    guided = bool(model.head_channels or model.resblock_updown)
+    more = {
+        "image_size": model.size,
+        "num_head_channels": model.head_channels or -1,
+        "resblock_updown": model.resblock_updown,
+    }
+    arguments = {
+        **(more if guided else {}),
+        "in_channels": model.channels,
+        "model_channels": model.width,
+        "out_channels": model.channels * (2 if model.learn_sigma else 1),
+        "num_res_blocks": model.res_blocks,
+        "attention_resolutions": tuple(model.size // size for size in model.attention_resolutions),
+        "dropout": model.dropout,
+        "channel_mult": model.channel_mult,
+        "num_classes": model.classes or None,
+        "num_heads": model.heads,
+        "use_scale_shift_norm": model.scale_shift_norm,
+    }
+    kind = "SuperResModel" if model.low_res_size else "UNetModel"
+    called = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    return ("guided-diffusion" if guided else "improved-diffusion"), f"{kind}({called})"
 
-    Args:
-        objective: what it was trained for.
-        doubled: it has outputs for a variance, which is of ddpm alone.
-    """
+
+def _told(model: DiTConfig | AdmConfig, objective: DiffusionConfig) -> str:
+    """What a model is told and returns where the sampler of its class takes it for something else."""
     if objective.process == "ddpm":
-        return ""
+        if not objective.rescale_timesteps or objective.timesteps == 1000:
+            return ""
+        return f"\nIt is told t * 1000 / {objective.timesteps} (`rescale_timesteps`) instead of the timestep t.\n"
     returned = {"flow": "the velocity dx/dt", "epsilon": "the noise", "score": "the score"}
     told, returns = {
         "flow": ("x and 1000 t (t = 0: the data, 1: noise)", returned.get(objective.predicted)),
         "edm": ("c_in x and ln(sigma) / 4", "F of the denoiser c_skip x + c_out F (Karras et al. 2022)"),
     }[objective.process]
-    where = " in the first half of its channels" if doubled else ""
-    return f"\nIt is told {told} and returns {returns}{where}: the sampler that comes with DiT cannot use it.\n"
+    where = " in the first half of its channels" if model.learn_sigma else ""
+    whose = "DiT" if isinstance(model, DiTConfig) else "its class"
+    return f"\nIt is told {told} and returns {returns}{where}: the sampler that comes with {whose} cannot use it.\n"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError
-from fastdiff.model_config import DiTConfig
+from fastdiff.model_config import UNetConfig
 from fastdiff.models import Model, build_model, load_model
 from fastdiff.objective_config import PREDICTION_TYPES, PREDICTIONS, Prediction
 from fastdiff.pretrained import TEXT_ENCODERS, Pretrained, readable
@@ -114,7 +114,8 @@ def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None
     Raises:
         ConfigError: the weights, or the pretrained ones, are those of another network.
     """
-    options = {"recompute": config.performance.recompute, "attention": config.performance.attention}
+    performance = config.performance
+    options = {"recompute": performance.recompute, "attention": performance.attention, "seed": config.seed}
     lora = config.lora.rank > 0
     try:
         if weights is not None and not lora:
@@ -122,7 +123,7 @@ def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None
         if config.pretrained.weights:
             model = load_model(config.model, _pretrained_weights(config), **options)  # type: ignore[arg-type]
         else:
-            model = build_model(config.model, seed=config.seed, **options)  # type: ignore[arg-type]
+            model = build_model(config.model, **options)  # type: ignore[arg-type]
         if lora:
             from fastdiff.models.lora import add_lora  # needs peft, which is optional
 
@@ -136,8 +137,8 @@ def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None
 
 
 def null_label(config: RunConfig) -> Tensor:
-    """``[]`` int64: the class of a DiT that stands for no class."""
-    assert isinstance(config.model, DiTConfig)
+    """``[]`` int64: the class that stands for none."""
+    assert not isinstance(config.model, UNetConfig)
     return torch.tensor(config.model.classes)
 
 

@@ -28,8 +28,9 @@ from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import DatasetInfo
 from fastdiff.data_config import DataConfig
 from fastdiff.errors import require
-from fastdiff.noise.ddpm import coefficients
+from fastdiff.noise.ddpm import coefficients, told
 from fastdiff.noise.levels import clean_per_error
+from fastdiff.noise.low_res import small_images
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import Schedule
@@ -93,7 +94,7 @@ class Steps:
     """
 
     def __init__(self, config: DiffusionConfig, device: torch.device | str, *, clip: bool) -> None:
-        self.clip = clip
+        self.clip, self._config = clip, config
         self.predicts_mean = config.predicted == "previous_x"
         self.timesteps = config.timesteps
         self.variational = Variational(config, device)
@@ -106,6 +107,10 @@ class Steps:
         """``[B, C, H, W]`` x_t of ``[B]`` int64 timesteps."""
         alpha, sigma, *_ = self._at(time)
         return alpha * clean + sigma * noise
+
+    def told(self, time: Tensor) -> Tensor:
+        """What the model is told of ``[B]`` int64 timesteps."""
+        return told(self._config, time)
 
     def measure(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
         """``[3, B]`` fp32: term of the bound, squared errors of x0 and of the noise; as ``Variational.loss``."""
@@ -184,7 +189,7 @@ def evaluate_nll(run: TrainedRun, options: NllOptions, *, progress: bool = False
         require(len(index) >= 2, f"{len(index)} samples have no standard error; at least 2")
         total = len(index) * run.config.objective.timesteps
         with tqdm(total=total, disable=not progress, desc="nll", unit="step", leave=False) as bar:
-            batches = read_clean(reader, index, run.model.inputs, device, options.seed)
+            batches = read_clean(reader, index, run.model.inputs, device, options.seed, run.model.low_res_size)
             found = measure(run.model, run.config.objective, batches, options, bar)
     result = found.summary() | {
         "samples": len(index),
@@ -199,7 +204,12 @@ def evaluate_nll(run: TrainedRun, options: NllOptions, *, progress: bool = False
 
 
 def read_clean(
-    reader: LatentReader, index: npt.NDArray[np.int64], inputs: Iterable[str], device: torch.device, seed: int
+    reader: LatentReader,
+    index: npt.NDArray[np.int64],
+    inputs: Iterable[str],
+    device: torch.device,
+    seed: int,
+    low_res_size: int = 0,
 ) -> Iterator[Batch]:
     """Read samples in small batches of one size of image each.
 
@@ -209,6 +219,7 @@ def read_clean(
         inputs: names of the conditions that are kept.
         device: where the batches shall be.
         seed: of the samples of posteriors.
+        low_res_size: height and width of the small images that the model enlarges; 0: none.
 
     Yields:
         Batches with x0 in fp32 as latents: of a posterior one sample, keyed by the position.
@@ -221,6 +232,8 @@ def read_clean(
             mean, deviation = clean.chunk(2, dim=1)
             clean = mean + deviation * normal(seed, Stream.POSTERIOR, batch.position, mean.shape[1:])
         condition = {name: value for name, value in batch.condition.items() if name in inputs}
+        if low_res_size:
+            condition["low_res"] = small_images(clean, low_res_size, noise=0.0, seed=seed, position=batch.position)
         yield replace(batch, latents=clean, condition=condition)
 
 
@@ -252,7 +265,7 @@ def _measure_at(time: Tensor, model: Callable[..., Tensor], steps: Steps, batch:
     key = (batch.position * steps.timesteps + time[:, None]).flatten()
     time = time.repeat_interleave(len(batch.latents))
     noise = normal(seed, Stream.LIKELIHOOD, key, clean.shape[1:])
-    prediction = model(steps.noisy(clean, noise, time), time, **condition)
+    prediction = model(steps.noisy(clean, noise, time), steps.told(time), **condition)
     return steps.measure(prediction, clean, noise, time).double().view(3, count, -1)
 
 

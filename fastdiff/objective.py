@@ -16,6 +16,7 @@ from torch import Tensor
 from fastdiff.batch import Batch, Condition, Corruption
 from fastdiff.errors import ConfigError
 from fastdiff.noise import Ddpm, Levels, build_process
+from fastdiff.noise.low_res import small_images
 from fastdiff.noise.multires import pyramid, unit_scale
 from fastdiff.noise.timesteps import Timesteps, build_timesteps
 from fastdiff.objective_config import DiffusionConfig
@@ -53,6 +54,7 @@ class Objective:
             changes nothing else.
         timesteps: how the noise levels are drawn; None: evenly.
         batch_samples: samples of an optimizer step, over which stratified levels are spread.
+        low_res_size: height and width of the small images that the model enlarges; 0: none.
 
     Raises:
         ConfigError: ``seed`` out of range, or a schedule that does not exist (``schedule.betas``).
@@ -70,6 +72,7 @@ class Objective:
         dtype: torch.dtype = torch.float32,
         timesteps: TimestepConfig | None = None,
         batch_samples: int = 1,
+        low_res_size: int = 0,
     ) -> None:
         if not 0 <= seed < 2**64:
             raise ConfigError(f"--seed {seed}: expected 0 or above and below 2**64")
@@ -78,6 +81,7 @@ class Objective:
         self.null = {name: value.to(device) for name, value in null.items()}
         self.inputs = inputs
         self.posterior = posterior
+        self.low_res_size = low_res_size
         self.dtype = dtype
         timesteps = timesteps or TimestepConfig()
         self.process = build_process(config, device, timesteps)
@@ -104,7 +108,8 @@ class Objective:
             native, importance = self.timesteps.draw(batch.position)
         levels = None if native is None else self.process.levels(native)
         noisy, levels = self._mix(batch, levels)
-        corruption = Corruption(noisy, levels, self._drop(batch), importance=importance)
+        condition = self._drop(batch) | self._made(batch)
+        corruption = Corruption(noisy, levels, condition, importance=importance)
         return self._add_pyramid(corruption, batch) if self.config.multires_noise_iterations else corruption
 
     @torch.no_grad()
@@ -282,6 +287,21 @@ class Objective:
             return wanted
         drop = uniform(self.seed, Stream.LABEL_DROP, batch.position, 1)[:, 0] < self.config.condition_dropout
         return {name: self._dropped(name, value, drop) for name, value in wanted.items()}
+
+    def _made(self, batch: Batch) -> Condition:
+        """What no column of the data holds: the position that keys a dropout, and small images."""
+        made: Condition = {}
+        if self.inputs is not None and "position" in self.inputs:
+            made["position"] = batch.position
+        if self.low_res_size:
+            made["low_res"] = small_images(
+                self._clean(batch),
+                self.low_res_size,
+                noise=self.config.low_res_noise,
+                seed=self.seed,
+                position=batch.position,
+            )
+        return made
 
     def _dropped(self, name: str, value: Tensor, drop: Tensor) -> Tensor:
         if name not in self.null:

@@ -47,6 +47,7 @@ _WEIGHTINGS: dict[Process, tuple[str, ...]] = {
 _OF_PROCESS: dict[str, Process] = {
     "schedule": "ddpm",
     "timesteps": "ddpm",
+    "rescale_timesteps": "ddpm",
     "zero_terminal_snr": "ddpm",
     "path": "flow",
     "sigma_data": "edm",
@@ -69,6 +70,8 @@ class DiffusionConfig:
     const, jsd, warmup10, warmup50 or laplace."""
     timesteps: int = 1000
     """Number of noise levels T of ddpm."""
+    rescale_timesteps: bool = False
+    """Tell the model t * 1000 / T instead of the timestep t, as improved-diffusion does."""
     zero_terminal_snr: bool = False
     """Rescale the schedule so that the last step is pure noise (Lin et al. 2023, arXiv:2305.08891)."""
     path: FlowPath = "linear"
@@ -104,6 +107,8 @@ class DiffusionConfig:
     noise); 6-8 is usual, 0: none."""
     multires_noise_discount: float = 0.3
     """Size of each coarser noise over that of the one before."""
+    low_res_noise: float = 0.0
+    """Largest standard deviation of the noise on the small images of super-resolution (Ho et al. 2022)."""
     input_perturbation: float = 0.0
     """Extra noise on the input only (Ning et al. 2023, arXiv:2301.11706); 0.1 is usual."""
     dream: bool = False
@@ -246,7 +251,7 @@ class DiffusionConfig:
         )
 
     def _check_noise(self) -> None:
-        for name in ("noise_offset", "input_perturbation", "dream_detail_preservation"):
+        for name in ("noise_offset", "low_res_noise", "input_perturbation", "dream_detail_preservation"):
             value = getattr(self, name)
             require(0.0 <= value < math.inf, f"--objective.{name} {value}: 0 or a finite number above")
         require(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
+from fastdiff import iddpm_presets
 from fastdiff.config import (
     BatchConfig,
     EmaConfig,
@@ -211,10 +212,17 @@ def sd15_finetune() -> RunConfig:
 PRESETS: dict[str, Preset] = {
     "digits": digits,
     "digits-t2i": digits_t2i,
+    "digits-adm": iddpm_presets.digits,
+    "digits-sr": iddpm_presets.digits_enlarged,
     "sd15-512": sd15_512,
     "sd2-512": sd2_512,
     "sd15-finetune": sd15_finetune,
     "sit-xl-2-256": sit_xl_2_256,
+    "iddpm-imagenet64": iddpm_presets.imagenet64,
+    "iddpm-imagenet64-cond": iddpm_presets.imagenet64_cond,
+    "iddpm-cifar10": iddpm_presets.cifar10,
+    "iddpm-lsun256": iddpm_presets.lsun256,
+    "iddpm-upsampler": iddpm_presets.upsampler,
 } | {f"dit-{letter.lower()}-{patch}-256": _dit(letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
 
 

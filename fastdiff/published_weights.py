@@ -1,4 +1,4 @@
-"""Weights of a DiT as published: a ``.pt`` file by PyTorch, read without running what is in it."""
+"""Checkpoints as published (IDDPM, ADM, DiT): ``.pt`` files by PyTorch, read without running what is in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import pickle
 import pickletools
 import re
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +19,34 @@ _WEIGHTS = re.compile(
     r"torch\._utils (_rebuild_tensor_v2|_rebuild_parameter)|torch (?!Untyped|Typed)\w+Storage"
     r"|collections OrderedDict|argparse Namespace"
 )
-"""What the pickle of weights names; PyTorch's unpickler would call others too, such as ``bytearray`` of any size."""
+"""What the pickle of a training names: the state of torch.optim.AdamW is tensors, numbers and plain containers, too.
+PyTorch's unpickler would call others, such as ``bytearray`` of any size."""
 _UNNAMED = {"STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
 """Other ways to name something, which ``torch.save`` does not use."""
 
 
 def load_published(path: Path) -> dict[str, Tensor]:
-    """Read a plain state dict, or the one under ``ema``, on the CPU.
+    """Read a plain state dict, or the one under ``ema``, or without one that under ``model``, on the CPU.
+
+    Raises:
+        ValueError: It is another file, or a hostile one; see ``read_published``.
+        OSError: It cannot be read.
+    """
+    content = read_published(path)
+    if "param_groups" in content:
+        raise ValueError("it is the state of an optimizer; expected weights")
+    state = next((content[name] for name in ("ema", "model") if name in content), content)
+    weights = state_dict(state, "expected a state dict, or one under 'ema' or 'model'")
+    check_size(weights.values(), path)
+    return weights
+
+
+def read_published(path: Path) -> dict[Any, Any]:
+    """Read what ``torch.save`` has written, a dict, on the CPU.
 
     No code in the file is run: PyTorch's unpickler makes tensors, plain containers and, as the files of DiT hold their
-    command line, ``argparse.Namespace``; a file that names anything else is not unpickled at all. The tensors take no
-    more memory than the file has bytes: compressed files, and tensors that show a few bytes many times over, are
-    refused.
+    command line, ``argparse.Namespace``; a file that names anything else is not unpickled at all, and one that is
+    compressed neither. What is used of it is to pass ``check_size``.
 
     Raises:
         ValueError: It is another file, or a hostile one.
@@ -38,19 +56,38 @@ def load_published(path: Path) -> dict[str, Tensor]:
     _require_weights_alone(path)
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            # Mapped, so that ranks that each read one of the parts do not each hold all of them.
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, TypeError):
             # Without PyTorch's text, whose advice is to load the file with all that is in it.
             raise ValueError(_MORE) from None
-    state = content.get("ema", content) if isinstance(content, dict) else None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError("expected a state dict, or one under 'ema'")
-    if any(value.layout != torch.strided or value.device.type != "cpu" for value in state.values()):
-        raise ValueError("expected plain tensors")
-    size, most = sum(value.nbytes for value in state.values()), path.stat().st_size
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a dict, it holds {type(content).__name__}")
+    return content
+
+
+def state_dict(content: Any, expected: str) -> dict[str, Tensor]:
+    """Return ``content`` if it is a state dict of plain tensors; ValueError, with what was expected, if it is not."""
+    if not isinstance(content, dict):
+        raise ValueError(expected)
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()):
+        raise ValueError(expected)
+    return content
+
+
+def check_size(tensors: Iterable[Tensor], path: Path) -> None:
+    """Refuse tensors that would take more memory than the file has bytes: that show a few of them many times over.
+
+    Raises:
+        ValueError: They do, or they are not plain tensors.
+    """
+    size, most = 0, path.stat().st_size
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            raise ValueError("expected plain tensors")
+        size += tensor.nbytes
     if size > most:
         raise ValueError(f"its tensors have {size} bytes, more than the {most} of the file")
-    return state
 
 
 def _require_plain_zip(path: Path) -> None:

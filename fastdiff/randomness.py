@@ -30,6 +30,22 @@ class Stream(IntEnum):
     CROP = 8
     MULTIRES = 9
     LIKELIHOOD = 10
+    DROPOUT = 11
+    """Of block 0 of a network; the others have ``dropout_stream``."""
+    LOW_RES = 12
+    LOW_RES_LEVEL = 13
+
+
+_NAMED = 256
+"""Room for the streams above; from here on every stream of a block is one of these plus a multiple of it."""
+
+
+def dropout_stream(block: int) -> int:
+    """The stream of the dropout in a network's residual block, counted from 0 in the order of the forward pass.
+
+    It is ``DROPOUT + 256 * block``, so that no two blocks drop alike and none shares numbers with another purpose.
+    """
+    return Stream.DROPOUT + _NAMED * block
 
 
 def uniform(seed: int, stream: Stream, position: Tensor, count: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastdiff.batch import Condition
 from fastdiff.errors import ConfigError
-from fastdiff.model_config import DiTConfig
+from fastdiff.model_config import AdmConfig, DiTConfig
 from fastdiff.noise import Process, build_process
 from fastdiff.objective_config import DiffusionConfig, Variance
 from fastdiff.respacing import flow_shares, karras_sigmas, spaced, trailing
@@ -31,13 +31,15 @@ SchedulerName = Literal["ddim", "dpmsolver++", "ddpm"]
 
 _NO_SIGNAL = 2.0**-24
 """Abar that is as good as 0 in fp32."""
+_LABELS = (1,)
+"""What keeps the numbers of the labels apart from those of the images."""
 
 Denoiser = Callable[..., Tensor]
 """Called with noisy latents ``[B, C, H, W]`` fp32, times ``[B]`` (int64 timesteps or fp32 times) and the condition's
 tensors by name; returns ``[B, C or 2C, H, W]``, of which the first C predict and the others are for the variance."""
 
 
-def grid_classes(model: DiTConfig, trained: int | None, most: int = 10) -> Tensor:
+def grid_classes(model: DiTConfig | AdmConfig, trained: int | None, most: int = 10) -> Tensor:
     """Classes for the columns of a grid: the first ones of the data, or the null class if the data had none.
 
     Args:
@@ -65,6 +67,8 @@ def sample(
     respacing: str | None = None,
     shift: float = 1.0,
     cfg: float | None = None,
+    cfg_channels: int | None = None,
+    clip: bool = False,
     seed: int = 0,
     batch: int = 256,
     first_index: int = 0,
@@ -90,6 +94,9 @@ def sample(
         shift: That of the training's ``TimestepConfig``, for flow.
         cfg: Scale of classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) in the form
             ``without + cfg * (with - without)``; None or 1: none, at half the cost.
+        cfg_channels: Guide so many channels of the prediction, the first ones, as DiT's published code does with 3; the
+            others are the conditional's. None: all. The channels of a learned variance are the conditional's always.
+        clip: Clamp every estimate of x0 to [-1, 1], the range of pixels (Nichol & Dhariwal 2021's clip_denoised).
         seed: Any integer; its low 64 bits count.
         batch: Images per forward pass (guidance doubles them inside).
         first_index: Number of the first image, 0 or above, where the images are part of a larger set.
@@ -99,13 +106,11 @@ def sample(
         ``[N, C, H, W]`` fp32 latents on the device of the condition, not clipped.
 
     Raises:
-        ConfigError: Unknown scheduler, impossible steps, or epsilon prediction from pure noise.
+        ConfigError: Unknown scheduler, impossible steps or channels, or epsilon prediction from pure noise.
     """
-    if scheduler not in get_args(SchedulerName):
-        choices = ", ".join(get_args(SchedulerName))
-        raise ConfigError(f"scheduler {scheduler!r} is unknown; choose one of {choices}")
+    _check(scheduler, cfg_channels, shape[0])
     trajectory = _trajectory(objective, steps, respacing, shift)
-    scale = 1.0 if cfg is None else cfg
+    guidance = 1.0 if cfg is None else cfg, cfg_channels or shape[0]
     count, device = next((len(value), value.device) for value in condition.values())
     parts = [torch.empty(0, *shape, device=device)]
     with _bar(progress, -(-count // batch) * len(trajectory.time)) as bar:
@@ -113,12 +118,39 @@ def sample(
             chosen = {name: value[start : start + batch] for name, value in condition.items()}
             index = range(first_index + start, first_index + min(start + batch, count))
             generators = [_generator(seed, i) for i in index]
-            predict = _guided(model, chosen, null, scale)
+            predict = _guided(model, chosen, null, *guidance)
             # A new one for each batch: some keep the last predictions.
             solver = _diffusers_scheduler(scheduler, trajectory.alpha_bar, objective.variance)
             latents = torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
-            parts.append(_solve(predict, solver, trajectory, latents, generators, bar))
+            parts.append(_solve(predict, solver, trajectory, latents, generators, bar, clip=clip))
     return torch.cat(parts)
+
+
+def uniform_labels(seed: int, index: range, classes: int) -> Tensor:
+    """Draws a class for each image of a set, every one as probable as the others.
+
+    Label i is a function of ``(seed, i)`` alone, and independent of the noise of image i.
+
+    Args:
+        seed: That of ``sample``.
+        index: Numbers of the images, N of them.
+        classes: Labels are from 0 to below this.
+
+    Returns:
+        ``[N]`` int64.
+    """
+    drawn = (int(_sequence(seed, i, spawn_key=_LABELS).generate_state(1, np.uint64)[0]) for i in index)
+    return torch.tensor([number * classes >> 64 for number in drawn], dtype=torch.int64)
+
+
+def _check(scheduler: str, cfg_channels: int | None, channels: int) -> None:
+    if scheduler not in get_args(SchedulerName):
+        choices = ", ".join(get_args(SchedulerName))
+        raise ConfigError(f"scheduler {scheduler!r} is unknown; choose one of {choices}")
+    if cfg_channels is not None and not 1 <= cfg_channels <= channels:
+        raise ConfigError(
+            f"guidance on {cfg_channels} channels: the model predicts {channels}, so from 1 to {channels}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +230,8 @@ def _solve(
     latents: Tensor,
     generators: list[torch.Generator],
     bar: Any,
+    *,
+    clip: bool,
 ) -> Tensor:
     """Take all steps from ``latents [B, C, H, W]`` of pure noise."""
     time = trajectory.time.to(latents.device)
@@ -208,6 +242,8 @@ def _solve(
         # In this order: near pure noise x0 is the small difference of two large numbers.
         p, q, r = (float(factor[level]) for factor in trajectory.clean)
         clean = (p * output[:, :channels] - q * noisy) / r
+        if clip:
+            clean = clean.clamp(-1, 1)
         estimate = _with_variance(scheduler, clean, output[:, channels:])
         step = scheduler.step(estimate, level, latents, generator=generators, return_dict=False)
         latents = cast(Tensor, step[0])
@@ -230,7 +266,9 @@ def _with_variance(scheduler: Any, clean: Tensor, variance: Tensor) -> Tensor:
             return clean
 
 
-def _guided(model: Denoiser, condition: Condition, null: Condition, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
+def _guided(
+    model: Denoiser, condition: Condition, null: Condition, scale: float, guided_channels: int
+) -> Callable[[Tensor, Tensor], Tensor]:
     """The prediction of ``model`` under classifier-free guidance; the variance, if there is one, is the conditional's.
 
     So does DiT (Peebles & Xie 2023, ``forward_with_cfg``): extrapolated, it could leave the range that was learned.
@@ -245,18 +283,20 @@ def _guided(model: Denoiser, condition: Condition, null: Condition, scale: float
     def predict(noisy: Tensor, time: Tensor) -> Tensor:
         joined = model(torch.cat([noisy, noisy]), torch.cat([time, time]), **both)
         conditional, unconditional = joined.float().chunk(2)
-        channels = noisy.shape[1]
-        variance, unconditional = conditional[:, channels:], unconditional[:, :channels]
-        guided = unconditional + scale * (conditional[:, :channels] - unconditional)
-        return torch.cat([guided, variance], dim=1)
+        others, unconditional = conditional[:, guided_channels:], unconditional[:, :guided_channels]
+        guided = unconditional + scale * (conditional[:, :guided_channels] - unconditional)
+        return torch.cat([guided, others], dim=1)
 
     return predict
 
 
 def _generator(seed: int, index: int) -> torch.Generator:
     """The random numbers of image ``index``: initial noise and, for ddpm, the noise of each step."""
-    mixed = np.random.SeedSequence([seed & (2**64 - 1), index]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(mixed[0]))
+    return torch.Generator().manual_seed(int(_sequence(seed, index).generate_state(1, np.uint64)[0]))
+
+
+def _sequence(seed: int, index: int, spawn_key: tuple[int, ...] = ()) -> np.random.SeedSequence:
+    return np.random.SeedSequence([seed & (2**64 - 1), index], spawn_key=spawn_key)
 
 
 def _bar(show: bool, total: int) -> Any:

@@ -157,6 +157,7 @@ def _build_objective(config: RunConfig, reader: Data, model: Model, world: World
         dtype=backends.DTYPES[config.performance.precision],
         timesteps=config.timesteps,
         batch_samples=config.batch.samples,
+        low_res_size=model.low_res_size,
     )
 
 
@@ -170,7 +171,7 @@ def _callbacks(state: TrainState, checkpoints: Checkpoints, background: Backgrou
     found += [Snapshots(state, background), checkpointing, Preempt()]
     if state.config.validation.data:
         found.append(ValidationLoss(state, boards))
-    if state.config.model.kind == "dit":
+    if state.config.model.kind != "unet":
         found.append(SampleGrid(state))
     elif state.config.validation.prompts and state.config.validation.every:
         found.append(PromptImages(state, boards))

@@ -1,4 +1,4 @@
-"""A finished (or running) run, opened for sampling and evaluation on one process."""
+"""A finished (or running) run, opened for sampling and evaluation by one process."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from fastdiff.data.sources import DIGITS_SOURCE
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.grid import image_grid
 from fastdiff.launch import require_run
-from fastdiff.model_config import DiTConfig, UNetConfig
+from fastdiff.model_config import UNetConfig
 from fastdiff.network import build_network, check_base, null_label, pretrained
+from fastdiff.sample_pixels import IDENTITY, autoencoder_of
 from fastdiff.sampling import SchedulerName, grid_classes, sample
-from fastdiff.saved import Saved, committed, problems, snapshot_folder, step_of
+from fastdiff.saved import Saved, committed, problems, seal, snapshot_folder, step_of
 
 CLASS_CFG, PROMPT_CFG = 1.5, 7.5
 """Usual scales of classifier-free guidance."""
@@ -39,31 +40,47 @@ class Drawing:
     steps: int = 50
     respacing: str | None = None
     cfg: float | None = None
-    """None: what is usual for the kind of model."""
+    """None: what is usual for the kind of model, and none for one that has not learned to do without its condition."""
+    cfg_channels: int | None = None
+    clip: bool | None = None
+    """None: for models of pixels."""
     seed: int = 0
 
 
 class TrainedRun:
-    """The newest intact checkpoint of a run.
+    """A checkpoint of a run: the newest intact one, or that of a step.
 
     Args:
         folder: ``runs/NAME``.
         ema: decay rate of the average to use.
         ema_std: relative width of the power-function average to use, its own or made from its snapshots. Without
             ``ema`` and ``ema_std`` the run's first average, or its weights if it has none.
+        step: None: the newest.
+        device: where the model computes; None: the first GPU, or the CPU.
 
     Raises:
         ConfigError: no run, checkpoint or such average in ``folder``, or other weights than its LoRA was trained on.
         StorageError: there are checkpoints, and none is intact.
     """
 
-    def __init__(self, folder: Path, ema: float | None = None, ema_std: float | None = None) -> None:
-        saved = open_saved(folder)
+    def __init__(
+        self,
+        folder: Path,
+        ema: float | None = None,
+        ema_std: float | None = None,
+        *,
+        step: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        saved = open_saved(folder, step)
         self.folder = folder
         self.config = config_of(saved)
         self.step = int(saved.manifest["progress"]["steps"])
+        self.digest = seal(saved.manifest)
+        """Sha256 that decides the configuration and every weight of the checkpoint."""
         self.classes: int | None = saved.manifest["classes"]
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        """Number of classes of the data; None: they had none."""
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         check_base(self.config, saved.manifest.get("base"))
         # What is forced for the training may not run on this machine.
         anywhere = replace(self.config, performance=replace(self.config.performance, attention="auto"))
@@ -73,12 +90,25 @@ class TrainedRun:
         weights = {name: chosen.read(name) for name in saved.manifest["parameters"]}
         self.model = build_network(anywhere, weights).to(device).eval()
 
+    @property
+    def known_classes(self) -> int:
+        """Number of classes that the model can be asked for; 0: none."""
+        return 0 if isinstance(self.config.model, UNetConfig) or not self.config.model.classes else self.classes or 0
+
+    def check_classes(self, classes: Sequence[int]) -> None:
+        """Refuse classes that the model was not trained with; ConfigError."""
+        known = self.known_classes
+        wrong = [c for c in classes if not 0 <= c < known]
+        if wrong:
+            has = f"classes 0-{known - 1}" if known else "no classes"
+            raise ConfigError(f"--classes {wrong}: the model was trained with {has}")
+
     def draw(
         self, labels: Tensor, *, scheduler: SchedulerName, steps: int, cfg: float, seed: int, progress: bool
     ) -> Tensor:
         """Return ``[N, C, H, W]`` fp32 latents on the CPU, one per label (``[N]`` int64)."""
-        drawing = Drawing(scheduler=scheduler, steps=steps, cfg=cfg, seed=seed)
-        return self._sample({"label": labels}, {"label": null_label(self.config)}, drawing, progress=progress)
+        drawing = Drawing(scheduler=scheduler, steps=steps, cfg=cfg, clip=False, seed=seed)
+        return self.sample({"label": labels}, {"label": null_label(self.config)}, drawing, progress=progress)
 
     def draw_classes(self, path: Path, classes: Sequence[int] | None, *, per_class: int, drawing: Drawing) -> None:
         """Write a PNG with one column per class.
@@ -86,16 +116,14 @@ class TrainedRun:
         Raises:
             ConfigError: the model was not trained with these classes, or with prompts instead.
         """
-        if not isinstance(self.config.model, DiTConfig):
+        if isinstance(self.config.model, UNetConfig):
             raise ConfigError(f"{self.folder} was trained with captions; say what to draw with --prompt")
-        known = self.classes or 0
-        wrong = [c for c in classes or () if not 0 <= c < known]
-        if wrong:
-            has = f"classes 0-{known - 1}" if known else "no classes"
-            raise ConfigError(f"--classes {wrong}: the model was trained with {has}")
-        columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.classes)
+        if self.model.low_res_size:
+            raise ConfigError(f"{self.folder} was trained to enlarge images; give them with --low-res, and --npz")
+        self.check_classes(classes or ())
+        columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.known_classes or None)
         condition = {"label": columns.repeat(per_class)}
-        latents = self._sample(condition, {"label": null_label(self.config)}, drawing)
+        latents = self.sample(condition, {"label": null_label(self.config)}, drawing)
         path.parent.mkdir(parents=True, exist_ok=True)
         image_grid(latents, rows=per_class).save(path)
 
@@ -107,17 +135,26 @@ class TrainedRun:
         Raises:
             ConfigError: the model was trained with classes, or without a pipeline.
         """
-        from fastdiff.text_to_image import decode, encode_prompts, repeated, save_grid
+        from fastdiff.text_to_image import decode, repeated, save_grid
+
+        condition, null = self.embedded(prompts, negative=negative)
+        latents = self.sample(repeated(condition, per_prompt), null, drawing)
+        pixels = decode(pretrained(self.config).vae(self.device), latents)
+        save_grid(path, pixels, rows=per_prompt)
+
+    def embedded(self, prompts: Sequence[str], *, negative: str | None) -> tuple[Condition, Condition]:
+        """Return the condition of the prompts, ``[N, ...]`` each, and what guidance starts from; on the CPU.
+
+        Raises:
+            ConfigError: the model was trained with classes, or without a pipeline.
+        """
+        from fastdiff.text_to_image import encode_prompts
 
         if not isinstance(self.config.model, UNetConfig):
             raise ConfigError(f"{self.folder} was trained with classes, not captions; use --classes")
         if not self.config.pretrained.path:
             raise ConfigError(f"{self.folder} was trained without --pretrained.path: nothing embeds its prompts")
-        pipeline = pretrained(self.config)
-        condition, null = encode_prompts(pipeline, prompts, self.config.model, negative=negative)
-        latents = self._sample(repeated(condition, per_prompt), null, drawing)
-        pixels = decode(pipeline.vae(next(self.model.parameters()).device), latents)
-        save_grid(path, pixels, rows=per_prompt)
+        return encode_prompts(pretrained(self.config), prompts, self.config.model, negative=negative)
 
     def evaluate(self) -> dict[str, Any]:
         """Measure 500 generated images and write ``evaluation.json``; only digits have a built-in measure."""
@@ -130,29 +167,77 @@ class TrainedRun:
                 "`fastdiff sample` draws images for your own"
             )
         labels = evaluation_labels()
-        images = self.draw(labels, scheduler="dpmsolver++", steps=20, cfg=CLASS_CFG, seed=0, progress=True)
+        cfg = CLASS_CFG if self.config.objective.condition_dropout else 1.0
+        images = self.draw(labels, scheduler="dpmsolver++", steps=20, cfg=cfg, seed=0, progress=True)
         result = evaluate_digits(images, labels)
         temporary = self.folder / "evaluation.json.tmp"
         temporary.write_text(json.dumps(result, indent=2) + os.linesep)
         temporary.replace(self.folder / "evaluation.json")
         return result
 
-    def _sample(self, condition: Condition, null: Condition, drawing: Drawing, *, progress: bool = True) -> Tensor:
-        device, model = next(self.model.parameters()).device, self.config.model
-        usual, batch = (CLASS_CFG, 256) if isinstance(model, DiTConfig) else (PROMPT_CFG, 4)
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return next(self.model.parameters()).device
+
+    def decided(self, drawing: Drawing) -> Drawing:
+        """Return ``drawing`` with what is None decided, as far as it counts.
+
+        Raises:
+            ConfigError: guidance towards classes, and there are none.
+        """
+        usual = PROMPT_CFG
+        if not isinstance(self.config.model, UNetConfig):
+            usual = CLASS_CFG if self.known_classes and self.config.objective.condition_dropout else 1.0
+            if not self.known_classes and drawing.cfg not in (None, 1.0):
+                raise ConfigError(f"--cfg {drawing.cfg:g}: {self.folder} has no classes to guide to; leave it out")
+        cfg = usual if drawing.cfg is None else drawing.cfg
+        clip = autoencoder_of(self.config) == IDENTITY if drawing.clip is None else drawing.clip
+        return replace(drawing, cfg=cfg, clip=clip)
+
+    def sample(
+        self,
+        condition: Condition,
+        null: Condition,
+        drawing: Drawing,
+        *,
+        first_index: int = 0,
+        batch: int | None = None,
+        progress: bool = True,
+    ) -> Tensor:
+        """Draw one image per entry of the condition.
+
+        Args:
+            condition: inputs of the model besides noisy latents and time, ``[N, ...]`` each.
+            null: the condition of nothing, one sample of each input that guidance replaces.
+            drawing: how.
+            first_index: number of the first image, where they are part of a larger set.
+            batch: images per forward pass; None: 256, of prompts 4.
+            progress: show a progress bar on standard error.
+
+        Returns:
+            ``[N, C, H, W]`` fp32 latents on the CPU.
+
+        Raises:
+            ConfigError: see ``decided`` and ``fastdiff.sampling.sample``.
+        """
+        model, drawing = self.config.model, self.decided(drawing)
         return sample(
             self.model,
             self.config.objective,
-            {name: value.to(device) for name, value in condition.items()},
+            {name: value.to(self.device) for name, value in condition.items()},
             shape=(model.channels, model.size, model.size),
             null=null,
             scheduler=drawing.scheduler,
             steps=drawing.steps,
             respacing=drawing.respacing,
             shift=self.config.timesteps.shift,
-            cfg=usual if drawing.cfg is None else drawing.cfg,
+            cfg=drawing.cfg,
+            cfg_channels=drawing.cfg_channels,
+            clip=bool(drawing.clip),
             seed=drawing.seed,
-            batch=batch,
+            batch=batch or (4 if isinstance(model, UNetConfig) else 256),
+            first_index=first_index,
             progress=progress,
         ).cpu()
 

@@ -13,7 +13,7 @@ from fastdiff.data.reader import LatentReader
 from fastdiff.data.shard_cache import open_shards_folder
 from fastdiff.data.shards import DatasetInfo
 from fastdiff.errors import ConfigError
-from fastdiff.model_config import DiTConfig, UNetConfig
+from fastdiff.model_config import AdmConfig, DiTConfig, UNetConfig
 from fastdiff.network import null_label, pretrained
 from fastdiff.redaction import address
 
@@ -61,7 +61,7 @@ def null_condition(config: RunConfig, reader: Data) -> Condition:
     Raises:
         ConfigError: captions are to be dropped, and the data do not say what stands for none.
     """
-    if isinstance(config.model, DiTConfig):
+    if not isinstance(config.model, UNetConfig):
         return {"label": null_label(config)}
     null = {name: torch.from_numpy(value) for name, value in reader.null().items()}
     if config.objective.condition_dropout and CONTEXT not in null:
@@ -80,10 +80,10 @@ def _open_images(config: RunConfig, device: torch.device) -> OnlineImages:
 
 def _check(config: RunConfig, info: DatasetInfo) -> None:
     _check_latents(config, info)
-    if isinstance(config.model, DiTConfig):
-        _check_classes(config, config.model, info)
-    else:
+    if isinstance(config.model, UNetConfig):
         _check_text(config, config.model, info)
+    else:
+        _check_classes(config, config.model, info)
 
 
 def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
@@ -106,8 +106,8 @@ def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
         )
 
 
-def _check_classes(config: RunConfig, model: DiTConfig, info: DatasetInfo) -> None:
-    if info.classes is not None and info.classes > model.classes:
+def _check_classes(config: RunConfig, model: DiTConfig | AdmConfig, info: DatasetInfo) -> None:
+    if info.classes is not None and 0 < model.classes < info.classes:
         raise ConfigError(
             f"{address(config.data.path)} has {info.classes} classes, the model {model.classes}; use --model.classes"
         )

@@ -76,9 +76,11 @@ class ValidationLoss(Callback):
             seed=_SEED,
             null={},
             device=world.device,
-            inputs=state.objective.inputs,
+            # Without the position, which would key a dropout.
+            inputs=None if state.objective.inputs is None else {*state.objective.inputs} - {"position"},
             posterior=reader.info.kind == "posterior",
             dtype=state.objective.dtype,
+            low_res_size=state.objective.low_res_size,
         )
         self._index = spread(len(reader), config.validation.samples)
         self._levels = self._objective.process.draw(even_shares(len(self._index)).to(world.device))
@@ -185,6 +187,7 @@ def validated(objective: DiffusionConfig) -> DiffusionConfig:
         noise_offset=0.0,
         multires_noise_iterations=0,
         multires_noise_discount=0.3,  # that of none
+        low_res_noise=0.0,
         input_perturbation=0.0,
         dream=False,
         dream_detail_preservation=1.0,

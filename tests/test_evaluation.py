@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fastdiff.errors import ConfigError
-from fastdiff.evaluation import evaluate_digits, evaluation_labels, frechet_distance, real_digits, to_pixels
+from fastdiff.evaluation import evaluate_digits, evaluation_labels, real_digits, to_pixels
+from fastdiff.fidelity import frechet_distance
 
 
 def real_images() -> tuple[torch.Tensor, torch.Tensor]:

@@ -174,11 +174,13 @@ def test_two_exports_have_the_same_bytes(world: World, digits: Path, made: Path,
         (unet, "diffusers"),
         (unet, "lora"),
         (tmp_path / "dit", "dit"),
+        (tmp_path / "dit", "dit-training"),
+        (tmp_path / "dit", "diffusers"),
         (tmp_path / "dit", "safetensors"),
     ):
         found = []
         for number in range(2):
-            out = tmp_path / str(number) / name
+            out = tmp_path / f"{number}-{folder.name}" / name
             export(folder, out, Choice(format=name), published_as="me/model")  # type: ignore[arg-type]
             found.append(digests(out))
         assert found[0] == found[1]
@@ -198,7 +200,7 @@ def test_the_dtype_and_the_step_are_those_asked_for(world: World, digits: Path, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["out", "--format", "diffusers"], "use dit or safetensors"),
+        (["out", "--format", "iddpm"], "is for an ADM UNet, the run has a DiT"),
         (["out", "--format", "lora"], "there is no adapter"),
         (["out", "--format", "safetensors", "--ema", "0.123"], "no EMA of rate 0.123"),
         (["out", "--format", "safetensors", "--step", "7"], "no checkpoint of step 7; there are 1"),
@@ -227,7 +229,7 @@ def test_what_cannot_be_exported_is_refused(
 def test_a_full_disk_leaves_nothing(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
     weights = sum(value.numel() * 4 / 2**20 for value in newest(tmp_path / "run").weights().values())
-    for name, room in (("safetensors", 0.5), ("dit", 0.5), ("dit", 1.5)):
+    for name, room in (("safetensors", 0.5), ("dit", 0.5), ("dit", 1.5), ("dit-training", 5.0)):
         with tiny_disk(tmp_path / f"{name}-{room}", room * weights) as disk:
             with pytest.raises(StorageError, match="make room"):
                 export(tmp_path / "run", disk / "out", Choice(format=name))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastdiff.flops import forward_flops, peak_flops, training_flops
-from fastdiff.model_config import CAPTION_TOKENS, DiTConfig, ModelConfig, dit_config
+from fastdiff.model_config import CAPTION_TOKENS, AdmConfig, DiTConfig, ModelConfig, UNetConfig, dit_config
 from fastdiff.models import build_model
 from fastdiff.presets import PRESETS
 from tests.unet_reference import SMALL
@@ -30,8 +30,11 @@ def arguments(config: ModelConfig) -> dict[str, Any]:
         "noisy": torch.empty(SAMPLES, config.channels, config.size, config.size),
         "time": torch.zeros(SAMPLES, dtype=torch.int64),
     }
-    if isinstance(config, DiTConfig):
-        return {**found, "label": torch.zeros(SAMPLES, dtype=torch.int64)}
+    if not isinstance(config, UNetConfig):
+        found["label"] = torch.zeros(SAMPLES, dtype=torch.int64)
+        if isinstance(config, AdmConfig) and config.low_res_size:
+            found["low_res"] = torch.empty(SAMPLES, config.channels, config.low_res_size, config.low_res_size)
+        return found
     found["context"] = torch.empty(SAMPLES, CAPTION_TOKENS, config.cross_attention_dim)
     if config.pooled_dim:
         found |= {"pooled": torch.empty(SAMPLES, config.pooled_dim), "time_ids": torch.empty(SAMPLES, 6)}

@@ -271,7 +271,7 @@ def test_parquet_with_classes_and_gaps(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "rows").mkdir()
     pyarrow.parquet.write_table(rows.data.table, tmp_path / "rows" / "train-00000-of-00001.parquet")
     found = source(tmp_path / "rows")
-    assert (found.captioned, found.classes, len(found)) == (False, 2, 4)
+    assert (found.captioned, found.classes, found.class_names, len(found)) == (False, 2, ("x", "y"), 4)
     first, second, third, fourth = everything(found)
     assert isinstance(first, ImageItem)
     assert isinstance(second, ImageItem)

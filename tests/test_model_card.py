@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fastdiff.config import RunConfig
+from fastdiff.config import OutputConfig, RunConfig
 from fastdiff.model_card import Place, objective_facts, use_of
+from fastdiff.model_config import AdmConfig
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.presets import preset
 from fastdiff.timestep_config import TimestepConfig
@@ -82,3 +84,31 @@ def test_what_a_model_without_timesteps_is_told(format_: str) -> None:
         assert "the sampler that comes with DiT cannot use it" in card
     assert "in the first half of its channels:" in use_of(preset("sit-xl-2-256"), format_, Place(Path("out")))
     assert "cannot use it" not in use_of(preset("dit-xl-2-256"), format_, Place(Path("out")))
+
+
+def test_of_networks_in_pixel_space() -> None:
+    adm = AdmConfig(size=32, width=64, channel_mult=(1, 2), attention_resolutions=(16,), classes=10, learn_sigma=True)
+    objective = DiffusionConfig(timesteps=4000, rescale_timesteps=True, variance="learned_range")
+    config = RunConfig(model=adm, objective=objective, output=OutputConfig(sample_every=0))
+    for format_, code, class_ in (
+        (
+            "iddpm",
+            'torch.load("out/model000123.pt", weights_only=True)',
+            "UNetModel(in_channels=3, model_channels=64, ",
+        ),
+        ("safetensors", 'load_file("out/model.safetensors")', "attention_resolutions=(2,), dropout=0.0, "),
+        ("diffusers", 'UNet2DModel.from_pretrained("out", subfolder="unet")', "Class 10 stands for no class."),
+    ):
+        card = use_of(config, format_, Place(Path("out")), 123)
+        assert code in card
+        assert class_ in card
+        assert "It is told t * 1000 / 4000 (`rescale_timesteps`) instead of the timestep t." in card
+    guided = replace(config, model=replace(adm, head_channels=32, low_res_size=8))
+    expected = "guided-diffusion, whose class takes them as `SuperResModel(image_size=32, num_head_channels=32, "
+    assert expected in use_of(guided, "iddpm", Place(Path("out")))
+
+
+def test_of_a_training_of_dit() -> None:
+    card = use_of(preset("dit-xl-2-256"), "dit-training", Place(Path("out")), 400_000)
+    assert 'torch.load("out/0400000.pt", weights_only=True)["ema"]' in card
+    assert "safe_globals([Namespace])" in card

@@ -11,7 +11,8 @@ import pytest
 
 from bench import record
 from fastdiff.cli import parse
-from fastdiff.evaluation import frechet_distance, real_digits
+from fastdiff.evaluation import real_digits
+from fastdiff.fidelity import frechet_distance
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""Group normalisation at the shapes of Stable Diffusion 1.5 (64x64 latents), 32 groups; batch cut down."""
+"""Group normalisation at the shapes of Stable Diffusion 1.5 (64x64 latents) and IDDPM, 32 groups; batch cut down."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BATCH = 64
 _GROUPS = 32
 
 
-_EXTRA = {"": 0, "shift": 1, "residual": 1}
-_EXTRA_BACKWARD = {"": 0, "shift": 2, "residual": 1}
+_EXTRA = {"": 0, "shift": 1, "residual": 1, "per-sample": 0}
+_EXTRA_BACKWARD = {"": 0, "shift": 2, "residual": 1, "per-sample": 0}
 
 
 def _forward_operations(silu: bool, extra: str) -> int:
@@ -61,6 +61,10 @@ def _case(
 ) -> Case:  # fmt: skip
     samples, channels, side = shape
 
+    def parameter(samples: int, device: str) -> Tensor:
+        size = (samples, channels) if extra == "per-sample" else (channels,)
+        return torch.randn(size, device=device).requires_grad_()
+
     def build(device: str, samples: int = samples) -> Inputs:
         def image() -> Tensor:
             image = torch.randn(samples, channels, side, side, device=device, dtype=dtype)
@@ -68,8 +72,8 @@ def _case(
 
         inputs: Inputs = {
             "x": image(),
-            "weight": torch.randn(channels, device=device).requires_grad_(),
-            "bias": torch.randn(channels, device=device).requires_grad_(),
+            "weight": parameter(samples, device),
+            "bias": parameter(samples, device),
         }
         if extra == "shift":
             inputs["shift"] = torch.randn(samples, channels, device=device, dtype=dtype).requires_grad_()
@@ -118,4 +122,7 @@ CASES = [
     _case((2, 320, 64), extra="residual"),
     _case((4, 1280, 16), extra="residual"),
     _case((2, 320, 64), silu=False),
+    _case((2, 128, 64), extra="per-sample"),
+    _case((4, 384, 16), extra="per-sample"),
+    _case((16, 512, 8), extra="per-sample"),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdiff.commands.arguments import Subcommands, count, shape
-from fastdiff.errors import ConfigError, require
+from fastdiff.errors import ConfigError
 
 _ITSELF = ("digits", "synthetic")
 _SYNTHETIC = ("shape", "samples", "classes")
@@ -19,9 +19,9 @@ def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "encode",
         help="write latent shards",
-        description="Encode images into latent shards with the autoencoder and the text encoder of a pipeline. Run it "
-        "on many GPUs with torchrun, deepspeed --no_python --no_local_rank, or srun. After a kill, the same command "
-        "goes on where it was.",
+        description="Encode images into latent shards with the autoencoder and the text encoder of a pipeline, or into "
+        "shards of pixels. Run it on many GPUs with torchrun, deepspeed --no_python --no_local_rank, or srun. After a "
+        "kill, the same command goes on where it was.",
         # What is not given is not among the arguments: the defaults are those of the functions that are called, and an
         # option of another kind of source is noticed.
         argument_default=argparse.SUPPRESS,
@@ -45,6 +45,11 @@ def add(commands: Subcommands) -> None:
 
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pipeline")
+    group.add_argument(
+        "--autoencoder",
+        choices=("pipeline", "identity"),
+        help="pipeline: that of --pretrained; identity: none, for training in pixel space (RGB in uint8)",
+    )
     group.add_argument("--pretrained", metavar="PATH_OR_ID", help="folder or hub id in the layout of diffusers")
     group.add_argument("--revision", help="branch, tag or commit of the id")
     group.add_argument("--variant", help="variant of the weight files, for example fp16")
@@ -77,7 +82,17 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "dali", "pillow"),
         help="pillow is the exact reference; auto: DALI where it is installed",
     )
-    group.add_argument("--flip", action="store_true", help="store the latents of the mirrored images too")
+    group.add_argument(
+        "--flip",
+        action="store_true",
+        help="store the latents of the mirrored images too; pixels are mirrored by --data.random_flip alone",
+    )
+    group.add_argument(
+        "--classes-from",
+        choices=("auto", "folder", "prefix", "none"),
+        help="classes of a folder of images: the names of its folders; the prefix of a file's name, before the first "
+        "underscore; or none. auto: captions if there are any, else the folders",
+    )
     group.add_argument(
         "--captions",
         choices=("first", "all"),
@@ -107,11 +122,6 @@ def _encode(arguments: argparse.Namespace) -> None:
         _require_own(given, _SYNTHETIC if source == "synthetic" else ())
         _encode_itself(source, given)
         return
-    require(
-        "pretrained" in given,
-        f"--pretrained is missing: the pipeline whose autoencoder encodes {source} (without it, the source "
-        f"is {' or '.join(_ITSELF)})",
-    )
     from fastdiff.data.encode_images import encode_images
     from fastdiff.data.encode_options import EncodeOptions
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from fastdiff.commands.arguments import Subcommands, add_averages, count
 from fastdiff.errors import require
 
-_FORMATS = "diffusers", "lora", "dit", "safetensors"
+_FORMATS = "diffusers", "lora", "dit", "dit-training", "iddpm", "safetensors"
 
 
 def add(commands: Subcommands) -> None:
@@ -20,8 +20,10 @@ def add(commands: Subcommands) -> None:
         "--format",
         choices=_FORMATS,
         required=True,
-        help="diffusers: a pipeline; lora: pytorch_lora_weights.safetensors; dit: the published DiT's dit.pt; "
-        "safetensors: the weights alone. But for lora, an adapter is merged into its base",
+        help="diffusers: a pipeline, or the network alone; lora: pytorch_lora_weights.safetensors; dit: the weights of "
+        "the published DiT, dit.pt; dit-training: all of a training of it, NNNNNNN.pt; iddpm: all of a training of "
+        "improved-diffusion, model*.pt, ema_*.pt and opt*.pt; safetensors: the weights alone. But for lora, an adapter "
+        "is merged into its base",
     )
     which = add_averages(parser)
     which.add_argument("--raw", action="store_true", help="the weights themselves instead of an average")

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from fastdiff.compat import dit, t2i
+from fastdiff.compat import dit, iddpm, t2i
 from fastdiff.compat.translation import Translation
 from fastdiff.errors import ConfigError
 
@@ -17,6 +17,12 @@ SCRIPTS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Transla
     "t2i": ("diffusers' train_text_to_image.py", t2i.add_flags, t2i.translate),
     "t2i-lora": ("diffusers' train_text_to_image_lora.py", t2i.add_lora_flags, t2i.translate_lora),
     "dit": ("facebookresearch/DiT's train.py", dit.add_flags, dit.translate),
+    "iddpm": ("openai/improved-diffusion's image_train.py", iddpm.add_flags, iddpm.translate),
+    "iddpm-sr": (
+        "openai/improved-diffusion's super_res_train.py",
+        iddpm.add_super_resolution_flags,
+        iddpm.translate_super_resolution,
+    ),
 }
 """What each is, its flags, and its translation."""
 

@@ -108,7 +108,8 @@ def build_batches(
         global_batch: Samples per optimizer step over all ranks.
 
     Raises:
-        ConfigError: DALI is asked for and not installed, the batch does not divide, or there are no flipped latents.
+        ConfigError: DALI is asked for and not installed, the batch does not divide, or there are no flipped latents
+            and these are no pixels.
     """
     own = RankPositions(start_samples=start_samples, rank=rank, ranks=ranks, micro=micro, global_batch=global_batch)
     options: dict[str, Any] = {
@@ -118,7 +119,7 @@ def build_batches(
         from fastdiff.data.online import OnlineBatches
 
         return OnlineBatches(source, order, own, **options)
-    if config.random_flip and not source.info.flipped:
+    if config.random_flip and not (source.info.flipped or source.info.in_pixels):
         raise ConfigError(
             f"--data.random_flip: {source.folder} holds no flipped latents; encode with --flip, or leave it out"
         )

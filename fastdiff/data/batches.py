@@ -45,17 +45,18 @@ class Source(Protocol):
 class Batches(ABC):
     """Endless iterator of ``Batch``; close it, or use it as a context manager, to end its thread.
 
-    ``latents`` are fp32 ``(stored - shift) * scale``, ``position`` is ``[B]`` int64; ``condition`` has the other
-    columns as they are stored and the ``label`` ``[B]`` int64, as far as there are any. Which variant of a sample is
-    taken, flipped or not, and which caption, is a function of the seed and the position. An error of the thread
-    (DataError, StorageError) is raised by ``next``, at the micro-batch that it belongs to.
+    ``latents`` are fp32 ``(stored - shift) * scale``, or pixels in uint8, which the kernels convert as they read them;
+    ``position`` is ``[B]`` int64; ``condition`` has the other columns as they are stored and the ``label`` ``[B]``
+    int64, as far as there are any. Which variant of a sample is taken, flipped or not, and which caption, is a function
+    of the seed and the position. An error of the thread (DataError, StorageError) is raised by ``next``, at the
+    micro-batch that it belongs to.
 
     Args:
         source: Where samples come from.
         order: Which sample stands at which position.
         own: The positions of this rank.
         seed: Seed of the run.
-        random_flip: Take the flipped latent of half of the samples.
+        random_flip: Take the flipped latent of half of the samples, or mirror their pixels.
         device: Where the batches shall be.
         prefetch: Micro-batches that are ready, or being made, before they are asked for.
     """
@@ -191,18 +192,19 @@ class ShardBatches(Batches):
         self.reader = reader
 
     def read(self, positions: Int64, ids: Int64, out: Arrays | None = None) -> Arrays:
-        """Stored arrays of the samples ``ids`` that stand at these positions, checked."""
-        return self.reader.read(ids, out, choice=self._choice(positions), positions=positions)
-
-    def _choice(self, positions: Int64) -> Arrays:
-        """Which variant of each sample is taken, see ``LatentReader.read``."""
+        """Stored arrays of the samples ``ids`` that stand at these positions, checked, their pixels mirrored."""
         position = torch.from_numpy(positions)
-        chosen: Arrays = {}
-        if self.random_flip:
-            chosen["latent"] = (self.uniform(Stream.FLIP, position) < 0.5).astype(np.int64)
+        flips = self.uniform(Stream.FLIP, position) < 0.5 if self.random_flip else np.zeros(len(positions), np.bool_)
+        stored = self.reader.info.flipped
+        choice: Arrays = {LATENT: flips.astype(np.int64)} if stored else {}
         if self.reader.info.captions > 1:
-            chosen["caption"] = self.uniform(Stream.CAPTION, position)
-        return chosen
+            choice["caption"] = self.uniform(Stream.CAPTION, position)
+        arrays = self.reader.read(ids, out, choice=choice, positions=positions)
+        if not stored:
+            pixels = arrays[LATENT]
+            for row in np.flatnonzero(flips):
+                pixels[row] = pixels[row, :, :, ::-1].copy()
+        return arrays
 
 
 def _single_threaded() -> threadpool_limits:
@@ -219,7 +221,9 @@ def per_channel(normalisation: Normalisation, device: torch.device) -> tuple[Ten
 
 
 def normalised(stored: Tensors, shift: Tensor, scale: Tensor) -> Batch:
-    """The batch of ``position`` and the arrays of a reader, which it takes, its latents in fp32."""
-    latents = stored.pop(LATENT).float()
-    latents.sub_(shift).mul_(scale)  # in place: memory for two more results would cost more time than computing them
+    """The batch of ``position`` and the arrays of a reader, which it takes; its latents in fp32, or pixels in uint8."""
+    latents = stored.pop(LATENT)
+    if latents.dtype != torch.uint8:
+        latents = latents.float()
+        latents.sub_(shift).mul_(scale)  # in place: two more results would cost more time than computing them
     return Batch(latents=latents, position=stored.pop("position"), condition=stored)

@@ -18,7 +18,7 @@ from fastdiff.data.batches import ShardBatches, Tensors
 from fastdiff.data.order import RankPositions, SampleOrder
 from fastdiff.data.reader import LatentReader
 
-_TYPES = {"float16": types.FLOAT16, "float32": types.FLOAT, "int64": types.INT64}
+_TYPES = {"float16": types.FLOAT16, "float32": types.FLOAT, "uint8": types.UINT8, "int64": types.INT64}
 
 
 class DaliBatches(ShardBatches):

@@ -1,4 +1,4 @@
-"""``fastdiff encode SOURCE OUT --pretrained``: images to latents and text embeddings, by any number of ranks.
+"""``fastdiff encode SOURCE OUT``: images to latents and text embeddings, or to pixels, by any number of ranks.
 
 Rank r of W encodes the units r, r + W, ... of the source, and unit k becomes the shards number k, so that the files
 depend neither on W nor on which rank was killed how often. The ranks neither wait for one another nor talk except
@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
 import torch
@@ -26,6 +26,7 @@ from fastdiff.data.image_items import BadItem, ImageSource
 from fastdiff.data.image_sources import open_source
 from fastdiff.data.image_stream import Chunk, decoded_images
 from fastdiff.data.latent_encoder import LatentEncoder, reproducible
+from fastdiff.data.pixel_encoder import PixelEncoder
 from fastdiff.data.read_ahead import Stopwatch
 from fastdiff.data.shards import LATENT, Column, DatasetInfo, Provenance
 from fastdiff.data.unit_encoder import UnitEncoder
@@ -63,13 +64,21 @@ class _ImageEncode:
             caption_column=options.caption_column,
             split=options.split,
             max_samples=options.max_samples,
+            classes_from=options.classes_from,
         )
-        self._pretrained = Pretrained(options.pretrained, options.revision, options.variant)
-        self._encoder = LatentEncoder(self._pretrained, rank.device(), _PRECISIONS[options.precision])
+        self._device = rank.device()
+        self._in_pixels = options.autoencoder == "identity"
+        self._embeds_captions = self._source.captioned and not self._in_pixels
+        pretrained = Pretrained(options.pretrained, options.revision, options.variant)
+        self._encoder: LatentEncoder | PixelEncoder = (
+            PixelEncoder()
+            if self._in_pixels
+            else LatentEncoder(pretrained, self._device, _PRECISIONS[options.precision])
+        )
         self._transform = _transform(options, self._encoder.factor)
         self._decoder: Decoder = open_decoder(options.decode, self._transform, options.workers)
-        self._autoencoder_digest = self._pretrained.digest("vae")
-        self._text_digest = self._pretrained.digest("text_encoder") if self._source.captioned else None
+        self._autoencoder_digest = None if self._in_pixels else pretrained.digest("vae")
+        self._text_digest = pretrained.digest("text_encoder") if self._embeds_captions else None
         self._stopwatch = Stopwatch()
         self._threads = ThreadPoolExecutor(rank.cores(), thread_name_prefix="autoencoder")
         self._folder = EncodeFolder(
@@ -83,11 +92,8 @@ class _ImageEncode:
         if self._folder.published:
             self._say(f"{self._options.out} is complete already")
             return
-        if not self._source.captioned and self._rank.number == 0:
-            self._say(
-                f"warning: {self._source.name} has no captions: the data set has no text embeddings, which a UNet "
-                "needs; a DiT trains on the classes"
-            )
+        if self._rank.number == 0:
+            self._warn_of_captions()
         own = range(self._rank.number, self._source.units, self._rank.ranks)
         kept = {unit: record for unit in own if (record := self._folder.record(unit)) is not None}
         for record in kept.values():
@@ -100,10 +106,21 @@ class _ImageEncode:
             missing = self._folder.publish(self._info, lambda: self._null)
         self._report(missing, sum(record.images for record in kept.values()))
 
+    def _warn_of_captions(self) -> None:
+        if self._in_pixels and self._source.captioned:
+            self._say(
+                f"warning: the captions of {self._source.name} are not embedded: a data set in pixel space has none"
+            )
+        elif not self._in_pixels and not self._source.captioned:
+            self._say(
+                f"warning: {self._source.name} has no captions: the data set has no text embeddings, which a UNet "
+                "needs; a DiT trains on the classes"
+            )
+
     def _encode(self, to_do: list[int], own: range, kept: dict[int, UnitRecord]) -> None:
-        self._encoder.load(text=self._source.captioned)
+        self._encoder.load(text=self._embeds_captions)
         expected = _Expectation(self._source, self._options.samples_per_shard, own, kept)
-        device, info = self._encoder.device, self._info()
+        device, info = self._device, self._info()
         on_gpu = device.type == "cuda"
         stream = decoded_images(
             self._source,
@@ -164,7 +181,7 @@ class _ImageEncode:
                     if isinstance(item, BadItem) or isinstance(decoded, BadImage):
                         leave_out(item.name, decoded.reason if isinstance(decoded, BadImage) else "")
                     else:
-                        self._unused_captions += len(item.captions) > info.captions
+                        self._unused_captions += self._embeds_captions and len(item.captions) > info.captions
                         with self._folder.storage():
                             shards.add(item, decoded)
                     self._images += 1
@@ -187,7 +204,7 @@ class _ImageEncode:
 
     def _captions_per_image(self) -> int:
         """How many captions the image with the most of them has, of those that are to be embedded."""
-        if self._options.captions == "first" or not self._source.captioned:
+        if self._options.captions == "first" or not self._embeds_captions:
             return 1
         units = tqdm(range(self._source.units), desc="counting captions", unit="shard", disable=None)
         return max(1, *map(self._source.most_captions, units))
@@ -219,13 +236,18 @@ class _ImageEncode:
             "captions": options.captions,
             "batch": options.batch,
             "precision": options.precision,
-            "dtype": options.dtype,
+            "dtype": self._dtype,
         }
+
+    @property
+    def _dtype(self) -> Literal["float16", "float32", "uint8"]:
+        """Of the latents as they are stored."""
+        return "uint8" if self._in_pixels else self._options.dtype
 
     @property
     def _null(self) -> dict[str, npt.NDArray[Any]]:
         """The embedding of the empty prompt, as it is stored; empty without captions."""
-        if not self._source.captioned:
+        if not self._embeds_captions:
             return {}
         return {
             name: value.float().cpu().numpy().astype(self._options.dtype)
@@ -237,30 +259,45 @@ class _ImageEncode:
         options, encoder = self._options, self._encoder
         pixels = self._transform.buckets or ((options.resolution, options.resolution),)
         sizes = tuple((height // encoder.factor, width // encoder.factor) for height, width in pixels)
-        columns = {LATENT: Column(dtype=options.dtype, shape=(2 * encoder.channels, *sizes[0]))}
+        columns = {LATENT: Column(dtype=self._dtype, shape=(len(encoder.normalisation.shift), *sizes[0]))}
         columns |= {name: Column(dtype=options.dtype, shape=value.shape) for name, value in self._null.items()}
         if "pooled" in columns:
             columns["time_ids"] = Column(dtype="float32", shape=(6,))
-        area = f"{len(pixels)} buckets of {options.resolution}" if options.buckets else str(options.resolution)
+        packages = ("pillow",) if self._in_pixels else ("torch", "diffusers", "transformers", "pillow")
         return DatasetInfo(
             columns=columns,
             normalisation=encoder.normalisation,
             provenance=Provenance(
                 source=self._source.name,
-                transform=f"resize to {area} pixels ({options.interpolation}), {options.crop} crop, decoded by "
-                f"{self._decoder.name}; pixel / 127.5 - 1; posterior's mean and standard deviation in "
-                f"{options.precision}, batches of {options.batch}; plan {self._folder.plan_digest}",
-                autoencoder=options.pretrained,
+                transform=self._described_transform(),
+                autoencoder=options.pretrained or "identity",
                 autoencoder_digest=self._autoencoder_digest,
-                text_encoder=options.pretrained if self._source.captioned else None,
+                text_encoder=options.pretrained if self._embeds_captions else None,
                 text_encoder_digest=self._text_digest,
-                versions=versions("torch", "diffusers", "transformers", "pillow"),
+                versions=versions(*packages),
             ),
             classes=self._source.classes,
-            kind="posterior",
+            class_names=self._source.class_names,
+            kind="mean" if self._in_pixels else "posterior",
             buckets=sizes if options.buckets else (),
             flipped=options.flip,
             captions=self._folder.captions,
+        )
+
+    def _described_transform(self) -> str:
+        """What was done to the images, in words, with the digest of the plan at the end."""
+        options = self._options
+        buckets = f"{len(self._transform.buckets)} buckets of " if options.buckets else ""
+        filters = "box and bicubic" if options.crop == "adm" else options.interpolation
+        latents = "pixels in uint8, x0 = pixel / 127.5 - 1"
+        if not self._in_pixels:
+            latents = (
+                f"pixel / 127.5 - 1; posterior's mean and standard deviation in {options.precision}, batches of "
+                f"{options.batch}"
+            )
+        return (
+            f"resize to {buckets}{options.resolution} pixels ({filters}), {options.crop} crop, decoded by "
+            f"{self._decoder.name}; {latents}; plan {self._folder.plan_digest}"
         )
 
     def _report(self, missing: int, kept: int) -> None:
@@ -268,9 +305,9 @@ class _ImageEncode:
         total = seconds.pop("all", 0.0)
         text = f"rank {self._rank.number}: {self._images} images in {total:.1f} s"
         if total:
+            stages = ("read", "decode", "write") if self._in_pixels else ("read", "decode", "VAE", "text", "write")
             busy = ", ".join(
-                f"{stage} {seconds.get(stage, 0.0):.1f} s ({seconds.get(stage, 0.0) / total:.0%})"
-                for stage in ("read", "decode", "VAE", "text", "write")
+                f"{stage} {seconds.get(stage, 0.0):.1f} s ({seconds.get(stage, 0.0) / total:.0%})" for stage in stages
             )
             text += f", {self._images / total:.1f} images/s; busy, side by side: {busy}"
         if kept:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from fastdiff.data.image_items import ClassesFrom
 from fastdiff.data.shards import MAX_SHARD_SAMPLES
 from fastdiff.errors import ConfigError, require
+
+_OF_PIPELINE = ("pretrained", "revision", "variant", "precision", "dtype", "batch", "flip", "captions")
+"""Fields that say nothing about pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +24,9 @@ class EncodeOptions:
     source: str
     """See ``image_sources.open_source``."""
     out: Path
-    pretrained: str
+    autoencoder: Literal["pipeline", "identity"] = "pipeline"
+    """identity: none, a data set in pixel space: RGB in uint8."""
+    pretrained: str = ""
     """Pipeline in diffusers' layout: a folder, or an id on the Hugging Face hub."""
     revision: str | None = None
     variant: str | None = None
@@ -39,6 +45,7 @@ class EncodeOptions:
     """all: every caption of an image is embedded; they are counted at the start, without reading the images."""
     bad: Literal["fail", "skip"] = "fail"
     """What becomes of images that cannot be used."""
+    classes_from: ClassesFrom = "auto"
     image_column: str = "image"
     caption_column: str = "text"
     split: str = "train"
@@ -54,6 +61,17 @@ class EncodeOptions:
     """Threads that decode, per rank."""
 
     def __post_init__(self) -> None:
+        if self.autoencoder == "identity":
+            changed = [f.name for f in fields(self) if f.name in _OF_PIPELINE and getattr(self, f.name) != f.default]
+            flag = "--" + changed[0].replace("_", "-") if changed else ""
+            mirror = "; pixels are mirrored by the training, with --data.random_flip" if flag == "--flip" else ""
+            require(not changed, f"{flag} is for a pipeline, and --autoencoder identity has none; leave it out{mirror}")
+        else:
+            require(
+                bool(self.pretrained),
+                f"--pretrained is missing: the pipeline whose autoencoder encodes {self.source}; for a data set in "
+                "pixel space use --autoencoder identity (the sources digits and synthetic need neither)",
+            )
         require(
             1 <= self.samples_per_shard <= MAX_SHARD_SAMPLES,
             f"--samples-per-shard {self.samples_per_shard}: from 1 to {MAX_SHARD_SAMPLES}",

@@ -20,8 +20,9 @@ from typing import IO, Any
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
+from fastdiff.data.atomic_files import publish
 from fastdiff.data.null import write_null
-from fastdiff.data.shards import INFO_FILE, DatasetInfo, ShardInfo, canonical_json, idx_path, index_path, publish
+from fastdiff.data.shards import INFO_FILE, DatasetInfo, ShardInfo, canonical_json, idx_path, index_path
 from fastdiff.errors import ConfigError, DataError, StorageError
 
 BAD_IMAGES = "bad_images.jsonl"

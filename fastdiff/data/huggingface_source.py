@@ -64,8 +64,10 @@ class HuggingFaceSource:
         self.captioned = caption_column in found.column_names
         label = found.features.get(_LABEL)
         self.classes: int | None = None
+        self.class_names: tuple[str, ...] = ()
         if not self.captioned and isinstance(label, datasets.ClassLabel):
             self.classes = label.num_classes
+            self.class_names = tuple(map(printable, label.names))
         self._require_columns(found.column_names)
         used = [image_column, caption_column if self.captioned else _LABEL]
         if max_samples is not None:

@@ -1,4 +1,4 @@
-"""Images in a folder: with a metadata file, with text files beside them, or in one folder per class."""
+"""Images in a folder: with a metadata file, with text files beside them, or with classes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fastdiff.data.image_items import (
     LARGEST_TEXT,
     BadCaptionError,
     BadItem,
+    ClassesFrom,
     ImageItem,
     clean_captions,
     digest_of,
@@ -45,12 +46,16 @@ class _Entry:
 
 
 class ImageFolder:
-    """A folder of images; what is in it decides where captions or classes come from.
+    """A folder of images; what is in it decides where captions or classes come from, unless ``classes_from`` does.
 
     With ``metadata.jsonl`` or ``metadata.csv`` (Hugging Face's imagefolder): its rows, sorted by ``file_name``; several
     rows of one file are several captions. Otherwise, if any image has a text file beside it (``a.jpg``, ``a.txt``): one
     caption per line that is not empty. Otherwise one folder per class, numbered in the order of their sorted names.
     Hidden files and files that are no images are left out.
+
+    Without captions, whatever describes the images: ``folder``, as above; ``prefix``, what comes before the first ``_``
+    of a file's own name, numbered in sorted order, in whatever folders the files lie (as improved-diffusion does it,
+    Nichol and Dhariwal 2021, arXiv:2102.09672); ``none``, no classes at all.
 
     Args:
         folder: The folder, or one that holds it as ``split`` beside other splits.
@@ -58,6 +63,7 @@ class ImageFolder:
         caption_column: Column of the metadata that holds a caption or a list of them.
         split: See ``folder``.
         max_samples: Only so many, the first ones.
+        classes_from: See above.
 
     Raises:
         ConfigError: The metadata has no such column, or the folder holds other splits only.
@@ -73,16 +79,19 @@ class ImageFolder:
         caption_column: str = "text",
         split: str = "train",
         max_samples: int | None = None,
+        classes_from: ClassesFrom = "auto",
     ) -> None:
         self.root = _root(folder, split)
         self.name = f"images in {printable(str(self.root))}"
-        self.classes: int | None = None
+        self.class_names: tuple[str, ...] = ()
+        self.captioned = False
         self._per_unit = samples_per_unit
-        entries = self._list(caption_column)
-        self.captioned = self.classes is None
+        entries = self._described(caption_column) if classes_from == "auto" else self._classified(classes_from)
+        self.classes = len(self.class_names) or None
         self._entries = sorted(entries, key=lambda entry: entry.path)[:max_samples]
         facts = ([entry.path, entry.captions, entry.label] for entry in self._entries)
-        self.digest = digest_of(f"folder, {samples_per_unit} per unit, {self.classes} classes", facts)
+        kind = "" if self.captioned or self.classes else ", no captions"
+        self.digest = digest_of(f"folder, {samples_per_unit} per unit, {self.classes} classes{kind}", facts)
 
     @property
     def units(self) -> int:
@@ -125,39 +134,70 @@ class ImageFolder:
         text = (self.root / entry.path).with_suffix(".txt")
         return clean_captions(_lines(text) if entry.captions is None else entry.captions)
 
-    def _list(self, caption_column: str) -> list[_Entry]:
+    def _described(self, caption_column: str) -> list[_Entry]:
+        """The images with captions if there are any, else with the classes of their folders."""
         described = [name for name in METADATA if (self.root / name).is_file()]
         if len(described) > 1:
             raise DataError(f"{self.root} holds {' and '.join(described)}: keep the one that is meant")
         if described:
+            self.captioned = True
             return _rows(self.root / described[0], caption_column)
-        files = sorted(walk_files(self.root))
-        images = [file for file in files if is_image(file)]
-        if not images:
-            kinds = ", ".join(sorted(IMAGE_EXTENSIONS))
-            raise DataError(f"{self.root} holds no images ({kinds}) among its {len(files)} files")
+        files, images = self._walk()
         if nested := [file for file in files if PurePosixPath(file).name in METADATA]:
             inner = (self.root / nested[0]).parent
             raise DataError(f"{inner} has metadata of its own; give one such folder as the source: {inner}")
         texts = {os.path.splitext(file)[0] for file in files if file.endswith(".txt")}
         if any(os.path.splitext(image)[0] in texts for image in images):
+            self.captioned = True
             return [_Entry(image) for image in images]
-        return self._by_class(images)
+        return self._by_folder(images)
 
-    def _by_class(self, images: list[str]) -> list[_Entry]:
+    def _classified(self, classes_from: ClassesFrom) -> list[_Entry]:
+        """All images, with classes from their folders, from their names or from nothing."""
+        _, images = self._walk()
+        if classes_from == "folder":
+            return self._by_folder(images)
+        return self._by_prefix(images) if classes_from == "prefix" else [_Entry(image) for image in images]
+
+    def _walk(self) -> tuple[list[str], list[str]]:
+        """All files, and those that are images; there is at least one of these."""
+        files = sorted(walk_files(self.root))
+        images = [file for file in files if is_image(file)]
+        if not images:
+            kinds = ", ".join(sorted(IMAGE_EXTENSIONS))
+            raise DataError(f"{self.root} holds no images ({kinds}) among its {len(files)} files")
+        return files, images
+
+    def _by_prefix(self, images: list[str]) -> list[_Entry]:
+        prefixes = []
+        for image in images:
+            prefix, underscore, _ = os.path.basename(image).partition("_")
+            if not underscore:
+                raise DataError(
+                    f"{printable(str(self.root / image))} has no class before an underscore in its name, as cat_17.png "
+                    "has; rename it, take it away, or use --classes-from folder or none"
+                )
+            prefixes.append(prefix)
+        names = sorted(set(prefixes))
+        numbers = {name: number for number, name in enumerate(names)}
+        self.class_names = tuple(map(printable, names))
+        return [_Entry(image, label=numbers[prefix]) for image, prefix in zip(images, prefixes, strict=True)]
+
+    def _by_folder(self, images: list[str]) -> list[_Entry]:
         names = sorted(entry.name for entry in _visible(self.root) if _is_folder(entry))
         numbers = {name: number for number, name in enumerate(names)}
         alone = [image for image in images if "/" not in image]
         if alone:
             raise DataError(
                 f"nothing says what is on {printable(str(self.root / alone[0]))}: expected metadata.jsonl or "
-                "metadata.csv in the folder, or text files beside the images, or the images in one folder per class"
+                "metadata.csv in the folder, or text files beside the images, or the images in one folder per class; "
+                "or --classes-from prefix (of the file's name) or none"
             )
         entries = [_Entry(image, label=numbers[image.partition("/")[0]]) for image in images]
         if empty := set(numbers.values()) - {entry.label for entry in entries}:
             name = printable(names[min(empty)])
             raise DataError(f"{self.root} has one folder per class, but {name} holds no images; fill or remove it")
-        self.classes = len(names)
+        self.class_names = tuple(map(printable, names))
         return entries
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from fastdiff.printable import CONTROL
 
@@ -17,6 +17,8 @@ LARGEST_TEXT = 10 << 20
 LONGEST_CAPTION = 100_000
 """Bytes in UTF-8; no text encoder reads more than a few hundred."""
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp"})
+ClassesFrom = Literal["auto", "folder", "prefix", "none"]
+"""What says of which class an image is; ``ImageFolder`` has what each of them means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,10 @@ class ImageSource(Protocol):
     @property
     def classes(self) -> int | None:
         """Number of classes; None: the images have none."""
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """What the classes are called, in the order of their numbers; empty: nobody knows."""
 
     @property
     def captioned(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from fastdiff.data.huggingface_source import HuggingFaceSource, holds_rows, is_saved_dataset
 from fastdiff.data.image_folder import METADATA, ImageFolder, is_image, walk_files
-from fastdiff.data.image_items import BadItem, ImageItem, ImageSource
+from fastdiff.data.image_items import BadItem, ClassesFrom, ImageItem, ImageSource
 from fastdiff.data.remote import is_remote, list_folder, shown
 from fastdiff.data.webdataset_source import WebDatasetSource
 from fastdiff.errors import ConfigError, DataError
@@ -27,6 +27,7 @@ def open_source(
     caption_column: str = "text",
     split: str = "train",
     max_samples: int | None = None,
+    classes_from: ClassesFrom = "auto",
 ) -> ImageSource:
     """Find out what a source is, and open it.
 
@@ -41,32 +42,38 @@ def open_source(
         caption_column: Column or field of the captions.
         split: Which split, where there are several.
         max_samples: Only so many, the first ones.
+        classes_from: Where the classes of a folder of images come from; auto: see ``ImageFolder``.
 
     Raises:
-        ConfigError: A column or split does not exist, a package is missing, or remote tars cannot do what is asked.
+        ConfigError: A column or split does not exist, a package is missing, or the source cannot do what is asked.
         DataError: There is no such source, or nothing says what is on its images, or it holds tars and images.
         StorageError: It cannot be read.
     """
     if samples_per_unit < 1 or (max_samples is not None and max_samples < 1):
         raise ConfigError(f"{samples_per_unit} samples per unit and at most {max_samples} samples: from 1 on")
-    tars = _tars(text)
-    if tars is not None:
-        name = shown(text) if is_remote(text) else printable(text)
-        return WebDatasetSource(tars, name=name, caption_column=caption_column, max_samples=max_samples)
-    folder = Path(text)
-    if folder.is_dir() and not is_saved_dataset(folder) and not _holds_only_rows(folder):
+    tars, folder = _tars(text), Path(text)
+    if tars is None and folder.is_dir() and not is_saved_dataset(folder) and not _holds_only_rows(folder):
         return ImageFolder(
             folder,
             samples_per_unit=samples_per_unit,
             caption_column=caption_column,
             split=split,
             max_samples=max_samples,
+            classes_from=classes_from,
         )
-    if not folder.is_dir() and (folder.exists() or not re.fullmatch(_HUB_ID, text)):
+    if tars is None and not folder.is_dir() and (folder.exists() or not re.fullmatch(_HUB_ID, text)):
         raise DataError(
             f"{printable(text)} is no source: expected a folder of images, a folder or data set of Hugging Face's "
             "datasets, or tars of images (a path or address ending in .tar, with braces for several)"
         )
+    name = shown(text) if is_remote(text) else printable(text)
+    if classes_from != "auto":
+        raise ConfigError(
+            f"--classes-from {classes_from} is for a folder of images, and {name} is none; leave it out: tars and data "
+            "sets say themselves of which class an image is"
+        )
+    if tars is not None:
+        return WebDatasetSource(tars, name=name, caption_column=caption_column, max_samples=max_samples)
     return HuggingFaceSource(
         text,
         samples_per_unit=samples_per_unit,

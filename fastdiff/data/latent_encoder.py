@@ -68,7 +68,7 @@ class LatentEncoder:
         _ = self._vae, text and self._text
 
     @torch.no_grad()
-    def posterior(self, pixels: Tensor) -> Tensor:
+    def encode(self, pixels: Tensor) -> Tensor:
         """The autoencoder's posterior of images ``x / 127.5 - 1``.
 
         Args:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fastdiff.data.atomic_files import publish
 from fastdiff.data.integrity import unreadable
-from fastdiff.data.shards import CAPTIONED, Column, DatasetInfo, NullInfo, null_path, publish
+from fastdiff.data.shards import CAPTIONED, Column, DatasetInfo, NullInfo, null_path
 from fastdiff.errors import DataError
 
 

@@ -151,7 +151,7 @@ class OnlineBatches(Batches):
         flips = self.random_flip & (self.uniform(Stream.FLIP, position) < 0.5)
         mirrored = [image.pixels[:, ::-1] if flip else image.pixels for image, flip in zip(images, flips, strict=True)]
         pixels = np.stack(mirrored)
-        tensors = {LATENT: self.images.encoder.posterior(torch.from_numpy(pixels)).to(_STORED).contiguous()}
+        tensors = {LATENT: self.images.encoder.encode(torch.from_numpy(pixels)).to(_STORED).contiguous()}
         tensors |= self._embed(items, position)
         self._require_finite(items, tensors)
         if "pooled" in tensors:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from fastdiff import redaction
-from fastdiff.data.shards import rename, temporary
+from fastdiff.data.atomic_files import rename, temporary
 from fastdiff.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from fastdiff.data.atomic_files import publish
 from fastdiff.data.index import MAX_INDEX_BYTES, ShardIndex
 from fastdiff.data.remote import fetch, is_remote, join, open_url
 from fastdiff.data.shards import (
@@ -23,7 +24,6 @@ from fastdiff.data.shards import (
     idx_path,
     index_path,
     null_path,
-    publish,
 )
 from fastdiff.errors import DataError, StorageError
 

@@ -18,7 +18,6 @@ import json
 import math
 import os
 import re
-import secrets
 import tarfile
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +28,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from fastdiff.bounded_read import read_bounded
+from fastdiff.data.atomic_files import publish
 from fastdiff.errors import DataError, StorageError
 from fastdiff.printable import printable
 
@@ -44,15 +44,14 @@ MAX_INFO_BYTES = 2**27
 MAX_SAMPLE_BYTES = 2**30
 MAX_SHARD_SAMPLES = 2**20
 MAX_VARIANTS = 1000
-# Other encodes of the same folder, on this machine or another one, have other names for what they are writing.
-_TOKEN = secrets.token_hex(4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
     """One npy component that every sample has."""
 
-    dtype: Literal["float16", "float32"]
+    dtype: Literal["float16", "float32", "uint8"]
+    """uint8: the latents of a data set in pixel space."""
     shape: tuple[int, ...]
 
     @property
@@ -76,11 +75,17 @@ class Column:
 class Normalisation:
     """How stored latents become x0: ``(stored - shift) * scale``, one number per channel.
 
-    For a posterior the channels are those of the mean, then those of the standard deviation, whose shift is 0.
+    For a posterior the channels are those of the mean, then those of the standard deviation, whose shift is 0. Of
+    pixels the shift is 127.5 and the scale 1 / 127.5.
     """
 
     shift: tuple[float, ...]
     scale: tuple[float, ...]
+
+    @classmethod
+    def of_pixels(cls, channels: int) -> Normalisation:
+        """That of levels from 0 to 255, which ``fastdiff_kernels.noising.dequantised`` applies."""
+        return cls(shift=(127.5,) * channels, scale=(1 / 127.5,) * channels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +130,8 @@ class DatasetInfo:
     provenance: Provenance
     classes: int | None = None
     """Number of classes of the ``cls`` component; None: the samples have none."""
+    class_names: tuple[str, ...] = ()
+    """What the classes are called, in the order of their numbers; empty: nobody knows."""
     kind: Literal["mean", "posterior"] = "mean"
     """What the latent column holds: the mean of the autoencoder's posterior, or mean and standard deviation, stacked
     on channels."""
@@ -145,6 +152,11 @@ class DatasetInfo:
     def latent(self) -> Column:
         """The column of the latents; its shape is ``(C, H, W)``, ``(2C, H, W)`` for posteriors."""
         return self.columns[LATENT]
+
+    @property
+    def in_pixels(self) -> bool:
+        """Whether the latents are pixels in uint8, which ``Batch.latents`` holds as they are stored."""
+        return self.latent.dtype == "uint8"
 
     def columns_of(self, bucket: int) -> dict[str, Column]:
         """The columns of the samples of a bucket, in the order of the tar."""
@@ -185,7 +197,7 @@ class DatasetInfo:
             "kind": self.kind,
             "shards": [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in self.shards],
         }
-        added = {name: value for name, value in self._fields().items() if name in _ADDED}
+        added = {name: value for name, value in self._fields().items() if name in _ADDED and name != "class_names"}
         if self.buckets:
             added["shard_buckets"] = [shard.bucket for shard in self.shards]
         return _sha256_of(content | added)
@@ -231,7 +243,7 @@ class DatasetInfo:
         return info
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``dataset.json`` under a temporary name, fsync, rename, fsync the folder; raises OSError."""
+        """Write ``dataset.json``; raises OSError."""
         fields = self._fields()
         publish(Path(folder) / INFO_FILE, canonical_json(fields | {"sha256": _sha256_of(fields)}) + b"\n")
 
@@ -256,8 +268,12 @@ class DatasetInfo:
                 return f"{name} has the shape {list(self.columns[name].shape)}, expected {text}"
         if self.columns.get("time_ids", _TIME_IDS) != _TIME_IDS:
             return "time_ids is not float32 of shape [6]"
+        if any(column.dtype == "uint8" for name, column in self.columns.items() if name != LATENT):
+            return "a column in uint8 besides the latents"
         if self.classes is not None and self.classes < 1:
             return f"classes is {self.classes}"
+        if self.class_names and len(self.class_names) != self.classes:
+            return f"{len(self.class_names)} names of {self.classes} classes"
         if len(self.buckets) > MAX_VARIANTS or min(itertools.chain(*self.buckets), default=1) < 1:
             return f"buckets are up to {MAX_VARIANTS} heights and widths from 1"
         if len(set(self.buckets)) != len(self.buckets):
@@ -283,6 +299,10 @@ class DatasetInfo:
         half = channels // 2
         if self.kind == "posterior" and (channels % 2 or any(shift[half:]) or scale[:half] != scale[half:]):
             return "a posterior has as many channels of mean as of deviation, of equal scales, the latter without shift"
+        if self.in_pixels and (self.kind, self.normalisation) != ("mean", Normalisation.of_pixels(channels)):
+            return "latents in uint8 are pixels: they have no posterior, a shift of 127.5 and a scale of 1 / 127.5"
+        if self.in_pixels and self.flipped:
+            return "pixels are mirrored when they are read, and not stored twice"
         return None
 
     def _problem_of_variants(self) -> str | None:
@@ -321,7 +341,7 @@ class DatasetInfo:
 
 
 # Later additions to the format, which are left out where they say nothing.
-_ADDED: dict[str, Any] = {"buckets": (), "flipped": False, "captions": 1, "null": {}}
+_ADDED: dict[str, Any] = {"buckets": (), "flipped": False, "captions": 1, "null": {}, "class_names": ()}
 _TIME_IDS = Column(dtype="float32", shape=(6,))
 
 
@@ -338,11 +358,6 @@ def index_path(shard: Path) -> Path:
 def null_path(folder: Path, column: str) -> Path:
     """File of the embedding of the empty prompt."""
     return folder / f"null.{column}.npy"
-
-
-def temporary(path: Path) -> Path:
-    """Name of ``path`` while this process writes it; no other process has the same."""
-    return path.with_name(f"{path.name}.{os.getpid()}-{_TOKEN}.tmp")
 
 
 def canonical_json(value: object) -> bytes:
@@ -363,25 +378,6 @@ def _problem_of_digest(text: bytes) -> str | None:
     except (ValueError, RecursionError) as error:  # a number that JSON does not have, or objects in objects without end
         return str(error)
     return None if declared == found else f"sha256 is {declared!r}, its other fields have {found!r}: it was changed"
-
-
-def publish(path: Path, content: bytes) -> None:
-    """Write a small file so that it is there completely or not at all, also after a power cut."""
-    with temporary(path).open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    rename(temporary(path), path)
-
-
-def rename(source: Path, target: Path) -> None:
-    """Rename an fsynced file within its folder and make the new name durable."""
-    source.replace(target)
-    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -16,8 +16,9 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from fastdiff.data.atomic_files import publish, rename, temporary
 from fastdiff.data.index import Place, ShardIndex
-from fastdiff.data.shards import ShardInfo, idx_path, index_path, publish, rename, temporary
+from fastdiff.data.shards import ShardInfo, idx_path, index_path
 from fastdiff.errors import DataError
 
 

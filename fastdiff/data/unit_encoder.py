@@ -1,4 +1,4 @@
-"""The images of one unit on their way through the autoencoder into its shards."""
+"""The images of one unit on their way through the autoencoder, or past it, into its shards."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fastdiff.data.components import components
 from fastdiff.data.image_decode import Decoded
 from fastdiff.data.image_items import ImageItem
 from fastdiff.data.latent_encoder import LatentEncoder, time_ids
+from fastdiff.data.pixel_encoder import PixelEncoder
 from fastdiff.data.read_ahead import Stopwatch
 from fastdiff.data.shards import CAPTIONED, FLIPPED, LATENT, DatasetInfo, ShardInfo
 from fastdiff.data.tar import ShardTar
@@ -56,7 +57,7 @@ class UnitEncoder:
         out: Folder of the shards.
         info: What dataset.json will say, without shards.
         unit: Number of the unit.
-        encoder: The models.
+        encoder: The models, or none.
         threads: On a CPU, parts of a batch are computed in these.
         batch: Images per batch.
         stopwatch: Gets the stages ``VAE``, ``text`` and ``write``.
@@ -73,7 +74,7 @@ class UnitEncoder:
         info: DatasetInfo,
         unit: int,
         *,
-        encoder: LatentEncoder,
+        encoder: LatentEncoder | PixelEncoder,
         threads: Executor,
         batch: int,
         stopwatch: Stopwatch,
@@ -126,9 +127,9 @@ class UnitEncoder:
             pixels = torch.from_numpy(np.stack([decoded.pixels for _, decoded in images]))
             if self._on_cuda:
                 pixels = pixels.pin_memory().to(self._encoder.device, non_blocking=True)
-            batch.latents[LATENT] = self._to_host(self._posterior(pixels))
+            batch.latents[LATENT] = self._to_host(self._encode(pixels))
             if self._info.flipped:
-                batch.latents[FLIPPED] = self._to_host(self._posterior(pixels.flip(2)))
+                batch.latents[FLIPPED] = self._to_host(self._encode(pixels.flip(2)))
         if batch.captions:
             with self._device_stage("text", batch):
                 parts = [
@@ -141,11 +142,11 @@ class UnitEncoder:
             self._embeddings.popitem(last=False)
         self._computing = batch
 
-    def _posterior(self, pixels: Tensor) -> Tensor:
-        """The posterior of a batch; on a CPU in parts that do not depend on the number of threads."""
+    def _encode(self, pixels: Tensor) -> Tensor:
+        """The latents of a batch; on a CPU in parts that do not depend on the number of threads."""
         if self._on_cuda:
-            return self._encoder.posterior(pixels)
-        return torch.cat(list(self._threads.map(self._encoder.posterior, torch.split(pixels, _CPU_IMAGES))))
+            return self._encoder.encode(pixels)
+        return torch.cat(list(self._threads.map(self._encoder.encode, torch.split(pixels, _CPU_IMAGES))))
 
     def _to_host(self, values: Tensor) -> Tensor:
         """Start the copy of a result in the dtype in which it is stored."""

@@ -53,6 +53,8 @@ class WebDatasetSource:
         StorageError: A tar cannot be read.
     """
 
+    class_names: tuple[str, ...] = ()
+
     def __init__(
         self,
         tars: Sequence[str],

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from fastdiff.model_config import DiTConfig, ModelConfig
+from fastdiff.model_config import AdmConfig, DiTConfig, ModelConfig
 from fastdiff.models.dit import DiT
 from fastdiff.models.embeddings import position_table
 from fastdiff_kernels.attention import AttentionBackend
 
 if TYPE_CHECKING:
+    from fastdiff.models.adm import AdmUNet
     from fastdiff.models.unet import UNet
 
 __all__ = ["Model", "build_model", "load_model"]
 
-Model: TypeAlias = "DiT | UNet"
+Model: TypeAlias = "DiT | UNet | AdmUNet"
 
 
 def build_model(
@@ -44,7 +45,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed: that would also re-seed the CUDA generators, which the fork does not restore.
         torch.default_generator.manual_seed(seed & (2**64 - 1))
-        return _new(config, recompute, attention)
+        return _new(config, recompute, attention, seed)
 
 
 def load_model(
@@ -53,6 +54,7 @@ def load_model(
     *,
     recompute: bool = False,
     attention: AttentionBackend = "auto",
+    seed: int = 0,
 ) -> Model:
     """A network with given parameters, on their device; nothing is initialised first.
 
@@ -61,12 +63,13 @@ def load_model(
         weights: Every parameter by name; not the position table of a DiT, which the shape decides.
         recompute: As in ``build_model``.
         attention: As in ``build_model``.
+        seed: Key of a dropout.
 
     Raises:
         RuntimeError: A parameter is missing, unknown or of another shape.
     """
     with torch.device("meta"):
-        model = _new(config, recompute, attention)
+        model = _new(config, recompute, attention, seed)
     buffers = {}
     if isinstance(config, DiTConfig):
         table = position_table(config.hidden, config.size // config.patch)
@@ -75,9 +78,13 @@ def load_model(
     return model
 
 
-def _new(config: ModelConfig, recompute: bool, attention: AttentionBackend) -> Model:
+def _new(config: ModelConfig, recompute: bool, attention: AttentionBackend, seed: int) -> Model:
     if isinstance(config, DiTConfig):
         return DiT(config, recompute=recompute, attention=attention)
+    if isinstance(config, AdmConfig):
+        from fastdiff.models.adm import AdmUNet
+
+        return AdmUNet(config, recompute=recompute, attention=attention, dropout_seed=seed & (2**64 - 1))
     from fastdiff.models.unet import UNet
 
     return UNet(config, recompute=recompute, attention=attention)

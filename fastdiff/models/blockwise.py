@@ -20,6 +20,8 @@ class BlockwiseModel(nn.Module):
     """Classes of the blocks. No block lies in another one, and none draws random numbers."""
     inputs: ClassVar[tuple[str, ...]] = ()
     """What the network can be conditioned on besides the time: names of arguments of its forward."""
+    low_res_size: int = 0
+    """Height and width of the small images that the network enlarges; 0: it is given none."""
 
     def compile_blocks(self, **options: Any) -> Self:
         """Compile the forward of every block in place and return the network.

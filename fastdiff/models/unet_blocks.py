@@ -35,6 +35,26 @@ def in_order(x: Tensor) -> Tensor:
     return x if x.shape[0] != 1 else x.permute(0, 2, 3, 1).reshape(1, *x.shape[2:], -1).permute(0, 3, 1, 2)
 
 
+def doubled(x: Tensor) -> Tensor:
+    """``[B, C, H, W] -> [B, C, 2H, 2W]``, channels_last, each value four times.
+
+    Not ``F.interpolate``: its backward pass on CUDA goes through contiguous copies, and a map of one pixel, whose order
+    is both, comes out contiguous.
+    """
+    batch, channels, height, width = x.shape
+    repeated = x.permute(0, 2, 3, 1)[:, :, None, :, None].expand(-1, -1, 2, -1, 2, -1)
+    return repeated.contiguous().view(batch, 2 * height, 2 * width, channels).permute(0, 3, 1, 2)
+
+
+def block_choice(block: nn.Module, op: str, example: Tensor) -> dispatch.Choice:
+    """``dispatch.choice`` within a block: one that is compiled compiles a reference along."""
+    chosen = dispatch.choice(op, example)
+    if not is_compiled(block) or chosen.forward == "triton":
+        return chosen
+    by = "compile (Inductor)"
+    return replace(chosen, forward=by, backward=by, why=f"{chosen.why}; in a compiled block")
+
+
 class Conv2d(nn.Conv2d):
     """A convolution of channels_last maps."""
 
@@ -93,11 +113,7 @@ class ResBlock(nn.Module):
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Both of its norms, which run alike; see ``fastdiff_kernels.dispatch.Explains``."""
-        chosen = dispatch.choice("group_norm", example)
-        if is_compiled(self) and chosen.forward != "triton":
-            by = "compile (Inductor)"
-            chosen = replace(chosen, forward=by, backward=by, why=f"{chosen.why}; in a compiled block")
-        yield chosen
+        yield block_choice(self, "group_norm", example)
 
 
 class Transformer(nn.Module):
@@ -250,15 +266,8 @@ class Upsample(nn.Module):
         self.conv = Conv2d(channels, channels, kernel_size=3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, C, H, W] -> [B, C, 2H, 2W]``.
-
-        Not ``F.interpolate``: its backward pass on CUDA goes through contiguous copies, and a map of one pixel, whose
-        order is both, comes out contiguous.
-        """
-        batch, channels, height, width = x.shape
-        repeated = x.permute(0, 2, 3, 1)[:, :, None, :, None].expand(-1, -1, 2, -1, 2, -1)
-        doubled = repeated.contiguous().view(batch, 2 * height, 2 * width, channels)
-        return cast(Tensor, self.conv(doubled.permute(0, 3, 1, 2)))
+        """``[B, C, H, W] -> [B, C, 2H, 2W]``."""
+        return cast(Tensor, self.conv(doubled(x)))
 
 
 class TimestepEmbedding(nn.Module):

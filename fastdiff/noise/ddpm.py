@@ -10,6 +10,9 @@ from fastdiff.objective_config import DiffusionConfig, Prediction
 from fastdiff.schedule import Schedule
 from fastdiff_kernels.noising import uniform_time
 
+_USUAL_STEPS = 1000.0
+"""On the scale of which improved-diffusion tells its models the time, whatever T is."""
+
 
 class Ddpm:
     """The tables of a run; ``native`` levels are timesteps, int64 in [0, T).
@@ -30,6 +33,7 @@ class Ddpm:
         if kind != "none":
             gamma = config.p2_gamma if kind == "p2" else config.min_snr_gamma
             weights = snr_weights(kind, rows, schedule.snr, gamma)
+        self._config = config
         depth = torch.arange(len(rows), dtype=torch.float64) / len(rows)
         self.table, self.weights, self.log_snr, self.depth = (
             table.to(device=device, dtype=torch.float32) for table in (rows, weights, schedule.snr.log(), depth)
@@ -41,7 +45,12 @@ class Ddpm:
 
     def levels(self, native: Tensor) -> Levels:
         """The rows of ``[B]`` int64 timesteps."""
-        return Levels(native, native, self.table, self.weights, self.log_snr, self.depth)
+        return Levels(told(self._config, native), native, self.table, self.weights, self.log_snr, self.depth)
+
+
+def told(config: DiffusionConfig, timestep: Tensor) -> Tensor:
+    """What the model is told of ``[B]`` int64 timesteps: these, or fp32 numbers on the scale of a thousand steps."""
+    return timestep.float() * (_USUAL_STEPS / config.timesteps) if config.rescale_timesteps else timestep
 
 
 def coefficients(schedule: Schedule, prediction: Prediction) -> Tensor:

@@ -21,7 +21,7 @@ from fastdiff_kernels import launch
 
 Backend = Literal["triton", "reference", "compile"]
 
-OPS = ("philox", "noising", "loss", "group_norm", "adaln", "adamw8bit")
+OPS = ("philox", "noising", "loss", "group_norm", "adaln", "dropout", "adamw8bit")
 """Every op whose backend can be forced; attention has its own registry (``attention.py``)."""
 
 _forced: dict[str, Backend] = {}

@@ -6,8 +6,10 @@ over the positions and channels of one group of one sample. Source: Wu & He 2018
 
     dweight = sum(dz * n),  dbias = sum(dz),  dh = rstd * (weight * dz - E[weight * dz] - n * E[weight * dz * n]),
 
-where E is the mean over a group, and shift gets the sum of dh. Only h, and mean and rstd in fp32 per group, are kept
-for the backward pass; n and the SiLU are computed again.
+where E is the mean over a group, and shift gets the sum of dh. Weight and bias are numbers per channel, or per sample
+and channel, ``[N, C]``: those of a condition (Nichol & Dhariwal 2021, arXiv:2102.09672, appendix A), whose dweight and
+dbias are sums over the positions of one sample. Only h, and mean and rstd in fp32 per group, are kept for the backward
+pass; n and the SiLU are computed again.
 
 Bytes moved per element of a 2-byte x, counted:
 
@@ -21,10 +23,11 @@ Bytes moved per element of a 2-byte x, counted:
     ============================  ===========  ============  =============  ================
 
 What depends on ``rows`` (the positions that one program works through) or ``hw`` (all positions) are fp32 numbers per
-channel. The least is that of memory which sees every tensor once; two passes reach it where the second finds its input
-in the L2 cache. One pass is taken where whole groups fit in the registers of one program, in 32 KiB of x: in SD 1.5 the
-8x8 maps and the 16x16 maps of up to 1280 channels. How a sample is cut depends on its own shape alone, so that its
-output does not depend on the batch it is in.
+channel. Weights per sample are read as often as others, and their gradients are 8 / hw more to write. The least is that
+of memory which sees every tensor once; two passes reach it where the second finds its input in the L2 cache. One pass
+is taken where whole groups fit in the registers of one program, in 32 KiB of x: in SD 1.5 the 8x8 maps and the 16x16
+maps of up to 1280 channels. How a sample is cut depends on its own shape alone, so that its output does not depend on
+the batch it is in.
 
 Limits: fewer than 2**31 elements per sample. Accesses are 128 bits wide where C (channels_last) or the number of
 positions (contiguous) is a multiple of 16, else narrower. A gradient of y or h whose strides are not those of x is
@@ -33,22 +36,14 @@ copied once.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff_kernels import group_norm_kernels as kernels
 from fastdiff_kernels.dispatch import Backend, choose, plain
+from fastdiff_kernels.group_norm_cut import Cut, Shape, channels_last, fold_constants, one_pass_constants, power_of_2
 from fastdiff_kernels.launch import run, triton
-
-_TILE = 4096
-_ELEMENTS_PER_THREAD = 16
-_PROGRAMS_PER_SAMPLE = 40
-_ONE_PASS_BYTES = 2**15
-_SMALLEST_ONE_PASS_TILE = 2048
 
 
 def group_norm_reference(
@@ -56,110 +51,18 @@ def group_norm_reference(
     shift: Tensor | None = None, residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``group_norm`` in plain torch, of any floating dtype and strides; arguments as there."""
-    h = x
-    if shift is not None:
-        h = h + shift.to(x.dtype).reshape(*x.shape[:2], *(1 for _ in x.shape[2:]))
-    if residual is not None:
-        h = h + residual
-    y = F.group_norm(h, groups, weight.to(x.dtype), bias.to(x.dtype), eps)
+
+    def per_channel(value: Tensor) -> Tensor:
+        return value.to(x.dtype).reshape(*x.shape[:2], *(1 for _ in x.shape[2:]))
+
+    h = x if shift is None else x + per_channel(shift)
+    h = h if residual is None else h + residual
+    if weight.dim() == 1:
+        y = F.group_norm(h, groups, weight.to(x.dtype), bias.to(x.dtype), eps)
+    else:
+        y = torch.addcmul(per_channel(bias), F.group_norm(h, groups, eps=eps), per_channel(weight))
     y = F.silu(y) if silu else y
     return y if residual is None else (y, h)
-
-
-def _channels_last(x: Tensor) -> bool:
-    return x.movedim(1, -1).is_contiguous()
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """A tensor as the kernels see it."""
-
-    samples: int
-    hw: int
-    channels: int
-    groups: int
-    strides: tuple[int, int]
-    """Of positions and of channels."""
-    itemsize: int
-
-    @classmethod
-    def of(cls, x: Tensor, groups: int) -> _Shape:
-        samples, channels, hw = x.shape[0], x.shape[1], x.shape[2:].numel()
-        strides = (channels, 1) if _channels_last(x) else (1, hw)
-        return cls(samples, hw, channels, groups, strides, x.element_size())
-
-    @property
-    def per_group(self) -> int:
-        return self.channels // self.groups
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """What every kernel is told of it."""
-        return self.hw, self.channels, *self.strides
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a sample is cut into programs: blocks of channels times chunks of ``rows`` positions."""
-
-    block_hw: int
-    block_c: int
-    rows: int
-    chunks: int
-    blocks: int
-
-    @classmethod
-    def of(cls, shape: _Shape) -> _Cut:
-        positions, channels = _power_of_2(shape.hw), _power_of_2(shape.channels)
-        # At least 128 bytes in a row of memory, whichever way the rows run.
-        block_hw = min(positions, 64 if shape.strides[1] == 1 else 512)
-        block_c = min(channels, _TILE // block_hw)
-        block_hw = min(positions, _TILE // block_c)
-        blocks = triton.cdiv(shape.channels, block_c)
-        rows = block_hw * max(1, triton.cdiv(shape.hw * blocks, _PROGRAMS_PER_SAMPLE * block_hw))
-        return cls(block_hw, block_c, rows, triton.cdiv(shape.hw, rows), blocks)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        return self.rows, self.chunks, self.blocks
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {"BLOCK_HW": self.block_hw, "BLOCK_C": self.block_c, "num_warps": _warps(self.block_hw * self.block_c)}
-
-
-def _warps(tile: int, per_thread: int = _ELEMENTS_PER_THREAD) -> int:
-    return max(1, min(16, tile // (32 * per_thread)))
-
-
-def _one_pass(shape: _Shape) -> dict[str, int] | None:
-    """Constants of the form in which one program has ``SPAN`` whole groups; None where they do not fit."""
-    vector = 16 // shape.itemsize
-    span = vector // math.gcd(vector, shape.per_group) if shape.strides[1] == 1 else 1
-    block_hw = _power_of_2(shape.hw)
-
-    def tile(span: int) -> int:
-        return block_hw * _power_of_2(span * shape.per_group)
-
-    while 2 * span <= shape.groups and tile(2 * span) <= _SMALLEST_ONE_PASS_TILE:
-        span *= 2
-    span = min(span, shape.groups)
-    if tile(span) * shape.itemsize > _ONE_PASS_BYTES or shape.hw == 0:
-        return None
-    return {
-        "SPAN": span, "GROUPS": _power_of_2(span), "BLOCK_HW": block_hw, "BLOCK_C": _power_of_2(span * shape.per_group),
-        "num_warps": _warps(tile(span), 2 * _ELEMENTS_PER_THREAD),
-    }  # fmt: skip
-
-
-def _fold(shape: _Shape, chunks: int) -> dict[str, int]:
-    """Constants of the folds over one group's chunks."""
-    block = min(1024, _power_of_2(chunks * shape.per_group))
-    return {"PER_GROUP": shape.per_group, "BLOCK": block, "num_warps": max(1, block // 256)}
 
 
 def _empty(x: Tensor, residual: Tensor | None, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -176,29 +79,30 @@ def _group_norm_triton(
     """Launch the forward kernels: y, h (empty without a residual), mean and rstd ``[N, groups]`` fp32."""
     y, h, mean, rstd = _empty(x, residual, groups)
     summed = None if residual is None else h
-    shape = _Shape.of(x, groups)
-    one_pass = _one_pass(shape)
+    shape = Shape.of(x, groups)
+    constants = {"SILU": silu, "PER_GROUP": shape.per_group, "OWN": weight.dim() == 2}
+    one_pass = one_pass_constants(shape)
     if one_pass is not None:
         blocks = triton.cdiv(groups, one_pass["SPAN"])
         run(
             kernels.one_pass_kernel, (shape.samples * blocks,),
             x, shift, residual, weight, bias, summed, y, mean, rstd, *shape.sizes, blocks, eps,
-            SILU=silu, PER_GROUP=shape.per_group, **one_pass,
+            **constants, **one_pass,
         )  # fmt: skip
         return y, h, mean, rstd
-    cut = _Cut.of(shape)
+    cut = Cut.of(shape)
     grid = (shape.samples * cut.chunks * cut.blocks,)
     partial = mean.new_empty(shape.samples, cut.chunks, 2, shape.channels)
     run(kernels.statistics_kernel, grid, x, shift, residual, summed, partial, *shape.sizes, *cut.sizes, **cut.options)
     run(
         kernels.fold_statistics_kernel, (shape.samples * groups,),
-        partial, mean, rstd, shape.hw, shape.channels, cut.rows, cut.chunks, groups, eps, **_fold(shape, cut.chunks),
+        partial, mean, rstd, shape.hw, shape.channels, cut.rows, cut.chunks, groups, eps,
+        **fold_constants(shape, cut.chunks),
     )  # fmt: skip
     source, added = (x, shift) if summed is None else (summed, None)
     run(
         kernels.apply_kernel, grid,
-        source, added, weight, bias, mean, rstd, y, *shape.sizes, *cut.sizes,
-        SILU=silu, PER_GROUP=shape.per_group, **cut.options,
+        source, added, weight, bias, mean, rstd, y, *shape.sizes, *cut.sizes, **constants, **cut.options,
     )  # fmt: skip
     return y, h, mean, rstd
 
@@ -219,7 +123,7 @@ def _empty_gradients(
 
 
 def _in_the_order_of(x: Tensor, gradient: Tensor) -> Tensor:
-    same = _channels_last(gradient) if _channels_last(x) else gradient.is_contiguous()
+    same = channels_last(gradient) if channels_last(x) else gradient.is_contiguous()
     return gradient if same else torch.empty_like(x).copy_(gradient)
 
 
@@ -230,7 +134,7 @@ def _fold_rows(partial: Tensor, batch: int, first: Tensor, second: Tensor | None
     blocks = triton.cdiv(channels, 16)
     run(
         kernels.fold_rows_kernel, (batch * blocks,),
-        partial, first, second, rows, channels, blocks, BLOCK_R=min(128, _power_of_2(rows)), BLOCK_C=16, num_warps=4,
+        partial, first, second, rows, channels, blocks, BLOCK_R=min(128, power_of_2(rows)), BLOCK_C=16, num_warps=4,
     )  # fmt: skip
 
 
@@ -246,10 +150,12 @@ def _group_norm_backward_triton(
     dx, dshift, dweight, dbias = gradients = _empty_gradients(h, shift, weight, bias)
     dy = _in_the_order_of(h, dy)
     added, dh = (shift, None) if dh is None else (None, _in_the_order_of(h, dh))
-    shape = _Shape.of(h, mean.shape[1])
+    shape = Shape.of(h, mean.shape[1])
     state = (added, weight, bias, mean, rstd)
-    one_pass = _one_pass(shape)
-    constants = {"SILU": silu, "PER_GROUP": shape.per_group}
+    one_pass = one_pass_constants(shape)
+    own = weight.dim() == 2
+    rows = shape.samples if own else 1
+    constants = {"SILU": silu, "PER_GROUP": shape.per_group, "OWN": own}
     if one_pass is not None:
         blocks = triton.cdiv(shape.groups, one_pass["SPAN"])
         partial = mean.new_empty(shape.samples, 2, shape.channels)
@@ -258,9 +164,9 @@ def _group_norm_backward_triton(
             h, dy, dh, *state, dx, None if shift is None else dshift, partial, *shape.sizes, blocks,
             **constants, **one_pass,
         )  # fmt: skip
-        _fold_rows(partial, 1, dbias, dweight)
+        _fold_rows(partial, rows, dbias, dweight)
         return gradients
-    cut = _Cut.of(shape)
+    cut = Cut.of(shape)
     grid = (shape.samples * cut.chunks * cut.blocks,)
     partial = mean.new_empty(shape.samples, cut.chunks, 2, shape.channels)
     run(
@@ -271,9 +177,9 @@ def _group_norm_backward_triton(
     run(
         kernels.fold_groups_kernel, (shape.samples * shape.groups,),
         partial, weight, rstd, level, slope, shape.hw, shape.channels, cut.chunks, shape.groups,
-        **_fold(shape, cut.chunks),
+        OWN=own, **fold_constants(shape, cut.chunks),
     )  # fmt: skip
-    _fold_rows(partial, 1, dbias, dweight)
+    _fold_rows(partial, rows, dbias, dweight)
     sums = None if shift is None else mean.new_empty(shape.samples, cut.chunks, shape.channels)
     run(
         kernels.apply_backward_kernel, grid,
@@ -312,13 +218,14 @@ _group_norm_triton.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _validate(
-    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, shift: Tensor | None, residual: Tensor | None
-) -> None:
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, shift: Tensor | None, residual: Tensor | None,
+    chosen: Backend,
+) -> None:  # fmt: skip
     if x.dim() < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [N, C, ...]; use x.reshape(N, C, -1)")
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16, *([] if chosen == "triton" else [torch.float64])):
         raise ValueError(f"x is {x.dtype}, expected float32, bfloat16 or float16; use x.float()")
-    if not (x.is_contiguous() or _channels_last(x)):
+    if not (x.is_contiguous() or channels_last(x)):
         raise ValueError(
             f"x of shape {tuple(x.shape)} has strides {x.stride()}, expected those of contiguous or channels_last "
             "memory; use x.contiguous(memory_format=torch.channels_last) or x.contiguous()"
@@ -329,16 +236,17 @@ def _validate(
         raise ValueError(f"x of shape {tuple(x.shape)} has 2**31 or more elements per sample, expected fewer")
     if not eps >= 0:
         raise ValueError(f"eps {eps}: expected a number that is not negative")
+    affine = x.shape[:2] if weight.dim() == 2 else x.shape[1:2]
     for name, value, shape in (
-        ("weight", weight, x.shape[1:2]),
-        ("bias", bias, x.shape[1:2]),
+        ("weight", weight, affine),
+        ("bias", bias, affine),
         ("shift", shift, x.shape[:2]),
     ):
         if value is not None:
             _validate_like(x, name, value, shape, (x.dtype, torch.float32))
     if residual is not None:
         _validate_like(x, "residual", residual, x.shape, (x.dtype,))
-        if not (_channels_last(residual) if _channels_last(x) else residual.is_contiguous()):
+        if not (channels_last(residual) if channels_last(x) else residual.is_contiguous()):
             raise ValueError(
                 f"residual has strides {residual.stride()}, expected those of x, {x.stride()}; "
                 "use torch.empty_like(x).copy_(residual)"
@@ -370,10 +278,10 @@ def group_norm(
     """Group normalisation and SiLU: ``silu(norm(x + shift + residual) * weight + bias)``.
 
     Args:
-        x: ``[N, C, ...]`` fp32, bf16 or fp16, contiguous or channels_last.
+        x: ``[N, C, ...]`` fp32, bf16 or fp16, where Triton is not chosen also fp64; contiguous or channels_last.
         groups: groups of neighbouring channels; divides C.
-        weight: ``[C]`` factor per channel, of x's dtype or fp32.
-        bias: ``[C]`` what is added per channel, of x's dtype or fp32.
+        weight: ``[C]``, or ``[N, C]`` with one row per sample: factor per channel, of x's dtype or fp32.
+        bias: like the weight: what is added per channel.
         eps: added to the variance; not negative.
         silu: whether SiLU follows the normalisation.
         shift: ``[N, C]`` added to every position of x (a convolution's bias, a time embedding), of x's dtype or fp32.
@@ -387,8 +295,8 @@ def group_norm(
         ValueError: a shape, dtype, device, stride, ``groups``, ``eps`` or ``backend`` that is not as above.
         RuntimeError: Triton was asked for and cannot run here.
     """
-    _validate(x, groups, weight, bias, eps, shift, residual)
     chosen = choose("group_norm", x, backend)
+    _validate(x, groups, weight, bias, eps, shift, residual, chosen)
     if chosen != "triton":
         out: Tensor | tuple[Tensor, Tensor] = plain(group_norm_reference, chosen)(
             x, groups, weight, bias, eps, silu, shift, residual

@@ -166,25 +166,34 @@ def fold_statistics_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _parameters(  # type: ignore[no-untyped-def]
-    mean, rstd, shift, weight, bias, sample, c, here, channels, PER_GROUP: tl.constexpr
+def _affine_place(sample, c, channels, OWN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where weight and bias of channels ``c`` are; ``OWN``: each sample has its own."""
+    if OWN:
+        c = sample * channels + c
+    return c
+
+
+@jit
+def _numbers(  # type: ignore[no-untyped-def]
+    mean, rstd, shift, weight, bias, sample, c, here, channels, PER_GROUP: tl.constexpr, OWN: tl.constexpr
 ):
     """Per channel: what to subtract from the input, the reciprocal of its spread, weight and bias."""
     group = sample * (channels // PER_GROUP) + c // PER_GROUP
     center = _load(mean, group, here) - _load(shift, sample * channels + c, here)
-    return center, _load(rstd, group, here), _load(weight, c, here), _load(bias, c, here)
+    at = _affine_place(sample, c, channels, OWN)
+    return center, _load(rstd, group, here), _load(weight, at, here), _load(bias, at, here)
 
 
 @jit
 def apply_kernel(  # type: ignore[no-untyped-def]
     h, shift, weight, bias, mean, rstd, y, hw, channels, stride_p, stride_c, rows, chunks, blocks,
-    SILU: tl.constexpr, PER_GROUP: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    SILU: tl.constexpr, PER_GROUP: tl.constexpr, OWN: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Output of one chunk of a block of channels."""
     sample, chunk, block = _place(chunks, blocks)
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
     here = c < channels
-    center, spread, factor, base = _parameters(mean, rstd, shift, weight, bias, sample, c, here, channels, PER_GROUP)
+    center, spread, factor, base = _numbers(mean, rstd, shift, weight, bias, sample, c, here, channels, PER_GROUP, OWN)
     scale = spread * factor
     h += sample * channels * hw
     y += sample * channels * hw
@@ -199,7 +208,7 @@ def apply_kernel(  # type: ignore[no-untyped-def]
 @jit
 def one_pass_kernel(  # type: ignore[no-untyped-def]
     x, shift, residual, weight, bias, h, y, mean_out, rstd_out, hw, channels, stride_p, stride_c, blocks, eps,
-    SILU: tl.constexpr, PER_GROUP: tl.constexpr, SPAN: tl.constexpr, GROUPS: tl.constexpr,
+    SILU: tl.constexpr, PER_GROUP: tl.constexpr, OWN: tl.constexpr, SPAN: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Output and statistics of ``SPAN`` whole groups of one sample; ``GROUPS`` is the power of 2 from ``SPAN`` on."""
@@ -226,7 +235,8 @@ def one_pass_kernel(  # type: ignore[no-untyped-def]
     rest = _divide(_fold_in_registers(tl.sum(deviation, axis=1), group, GROUPS), number)
     squares = _fold_in_registers(tl.sum(deviation * deviation, axis=1), group, GROUPS)
     rstd = _reciprocal_root(_not_negative(_divide(squares, number) - rest * rest) + eps)
-    z = (deviation - rest[:, None]) * (rstd * _load(weight, c, here))[:, None] + _load(bias, c, here)[:, None]
+    at = _affine_place(sample, c, channels, OWN)
+    z = (deviation - rest[:, None]) * (rstd * _load(weight, at, here))[:, None] + _load(bias, at, here)[:, None]
     tl.store(y + offset, _activation(z, SILU).to(y.dtype.element_ty), mask=inside)
     out = sample * (channels // PER_GROUP) + c // PER_GROUP
     leads = here & (c % PER_GROUP == 0)
@@ -245,13 +255,13 @@ def _gradient(h, dy, center, spread, factor, base, offset, inside, SILU: tl.cons
 @jit
 def statistics_backward_kernel(  # type: ignore[no-untyped-def]
     h, dy, shift, weight, bias, mean, rstd, partial, hw, channels, stride_p, stride_c, rows, chunks, blocks,
-    SILU: tl.constexpr, PER_GROUP: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    SILU: tl.constexpr, PER_GROUP: tl.constexpr, OWN: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Sums over one chunk of the gradients of bias and of weight."""
     sample, chunk, block = _place(chunks, blocks)
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
     here = c < channels
-    center, spread, factor, base = _parameters(mean, rstd, shift, weight, bias, sample, c, here, channels, PER_GROUP)
+    center, spread, factor, base = _numbers(mean, rstd, shift, weight, bias, sample, c, here, channels, PER_GROUP, OWN)
     h += sample * channels * hw
     dy += sample * channels * hw
     last = tl.minimum((chunk + 1) * rows, hw)
@@ -271,7 +281,7 @@ def statistics_backward_kernel(  # type: ignore[no-untyped-def]
 @jit
 def fold_groups_kernel(  # type: ignore[no-untyped-def]
     partial, weight, rstd, level_out, slope_out, hw, channels, chunks, groups,
-    PER_GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PER_GROUP: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What one group's input gradient lacks, as a constant and per normalised input, written for each channel."""
     program = tl.program_id(0).to(tl.int64)
@@ -283,7 +293,7 @@ def fold_groups_kernel(  # type: ignore[no-untyped-def]
         index = start + tl.arange(0, BLOCK)
         chunk = index // PER_GROUP
         inside = chunk < chunks
-        factor = _load(weight, c0 + index % PER_GROUP, inside)
+        factor = _load(weight, _affine_place(sample, c0 + index % PER_GROUP, channels, OWN), inside)
         at = partial + chunk * 2 * channels + index % PER_GROUP
         level += factor * tl.load(at, mask=inside, other=0.0)
         slope += factor * tl.load(at + channels, mask=inside, other=0.0)
@@ -299,13 +309,14 @@ def fold_groups_kernel(  # type: ignore[no-untyped-def]
 @jit
 def apply_backward_kernel(  # type: ignore[no-untyped-def]
     h, dy, dh, shift, weight, bias, mean, rstd, level, slope, dx, dshift, hw, channels, stride_p, stride_c, rows,
-    chunks, blocks, SILU: tl.constexpr, PER_GROUP: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    chunks, blocks,
+    SILU: tl.constexpr, PER_GROUP: tl.constexpr, OWN: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the input for one chunk, and its sums per channel ``[N, chunks, C]`` where there is a shift."""
     sample, chunk, block = _place(chunks, blocks)
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
     here = c < channels
-    center, spread, factor, base = _parameters(mean, rstd, shift, weight, bias, sample, c, here, channels, PER_GROUP)
+    center, spread, factor, base = _numbers(mean, rstd, shift, weight, bias, sample, c, here, channels, PER_GROUP, OWN)
     level_c, slope_c = _load(level, sample * channels + c, here), _load(slope, sample * channels + c, here)
     h += sample * channels * hw
     dy += sample * channels * hw
@@ -332,7 +343,7 @@ def apply_backward_kernel(  # type: ignore[no-untyped-def]
 @jit
 def one_pass_backward_kernel(  # type: ignore[no-untyped-def]
     h, dy, dh, shift, weight, bias, mean, rstd, dx, dshift, partial, hw, channels, stride_p, stride_c, blocks,
-    SILU: tl.constexpr, PER_GROUP: tl.constexpr, SPAN: tl.constexpr, GROUPS: tl.constexpr,
+    SILU: tl.constexpr, PER_GROUP: tl.constexpr, OWN: tl.constexpr, SPAN: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Gradients of input and shift, and this sample's part of those of bias and weight, for ``SPAN`` whole groups."""
@@ -341,7 +352,7 @@ def one_pass_backward_kernel(  # type: ignore[no-untyped-def]
     c = block * (SPAN * PER_GROUP) + lane
     end = tl.minimum(channels, (block + 1) * (SPAN * PER_GROUP))
     group, here = lane // PER_GROUP, c < end
-    center, spread, factor, base = _parameters(mean, rstd, shift, weight, bias, sample, c, here, channels, PER_GROUP)
+    center, spread, factor, base = _numbers(mean, rstd, shift, weight, bias, sample, c, here, channels, PER_GROUP, OWN)
     h += sample * channels * hw
     dy += sample * channels * hw
     dx += sample * channels * hw

@@ -14,7 +14,7 @@ on the way, whatever the loss scale.
 Bytes moved per element in bf16, forward and backward:
 * epsilon (no x0 in the target): 2 and 4, 6 together. The limit is 4, for a kernel that knows the gradient of
   ``loss_b`` already in the forward pass. Inductor: 6 and 8, with fp32 noise that is stored.
-* v, x0 and flow matching: 4 and 6; a posterior has 2 more in each pass. Inductor: 12 and 6.
+* v, x0 and flow matching: 4 and 6; a posterior has 2 more in each pass, uint8 pixels 1 less. Inductor: 12 and 6.
 The sum of a sample is folded from one partial sum per program, in a fixed order, and in fp64 above four elements: a
 loss is rounded to fp32 once, so that it hardly depends on how the elements are split.
 Limits: contiguous latents. A prediction whose samples are not contiguous (channels_last) is copied first; a slice of
@@ -68,7 +68,7 @@ def weighted_mse_reference(
     of_clean, of_noise = table[time, 2:, None, None, None].unbind(1)
     target = of_noise * noise_reference(seed, streams, position, prediction.shape[1:], offset, dtype)
     if clean:
-        target = of_clean * clean_reference(latents, seed, streams, position, posterior) + target
+        target = of_clean * clean_reference(latents, seed, streams, position, posterior, dtype) + target
     return (prediction - target).square().mean(dim=(1, 2, 3)) * weights[time]
 
 

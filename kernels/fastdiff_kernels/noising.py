@@ -3,7 +3,8 @@
 ``x_t = alpha[t] * x0 + sigma[t] * (noise + perturbation * extra)`` (Ho et al. 2020, arXiv:2006.11239, eq. 4) with
 
 * ``t = floor(uniform * T)`` unless the caller gives it,
-* ``x0 = latents``, or ``mean + std * normal`` of a posterior that is stored as mean and std stacked on channels,
+* ``x0 = latents``, of uint8 pixels ``(level - 127.5) * (1 / 127.5)``, or ``mean + std * normal`` of a posterior that is
+  stored as mean and std stacked on channels,
 * ``noise = normal + offset * channel normal``: the second is one number per sample and channel, part of the target,
 * ``extra = normal``, in the input only (Ning et al. 2023, arXiv:2301.11706, eq. 10).
 
@@ -17,8 +18,8 @@ target is ``target_x0 * x0 + target_noise * noise``: (0, 1) for epsilon, (1, 0) 
 (-1, 1) for flow matching, where alpha = 1 - t and sigma = t.
 
 Bytes moved per element, bf16 latents and bf16 ``noisy``: 4, which is the limit (6 with a posterior, which is two
-numbers to read; fp32 ``noisy`` adds 2). Inductor moves 8, because it stores the noise in fp32 for the loss. There is no
-backward pass: latents are data.
+numbers to read; 3 of uint8 pixels; fp32 ``noisy`` adds 2). Inductor moves 8, because it stores the noise in fp32 for
+the loss. There is no backward pass: latents are data.
 Limits: contiguous latents; at most 2**24 timesteps where t is drawn; a given t is not compared with the table's length,
 because that would wait for the device.
 """
@@ -34,13 +35,15 @@ from torch import Tensor
 
 from fastdiff_kernels import philox
 from fastdiff_kernels.dispatch import Backend, choose, plain
-from fastdiff_kernels.launch import jit, run, tl, triton
+from fastdiff_kernels.launch import constant, jit, run, tl, triton
 from fastdiff_kernels.philox import SEED_MASK, box_muller, philox_words, signed
 
 COLUMNS = 4
 """Of the table: alpha, sigma, target_x0, target_noise."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MIDDLE, _PER_LEVEL = 127.5, 1 / 127.5
+_MIDDLE_LEVEL, _PER_LEVEL_FP32 = constant(_MIDDLE), constant(_PER_LEVEL)
 _GROUPS_PER_PROGRAM = 512
 _GROUPS_PER_WARP = 128
 
@@ -71,12 +74,24 @@ def noise_reference(
     return noise
 
 
-def clean_reference(latents: Tensor, seed: int, streams: Streams, position: Tensor, posterior: bool) -> Tensor:
-    """x0 in fp32, or in fp64 of fp64 latents: the latents themselves, or a sample of the posterior they hold."""
-    dtype = torch.promote_types(latents.dtype, torch.float32)
+def dequantised(latents: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Latents in ``dtype``, fp32 or fp64; uint8 pixels become ``(level - 127.5) * (1 / 127.5)``, which is in [-1, 1].
+
+    In fp32 that is at most 7.5e-8 from ``level / 127.5 - 1``, and -1 and 1 are exact. A quotient would not have the
+    same bits everywhere: on a GPU PyTorch multiplies by the rounded inverse instead.
+    """
+    values = latents.to(dtype)
+    return (values - _MIDDLE) * _PER_LEVEL if latents.dtype == torch.uint8 else values
+
+
+def clean_reference(
+    latents: Tensor, seed: int, streams: Streams, position: Tensor, posterior: bool, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """x0 in ``dtype``, fp32 or fp64: the latents themselves, or a sample of the posterior they hold."""
+    latents = dequantised(latents, dtype)
     if not posterior:
-        return latents.to(dtype)
-    mean, std = latents.to(dtype).chunk(2, dim=1)
+        return latents
+    mean, std = latents.chunk(2, dim=1)
     return mean + std * _normal(seed, streams.posterior, position, mean.shape[1:], dtype)
 
 
@@ -97,11 +112,11 @@ def corrupt_reference(
     posterior: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``corrupt`` in plain torch: in fp32, or in fp64 for fp64 latents and table; ``dtype`` None: that one."""
+    """``corrupt`` in plain torch: in the dtype of the table, fp32 or fp64; ``dtype`` None: that one."""
     if time is None:
         share = philox.uniform(seed, streams.timestep, position, 1, "reference")[:, 0]
         time = uniform_time(share, table.shape[0])
-    clean = clean_reference(latents, seed, streams, position, posterior)
+    clean = clean_reference(latents, seed, streams, position, posterior, table.dtype)
     added = noise_reference(seed, streams, position, clean.shape[1:], offset, clean.dtype)
     if perturbation:
         added = added + perturbation * _normal(seed, streams.perturbation, position, clean.shape[1:], clean.dtype)
@@ -140,6 +155,9 @@ def noise_block(seed, position, channel, group, offset, NOISE: tl.constexpr, OFF
 @jit
 def clean_block(latents, row, elements, element, mask, seed, position, group, POSTERIOR: tl.constexpr):  # type: ignore[no-untyped-def]
     """fp32 x0 of the groups of one sample; ``POSTERIOR``: stream that samples it from mean and std, or None."""
+    if latents.dtype.element_ty == tl.uint8:
+        level = tl.load(latents + row * elements + element, mask=mask, other=0)
+        return (level.to(tl.float32) - _MIDDLE_LEVEL) * _PER_LEVEL_FP32
     if POSTERIOR is not None:
         mean = latents + 2 * row * elements + element
         std = tl.load(mean + elements, mask=mask, other=0.0).to(tl.float32)
@@ -255,8 +273,13 @@ def check_latents(latents: Tensor, posterior: bool) -> None:
         raise ValueError(f"latents have shape {shape}, expected [B, C, H, W] with C, H and W of at least 1")
     if posterior and shape[1] % 2:
         raise ValueError(f"latents have {shape[1]} channels, expected an even number: mean and std, stacked on them")
-    if latents.dtype not in _DTYPES:
-        raise ValueError(f"latents are {latents.dtype}, expected float32, bfloat16 or float16; use latents.float()")
+    if latents.dtype not in (*_DTYPES, torch.uint8):
+        raise ValueError(
+            f"latents are {latents.dtype}, expected float32, bfloat16 or float16, or pixels in uint8; use "
+            "latents.float()"
+        )
+    if posterior and latents.dtype == torch.uint8:
+        raise ValueError("latents are torch.uint8, which are pixels, and pixels have no posterior; use posterior=False")
     if not latents.is_contiguous():
         raise ValueError(
             f"latents have strides {latents.stride()}, expected contiguous [B, C, H, W]; use latents.contiguous()"
@@ -296,7 +319,7 @@ def corrupt(
 
     Args:
         latents: clean latents ``[B, C, H, W]``, or with ``posterior`` their mean and std ``[B, 2C, H, W]``; fp32, bf16
-            or fp16, contiguous.
+            or fp16, or pixels ``[B, C, H, W]`` uint8 (``dequantised``); contiguous.
         position: ``[B]`` int64 position of each sample in the run.
         table: ``[T, 4]`` fp32 rows (alpha, sigma, target_x0, target_noise), one per timestep.
         seed: key of every random number, in [0, 2**64).

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.accuracy import assert_as_accurate_as_eager, evaluate
-from fastdiff_kernels import dispatch
+from fastdiff_kernels import dispatch, group_norm_cut
 from fastdiff_kernels import group_norm as op
 from fastdiff_kernels.group_norm import group_norm, group_norm_reference
 from tests.traffic import counting
@@ -20,10 +20,10 @@ FP32, BF16, FP16 = DTYPES
 def form(request, monkeypatch):
     """Both forms whatever the size; two passes in several chunks of several tiles."""
     if request.param == "one pass":
-        monkeypatch.setattr(op, "_ONE_PASS_BYTES", 2**30)
+        monkeypatch.setattr(group_norm_cut, "_ONE_PASS_BYTES", 2**30)
     else:
-        monkeypatch.setattr(op, "_ONE_PASS_BYTES", 0)
-        monkeypatch.setattr(op, "_PROGRAMS_PER_SAMPLE", 2)
+        monkeypatch.setattr(group_norm_cut, "_ONE_PASS_BYTES", 0)
+        monkeypatch.setattr(group_norm_cut, "_PROGRAMS_PER_SAMPLE", 2)
     return request.param
 
 
@@ -39,10 +39,11 @@ def problem(shape, dtype, device, *, order=channels_last, extras="", parameters=
     def normal(*shape, dtype=dtype):
         return torch.randn(shape, generator=make).to(device, dtype)
 
+    affine = shape[:2] if "per sample" in extras else shape[1:2]
     inputs = {
         "x": order(normal(*shape, dtype=FP32) + mean).to(dtype),
-        "weight": normal(shape[1], dtype=parameters),
-        "bias": normal(shape[1], dtype=parameters),
+        "weight": normal(*affine, dtype=parameters),
+        "bias": normal(*affine, dtype=parameters),
     }
     if "shift" in extras:
         inputs["shift"] = normal(*shape[:2])
@@ -65,7 +66,12 @@ def check(groups, inputs, upstream, silu=True):
 @pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
 @pytest.mark.parametrize(
     ("extras", "dtype"),
-    [*(("", d) for d in DTYPES), ("shift", FP32), ("residual", BF16), *(("shift and residual", d) for d in DTYPES)],
+    [
+        *((extras, dtype) for extras in ("", "shift and residual", "per sample") for dtype in DTYPES),
+        ("shift", FP32),
+        ("residual", BF16),
+        ("per sample, shift and residual", BF16),
+    ],
 )
 def test_it_is_as_accurate_as_eager_in_both_orders_and_forms(extras, order, dtype, form, device):
     check(4, *problem((2, 40, 12, 16), dtype, device, order=order, extras=extras))
@@ -100,10 +106,12 @@ def test_channel_counts_of_stable_diffusion(shape, groups, dtype, order, device)
 )
 def test_awkward_shapes(shape, groups, order, form, device):
     check(groups, *problem(shape, FP16, device, order=order, extras="shift and residual"))
+    check(groups, *problem(shape, FP16, device, order=order, extras="per sample"))
 
 
-def test_groups_of_more_channels_than_a_fold_reads_at_once(device):
-    check(1, *problem((1, 1100, 3, 5), BF16, device, extras="shift"))
+@pytest.mark.parametrize("extras", ["shift", "per sample"])
+def test_groups_of_more_channels_than_a_fold_reads_at_once(extras, device):
+    check(1, *problem((1, 1100, 3, 5), BF16, device, extras=extras))
 
 
 @pytest.mark.parametrize("groups", [10, 8, 4, 2, 1])
@@ -257,7 +265,15 @@ def test_bytes_moved_in_one_pass(channels, extras, more, device):
     assert backward == (6 + 2 * more) * channels * hw + 40 * channels
 
 
-@pytest.mark.parametrize("extras", ["", "shift", "residual"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter does")
+def test_weights_of_each_sample_cost_their_gradients_alone(form, device):
+    samples, channels = 3, 32
+    shared = _bytes((samples, channels, 8, 8), 4, device)
+    own = _bytes((samples, channels, 8, 8), 4, device, extras="per sample")
+    assert own == (shared[0], shared[1] + (samples - 1) * 8 * channels)
+
+
+@pytest.mark.parametrize("extras", ["", "shift", "residual", "per sample"])
 def test_the_ops_pass_opcheck(extras, device):
     inputs, upstream = problem((2, 8, 2, 3), FP32, device, extras=extras)
     x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
@@ -270,7 +286,7 @@ def test_the_ops_pass_opcheck(extras, device):
     torch.library.opcheck(op._group_norm_backward_triton, arguments)
 
 
-@pytest.mark.parametrize("extras", ["shift", "residual"])
+@pytest.mark.parametrize("extras", ["shift", "residual", "per sample"])
 def test_torch_compile_makes_one_graph_with_equal_results(extras, device):
     inputs, upstream = problem((2, 8, 4, 6), FP32, device, extras=extras)
 
@@ -299,6 +315,17 @@ def test_the_reference_is_eager_pytorch_and_differentiable(device):
     )
 
 
+def test_weights_of_each_sample_are_those_of_a_norm_of_it_alone(form, device):
+    inputs, _ = problem((3, 8, 4, 5), FP32, device, extras="per sample")
+    x, weight, bias = inputs.values()
+    whole = kernel(2)(x, weight=weight, bias=bias)
+    for n in range(3):
+        alone = kernel(2)(x[n : n + 1], weight=weight[n], bias=bias[n])
+        assert torch.equal(whole[n], alone[0])
+    exact = [value.detach().double().requires_grad_() for value in (x, weight, bias)]
+    assert torch.autograd.gradcheck(lambda x, weight, bias: group_norm_reference(x, 2, weight, bias), exact)
+
+
 def test_eps_and_backend_reach_the_implementation(form, device, monkeypatch):
     inputs, _ = problem((2, 6, 2, 3), FP32, device)
     reference = partial(group_norm_reference, groups=3, eps=0.5)
@@ -321,7 +348,7 @@ P = torch.ones(6)
     ("change", "message"),
     [
         ({"x": X[0, 0, 0]}, r"x has shape \(4,\), expected \[N, C, ...\]; use x.reshape"),
-        ({"x": X.double()}, r"x is torch.float64, expected float32, bfloat16 or float16; use x.float\(\)"),
+        ({"x": X.long()}, r"x is torch.int64, expected float32, bfloat16 or float16; use x.float\(\)"),
         ({"x": X[..., ::2]}, r"x of shape \(2, 6, 4, 2\) has strides \(96, 16, 4, 2\), expected .*use x.contiguous\("),
         ({"x": torch.zeros(2, 12, 4, 4)[:, ::2]}, "expected those of contiguous or channels_last memory"),
         ({"x": X[:, :0]}, "groups 3: expected a divisor of the 0 channels of x"),
@@ -334,6 +361,8 @@ P = torch.ones(6)
         ({"eps": float("nan")}, "eps nan: expected"),
         ({"weight": P[:5]}, r"weight has shape \(5,\), expected \(6,\) for x \(2, 6, 4, 4\)"),
         ({"bias": P[None]}, r"bias has shape \(1, 6\), expected \(6,\)"),
+        ({"weight": P[None]}, r"weight has shape \(1, 6\), expected \(2, 6\)"),
+        ({"weight": P.expand(2, 6)}, r"bias has shape \(6,\), expected \(2, 6\)"),
         ({"weight": P.half()}, r"weight is torch.float16, expected torch.float32; use weight.to\(x.dtype\)"),
         ({"x": X.half(), "bias": P.bfloat16()}, "bias is torch.bfloat16, expected torch.float16 or torch.float32"),
         ({"bias": P.to("meta")}, r"bias is on meta, expected cpu like x; use bias.to\(x.device\)"),
@@ -350,3 +379,10 @@ P = torch.ones(6)
 def test_refusals_say_what_was_given_and_what_to_do(backend, change, message):
     with pytest.raises(ValueError, match=message):
         group_norm(**{"x": X, "groups": 3, "weight": P, "bias": P, "backend": backend} | change)
+
+
+def test_fp64_is_for_the_reference_alone(device):
+    x, weight, bias = (value.to(device, torch.float64) for value in (X, P, P))
+    assert group_norm(x, 3, weight, bias, backend="reference").dtype == torch.float64
+    with pytest.raises(ValueError, match=r"x is torch\.float64, expected float32"):
+        group_norm(x, 3, weight, bias, backend="triton")

@@ -6,7 +6,7 @@ import torch
 from bench.accuracy import assert_as_accurate_as_eager
 from fastdiff_kernels import loss as module
 from fastdiff_kernels.loss import weighted_mse, weighted_mse_reference
-from fastdiff_kernels.noising import Streams, corrupt
+from fastdiff_kernels.noising import Streams, corrupt, dequantised
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEED = 2**64 - 5
@@ -47,6 +47,12 @@ def inputs_of(shape, channels, device, dtype=torch.float32):
     }
 
 
+def with_pixels(inputs):
+    """The same inputs with latents that are levels of 0 to 255."""
+    levels = (inputs["latents"].detach().float() * 64 + 128).clamp(0, 255).round()
+    return inputs | {"latents": levels.to(torch.uint8)}
+
+
 def by(backend, **options):
     def op(**inputs):
         if inputs["prediction"].dtype == torch.float64:
@@ -69,6 +75,25 @@ def test_loss_and_gradient_are_as_accurate_as_eager(name, dtype, device):
     assert_as_accurate_as_eager(
         by("triton", **options), by("reference", **options), inputs_of(shape, channels, device, dtype), [upstream]
     )
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, options) in SHAPES.items() if not options.get("posterior")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_pixels_too(name, dtype, device):
+    shape, channels, options = SHAPES[name]
+    inputs = with_pixels(inputs_of(shape, channels, device, dtype))
+    upstream = torch.linspace(0.3, 0.7, 2 * shape[0], device=device)[::2]
+    assert_as_accurate_as_eager(by("triton", **options), by("reference", **options), inputs, [upstream])
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pixels_are_to_the_bit_what_their_dequantised_values_are(dtype, backend, device):
+    inputs = with_pixels(inputs_of((3, 4, 5, 7), 4, device, dtype))
+    floats = inputs | {"latents": dequantised(inputs["latents"])}
+    ours, expected = (loss_and_gradient(each, backend, offset=0.1) for each in (inputs, floats))
+    for got, value in zip(ours, expected, strict=True):
+        assert torch.equal(got, value)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-5, 2.0**16, 1e6])
@@ -219,8 +244,10 @@ def test_the_reference_passes_gradcheck():
     assert torch.autograd.gradcheck(lambda prediction: op(**exact | {"prediction": prediction}), exact["prediction"])
 
 
-def test_the_ops_pass_opcheck(device):
+@pytest.mark.parametrize("pixels", [False, True])
+def test_the_ops_pass_opcheck(pixels, device):
     inputs = inputs_of((2, 2, 3, 5), 4, device)
+    inputs = with_pixels(inputs) if pixels else inputs
     settings = (-3, list(Streams()), 0.0, False, True)
     torch.library.opcheck(module._weighted_mse_triton, (*inputs.values(), *settings))
     plain = [value.detach() for value in inputs.values()]
@@ -228,9 +255,11 @@ def test_the_ops_pass_opcheck(device):
     torch.library.opcheck(module._weighted_mse_backward_triton, (upstream, *plain, *settings))
 
 
+@pytest.mark.parametrize("pixels", [False, True])
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_torch_compile_makes_one_graph_of_both_passes(backend, device):
+def test_torch_compile_makes_one_graph_of_both_passes(backend, pixels, device):
     inputs = inputs_of((2, 3, 4, 5), 3, device)
+    inputs = with_pixels(inputs) if pixels else inputs
 
     def mean_loss(**inputs):
         return by(backend)(**inputs).mean()
@@ -245,22 +274,25 @@ def test_torch_compile_makes_one_graph_of_both_passes(backend, device):
 
 
 @pytest.mark.parametrize(
-    ("shape", "channels", "options", "forward", "backward"),
+    ("shape", "channels", "options", "pixels", "forward", "backward"),
     [
-        ((1, 4, 64, 64), 4, {"clean": False}, 2, 4),
-        ((1, 4, 64, 64), 4, {}, 4, 6),
-        ((1, 4, 64, 64), 4, {"offset": 0.1}, 4, 6),
-        ((1, 8, 64, 64), 4, {"posterior": True}, 6, 8),
-        ((1, 4, 64, 64), 8, {"clean": False}, 2, 6),
+        ((1, 4, 64, 64), 4, {"clean": False}, False, 2, 4),
+        ((1, 4, 64, 64), 4, {}, False, 4, 6),
+        ((1, 4, 64, 64), 4, {"offset": 0.1}, False, 4, 6),
+        ((1, 8, 64, 64), 4, {"posterior": True}, False, 6, 8),
+        ((1, 4, 64, 64), 8, {"clean": False}, False, 2, 6),
+        ((1, 4, 64, 64), 4, {}, True, 3, 5),
+        ((1, 4, 64, 64), 4, {"clean": False}, True, 2, 4),
     ],
 )
-def test_bytes_per_element(shape, channels, options, forward, backward, device):
+def test_bytes_per_element(shape, channels, options, pixels, forward, backward, device):
     """As the docstring says, to within 2 % for the numbers that each program needs once."""
     if device != "cpu":
         return
     from tests.traffic import counting
 
     inputs = inputs_of(shape, channels, device, torch.bfloat16)
+    inputs = with_pixels(inputs) if pixels else inputs
     elements = 4 * 64 * 64
     with counting() as traffic:
         losses = by("triton", **options)(**inputs)
@@ -285,6 +317,7 @@ VALID = {"prediction": LATENTS, "latents": LATENTS, "position": INDEX, "time": I
         ({"prediction": LATENTS.double()}, "prediction is torch.float64, expected float32, bfloat16 or float16"),
         ({"prediction": LATENTS.to("meta")}, "prediction is on meta, the latents on cpu"),
         ({"latents": LATENTS.double()}, "latents are torch.float64"),
+        ({"latents": LATENTS.to(torch.uint8), "posterior": True}, "pixels have no posterior"),
         ({"latents": LATENTS.clone().requires_grad_()}, "latents require a gradient"),
         ({"position": torch.arange(3)}, r"position is int64 \[3\], expected int64 \[2\]"),
         ({"time": torch.zeros(2)}, r"time is float32 \[2\], expected int64 \[2\]"),

@@ -7,10 +7,11 @@ from scipy import stats
 from bench.accuracy import assert_as_accurate_as_eager, poisoned_memory
 from fastdiff.randomness import Stream
 from fastdiff_kernels import noising, philox
-from fastdiff_kernels.noising import Streams, corrupt, corrupt_reference
+from fastdiff_kernels.noising import Streams, corrupt, corrupt_reference, dequantised
 from tests.timesteps import uniform_timesteps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LATENT_DTYPES = (*DTYPES, torch.uint8)
 SEEDS = (3, 2**64 - 5)
 PLACES = (7, 2**32 + 9, 2**62 + 1)
 """Positions; the last two need the counter's high word."""
@@ -35,6 +36,8 @@ def table_of(device, rows=TIMESTEPS):
 
 def latents_of(shape, device, dtype=torch.float32):
     generator = torch.Generator().manual_seed(sum(shape))
+    if dtype == torch.uint8:
+        return torch.randint(256, shape, generator=generator, dtype=dtype).to(device)
     return torch.randn(shape, generator=generator).to(device, dtype)
 
 
@@ -60,15 +63,18 @@ def assert_close_in_ulps(value, expected, ulps):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", LATENT_DTYPES)
 def test_noisy_latents_are_as_accurate_as_eager(name, dtype, device):
     shape, options = SHAPES[name]
+    if dtype == torch.uint8:
+        options = {key: value for key, value in options.items() if key != "posterior"}  # which pixels do not have
+    noisy = torch.bfloat16 if dtype == torch.uint8 else dtype
 
     def by(backend):
         def op(latents, position, table):
-            if latents.dtype == torch.float64:
+            if table.dtype == torch.float64:
                 return corrupt_reference(latents, position, table, SEEDS[1], Streams(), dtype=torch.float64, **options)
-            return corrupt(latents, position, table, seed=SEEDS[1], dtype=dtype, backend=backend, **options)
+            return corrupt(latents, position, table, seed=SEEDS[1], dtype=noisy, backend=backend, **options)
 
         return op
 
@@ -87,6 +93,35 @@ def test_kernel_and_reference_agree_to_the_bit(dtype, device):
     kernel, reference = (corrupt(*inputs, backend=backend, **options) for backend in ("triton", "reference"))
     for got, expected in zip(kernel, reference, strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pixels_are_to_the_bit_what_their_dequantised_values_are(dtype, device):
+    levels = torch.arange(256, dtype=torch.uint8, device=device).repeat(3).view(3, 2, 8, 16)
+    inputs, options = (places(3, device), table_of(device)), {"seed": 3, "offset": 0.1, "dtype": dtype}
+    for backend in ("triton", "reference"):
+        ours, floats = (corrupt(x, *inputs, backend=backend, **options)[0] for x in (levels, dequantised(levels)))
+        assert torch.equal(ours, floats)
+    kernel, reference = (corrupt(levels, *inputs, backend=b, **options)[0] for b in ("triton", "reference"))
+    assert torch.equal(kernel, reference)
+
+
+def test_levels_are_spread_evenly_from_minus_one_to_one():
+    levels = torch.arange(256, dtype=torch.uint8)
+    values = dequantised(levels)
+    assert values.dtype == torch.float32
+    assert (values[0], values[255]) == (-1.0, 1.0)
+    assert torch.equal(values, -values.flip(0))
+    exact = levels.double() / 127.5 - 1
+    assert 0 < (values.double() - exact).abs().max() < 7.5e-8
+    assert (dequantised(levels, torch.float64) - exact).abs().max() < 1e-15
+    assert torch.equal(((values + 1) * 127.5).round().to(torch.uint8), levels)
+
+
+def test_other_dtypes_have_nothing_to_dequantise():
+    latents = latents_of((2, 3, 4, 4), "cpu")
+    assert torch.equal(dequantised(latents), latents)
+    assert torch.equal(dequantised(latents.half()), latents.half().float())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -227,21 +262,24 @@ def test_a_latent_that_is_not_finite_spoils_its_own_element_only(device):
     assert torch.equal(noisy.isnan(), latents.isnan())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 @pytest.mark.parametrize("given", [False, True])
-def test_the_op_passes_opcheck(given, device):
-    latents, position, table = latents_of((1, 4, 4, 4), device), places(1, device), table_of(device)
+def test_the_op_passes_opcheck(given, dtype, device):
+    latents, position, table = latents_of((1, 4, 4, 4), device, dtype), places(1, device), table_of(device)
     time = torch.tensor([1], device=device) if given else None
-    arguments = (latents, position, table, time, -3, list(Streams()), 0.1, 0.1, True, torch.bfloat16)
+    posterior = dtype != torch.uint8
+    arguments = (latents, position, table, time, -3, list(Streams()), 0.1, 0.1, posterior, torch.bfloat16)
     torch.library.opcheck(noising._corrupt_triton, arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_torch_compile_makes_one_graph_of_it(backend, device):
+def test_torch_compile_makes_one_graph_of_it(backend, dtype, device):
     def noise_twice(latents, position, table):
         noisy, time = corrupt(latents, position, table, seed=2**64 - 1, offset=0.1, backend=backend)
         return noisy * 2, time + 1
 
-    arguments = (latents_of((2, 3, 4, 5), device), places(2, device), table_of(device))
+    arguments = (latents_of((2, 3, 4, 5), device, dtype), places(2, device), table_of(device))
     compiled = torch.compile(noise_twice, fullgraph=True, backend="aot_eager" if backend == "triton" else "eager")
     for got, expected in zip(compiled(*arguments), noise_twice(*arguments), strict=True):
         assert torch.equal(got, expected)
@@ -255,6 +293,8 @@ def test_torch_compile_makes_one_graph_of_it(backend, device):
         (torch.bfloat16, torch.bfloat16, 8, {"posterior": True}, 6),
         (torch.bfloat16, torch.float32, 4, {}, 6),
         (torch.float32, torch.float32, 4, {}, 8),
+        (torch.uint8, torch.bfloat16, 4, {}, 3),
+        (torch.uint8, torch.float32, 4, {"offset": 0.1}, 5),
     ],
 )
 def test_bytes_per_element(dtype, noisy, channels, options, each, device):
@@ -287,7 +327,9 @@ VALID = {"latents": LATENTS, "position": torch.arange(2), "table": table_of("cpu
         ({"latents": LATENTS[0]}, r"latents have shape \(4, 8, 8\), expected \[B, C, H, W\]"),
         ({"latents": LATENTS[:, :0]}, r"latents have shape \(2, 0, 8, 8\).*at least 1"),
         ({"latents": LATENTS[:, :3].contiguous(), "posterior": True}, "3 channels, expected an even number"),
-        ({"latents": LATENTS.double()}, r"latents are torch.float64, expected float32.*latents.float\(\)"),
+        ({"latents": LATENTS.double()}, r"latents are torch.float64, expected float32.*uint8; use latents.float"),
+        ({"latents": LATENTS.to(torch.int8)}, r"latents are torch.int8, expected float32.*or pixels in uint8"),
+        ({"latents": LATENTS.to(torch.uint8), "posterior": True}, "pixels have no posterior; use posterior=False"),
         ({"latents": LATENTS.to(memory_format=torch.channels_last)}, r"strides .* use latents.contiguous\(\)"),
         ({"latents": LATENTS.clone().requires_grad_()}, r"require a gradient.*latents.detach\(\)"),
         ({"position": torch.arange(3)}, r"position is int64 \[3\], expected int64 \[2\]"),

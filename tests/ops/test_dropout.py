@@ -1,0 +1,266 @@
+"""Dropout: what its mask depends on, how often it drops, its gradient, bytes, and what is refused."""
+
+from functools import partial
+
+import pytest
+import torch
+from scipy import stats
+
+from bench.accuracy import assert_as_accurate_as_eager, evaluate, poisoned_memory
+from fastdiff.data.order import RankPositions
+from fastdiff.randomness import Stream, dropout_stream
+from fastdiff_kernels import dropout as op
+from fastdiff_kernels import philox
+from fastdiff_kernels.dropout import dropout, dropout_reference
+from tests.traffic import counting
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PLACES = (7, 2**32 + 9, 2**62 + 1)
+"""Positions; the last two need the counter's high word."""
+SHAPES = [(3, 32, 8, 8), (2, 5, 7, 3), (2, 130, 5, 4), (1, 1, 1, 1), (3, 6), (2, 12, 19), (2, 4, 3, 2, 5)]
+KEY = {"seed": 2**64 - 5, "stream": dropout_stream(3)}
+backends = pytest.mark.parametrize("backend", ["triton", "reference"])
+
+
+def channels_last(x):
+    """The same values with channels as the fastest axis, for any number of axes."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def normal(shape, device, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return channels_last(torch.randn(shape, generator=generator)).to(device, dtype)
+
+
+def places(count, device):
+    return torch.tensor(PLACES[:count], dtype=torch.int64, device=device)
+
+
+def mask(shape, position, p=0.25, backend="triton", **key):
+    """What is kept of a map of ones."""
+    ones = channels_last(torch.ones(shape, device=position.device))
+    return dropout(ones, p, position=position, backend=backend, **{**KEY, **key}) > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outputs_and_gradients_are_as_accurate_as_eager_and_equal_to_the_bit(shape, dtype, device):
+    inputs = {"x": normal(shape, device, dtype).requires_grad_()}
+    upstream = [normal(shape, device, dtype, seed=1)]
+    position = places(shape[0], device)
+    kernel = partial(dropout, p=0.3, position=position, backend="triton", **KEY)
+    reference = partial(dropout_reference, p=0.3, position=position, **KEY)
+    assert_as_accurate_as_eager(kernel, reference, inputs, upstream)
+    ours, eager = (evaluate(by, inputs, upstream) for by in (kernel, reference))
+    for name, value in ours.items():
+        assert torch.equal(value, eager[name]), name
+        assert channels_last(value).stride() == value.stride(), name
+
+
+@backends
+def test_the_mask_is_that_of_the_documentation(backend, device):
+    """Element ``place * C + channel``, counter ``(element // 4, stream, position low, position high)``."""
+    shape, p = (2, 5, 3, 2), 0.4
+    kept = mask(shape, places(2, device), p=p, backend=backend)
+    for n, position in enumerate(PLACES[:2]):
+        for channel in range(5):
+            for row in range(3):
+                for column in range(2):
+                    element = (row * 2 + column) * 5 + channel
+                    counter = (element // 4, KEY["stream"], position % 2**32, position // 2**32)
+                    words = philox.philox_reference(KEY["seed"], *(torch.tensor(word) for word in counter))
+                    share = philox.uniform_reference(words[element % 4])
+                    assert kept[n, channel, row, column] == (share >= p)
+
+
+@backends
+@pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 4, 3), (2, 3, 2), (3, 2, 2), (4, 3, 1)])
+def test_the_mask_does_not_depend_on_how_the_batch_is_split(backend, ranks, micro, accumulation, device):
+    whole = mask((12, 6, 3, 5), torch.arange(60, 72, device=device), backend=backend)
+    parts = [
+        RankPositions(start_samples=60, rank=rank, ranks=ranks, micro=micro, global_batch=12)[micro_batch]
+        for micro_batch in range(accumulation)
+        for rank in range(ranks)
+    ]
+    split = [mask((micro, 6, 3, 5), torch.from_numpy(part).to(device), backend=backend) for part in parts]
+    assert torch.equal(torch.cat(split), whole)
+
+
+def test_seeds_streams_and_positions_have_masks_of_their_own(device):
+    one = mask((1, 64, 4, 4), places(1, device))
+    others = [
+        mask((1, 64, 4, 4), places(1, device), stream=dropout_stream(4)),
+        mask((1, 64, 4, 4), places(1, device), seed=1),
+        mask((1, 64, 4, 4), places(1, device) + 1),
+    ]
+    # Of 1024 elements two masks that keep 3 of 4 differ in 384, with a standard deviation of 15.5.
+    for other in others:
+        assert abs((one != other).sum().item() - 384) < 5 * 15.5
+
+
+def test_every_block_has_a_stream_of_its_own_and_of_no_other_purpose():
+    streams = [dropout_stream(block) for block in range(1000)]
+    assert streams[0] == Stream.DROPOUT
+    assert len({*streams, *Stream}) == 1000 + len(Stream) - 1
+    assert max(streams) < 2**32
+    assert [stream % 256 for stream in streams] == [Stream.DROPOUT] * 1000
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_as_many_are_kept_as_should_be(p, device):
+    """In a hundred million runs with other seeds this fails once, by the binomial distribution itself."""
+    kept = mask((16, 64, 16, 16), torch.arange(16, device=device), p=p, backend="reference")
+    low, high = stats.binom.interval(1 - 1e-8, kept.numel(), 1 - p)
+    assert low <= kept.sum().item() <= high
+
+
+def test_the_expectation_is_the_input(device):
+    draws, x = 4000, normal((1, 8, 3, 3), device)
+    many = channels_last(x.expand(draws, -1, -1, -1))
+    mean = dropout(many, 0.3, position=torch.arange(draws, device=device), backend="reference", **KEY).mean(0)
+    error = x[0].abs() * (0.3 / 0.7 / draws) ** 0.5
+    assert ((mean - x[0]).abs() / error).max() < 5
+
+
+@backends
+def test_the_gradient_is_the_mask_over_what_is_kept(backend, device):
+    x, position = normal((3, 6, 5, 4), device).requires_grad_(), places(3, device)
+    kept = mask(x.shape, position, p=0.2, backend=backend)
+    dropout(x, 0.2, position=position, backend=backend, **KEY).sum().backward()
+    torch.testing.assert_close(x.grad, kept / 0.8)
+    assert torch.equal(x.grad != 0, kept)
+
+
+@backends
+def test_gradients_of_gradients(backend, device):
+    x = normal((2, 3, 2, 2), device, torch.float64 if backend == "reference" else torch.float32).requires_grad_()
+    position = places(2, device)
+    y = dropout(x, 0.5, position=position, backend=backend, **KEY)
+    first = torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
+    second = torch.autograd.grad(first.sum(), x)[0]
+    torch.testing.assert_close(second, 8.0 * mask(x.shape, position, p=0.5, backend=backend).to(second.dtype))
+
+
+def test_nothing_but_the_positions_is_kept_for_the_backward_pass(device):
+    x, position, kept = normal((3, 16, 4, 4), device).requires_grad_(), places(3, device), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        dropout(x, 0.5, position=position, backend="triton", **KEY)
+    assert [tensor.data_ptr() for tensor in kept] == [position.data_ptr()]
+
+
+@pytest.mark.parametrize("gradient", ["other order", "expanded"])
+def test_upstream_gradients_of_any_strides(gradient, device):
+    x = normal((2, 6, 4, 5), device).requires_grad_()
+    upstream = normal(x.shape, device, seed=1)
+    upstream = upstream.contiguous() if gradient == "other order" else upstream[:1].expand(2, -1, -1, -1)
+    results = [
+        evaluate(partial(dropout, p=0.5, position=places(2, device), backend=backend, **KEY), {"x": x}, [upstream])
+        for backend in ("triton", "reference")
+    ]
+    assert torch.equal(results[0]["dx"], results[1]["dx"])
+
+
+@backends
+def test_what_is_dropped_is_0_whatever_it_was(backend, device):
+    x, position = channels_last(torch.full((2, 6, 3, 3), torch.nan, device=device)), places(2, device)
+    kept = mask(x.shape, position, backend=backend)
+    y = dropout(x, 0.25, position=position, backend=backend, **KEY)
+    assert torch.equal(y.isnan(), kept)
+    assert torch.equal(y == 0, ~kept)
+
+
+@backends
+@pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0, 4)])
+def test_empty_inputs_give_empty_outputs(shape, backend, device):
+    y = dropout(normal(shape, device), 0.5, position=places(shape[0], device), backend=backend, **KEY)
+    assert y.shape == shape
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 7, 3), (2, 130, 5, 4)])
+def test_the_kernel_writes_every_element_and_nothing_else(shape, monkeypatch, device):
+    x = normal(shape, device)
+    buffer = torch.full((x.numel() + 64,), torch.nan, device=device)
+    monkeypatch.setattr(torch, "empty_like", lambda x: buffer[32:-32].view(x.movedim(1, -1).shape).movedim(-1, 1))
+    op._dropout_triton._init_fn(x, places(2, device), 0.5, 3, 11)
+    assert buffer[32:-32].isfinite().all()
+    assert buffer[:32].isnan().all()
+    assert buffer[-32:].isnan().all()
+
+
+def test_poison_reaches_the_outputs_of_the_kernel(device):
+    """Otherwise an element that is not written would not be seen by the test of accuracy."""
+    with poisoned_memory():
+        assert torch.empty_like(normal((2, 3, 2, 2), device)).isnan().all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter does")
+@pytest.mark.parametrize(("dtype", "each"), [(torch.bfloat16, 4), (torch.float32, 8)])
+def test_bytes_moved(dtype, each, device):
+    x = normal((2, 64, 32, 32), device, dtype).requires_grad_()
+    programs = x.numel() // 2048
+    with counting() as forward:
+        y = dropout(x, 0.1, position=places(2, device), backend="triton", **KEY)
+    with counting() as backward:
+        y.backward(normal(x.shape, device, dtype))
+    assert forward.bytes == backward.bytes == each * x.numel() + 8 * programs
+
+
+def test_the_op_passes_opcheck(device):
+    x = normal((2, 6, 3, 3), device).requires_grad_()
+    torch.library.opcheck(op._dropout_triton, (x, places(2, device), 0.25, -3, KEY["stream"]))
+
+
+@backends
+def test_torch_compile_makes_one_graph_with_equal_results(backend, device):
+    def block(x, position):
+        return 2 * dropout(x, 0.25, position=position, backend=backend, **KEY)
+
+    inputs = {"x": normal((2, 6, 3, 5), device).requires_grad_(), "position": places(2, device)}
+    upstream = [normal((2, 6, 3, 5), device, seed=1)]
+    eager = evaluate(block, inputs, upstream)
+    compiled = evaluate(torch.compile(block, fullgraph=True, backend="aot_eager"), inputs, upstream)
+    for name in eager:
+        assert torch.equal(eager[name], compiled[name]), name
+        assert eager[name].stride() == compiled[name].stride(), name
+
+
+def test_fp64_is_for_the_reference_alone(device):
+    x = normal((2, 6, 3, 3), device, torch.float64)
+    given = {"position": places(2, device), **KEY}
+    y = dropout(x, 0.25, backend="reference", **given)
+    assert torch.equal(y, torch.where(mask(x.shape, places(2, device)), x * (1 / 0.75), 0))
+    with pytest.raises(ValueError, match=r"x is torch\.float64, expected float32"):
+        dropout(x, 0.25, backend="triton", **given)
+
+
+X = channels_last(torch.zeros(2, 6, 4, 4))
+VALID = {"x": X, "p": 0.1, "seed": 0, "stream": 11, "position": torch.arange(2)}
+
+
+@backends
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": X[0, 0, 0]}, r"x has shape \(4,\), expected \[N, C, ...\]; use x.reshape"),
+        ({"x": X.long()}, r"x is torch.int64, expected float32, bfloat16 or float16; use x.float\(\)"),
+        ({"x": X.contiguous()}, r"strides \(96, 16, 4, 1\), expected those of channels_last .*use x.contiguous\("),
+        ({"x": torch.empty(1, device="meta").expand(1, 1, 2**17, 2**18)}, "has strides"),
+        ({"x": torch.empty(1, 1, 2**17, 2**18, device="meta")}, r"more than 2\*\*34 elements per sample"),
+        ({"p": 1.0}, "p 1.0: expected a share of at least 0 and below 1"),
+        ({"p": -0.1}, "p -0.1: expected"),
+        ({"p": float("nan")}, "p nan: expected"),
+        ({"seed": -1}, r"seed -1 is out of range.*seed % 2\*\*64"),
+        ({"seed": 2**64}, "seed 18446744073709551616 is out of range"),
+        ({"stream": 2**32}, "stream 4294967296 is out of range"),
+        (
+            {"position": torch.arange(3)},
+            r"position is torch.int64 of shape \(3,\), expected torch.int64 of shape \(2,\)",
+        ),
+        ({"position": torch.zeros(2)}, "position is torch.float32"),
+        ({"position": torch.arange(2, device="meta")}, r"position is on meta, expected cpu like x; use position.to"),
+        ({"backend": "cuda"}, "backend 'cuda': expected 'triton', 'reference'"),
+    ],
+)
+def test_refusals_say_what_was_given_and_what_to_do(backend, changed, message):
+    with pytest.raises(ValueError, match=message):
+        dropout(**{**VALID, "backend": backend} | changed)

@@ -1,0 +1,108 @@
+"""The ADM UNet in real runs: any number of ranks, stopped and resumed, with dropout, and enlarging small images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastdiff.config import RunConfig
+from fastdiff.errors import ConfigError
+from fastdiff.model_config import AdmConfig
+from fastdiff.noise import build_process
+from fastdiff.noise.low_res import small_images
+from fastdiff.objective_config import DiffusionConfig
+from fastdiff.timestep_config import TimestepConfig
+from tests.forked import forked_ranks, values
+from tests.runs import hexes, launch, tiny, train_losses
+
+SHAPE: dict[str, Any] = {
+    "channels": 1, "size": 8, "width": 16, "channel_mult": (1, 2), "res_blocks": 1, "attention_resolutions": (4,),
+    "heads": 2, "norm_num_groups": 8, "classes": 10, "learn_sigma": True,
+}  # fmt: skip
+HYBRID = DiffusionConfig(
+    schedule="cosine", timesteps=400, rescale_timesteps=True, variance="learned_range", loss="rescaled_mse"
+)
+
+
+def adm(digits: Path, folder: Path, steps: int = 6, **shape: Any) -> RunConfig:
+    """As IDDPM trains: hybrid loss, importance sampling."""
+    return tiny(
+        digits,
+        folder,
+        steps=steps,
+        model=AdmConfig(**SHAPE | shape),
+        objective=HYBRID,
+        timesteps=TimestepConfig(density="importance"),
+        optim__lr=1e-3,
+    )
+
+
+def trained(config: RunConfig, *, ranks: int = 1, stage: int = 0) -> list[float]:
+    found: list[float] = values(forked_ranks(train_losses, config, launch(stage), ranks=ranks))[0]
+    return found
+
+
+@pytest.mark.parametrize("shape", [{"dropout": 0.3}, {"low_res_size": 4, "resblock_updown": True}], ids=str)
+def test_the_losses_do_not_depend_on_ranks_and_zero(
+    torch_extensions: Path, digits: Path, tmp_path: Path, shape: dict[str, Any]
+) -> None:
+    alone = trained(adm(digits, tmp_path / "alone", **shape))
+    config = adm(digits, tmp_path / "together", **shape)
+    config = replace(config, performance=replace(config.performance, recompute=True))
+    assert trained(config, ranks=2, stage=3) == pytest.approx(alone, rel=2e-5)
+    assert alone[-1] < alone[0]
+
+
+def test_dropout_acts_and_is_that_of_the_position(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    plain, dropped, again = (
+        trained(adm(digits, tmp_path / name, steps=3, dropout=share))
+        for name, share in (("plain", 0.0), ("dropped", 0.3), ("again", 0.3))
+    )
+    # A fresh network predicts 0, whatever is dropped; from the first step on it matters.
+    assert dropped[0] == plain[0]
+    assert dropped[2] != plain[2]
+    assert hexes(dropped) == hexes(again)
+
+
+def test_a_run_that_is_stopped_goes_on_hex_equal(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    whole, parts = (adm(digits, tmp_path / name, dropout=0.3) for name in ("whole", "parts"))
+    expected = trained(whole, ranks=2, stage=3)
+    first = replace(parts, output=replace(parts.output, checkpoint_every=3))
+    trained(replace(first, samples=3 * first.batch.samples), ranks=2, stage=3)
+    allowed = launch(3, allow_change=("samples",))
+    resumed = values(forked_ranks(train_losses, first, allowed))[0]
+    assert hexes(resumed) == hexes(expected)
+
+
+def test_small_images_are_means_over_areas_with_noise_that_belongs_to_the_position() -> None:
+    clean = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    position = torch.arange(64)
+    small = small_images(clean, 4, noise=0.0, seed=3, position=position)
+    torch.testing.assert_close(small, clean.view(64, 3, 4, 2, 4, 2).mean(dim=(3, 5)))
+    noisy = small_images(clean, 4, noise=0.5, seed=3, position=position)
+    deviations = (noisy - small).flatten(1).std(dim=1)
+    assert deviations.max() < 0.5 * 1.5
+    assert deviations.min() < 0.1
+    assert deviations.mean() == pytest.approx(0.25, abs=0.08)
+    half = small_images(clean[32:], 4, noise=0.5, seed=3, position=position[32:])
+    assert torch.equal(half, noisy[32:])
+
+
+def test_a_rescaled_time_is_on_the_scale_of_a_thousand_steps() -> None:
+    levels = build_process(HYBRID, "cpu").levels(torch.tensor([0, 1, 399]))
+    assert levels.time.tolist() == [0.0, 2.5, 997.5]
+    assert levels.row.tolist() == [0, 1, 399]
+    plain = build_process(replace(HYBRID, rescale_timesteps=False), "cpu").levels(torch.tensor([399]))
+    assert plain.time.tolist() == [399]
+    with pytest.raises(ConfigError, match=r"rescale_timesteps True is for --objective.process ddpm"):
+        DiffusionConfig(process="flow", rescale_timesteps=True)
+
+
+def test_grids_of_enlarged_images_are_refused(digits: Path, tmp_path: Path) -> None:
+    config = adm(digits, tmp_path, low_res_size=4)
+    with pytest.raises(ConfigError, match="fastdiff sample --low-res"):
+        replace(config, output=replace(config.output, sample_every=1))

@@ -1,0 +1,331 @@
+"""Trainings in the files of improved-diffusion and DiT: written, read back, and gone on with by PyTorch's AdamW."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastdiff.commands import main
+from fastdiff.config import EmaConfig, OutputConfig, RunConfig
+from fastdiff.dist import World
+from fastdiff.errors import ConfigError
+from fastdiff.export import Choice, export
+from fastdiff.model_config import AdmConfig, LoraConfig, PretrainedConfig
+from fastdiff.models import build_model
+from fastdiff.published_optimizer import MOMENTS, moments
+from fastdiff.published_start import go_on
+from fastdiff.published_training import read_published_training
+from fastdiff.published_weights import load_published
+from fastdiff.saved import Saved
+from fastdiff.start import _open_batches as open_batches
+from fastdiff.start import build_run
+from fastdiff.train import take_steps, train
+from tests.hostile_files import repeated, zip_of
+from tests.runs import launch, newest, tiny
+
+ADM = AdmConfig(
+    channels=1, size=8, width=8, channel_mult=(1, 2), res_blocks=1, attention_resolutions=(4,), heads=2, classes=10,
+    norm_num_groups=4,
+)  # fmt: skip
+
+
+def two_steps(world: World, digits: Path, folder: Path, kind: str, **changes: Any) -> RunConfig:
+    """A run with a checkpoint of both of its steps."""
+    changes |= {"model": ADM} if kind == "adm" else {}
+    config = tiny(digits, folder, steps=2, output__checkpoint_every=1, **changes)
+    train(config, launch(1), world)
+    return config
+
+
+def output(folder: Path) -> OutputConfig:
+    return OutputConfig(folder=str(folder), sample_every=0)
+
+
+def opened(path: Path) -> Any:
+    """As anybody reads it who does not trust the file."""
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(path, weights_only=True)
+
+
+def network(config: RunConfig) -> nn.Module:
+    """With the parameters that the published classes have: the positions of a DiT are one, which is not trained."""
+    model = build_model(config.model)
+    if config.model.kind == "dit":
+        table = model.pos_embed
+        del model.pos_embed
+        model.register_parameter("pos_embed", nn.Parameter(table, requires_grad=False))
+    return model
+
+
+def assert_same(state: dict[str, Tensor], expected: dict[str, Tensor], model: nn.Module) -> None:
+    """These weights bit for bit, in the names and the order of the model."""
+    assert list(state) == list(model.state_dict())
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert state.keys() - expected.keys() <= {"pos_embed"}
+    model.load_state_dict(state, strict=True)
+
+
+def assert_goes_on(weights: dict[str, Tensor], opt: dict[str, Any], run: Path, config: RunConfig) -> None:
+    """PyTorch's AdamW, given the state after step 1 and the gradient of step 2, has the weights after step 2.
+
+    The gradient comes from what step 2 made of the first moment.
+    """
+    model = network(config)
+    model.load_state_dict(weights, strict=True)
+    adamw = torch.optim.AdamW(model.parameters(), lr=123.0)
+    adamw.load_state_dict(opt)
+    before, after = (Saved(run / "checkpoints" / f"step-0000000{step}") for step in (1, 2))
+    old, new = before.full("exp_avg"), after.full("exp_avg")
+    beta = config.optim.betas[0]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.grad = (new[name] - beta * old[name]) / (1 - beta)
+    adamw.step()
+    second = after.full("exp_avg_sq")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            moved = (after.weights()[name] - before.weights()[name]).abs().max().item()
+            torch.testing.assert_close(parameter.data, after.weights()[name], rtol=0, atol=1e-3 * moved + 1e-8)
+            torch.testing.assert_close(adamw.state[parameter]["exp_avg_sq"], second[name], rtol=1e-4, atol=1e-12)
+            assert adamw.state[parameter]["step"] == 2
+
+
+def test_an_adm_run_in_the_files_of_improved_diffusion(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    config = two_steps(world, digits, run, "adm", ema__power_stds=(0.1,))
+    assert main(["export", str(run), str(out), "--format", "iddpm", "--step", "1"]) == 0
+    assert "the averages of the widths [0.1] are left out" in capsys.readouterr().out
+    files = {path.name for path in out.iterdir()} - {"README.md"}
+    assert files == {"model000001.pt", "ema_0.9_000001.pt", "ema_0.5_000001.pt", "opt000001.pt"}
+    saved, model = Saved(run / "checkpoints" / "step-00000001"), network(config)
+    assert_same(opened(out / "model000001.pt"), saved.weights(), model)
+    for rate in (0.9, 0.5):
+        assert_same(opened(out / f"ema_{rate}_000001.pt"), saved.weights(rate), model)
+        assert_same(load_published(out / f"ema_{rate}_000001.pt"), saved.weights(rate), model)
+    opt = opened(out / "opt000001.pt")
+    assert opt["param_groups"][0]["params"] == list(range(len(saved.weights())))
+    for moment in MOMENTS:
+        found = {name: opt["state"][number][moment] for number, name in enumerate(saved.weights())}
+        assert_same(found, saved.full(moment), model)
+    assert_goes_on(saved.weights(), opt, run, config)
+
+    read = read_published_training(out)
+    assert read.step == 1
+    assert_same(read.weights, saved.weights(), model)
+    assert list(read.averages) == [0.5, 0.9]
+    assert_same(read.averages[0.5], saved.weights(0.5), model)
+    assert read.optimizer is not None
+    assert read.optimizer.applied == 1
+    assert_same(read.optimizer.exp_avg_sq, saved.full("exp_avg_sq"), model)
+
+
+@pytest.mark.parametrize(("kind", "form"), [("adm", "iddpm"), ("dit", "dit-training")])
+def test_a_run_goes_on_with_a_published_training_bit_for_bit(
+    world: World, digits: Path, tmp_path: Path, kind: str, form: Any
+) -> None:
+    config = two_steps(world, digits, tmp_path / "run", kind, ema=EmaConfig(rates=(0.9999,)))
+    export(tmp_path / "run", tmp_path / "out", Choice(format=form, step=1))
+    names = {"adm": "model000001.pt", "dit": "0000001.pt"}
+    raw = {**opened(tmp_path / "out" / names[kind])}
+    torch.save(raw.get("model", raw), tmp_path / "raw.pt")
+    start = PretrainedConfig(path=str(tmp_path / "raw.pt"), weights=True)
+    with ExitStack() as stack:
+        started = replace(config, pretrained=start, output=output(tmp_path / "second"))
+        state, _, callbacks = build_run(started, launch(1), world, stack)
+        state.progress = go_on(tmp_path / "out", state)
+        take_steps(state, stack.enter_context(open_batches(state)), callbacks)
+        callbacks.on_end(state)
+    expected, found = newest(tmp_path / "run"), newest(tmp_path / "second")
+    assert found.manifest["progress"] == expected.manifest["progress"]
+    for which in ("master", "ema/0.9999", *MOMENTS):
+        values = expected.full(which)
+        assert all(torch.equal(found.full(which)[name], value) for name, value in values.items())
+
+
+def test_a_dit_run_in_the_file_of_dit(world: World, digits: Path, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    config = two_steps(world, digits, run, "dit")
+    assert main(["export", str(run), str(out), "--format", "dit-training", "--step", "1", "--ema", "0.5"]) == 0
+    assert {path.name for path in out.iterdir()} == {"README.md", "0000001.pt"}
+    content = opened(out / "0000001.pt")
+    assert list(content) == ["model", "ema", "opt", "args"]
+    saved, model = Saved(run / "checkpoints" / "step-00000001"), network(config)
+    assert_same(content["model"], saved.weights(), model)
+    assert_same(content["ema"], saved.weights(0.5), model)
+    assert 0 not in content["opt"]["state"], "the table of positions is not trained"
+    assert_goes_on(content["model"], content["opt"], run, config)
+    assert vars(content["args"]) == {
+        "data_path": digits.name, "results_dir": "run", "model": None, "image_size": 64, "num_classes": 10,
+        "epochs": None, "global_batch_size": 16, "global_seed": 0, "vae": None, "num_workers": 4, "log_every": 1,
+        "ckpt_every": 1,
+    }  # fmt: skip
+    assert str(tmp_path) not in str(content["args"]), "it may be published"
+
+    assert_same(load_published(out / "0000001.pt"), saved.weights(0.5), model)
+    read = read_published_training(out / "0000001.pt")
+    assert_same(read.weights, saved.weights(), model)
+    assert_same(read.averages[0.9999], saved.weights(0.5), model)
+    assert read.optimizer is not None
+    assert read.optimizer.exp_avg.keys() == saved.weights().keys()
+    assert all(torch.equal(read.optimizer.exp_avg[name], value) for name, value in saved.full("exp_avg").items())
+    torch.save({"model": content["model"]}, tmp_path / "0000002.pt")
+    assert_same(load_published(tmp_path / "0000002.pt"), saved.weights(), model)
+    assert read_published_training(tmp_path / "0000002.pt").optimizer is None
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw8bit-bnb"])
+def test_moments_of_8_bits_are_those_of_fp32_but_for_their_rounding(
+    world: World, digits: Path, tmp_path: Path, name: str
+) -> None:
+    """After one step, whose gradient is the same for every optimizer."""
+    read = {}
+    for kind in ("adamw", name):
+        config = tiny(digits, tmp_path / kind, steps=1, optim__name=kind)
+        train(config, launch(1), world)
+        read[kind] = moments(newest(tmp_path / kind), config)
+    exact, rounded = read["adamw"], read[name]
+    assert callable(exact)
+    assert callable(rounded)
+    for parameter in newest(tmp_path / name).manifest["parameters"]:
+        for moment in MOMENTS:
+            expected, found = exact(moment, parameter), rounded(moment, parameter)
+            assert found.shape == expected.shape
+            assert found.dtype == torch.float32
+            if name == "adamw8bit":  # its blocks are those of the parameter
+                scale = expected.abs().max()
+                torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * scale.item() + 1e-12)
+    parameters = newest(tmp_path / name).manifest["parameters"]
+    for moment in MOMENTS:
+        expected, found = (torch.cat([given(moment, p).flatten() for p in parameters]) for given in (exact, rounded))
+        assert 0 < (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_an_optimizer_that_is_not_there_is_left_out(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of an adapter is not that of the weights that it is merged into; here it was trained on such a file."""
+    first = two_steps(world, digits, tmp_path / "first", "dit")
+    export(tmp_path / "first", tmp_path / "base", Choice(format="dit-training"))
+    start = PretrainedConfig(path=str(tmp_path / "base" / "0000002.pt"), weights=True)
+    train(replace(first, pretrained=start, lora=LoraConfig(rank=2), output=output(tmp_path / "run")), launch(1), world)
+    capsys.readouterr()
+    export(tmp_path / "run", tmp_path / "out", Choice(format="dit-training"))
+    assert "optimizer is left out: it is the state of an adapter, not of the merged weights" in capsys.readouterr().out
+    assert opened(tmp_path / "out" / "0000002.pt").keys() == {"model", "ema", "args"}
+    read = read_published_training(tmp_path / "out")
+    assert read.optimizer is None
+    base = newest(tmp_path / "first").weights(0.9)
+    assert torch.equal(read.weights["x_embedder.proj.weight"], base["x_embedder.proj.weight"])
+    assert not torch.equal(read.weights["blocks.0.attn.qkv.weight"], base["blocks.0.attn.qkv.weight"])
+
+    saved = newest(tmp_path / "first")
+    saved.manifest["progress"]["skipped"] = 2
+    assert moments(saved, first) == "no step was taken"
+
+
+def test_a_training_in_16_bits_of_improved_diffusion(tmp_path: Path) -> None:
+    """Its optimizer has one parameter, all weights one after another."""
+    torch.manual_seed(0)
+    weights = {name: value.detach() for name, value in build_model(ADM, seed=1).named_parameters()}
+    flat = nn.Parameter(torch.cat([value.flatten() for value in weights.values()]))
+    adamw = torch.optim.AdamW([flat])
+    flat.grad = torch.randn_like(flat)
+    adamw.step()
+    torch.save(weights, tmp_path / "model012345.pt")
+    torch.save(adamw.state_dict(), tmp_path / "opt012345.pt")
+    read = read_published_training(tmp_path)
+    assert read.step == 12345
+    assert read.optimizer is not None
+    joined = torch.cat([read.optimizer.exp_avg[name].flatten() for name in weights])
+    assert torch.equal(joined, adamw.state[flat]["exp_avg"])
+    assert all(read.optimizer.exp_avg[name].shape == value.shape for name, value in weights.items())
+
+
+def test_the_newest_step_of_a_folder_is_read(tmp_path: Path) -> None:
+    for step in ("000900", "001000", "1000001"):
+        torch.save({"w": torch.full((2,), float(step))}, tmp_path / f"model{step}.pt")
+        torch.save({"w": torch.full((2,), -float(step))}, tmp_path / f"ema_0.9999_{step}.pt")
+    read = read_published_training(tmp_path)
+    assert read.step == 1000001
+    assert read.averages[0.9999]["w"].tolist() == [-1000001.0, -1000001.0]
+
+
+W = {"w": torch.zeros(2)}
+MOMENT = torch.zeros(2)
+
+
+def adam(**changes: Any) -> dict[str, Any]:
+    state = {"step": torch.tensor(1.0), "exp_avg": MOMENT, "exp_avg_sq": MOMENT} | changes
+    return {"state": {0: state}, "param_groups": [{"params": [0]}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("opt000001.pt", {"state": {}}, "its optimizer is not an AdamW"),
+        ("opt000001.pt", {"state": {0: {"step": 1}}, "param_groups": [{"params": [0]}]}, "is not an AdamW"),
+        ("opt000001.pt", {"state": [1], "param_groups": []}, "is not an AdamW"),
+        ("opt000001.pt", adam(exp_avg=3), "is not an AdamW"),
+        ("opt000001.pt", adam(step=float("inf")), "is not an AdamW"),
+        ("opt000001.pt", adam(exp_avg=torch.zeros(3)), "its optimizer is one of other weights"),
+        ("opt000001.pt", adam(exp_avg=torch.zeros(1).expand(10**9)), "bytes, more than the"),
+        ("opt000001.pt", adam(step=bytearray(3)), "code that is not run"),
+        ("ema_0.9_000001.pt", {"v": torch.zeros(2)}, "the average is one of other weights"),
+        ("ema_abc_000001.pt", W, "could not convert string to float"),
+        ("model000002.pt", [1, 2], "expected a dict, it holds list"),
+        ("model000002.pt", {"w": 3}, "expected a state dict"),
+        ("0000002.pt", {"ema": W}, "expected a state dict under 'model'"),
+        ("0000002.pt", {"model": W, "opt": 7}, "is not an AdamW"),
+        ("0000002.pt", {"model": W, "ema": {"w": torch.zeros(3)}}, "the average is one of other weights"),
+    ],
+)  # fmt: skip
+def test_files_that_hold_something_else_are_refused(tmp_path: Path, name: str, content: Any, message: str) -> None:
+    torch.save(W, tmp_path / "model000001.pt")
+    torch.save(content, tmp_path / name)
+    with pytest.raises(ConfigError, match=message):
+        read_published_training(tmp_path)
+
+
+def test_names_and_sizes_that_lie_are_refused(tmp_path: Path) -> None:
+    zip_of(tmp_path / "model000001.pt", repeated)
+    with pytest.raises(ConfigError, match="bytes, more than the"):
+        read_published_training(tmp_path)
+    torch.save(adam(), tmp_path / "opt000001.pt")
+    with pytest.raises(ValueError, match="it is the state of an optimizer; expected weights"):
+        load_published(tmp_path / "opt000001.pt")
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", tmp_path / "opt000001.pt", tmp_path / "0000009.pt"):
+        with pytest.raises(ConfigError, match=r"expected modelNNNNNN\.pt of improved-diffusion or NNNNNNN\.pt of DiT"):
+            read_published_training(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("dit", ["--format", "iddpm"], "the run has a DiT; use diffusers, dit, dit-training or safetensors"),
+        ("adm", ["--format", "dit"], "dit is for a DiT, the run has an ADM UNet; use diffusers, iddpm or safetensors"),
+        ("adm", ["--format", "dit-training"], "dit-training is for a DiT"),
+        ("adm", ["--format", "iddpm", "--ema", "0.5"], "--ema: --format iddpm has every average"),
+        ("adm", ["--format", "iddpm", "--raw"], "--raw: --format iddpm has the weights themselves"),
+        ("dit", ["--format", "dit-training", "--dtype", "bf16"], "--dtype bf16: the files of --format dit-training"),
+    ],
+)  # fmt: skip
+def test_what_a_training_cannot_be_written_as_is_refused(
+    world: World, digits: Path, tmp_path: Path, capsys: Any, kind: str, options: list[str], message: str
+) -> None:
+    changes = {"model": ADM} if kind == "adm" else {}
+    config = replace(tiny(digits, tmp_path / "run", steps=1), **changes)
+    train(config, launch(1), world)
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
