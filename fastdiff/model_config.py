@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fastdiff.adm_config import AdmConfig as AdmConfig
 from fastdiff.errors import ConfigError, require
 
 CAPTION_TOKENS = 77
@@ -250,101 +251,6 @@ class UNetConfig:
             "upcast_attention": self.upcast_attention,
             **(text_time if self.pooled_dim else {}),
         }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdmConfig:
-    """The UNet of IDDPM and ADM, in pixel space.
-
-    Nichol & Dhariwal 2021, arXiv:2102.09672; Dhariwal & Nichol 2021, arXiv:2105.05233.
-    """
-
-    kind: Literal["adm"] = "adm"
-    """The network; not to be changed."""
-    channels: int = 3
-    """Channels of the images."""
-    size: int = 64
-    """Height and width of the images."""
-    width: int = 128
-    """Channels that ``channel_mult`` multiplies (num_channels in their scripts)."""
-    channel_mult: tuple[float, ...] = (1, 2, 3, 4)
-    """Channels of each level, the finest first, as multiples of the width."""
-    res_blocks: int = 3
-    """Residual blocks of each level on the way down; one more on the way up."""
-    attention_resolutions: tuple[int, ...] = (16, 8)
-    """Heights of the maps that have attention behind each residual block; the middle has it always."""
-    heads: int = 4
-    """Attention heads."""
-    head_channels: int = 0
-    """Channels of each attention head, instead of a number of heads; 0: not given."""
-    classes: int = 0
-    """Number of classes; 0: unconditional. No class adds nothing to the time, so no further row is there for it."""
-    dropout: float = 0.0
-    """Share of the values that a residual block drops before its last convolution, while training."""
-    scale_shift_norm: bool = True
-    """Time and class scale and shift the second norm of a residual block; else they are added before it."""
-    resblock_updown: bool = False
-    """Change sizes within residual blocks (ADM, BigGAN), instead of by strided and by doubling convolutions (IDDPM)."""
-    low_res_size: int = 0
-    """Height and width of the small image that is given along (super-resolution); 0: none."""
-    learn_sigma: bool = False
-    """Twice the output channels, the second half for the variance."""
-    norm_num_groups: int = 32
-    """Groups of every group normalisation."""
-
-    def __post_init__(self) -> None:
-        for name in ("channels", "size", "width", "res_blocks", "heads", "norm_num_groups"):
-            require(getattr(self, name) >= 1, f"--model.{name} {getattr(self, name)}: at least 1")
-        for name in ("head_channels", "classes", "low_res_size"):
-            require(getattr(self, name) >= 0, f"--model.{name} {getattr(self, name)}: at least 0")
-        require(0 <= self.dropout < 1, f"--model.dropout {self.dropout}: at least 0, below 1")
-        require(bool(self.channel_mult), "--model.channel_mult: one entry per level")
-        require(self.width % 2 == 0, f"--model.width {self.width} must be even (half sines, half cosines)")
-        factor = self.smallest_factor
-        require(
-            self.size % factor == 0,
-            f"--model.size {self.size} must divide by {factor}, because {len(self.channel_mult)} levels halve it "
-            f"{len(self.channel_mult) - 1} times",
-        )
-        for width in (self.width, *self.widths):
-            require(
-                width > 0 and width % self.norm_num_groups == 0,
-                f"--model.width {self.width} and --model.channel_mult {self.channel_mult} give a level of {width} "
-                f"channels, which must divide by --model.norm_num_groups {self.norm_num_groups}",
-            )
-        sizes = tuple(self.size >> level for level in range(len(self.widths)))
-        strange = [size for size in self.attention_resolutions if size not in sizes]
-        require(
-            not strange,
-            f"--model.attention_resolutions {self.attention_resolutions}: the maps have sizes {sizes}, not {strange}",
-        )
-        for width, size in zip(self.widths, sizes, strict=True):
-            if size not in self.attention_resolutions and width != self.widths[-1]:
-                continue
-            heads = self.heads_of(width)
-            require(
-                heads > 0 and width % heads == 0 and (not self.head_channels or heads * self.head_channels == width),
-                f"--model.{'head_channels' if self.head_channels else 'heads'} "
-                f"{self.head_channels or self.heads} does not divide the {width} channels of a level with attention",
-            )
-        require(
-            self.low_res_size < self.size,
-            f"--model.low_res_size {self.low_res_size}: smaller than --model.size {self.size}, or 0",
-        )
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Channels of each level."""
-        return tuple(int(factor * self.width) for factor in self.channel_mult)
-
-    @property
-    def smallest_factor(self) -> int:
-        """What height and width of the images must divide by."""
-        return int(2 ** (len(self.channel_mult) - 1))
-
-    def heads_of(self, width: int) -> int:
-        """Attention heads of a level of so many channels."""
-        return width // self.head_channels if self.head_channels else self.heads
 
 
 ModelConfig = DiTConfig | UNetConfig | AdmConfig
