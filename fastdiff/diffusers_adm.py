@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastdiff.diffusers_model import Source, Sources, layer, projections, write_model
 from fastdiff.errors import require
-from fastdiff.export_weights import ExportedWeights
+from fastdiff.export_weights import ExportedWeights, Shapes
 from fastdiff.model_config import AdmConfig
 
 FOLDER = "unet"
@@ -84,8 +84,24 @@ def write_unet2d(folder: Path, weights: ExportedWeights, model: AdmConfig, dtype
     Raises:
         ConfigError: diffusers has no such network.
     """
-    sources = _sources(model, weights.shapes)
-    write_model(folder / FOLDER, "UNet2DModel", to_diffusers(model), sources, weights, dtype)
+    config = to_diffusers(model)
+    write_model(folder / FOLDER, "UNet2DModel", config, sources(model, weights.shapes), weights, dtype)
+
+
+def sources(model: AdmConfig, known: Shapes) -> Sources:
+    """What every weight of the ``UNet2DModel`` is made of; ``known`` are the shapes of our parameters."""
+    found = {
+        **layer("time_embedding.linear_1", "time_embed.0"),
+        **layer("time_embedding.linear_2", "time_embed.2"),
+        **layer("conv_in", "input_blocks.0.0"),
+        **layer("conv_norm_out", "out.0"),
+        **layer("conv_out", "out.2"),
+    }
+    if model.classes:
+        found["class_embedding.weight"] = Source("label_emb.weight", _with_no_class)
+    for theirs, ours, width in _layers(model):
+        found |= _layer(theirs, ours, model.heads_of(width), known)
+    return found
 
 
 def _attended(model: AdmConfig) -> list[bool]:
@@ -103,27 +119,12 @@ def _block_types(attended: bool, *, resnets: bool) -> tuple[str, str]:
     return ("ResnetDownsampleBlock2D", "ResnetUpsampleBlock2D") if resnets else ("DownBlock2D", "UpBlock2D")
 
 
-def _sources(model: AdmConfig, known: dict[str, tuple[int, ...]]) -> Sources:
-    found = {
-        **layer("time_embedding.linear_1", "time_embed.0"),
-        **layer("time_embedding.linear_2", "time_embed.2"),
-        **layer("conv_in", "input_blocks.0.0"),
-        **layer("conv_norm_out", "out.0"),
-        **layer("conv_out", "out.2"),
-    }
-    if model.classes:
-        found["class_embedding.weight"] = Source("label_emb.weight", _with_no_class)
-    for theirs, ours, width in _layers(model):
-        found |= _layer(theirs, ours, model.heads_of(width), known)
-    return found
-
-
 def _with_no_class(table: Tensor) -> Tensor:
     """``[classes, D] -> [classes + 1, D]``: no class adds nothing to the time."""
     return torch.cat([table, table.new_zeros(1, table.shape[1])])
 
 
-def _layer(theirs: str, ours: str, heads: int, known: dict[str, tuple[int, ...]]) -> Sources:
+def _layer(theirs: str, ours: str, heads: int, known: Shapes) -> Sources:
     if f"{ours}.qkv.weight" in known:
         return {
             **layer(f"{theirs}.group_norm", f"{ours}.norm"),

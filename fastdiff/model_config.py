@@ -270,8 +270,16 @@ class PretrainedConfig:
     weights: bool = False
     """Start from its network (fine-tuning), whose shape then replaces --model; else from random weights."""
 
+    training: bool = False
+    """Go on with the published training of which the path names the weights (modelNNNNNN.pt of improved-diffusion,
+    NNNNNNN.pt of DiT): also with its averages, the state of its AdamW and its step."""
+
     def __post_init__(self) -> None:
         require(not self.weights or bool(self.path), "--pretrained.weights needs --pretrained.path")
+        require(
+            not self.training or (self.weights and self.path.endswith(".pt")),
+            "--pretrained.training needs --pretrained.weights and the .pt file of a training",
+        )
 
     @property
     def is_file(self) -> bool:

@@ -16,6 +16,7 @@ from fastdiff.model_config import UNetConfig
 from fastdiff.models import Model, build_model, load_model
 from fastdiff.objective_config import PREDICTION_TYPES, PREDICTIONS, Prediction
 from fastdiff.pretrained import TEXT_ENCODERS, Pretrained, readable
+from fastdiff.published_training import read_published_training
 from fastdiff.published_weights import load_published
 from fastdiff.saved import file_digest
 from fastdiff.schedule import alpha_bar_of, betas
@@ -149,7 +150,10 @@ def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
     if not path.is_file():
         raise ConfigError(f"--pretrained.path {path}: no such file")
     with readable(path):
-        found = load_file(path) if path.suffix == ".safetensors" else load_published(path)
+        if config.pretrained.training:
+            found = read_published_training(path).weights
+        else:
+            found = load_file(path) if path.suffix == ".safetensors" else load_published(path)
     return {name: value.float() for name, value in found.items() if name != "pos_embed"}
 
 

@@ -103,12 +103,14 @@ def _plan(
 
 def _missing(parts: SampleParts, rank: Rank) -> Iterator[int]:
     """The batches of a rank that have not been drawn, under the first rank's progress bar over all images."""
-    with tqdm(total=parts.total, desc="sampling", unit="image", disable=None if rank.number == 0 else True) as bar:
-        bar.update(parts.done())
+    hidden = None if rank.number == 0 else True
+    with tqdm(desc="sampling", total=parts.total, initial=parts.done(), unit="image", disable=hidden) as bar:
         for batch in range(rank.number, parts.batches, rank.ranks):
-            if not parts.has(batch):
-                yield batch
-                bar.update(parts.done() - bar.n)
+            if parts.has(batch):
+                continue
+            yield batch
+            if not bar.disable:
+                bar.update(parts.done() - bar.n)  # those of the other ranks too
 
 
 def _draw(

@@ -34,6 +34,7 @@ from fastdiff.objective import Objective
 from fastdiff.preemption import StopRequest
 from fastdiff.progress import Progress
 from fastdiff.prompt_images import PromptImages
+from fastdiff.published_start import go_on
 from fastdiff.saved import Saved
 from fastdiff.snapshots import Snapshots
 from fastdiff.spikes import Spikes
@@ -110,6 +111,8 @@ def build_run(
     )
     if saved is not None:
         state.progress = restore(saved, state)
+    elif config.pretrained.training:
+        state.progress = _go_on(state)
     if rewind is not None:
         rewind.go_behind(state)
         checkpoints.save(state)  # so that a kill does not repeat it
@@ -122,6 +125,13 @@ def build_run(
     for callback in callbacks:
         stack.callback(callback.close)
     return state, batches, Callbacks(callbacks)
+
+
+def _go_on(state: TrainState) -> Progress:
+    progress, error = attempt(lambda: go_on(Path(state.config.pretrained.path), state))
+    state.world.agree(error)
+    assert progress is not None
+    return progress
 
 
 def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data, SampleOrder]:

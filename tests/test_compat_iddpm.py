@@ -204,14 +204,15 @@ def test_super_resolution() -> None:
         translate("iddpm-sr", [*DATA, "--image_size", "64"], gpus=1)
 
 
-def test_a_resumed_run_takes_the_steps_that_are_left() -> None:
+def test_a_resumed_run_goes_on_with_the_whole_training() -> None:
     config, notes = iddpm("--resume_checkpoint logs/model030000.pt --lr_anneal_steps 40000 --lr 1e-4")
-    assert (config.pretrained.path, config.pretrained.weights) == ("logs/model030000.pt", True)
-    assert config.steps == 10_000
-    assert config.optim.lr == pytest.approx(1e-4 * (1 - 30_000 / 40_000)), "where their linear schedule is by then"
-    assert "Adam's state begin anew" in notes
-    endless, _ = iddpm("--resume_checkpoint imagenet64_uncond_100M_1500K.pt")
-    assert (endless.optim.lr, endless.steps) == (1e-4, 1_500_000), "its name says nothing, for theirs neither"
+    given = config.pretrained
+    assert (given.path, given.weights, given.training) == ("logs/model030000.pt", True, True)
+    assert (config.steps, config.optim.lr) == (40_000, 1e-4), "both of the whole run"
+    assert "Adam's state and the step are read" in notes
+    endless, notes = iddpm("--resume_checkpoint imagenet64_uncond_100M_1500K.pt")
+    assert (endless.steps, endless.pretrained.training) == (1_500_000, False), "its name says nothing, for theirs too"
+    assert "the weights alone are read" in notes
 
 
 def test_a_resumed_run_begins_with_the_weights_of_the_file(tmp_path: Path) -> None:
@@ -219,6 +220,7 @@ def test_a_resumed_run_begins_with_the_weights_of_the_file(tmp_path: Path) -> No
     weights = build_model(adm(iddpm(shape)[0]), seed=7).state_dict()
     torch.save(weights, tmp_path / "model000010.pt")
     config, _ = iddpm(f"{shape} --resume_checkpoint {tmp_path}/model000010.pt")
+    assert config.pretrained.training
     found = build_network(config).state_dict()
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)

@@ -19,6 +19,7 @@ from fastdiff.export_weights import ExportedWeights
 from fastdiff.model_config import AdmConfig, DiTConfig
 from fastdiff.models.adm import AdmUNet
 from fastdiff.models.dit import DiT
+from fastdiff.presets import preset
 from fastdiff.train import train
 from fastdiff.trained import TrainedRun
 from tests.runs import launch, tiny
@@ -73,6 +74,23 @@ def test_an_adm_unet_computes_the_same_in_diffusers(tmp_path: Path, config: AdmC
         found = theirs(noisy, time, classes).sample
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["iddpm-cifar10", "iddpm-lsun256"])
+def test_published_recipes_have_an_equal_network_in_diffusers(name: str) -> None:
+    """By names and shapes, at their full size."""
+    from diffusers import UNet2DModel
+
+    config = preset(name).model
+    assert isinstance(config, AdmConfig)
+    with torch.device("meta"):
+        ours, theirs = AdmUNet(config), UNet2DModel.from_config(diffusers_adm.to_diffusers(config))
+    shapes = {key: tuple(value.shape) for key, value in ours.named_parameters()}
+    made = {
+        key: tuple(change(torch.empty(shapes[source], device="meta")).shape)
+        for key, (source, change) in diffusers_adm.sources(config, shapes).items()
+    }
+    assert made == {key: tuple(value.shape) for key, value in theirs.state_dict().items()}
 
 
 @pytest.mark.parametrize(

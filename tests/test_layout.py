@@ -19,7 +19,8 @@ BENCH = sorted((ROOT / "bench").rglob("*.py"))
 ENTRY_POINTS = {"fastdiff.train", "fastdiff.cli", "fastdiff.commands"}
 FREE_OF_SIBLINGS = {
     "errors": {"printable"},
-    "model_config": {"errors"},
+    "adm_config": {"errors"},
+    "model_config": {"adm_config", "errors"},
     "data_config": {"errors"},
     "objective_config": {"errors"},
     "divergence_config": {"errors"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,13 @@ from fastdiff.export import Choice, export
 from fastdiff.model_config import AdmConfig, LoraConfig, PretrainedConfig
 from fastdiff.models import build_model
 from fastdiff.published_optimizer import MOMENTS, moments
-from fastdiff.published_start import go_on
 from fastdiff.published_training import read_published_training
 from fastdiff.published_weights import load_published
 from fastdiff.saved import Saved
-from fastdiff.start import _open_batches as open_batches
-from fastdiff.start import build_run
-from fastdiff.train import take_steps, train
+from fastdiff.train import train
+from tests.forked import forked_ranks, values
 from tests.hostile_files import repeated, zip_of
-from tests.runs import launch, newest, tiny
+from tests.runs import launch, newest, records, tiny, train_losses
 
 ADM = AdmConfig(
     channels=1, size=8, width=8, channel_mult=(1, 2), res_blocks=1, attention_resolutions=(4,), heads=2, classes=10,
@@ -134,21 +131,36 @@ def test_a_run_goes_on_with_a_published_training_bit_for_bit(
 ) -> None:
     config = two_steps(world, digits, tmp_path / "run", kind, ema=EmaConfig(rates=(0.9999,)))
     export(tmp_path / "run", tmp_path / "out", Choice(format=form, step=1))
-    names = {"adm": "model000001.pt", "dit": "0000001.pt"}
-    raw = {**opened(tmp_path / "out" / names[kind])}
-    torch.save(raw.get("model", raw), tmp_path / "raw.pt")
-    start = PretrainedConfig(path=str(tmp_path / "raw.pt"), weights=True)
-    with ExitStack() as stack:
-        started = replace(config, pretrained=start, output=output(tmp_path / "second"))
-        state, _, callbacks = build_run(started, launch(1), world, stack)
-        state.progress = go_on(tmp_path / "out", state)
-        take_steps(state, stack.enter_context(open_batches(state)), callbacks)
-        callbacks.on_end(state)
+    file = tmp_path / "out" / {"adm": "model000001.pt", "dit": "0000001.pt"}[kind]
+    start = PretrainedConfig(path=str(file), weights=True, training=True)
+    train(replace(config, pretrained=start, output=output(tmp_path / "second")), launch(1), world)
     expected, found = newest(tmp_path / "run"), newest(tmp_path / "second")
     assert found.manifest["progress"] == expected.manifest["progress"]
     for which in ("master", "ema/0.9999", *MOMENTS):
         values = expected.full(which)
         assert all(torch.equal(found.full(which)[name], value) for name, value in values.items())
+
+
+def test_a_run_that_goes_on_is_cut_between_ranks(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    """Written by one rank, gone on with by two under ZeRO-3, which round sums otherwise."""
+    config = tiny(
+        digits, tmp_path / "run", steps=4, output__checkpoint_every=2, model=ADM, ema=EmaConfig(rates=(0.9999,))
+    )
+    expected = values(forked_ranks(train_losses, config, launch(1)))[0]
+    export(tmp_path / "run", tmp_path / "out", Choice(format="iddpm", step=2))
+    start = PretrainedConfig(path=str(tmp_path / "out" / "model000002.pt"), weights=True, training=True)
+    second = replace(config, pretrained=start, output=replace(config.output, folder=str(tmp_path / "second")))
+    found = values(forked_ranks(_losses_after, second, launch(3), ranks=2))[0]
+    assert found == pytest.approx(expected[2:], rel=2e-5)
+    one, two = newest(tmp_path / "run"), newest(tmp_path / "second")
+    for which in ("ema/0.9999", "exp_avg"):
+        for name, value in one.full(which).items():
+            torch.testing.assert_close(two.full(which)[name], value, rtol=1e-3, atol=1e-6)
+
+
+def _losses_after(world: World, config: RunConfig, start: Any) -> list[float]:
+    train(config, start, world)
+    return [record["loss"] for record in records(Path(config.output.folder))]
 
 
 def test_a_dit_run_in_the_file_of_dit(world: World, digits: Path, tmp_path: Path) -> None:

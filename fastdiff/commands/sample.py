@@ -21,9 +21,8 @@ def add(commands: Subcommands) -> None:
         "sample",
         help="draw images from a run",
         description="Draw images from a run: a few as a picture (--grid), or any number as an npz (--npz). For an npz, "
-        "run it on many GPUs with torchrun --no-python -- fastdiff sample ..., with deepspeed --no_python "
-        "--no_local_rank, or with srun: the file is the same for any number of them, and after a kill the same command "
-        "goes on where it was.",
+        "run it on many GPUs behind torchrun --no-python --, behind deepspeed --no_python --no_local_rank --, or with "
+        "srun: the file is the same for any number of them, and after a kill the same command goes on where it was.",
     )
     sample.add_argument("folder", type=Path, metavar="RUN", help="run folder")
     _add_solver(sample)

@@ -87,8 +87,8 @@ def translate_super_resolution(flags: argparse.Namespace, gpus: int) -> Translat
 
 def _translated(flags: argparse.Namespace, gpus: int, script: str, published: str, network: AdmConfig) -> Translation:
     _check(flags)
-    batch, done_before = flags.batch_size * gpus, _steps_before(flags)
-    steps = flags.lr_anneal_steps - done_before if flags.lr_anneal_steps else preset(published).steps
+    batch = flags.batch_size * gpus
+    steps = flags.lr_anneal_steps or preset(published).steps
     name = f"{PurePath(flags.data_dir).name or 'images'}-{network.size}"
     shards, run = f"data/{name}", f"runs/{script}-{name}"
     train = [
@@ -103,7 +103,7 @@ def _translated(flags: argparse.Namespace, gpus: int, script: str, published: st
         *flag("batch.samples", batch),
         *flag("batch.micro", _micro(flags)),
         *_objective(flags),
-        *_optimizer(flags, done_before),
+        *_optimizer(flags),
         *flag("ema.rates", flags.ema_rate),
         *flag("ema.warmup", False),
         *flag("performance.precision", "fp16" if flags.use_fp16 else "fp32"),
@@ -196,7 +196,11 @@ def _steps_before(flags: argparse.Namespace) -> int:
 def _start(flags: argparse.Namespace) -> list[str]:
     if not flags.resume_checkpoint:
         return []
-    return [*flag("pretrained.path", flags.resume_checkpoint), *flag("pretrained.weights", True)]
+    return [
+        *flag("pretrained.path", flags.resume_checkpoint),
+        *flag("pretrained.weights", True),
+        *flag("pretrained.training", _steps_before(flags) > 0),
+    ]
 
 
 def _model(network: AdmConfig) -> list[str]:
@@ -219,11 +223,10 @@ def _objective(flags: argparse.Namespace) -> list[str]:
     ]
 
 
-def _optimizer(flags: argparse.Namespace, steps_before: int) -> list[str]:
-    left = 1 - steps_before / flags.lr_anneal_steps if flags.lr_anneal_steps else 1
+def _optimizer(flags: argparse.Namespace) -> list[str]:
     return [
         *flag("optim.name", "adamw"),
-        *flag("optim.lr", flags.lr * left),
+        *flag("optim.lr", flags.lr),
         *flag("optim.betas", (0.9, 0.999)),
         *flag("optim.eps", 1e-8),
         *flag("optim.weight_decay", flags.weight_decay),
@@ -277,8 +280,12 @@ def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig,
     done.note(idle, f"--attention_resolutions: no map has a side of {', '.join(map(str, idle))}; theirs skips it too")
     done.note(
         flags.resume_checkpoint,
-        f"--resume_checkpoint {flags.resume_checkpoint}: the weights are read from it; the averages and Adam's state "
-        "begin anew, and steps count from 0",
+        f"--resume_checkpoint {flags.resume_checkpoint}: "
+        + (
+            "weights, averages, Adam's state and the step are read from it and the files beside it"
+            if _steps_before(flags)
+            else "its name is not modelNNNNNN.pt, so the weights alone are read, and steps count from 0"
+        ),
     )
 
 

@@ -94,14 +94,15 @@ class AdmUNet(BlockwiseModel):
             ConfigError: H or W does not divide by ``config.smallest_factor``, or an input is missing or too many.
         """
         self._check(noisy, low_res)
-        dtype = self.out[2].weight.dtype
+        dtype = cast(Tensor, self.out[2].weight).dtype
         noisy = noisy.to(dtype)
         if low_res is not None:
             enlarged = F.interpolate(low_res.to(dtype), noisy.shape[2:], mode="bilinear")
             noisy = torch.cat([noisy, enlarged], dim=1)
         embedding = F.silu(self._embed(time, label, dtype))
         # Not contiguous(): images of one channel are in both orders, of which torch would see the other one.
-        branch: Tensor = self.input_blocks[0][0](noisy.to(memory_format=torch.channels_last))
+        first = cast(nn.ModuleList, self.input_blocks[0])[0]
+        branch: Tensor = first(noisy.to(memory_format=torch.channels_last))
         base: Tensor | None = None
         skips: list[Tensor] = []
         for stage in [*self.input_blocks[1:], self.middle_block]:
