@@ -15,7 +15,7 @@
 # gpu      other tests that need a GPU               pytest hypothesis sklearn PIL and what step needs
 # op       op-philox op-loss op-noising              for rivals: bitsandbytes liger_kernel
 #          op-adamw8bit op-attention
-#          op-adaln op-group_norm
+#          op-adaln op-group_norm op-dropout
 # step     step-dit step-sd2: a sweep of batches     deepspeed hjson tyro docstring_parser isal threadpoolctl
 #          step-dit-eager step-sd2-eager             yaml safetensors einops msgpack packaging
 # peer     peer-dit peer-plain                       what step needs; PIL
@@ -81,12 +81,13 @@ each_part() {
     "$do" gpu 50 "pytest $step" "${test[@]}" --junitxml "$out/gpu.xml" "${on_gpu[@]}" "${without_dali[@]}" \
         --continue-on-collection-errors "${on_gpu_files[@]}"
     bench op-philox 10 "" op philox
-    bench op-loss 25 "" op loss
+    bench op-loss 20 "" op loss
     bench op-noising 25 "" op noising
     bench op-adamw8bit 30 "" op adamw8bit
     bench op-attention 35 "" op attention
-    bench op-adaln 60 "" op adaln
-    bench op-group_norm 65 "" op group_norm
+    bench op-adaln 55 "" op adaln
+    bench op-group_norm 60 "" op group_norm
+    bench op-dropout 15 "" op dropout
     bench step-dit 160 "$step" step --preset $dit --precision bf16 --sweep batch=$dit_batches
     bench step-sd2 160 "$step" step --preset $unet --precision bf16 --sweep batch=$unet_batches
     bench step-dit-eager 35 "$step" step --preset $dit --precision bf16 --no-compile --batch $dit_batch

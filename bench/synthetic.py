@@ -10,7 +10,7 @@ from fastdiff.data.encode import encode_synthetic, versions
 from fastdiff.data.reader import Arrays
 from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.writer import ShardWriter
-from fastdiff.model_config import CAPTION_TOKENS, DiTConfig, ModelConfig, UNetConfig
+from fastdiff.model_config import CAPTION_TOKENS, ModelConfig, UNetConfig
 
 _SCALE = 0.18215
 """Of Stable Diffusion's latents."""
@@ -20,8 +20,8 @@ _SHARD = 256
 def write(folder: Path, model: ModelConfig, samples: int, *, seed: int = 0) -> Path:
     """Write a data set for a model and return its folder.
 
-    A DiT gets normal latents with random classes; a UNet gets posteriors (mean and deviation) with a text embedding
-    each, in 16 bits, as ``fastdiff encode`` stores them.
+    A UNet gets posteriors (mean and deviation) with a text embedding each, in 16 bits, as ``fastdiff encode`` stores
+    them; another network gets normal latents with random classes.
 
     Args:
         folder: new.
@@ -29,11 +29,11 @@ def write(folder: Path, model: ModelConfig, samples: int, *, seed: int = 0) -> P
         samples: how many.
         seed: of the numbers.
     """
-    if isinstance(model, DiTConfig):
-        shape = (model.channels, model.size, model.size)
-        encode_synthetic(folder, shape, samples, model.classes, seed=seed, samples_per_shard=_SHARD)
-    else:
+    if isinstance(model, UNetConfig):
         _write_captioned(folder, model, samples, seed)
+    else:
+        shape = (model.channels, model.size, model.size)
+        encode_synthetic(folder, shape, samples, max(1, model.classes), seed=seed, samples_per_shard=_SHARD)
     return folder
 
 

@@ -38,6 +38,7 @@ from fastdiff.trained import TrainedRun
 from fastdiff.training_data import check_provenance, open_data
 from fastdiff.validation_set import batches_of, read_batch, spread
 from fastdiff.variational import Variational
+from fastdiff_kernels.noising import dequantised
 
 Floats = npt.NDArray[np.float64]
 
@@ -227,7 +228,7 @@ def read_clean(
     scales = per_channel(reader.info.normalisation, device)
     for rows in batches_of(reader.info, index):
         batch = read_batch(reader, index, rows, scales)
-        clean = batch.latents
+        clean = dequantised(batch.latents, torch.float32)
         if reader.info.kind == "posterior":
             mean, deviation = clean.chunk(2, dim=1)
             clean = mean + deviation * normal(seed, Stream.POSTERIOR, batch.position, mean.shape[1:])

@@ -24,7 +24,7 @@ from fastdiff.randomness import Stream, normal, uniform
 from fastdiff.timestep_config import TimestepConfig
 from fastdiff.variational import Variational
 from fastdiff_kernels.loss import weighted_mse
-from fastdiff_kernels.noising import Streams, corrupt
+from fastdiff_kernels.noising import Streams, corrupt, dequantised
 
 _STREAMS = Streams(
     timestep=Stream.TIMESTEP,
@@ -100,7 +100,7 @@ class Objective:
         perturbation (Ning et al. 2023, arXiv:2301.11706, eq. 10) is in ``noisy`` only.
 
         Args:
-            batch: latents of fp32, bf16 or fp16, contiguous.
+            batch: latents of fp32, bf16 or fp16, or pixels in uint8, contiguous.
             native: ``[B]`` levels as the process counts them; None: drawn.
         """
         importance = None
@@ -274,7 +274,7 @@ class Objective:
 
     def _clean(self, batch: Batch) -> Tensor:
         """x0 in fp32, ``[B, C, H, W]``: the latents, or the same sample of their posterior that ``corrupt`` took."""
-        latents = batch.latents.float()
+        latents = dequantised(batch.latents, torch.float32)
         if not self.posterior:
             return latents
         mean, deviation = latents.chunk(2, dim=1)

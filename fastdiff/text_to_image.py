@@ -70,7 +70,7 @@ def decode(vae: Any, latents: Tensor) -> Tensor:
 
 
 def as_bytes(pixels: Tensor) -> Tensor:
-    """``[N, 3, H, W]`` in [-1, 1] to uint8."""
+    """``[N, C, H, W]`` in [-1, 1] to uint8."""
     return ((pixels.nan_to_num(0, 0, 0) + 1) / 2 * 255).round().clamp(0, 255).to(torch.uint8)
 
 

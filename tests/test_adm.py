@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,73 +21,11 @@ from fastdiff.models.unet_blocks import Conv2d, GroupNorm
 from fastdiff.randomness import dropout_stream
 from fastdiff_kernels import dispatch, group_norm, philox
 from fastdiff_kernels.dispatch import Choice
-from tests.adm_reference import Reference
+from tests.adm_networks import SMALL, built, inputs, referred, worst
+from tests.adm_reference import Drop
 from tests.unet_reference import difference, gradients
 
-_SMALL: dict[str, Any] = {"size": 8, "width": 16, "norm_num_groups": 4, "attention_resolutions": (4,)}
-SMALL = {
-    # Strided and doubling convolutions, two heads, classes.
-    "iddpm": AdmConfig(**_SMALL, channel_mult=(1, 2), res_blocks=2, heads=2, classes=5, learn_sigma=True),
-    # The embedding is added, one head, no classes, and attention at the finest level as well.
-    "lsun": AdmConfig(
-        **{**_SMALL, "attention_resolutions": (8, 4)}, channel_mult=(1, 1, 2), res_blocks=1, heads=1,
-        scale_shift_norm=False,
-    ),
-    # Sizes change within residual blocks, heads of 8 channels, a level that is narrower than the width.
-    "adm": AdmConfig(
-        **_SMALL, channel_mult=(0.5, 1, 2), res_blocks=1, head_channels=8, classes=3, resblock_updown=True,
-        learn_sigma=True,
-    ),
-    "adm added": AdmConfig(
-        **_SMALL, channel_mult=(1, 2), res_blocks=1, heads=4, resblock_updown=True, scale_shift_norm=False
-    ),
-    "upsampler": AdmConfig(**_SMALL, channel_mult=(1, 2), res_blocks=1, heads=4, low_res_size=4, classes=5),
-}  # fmt: skip
 kinds = pytest.mark.parametrize("kind", SMALL)
-
-
-def built(config: AdmConfig, seed: int = 0, **options: Any) -> AdmUNet:
-    """A network all of whose weights matter: the fresh one is 0 behind every shortcut, and at its output."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AdmUNet(config, **options)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
-def inputs(config: AdmConfig, batch: int = 3, height: int = 8, width: int = 8) -> dict[str, Tensor]:
-    """Arguments of the network by name; the second sample has no class."""
-    generator = torch.Generator().manual_seed(1)
-    found = {
-        "noisy": torch.randn(batch, config.channels, height, width, generator=generator),
-        "time": torch.tensor([3.0, 999.75, 0.0])[:batch],
-    }
-    if config.classes:
-        found["label"] = torch.tensor([1, config.classes, 0])[:batch]
-    if config.low_res_size:
-        found["low_res"] = torch.randn(batch, config.channels, height // 2, width // 2, generator=generator)
-    return found
-
-
-def referred(
-    model: AdmUNet, arguments: dict[str, Tensor], *drop: Callable[[int, Tensor], Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output of the reference and every gradient, of the loss of ``gradients``."""
-    weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-    reference = Reference(weights, model.config, *drop)
-    out = reference(**arguments)
-    assert reference.used == weights.keys()
-    factors = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
-    found = torch.autograd.grad((out * factors + out.square()).mean(), list(weights.values()))
-    return out, dict(zip(weights, found, strict=True))
-
-
-def worst(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    assert got.keys() == expected.keys()
-    return max((difference(got[name], expected[name]), name) for name in got)
 
 
 @kinds
@@ -105,13 +42,16 @@ def test_output_and_every_gradient_equal_the_papers_equations(kind: str) -> None
 
 @kinds
 def test_fp32_is_as_close_as_fp32_allows(kind: str) -> None:
-    """Rounding is 6e-8 of a number; 30 layers whose errors add up at random, in sums of thousands: 1e-6 to 1e-5."""
+    """One rounding is 6e-8 of a number; about 50 operations in a row whose errors add up at random make 1e-6.
+
+    Ten times that where a gradient is a difference of larger numbers.
+    """
     model, arguments = built(SMALL[kind]), inputs(SMALL[kind])
     expected, slopes = referred(model, arguments)
     got = model(**arguments)
-    assert difference(got, expected) < 2e-6
+    assert difference(got, expected) < 4e-6
     found = worst(gradients(model, got), slopes)
-    assert found[0] < 1e-5, found
+    assert found[0] < 4e-5, found
 
 
 def test_without_labels_there_is_no_class() -> None:
@@ -305,7 +245,7 @@ def test_recomputation_changes_no_gradient_and_runs_blocks_twice(kind: str) -> N
     assert calls == {block: 2 * count[block] for block in AdmUNet.block_classes}
 
 
-def dropped(p: float, seed: int, position: Tensor) -> Callable[[int, Tensor], Tensor]:
+def dropped(p: float, seed: int, position: Tensor) -> Drop:
     """The same masks from the definition: elements in the order of height, width, channels."""
 
     def drop(block: int, x: Tensor) -> Tensor:

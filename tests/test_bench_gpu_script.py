@@ -22,8 +22,8 @@ from bench.fingerprint import ROOT
 
 PARTS = [
     "ops", "gpu", "op-philox", "op-loss", "op-noising", "op-adamw8bit", "op-attention", "op-adaln", "op-group_norm",
-    "step-dit", "step-sd2", "step-dit-eager", "step-sd2-eager", "peer-dit", "peer-plain", "peer-diffusers", "data",
-    "largest-dit", "largest-sd2", "report",
+    "op-dropout", "step-dit", "step-sd2", "step-dit-eager", "step-sd2-eager", "peer-dit", "peer-plain",
+    "peer-diffusers", "data", "largest-dit", "largest-sd2", "report",
 ]  # fmt: skip
 
 PYTHON = """

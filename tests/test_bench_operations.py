@@ -86,7 +86,7 @@ def test_least_operations_are_near_those_of_eager(case: Case) -> None:
         assert 0.8 * fewest <= taken <= 1.5 * fewest
 
 
-@pytest.mark.parametrize("case", [*forms("philox"), *forms("noising"), *forms("loss")], ids=str)
+@pytest.mark.parametrize("case", [*forms("philox"), *forms("noising"), *forms("loss"), *forms("dropout")], ids=str)
 def test_eager_takes_up_to_four_times_the_least_operations_for_random_numbers(case: Case) -> None:
     """It has no product of 32-bit words, and writes out logarithm, sine and cosine."""
     fewest, taken = least(case)[0], counted(case)[0]

@@ -25,6 +25,9 @@ def test_the_numbering_of_the_streams_is_frozen():
         "CROP": 8,
         "MULTIRES": 9,
         "LIKELIHOOD": 10,
+        "DROPOUT": 11,
+        "LOW_RES": 12,
+        "LOW_RES_LEVEL": 13,
     }
 
 
@@ -73,7 +76,7 @@ def test_streams_seeds_and_positions_share_no_numbers():
     position = torch.arange(50)
     draws = [philox.bits(seed, stream, position, 4) for seed in (0, 1, 2**63) for stream in Stream]
     values = torch.stack(draws).flatten()
-    # 6600 draws of 2**32 values collide 0.005 times on average; of those of fp32, which are fewer, about once.
+    # 8400 draws of 2**32 values collide 0.008 times on average; of those of fp32, which are fewer, about twice.
     assert values.unique().numel() == values.numel()
     for draw in (uniform, lambda *arguments: normal(*arguments[:3], (4,))):
         draws = [draw(seed, stream, position, 4) for seed in (0, 1, 2**63) for stream in Stream]

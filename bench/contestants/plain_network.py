@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench import BenchError
 from fastdiff.backends import compiles
 from fastdiff.batch import Condition
 from fastdiff.config import RunConfig
-from fastdiff.model_config import DiTConfig
+from fastdiff.model_config import AdmConfig, DiTConfig
 from fastdiff.models.dit import DiT, DiTBlock, FinalLayer
 from fastdiff.network import build_network
 
@@ -35,6 +36,8 @@ def network(config: RunConfig, device: torch.device, *, best: bool) -> Any:
         with torch.device("meta"):
             model: Any = PlainDiT(config.model, recompute=recompute)
         model.load_state_dict(weights, assign=True)
+    elif isinstance(config.model, AdmConfig):
+        raise BenchError("there is no plain ADM UNet to race with; choose another preset, or no --peer")
     else:
         from diffusers import UNet2DConditionModel
 

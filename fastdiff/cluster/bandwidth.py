@@ -90,7 +90,7 @@ class _Process:
     def start(cls, device: int, arguments: Sequence[str]) -> _Process:
         output, errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115 (closed when they are read)
         command = [sys.executable, "-m", "fastdiff.cluster.bandwidth", *arguments, str(device)]
-        # NCCL then raises in the process that waits, as gloo does, and does not end it with what it has still to measure.
+        # NCCL then raises in the process that waits, as gloo does, and does not end it before the other exchanges.
         environment = os.environ | {"TORCH_NCCL_BLOCKING_WAIT": "1"}
         child = spawn(command, environment, stdout=output, stderr=errors)
         return cls(device, child, output, errors)

@@ -17,7 +17,7 @@ class BlockwiseModel(nn.Module):
     """Base of the networks."""
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = ()
-    """Classes of the blocks. No block lies in another one, and none draws random numbers."""
+    """Classes of the blocks. No block lies in another one, and none draws random numbers from a generator."""
     inputs: ClassVar[tuple[str, ...]] = ()
     """What the network can be conditioned on besides the time: names of arguments of its forward."""
     low_res_size: int = 0
