@@ -20,9 +20,9 @@ demo-t2i: $(INSTALLED)
 	test -d runs/digits-t2i/pipeline || fastdiff export runs/digits-t2i runs/digits-t2i/pipeline --format diffusers
 	python -m fastdiff.demo_t2i judge runs/digits-t2i/pipeline --picture runs/digits-t2i/digits.png
 
-# Two at a time: most tests wait for processes that they started.
+# Two at a time: most tests wait for processes that they started. More threads than cores wait for one another.
 test: $(INSTALLED)
-	python -m pytest --numprocesses 2 --dist loadfile --junitxml .reports/tests.xml
+	OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --junitxml .reports/tests.xml
 
 # A real Slurm, ssh and pulled cables, on machines made of Linux namespaces; as root. Installs what is missing (Debian).
 test-cluster: $(INSTALLED)
@@ -34,7 +34,7 @@ NIGHTLY ?= --nightly --timeout 7200
 test-faults: $(INSTALLED)
 	bash tests/cluster/install.sh
 	rm -rf .reports
-	-python -m pytest -m "fault and not cluster" $(NIGHTLY) --numprocesses 2 --dist loadfile --junitxml .reports/tests.xml
+	-OMP_NUM_THREADS=1 python -m pytest -m "fault and not cluster" $(NIGHTLY) --numprocesses 2 --dist loadfile --junitxml .reports/tests.xml
 	-python -m pytest -m "fault and cluster" $(NIGHTLY) --junitxml .reports/cluster.xml tests/cluster
 	python -m tests.faults .reports/*.xml
 

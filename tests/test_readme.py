@@ -13,6 +13,7 @@ from bench import record
 from fastdiff.cli import parse
 from fastdiff.evaluation import real_digits
 from fastdiff.fidelity import frechet_distance
+from tests.faults import FAULTS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -86,6 +87,12 @@ def test_the_cost_of_a_checkpoint_stands_in_the_record() -> None:
     assert claim[1] == f"{found['step time beside a save / step time']:.2f}"
     assert claim[2] == f"{found['step time with a save that it waits for / step time']:.2f}"
     assert claim[3] == f"{found['checkpoint']:.0f}"
+
+
+def test_every_fault_was_seen_to_be_survived() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    rows = dict(re.findall(r"^\| (\d+) \|.*\| (\d+ tests? passed(?:, \d+ trials)?) \| `test_.*\|$", page, re.MULTILINE))
+    assert sorted(map(int, rows)) == sorted(FAULTS)
 
 
 def test_the_training_commands_of_the_readme_parse() -> None:
