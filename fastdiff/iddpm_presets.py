@@ -125,7 +125,7 @@ def digits_enlarged() -> RunConfig:
 
 
 _DIGITS: dict[str, Any] = {
-    "channels": 1, "size": 8, "width": 32, "channel_mult": (1, 2), "res_blocks": 2, "attention_resolutions": (4,),
+    "channels": 1, "size": 8, "width": 32, "channel_mult": (1, 2), "res_blocks": 1, "attention_resolutions": (4,),
     "heads": 2, "norm_num_groups": 8,
 }  # fmt: skip
 

@@ -18,9 +18,9 @@ from fastdiff_kernels.noising import Streams
 _SEED = 1234567
 
 
-def _build(device: str, dtype: torch.dtype, shape: tuple[int, ...], channels: int) -> Inputs:
+def _build(device: str, dtype: torch.dtype, shape: tuple[int, ...], channels: int, pixels: bool) -> Inputs:
     batch, _, height, width = shape
-    return corruption(device, dtype, shape) | {
+    return corruption(device, dtype, shape, pixels) | {
         "prediction": torch.randn(batch, channels, height, width, device=device).to(dtype).requires_grad_(),
         "time": torch.arange(batch, device=device) % TIMESTEPS,
         "weights": torch.linspace(0.1, 1, TIMESTEPS, device=device),
@@ -56,13 +56,21 @@ def _operations(inputs: Inputs, each: int, clean: bool = True, posterior: bool =
     return each * int(inputs["latents"].numel()) // (1 + posterior)
 
 
-def _case(name: str, dtype: torch.dtype, shape: tuple[int, ...], channels: int | None = None, **options: Any) -> Case:
+def _case(
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    channels: int | None = None,
+    pixels: bool = False,
+    **options: Any,
+) -> Case:
+    build = partial(_build, dtype=dtype, channels=channels or shape[1], pixels=pixels)
     return Case(
         op="loss",
         shape=name,
         dtype=dtype,
-        build=partial(_build, dtype=dtype, shape=shape, channels=channels or shape[1]),
-        build_large=partial(_build, dtype=dtype, shape=(BATCH, *shape[1:]), channels=channels or shape[1]),
+        build=partial(build, shape=shape),
+        build_large=partial(build, shape=(BATCH, *shape[1:])),
         call=partial(_call, **options),
         exact=partial(_exact, **options),
         forward_bytes=partial(_read, **options),
@@ -81,4 +89,5 @@ CASES = [
     _case("dit-4x32x32-epsilon-learned-variance", BF16, (64, 4, 32, 32), channels=8, clean=False),
     _case("sdxl-4x128x128-v", FP16, (16, 4, 128, 128)),
     _case("sd3-16x64x64-v", FP32, (16, 16, 64, 64)),
+    _case("adm-3x64x64-pixels-v", BF16, (64, 3, 64, 64), pixels=True),
 ]

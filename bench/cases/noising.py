@@ -19,12 +19,16 @@ BATCH = 1024
 _SEED = 1234567
 
 
-def latents(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Inputs:
-    """Arguments that noise-add and the loss share: a v-prediction table of a linear signal-to-noise ratio."""
+def latents(device: str, dtype: torch.dtype, shape: tuple[int, ...], pixels: bool = False) -> Inputs:
+    """Arguments that noise-add and the loss share: a v-prediction table of a linear signal-to-noise ratio.
+
+    With ``pixels`` the latents are uint8.
+    """
+    levels = partial(torch.randint, 256, shape, dtype=torch.uint8, device=device)
     angle = torch.linspace(0.01, 1.56, TIMESTEPS, device=device)
     alpha, sigma = angle.cos(), angle.sin()
     return {
-        "latents": torch.randn(shape, device=device).to(dtype),
+        "latents": levels() if pixels else torch.randn(shape, device=device).to(dtype),
         "position": torch.arange(shape[0], device=device),
         "table": torch.stack([alpha, sigma, -sigma, alpha], 1),
     }
@@ -50,14 +54,19 @@ def _operations(inputs: Inputs, posterior: bool = False, perturbation: float = 0
 
 
 def _case(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...], noisy: torch.dtype | None = None, **options: Any
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    noisy: torch.dtype | None = None,
+    pixels: bool = False,
+    **options: Any,
 ) -> Case:
     return Case(
         op="noising",
         shape=name,
         dtype=dtype,
-        build=partial(latents, dtype=dtype, shape=shape),
-        build_large=partial(latents, dtype=dtype, shape=(BATCH, *shape[1:])),
+        build=partial(latents, dtype=dtype, shape=shape, pixels=pixels),
+        build_large=partial(latents, dtype=dtype, shape=(BATCH, *shape[1:]), pixels=pixels),
         call=partial(_call, noisy=noisy or dtype, **options),
         exact=partial(_exact, **options),
         forward_operations=partial(_operations, **options),
@@ -73,4 +82,5 @@ CASES = [
     _case("dit-4x32x32-fp32-out", BF16, (64, 4, 32, 32), noisy=FP32),
     _case("sdxl-4x128x128", FP16, (16, 4, 128, 128)),
     _case("sd3-16x64x64", FP32, (16, 16, 64, 64)),
+    _case("adm-3x64x64-pixels", BF16, (64, 3, 64, 64), pixels=True),
 ]
