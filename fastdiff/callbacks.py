@@ -183,7 +183,8 @@ class SampleGrid(Callback):
             null=state.objective.null,
             shape=(config.model.channels, config.model.size, config.model.size),
             steps=config.output.sample_steps,
-            cfg=config.output.sample_cfg if classes else None,
+            # What was never trained without a class is not guided away from it.
+            cfg=config.output.sample_cfg if classes and config.objective.condition_dropout else None,
         )
         if state.world.is_first:
             folder = state.folder / "samples"

@@ -269,7 +269,7 @@ class RunConfig:
         require(0 <= self.seed < 2**64, f"--seed {self.seed}: from 0 to 2**64 - 1")
         if self.output.sample_every and self.model.kind != "unet":
             require(
-                not (isinstance(self.model, AdmConfig) and self.model.low_res_size),
+                not self._enlarges(),
                 "--output.sample_every: no grid is drawn of a model that enlarges images; set it to 0, and use "
                 "`fastdiff sample --low-res`",
             )
@@ -315,6 +315,14 @@ class RunConfig:
             f"--objective.variance {self.objective.variance} needs a model with twice the output channels: a DiT or an "
             "ADM UNet with --model.learn_sigma",
         )
+        require(
+            not self.objective.low_res_noise or self._enlarges(),
+            f"--objective.low_res_noise {self.objective.low_res_noise} is noise on the small images of a model that "
+            "enlarges them, an ADM UNet with --model.low_res_size; set it to 0",
+        )
+
+    def _enlarges(self) -> bool:
+        return isinstance(self.model, AdmConfig) and self.model.low_res_size > 0
 
     def _check_pretrained(self) -> None:
         wants = {

@@ -120,5 +120,5 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, SyntaxError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, TypeError, ValueError, SyntaxError) as error:
         raise DataError(f"{path} is damaged or no npz file ({error}); expected what np.savez writes") from error

@@ -31,7 +31,7 @@ _SIX_LEVELS = (1, 1, 2, 2, 4, 4)
 def imagenet64() -> RunConfig:
     """Unconditional ImageNet at 64 px by IDDPM: 121 M parameters, L_hybrid, 1.5 M steps of 128.
 
-    fastdiff encode IMAGENET data/imagenet64 --autoencoder identity --resolution 64 --crop adm
+    fastdiff encode IMAGENET data/imagenet64 --autoencoder identity --resolution 64 --crop adm --classes-from none
     deepspeed fastdiff/train.py --preset iddpm-imagenet64 --data.path data/imagenet64
 
     For L_vlb instead: --objective.loss rescaled_kl --timesteps.density importance.
@@ -43,7 +43,7 @@ def imagenet64() -> RunConfig:
 def imagenet64_cond() -> RunConfig:
     """Class-conditional ImageNet at 64 px by IDDPM: 273 M parameters, 250 K steps of 2048.
 
-    fastdiff encode IMAGENET data/imagenet64 --autoencoder identity --resolution 64 --crop adm
+    fastdiff encode IMAGENET data/imagenet64 --autoencoder identity --resolution 64 --crop adm --classes-from prefix
     deepspeed fastdiff/train.py --preset iddpm-imagenet64-cond --data.path data/imagenet64
 
     Source: arXiv:2102.09672, section 5. Not measured here.
@@ -56,7 +56,7 @@ def imagenet64_cond() -> RunConfig:
 def cifar10() -> RunConfig:
     """Unconditional CIFAR-10 by IDDPM: 53 M parameters, dropout, L_hybrid, 500 K steps of 128.
 
-    fastdiff encode CIFAR10 data/cifar10 --autoencoder identity --resolution 32 --crop adm
+    fastdiff encode CIFAR10 data/cifar10 --autoencoder identity --resolution 32 --crop adm --classes-from none
     deepspeed fastdiff/train.py --preset iddpm-cifar10 --data.path data/cifar10
 
     For L_vlb instead: --objective.loss rescaled_kl --timesteps.density importance.
@@ -69,7 +69,7 @@ def cifar10() -> RunConfig:
 def lsun256() -> RunConfig:
     """LSUN bedrooms at 256 px by IDDPM: 114 M parameters, linear schedule of 1000 steps, 1.2 M steps of 128.
 
-    fastdiff encode BEDROOMS data/lsun256 --autoencoder identity --resolution 256 --crop adm
+    fastdiff encode BEDROOMS data/lsun256 --autoencoder identity --resolution 256 --crop adm --classes-from none
     deepspeed fastdiff/train.py --preset iddpm-lsun256 --data.path data/lsun256
 
     Their second one has --optim.lr 2e-5. Source: arXiv:2102.09672. Not measured here.
@@ -85,7 +85,7 @@ def lsun256() -> RunConfig:
 def upsampler() -> RunConfig:
     """ImageNet from 64 to 256 px by IDDPM: 280 M parameters, linear schedule of 4000 steps, 500 K steps of 256.
 
-    fastdiff encode IMAGENET data/imagenet256 --autoencoder identity --resolution 256 --crop adm
+    fastdiff encode IMAGENET data/imagenet256 --autoencoder identity --resolution 256 --crop adm --classes-from prefix
     deepspeed fastdiff/train.py --preset iddpm-upsampler --data.path data/imagenet256
 
     Source: arXiv:2102.09672, section 5. Not measured here.
@@ -162,6 +162,6 @@ def _run(
         optim=OptimConfig(name="adamw", lr=lr, weight_decay=0.0, clip=0.0),
         ema=EmaConfig(rates=(0.9999,)),
         output=OutputConfig(
-            folder=f"runs/{name}", checkpoint_every=10_000, sample_every=0 if model.low_res_size else 10_000
+            folder=f"runs/{name}", checkpoint_every=10_000, sample_every=0 if model.size > 64 else 10_000
         ),
     )

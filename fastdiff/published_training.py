@@ -53,7 +53,7 @@ class PublishedTraining:
 
 
 def read_published_training(path: Path) -> PublishedTraining:
-    """Read a training of improved-diffusion, guided-diffusion or DiT, without running what is in its files.
+    """Read a training of improved-diffusion or DiT, without running what is in its files.
 
     Args:
         path: ``modelNNNNNN.pt``, whose averages and optimizer lie beside it, or ``NNNNNNN.pt``, or a folder, of which

@@ -68,7 +68,9 @@ def draw_set(
     """
     rank = rank or Rank.from_environment()
     drawing = run.decided(drawing)
-    wished, decoder = conditions(run, wish, drawing.seed), PixelDecoder(run.config, options.autoencoder, run.device)
+    decoder = PixelDecoder(run.config, options.autoencoder, run.device)
+    with reproducible():  # prompts are embedded
+        wished = conditions(run, wish, drawing.seed)
     plan = _plan(run, wished, drawing, options, decoder)
     shape = (wished.count, *decoder.shape)
     parts = SampleParts(options.out, plan, shape, options.batch, wished.labels)

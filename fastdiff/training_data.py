@@ -107,6 +107,11 @@ def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
 
 
 def _check_classes(config: RunConfig, model: DiTConfig | AdmConfig, info: DatasetInfo) -> None:
+    if info.classes is None and isinstance(model, AdmConfig) and model.classes:
+        raise ConfigError(
+            f"{address(config.data.path)} has no classes, the model {model.classes}, which would never be trained; "
+            "encode with --classes-from, or use --model.classes 0"
+        )
     if info.classes is not None and 0 < model.classes < info.classes:
         raise ConfigError(
             f"{address(config.data.path)} has {info.classes} classes, the model {model.classes}; use --model.classes"

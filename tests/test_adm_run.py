@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
 
-from fastdiff.config import RunConfig
+from fastdiff.config import RunConfig, ValidationConfig
+from fastdiff.data.reader import LatentReader
+from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
+from fastdiff.data.writer import ShardWriter
 from fastdiff.errors import ConfigError
-from fastdiff.model_config import AdmConfig
+from fastdiff.model_config import AdmConfig, PretrainedConfig
+from fastdiff.models import build_model
+from fastdiff.nll import NllOptions, measure, read_clean
 from fastdiff.noise import build_process
 from fastdiff.noise.low_res import small_images
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.timestep_config import TimestepConfig
+from fastdiff.training_data import open_data
+from fastdiff.validation_loss import LINES
 from tests.forked import forked_ranks, values
-from tests.runs import hexes, launch, tiny, train_losses
+from tests.runs import held_out, hexes, launch, tiny, train_losses
 
 SHAPE: dict[str, Any] = {
     "channels": 1, "size": 8, "width": 16, "channel_mult": (1, 2), "res_blocks": 1, "attention_resolutions": (4,),
@@ -100,6 +111,62 @@ def test_a_rescaled_time_is_on_the_scale_of_a_thousand_steps() -> None:
     assert plain.time.tolist() == [399]
     with pytest.raises(ConfigError, match=r"rescale_timesteps True is for --objective.process ddpm"):
         DiffusionConfig(process="flow", rescale_timesteps=True)
+
+
+def test_neither_validation_nor_likelihood_drops_anything(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    """Networks of equal weights have equal losses on held-out data, with a dropout in training or without."""
+    found = {}
+    for share in (0.0, 0.3):
+        config = adm(digits, tmp_path / str(share), steps=1, dropout=share)
+        start = tmp_path / f"{share}.safetensors"
+        save_file({name: value + 0.01 for name, value in build_model(config.model).state_dict().items()}, start)
+        validation = ValidationConfig(data=str(held_out(digits)), samples=32)
+        config = replace(
+            config,
+            pretrained=PretrainedConfig(path=str(start), weights=True),
+            optim=replace(config.optim, lr=1e-12),
+            validation=validation,
+        )
+        loss = trained(config)[0]
+        line = json.loads((tmp_path / str(share) / LINES).read_text().splitlines()[-1])
+        found[share] = (loss, line["val_loss"])
+    assert found[0.3][0] != found[0.0][0]
+    assert found[0.3][1] == pytest.approx(found[0.0][1], rel=1e-6)
+
+
+def test_the_likelihood_is_that_of_the_time_the_model_was_told_and_of_the_small_images(digits: Path) -> None:
+    objective, told = replace(HYBRID, timesteps=40), []
+
+    def model(noisy: torch.Tensor, time: torch.Tensor, low_res: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
+        told.append(time)
+        assert low_res.shape == (len(noisy), 1, 4, 4)
+        return torch.zeros(len(noisy), 2, 8, 8)
+
+    with LatentReader(digits) as reader:
+        index = np.arange(3)
+        batches = list(read_clean(reader, index, ("label",), torch.device("cpu"), seed=1, low_res_size=4))
+        measure(model, objective, batches, NllOptions())
+    torch.testing.assert_close(batches[0].condition["low_res"], F.avg_pool2d(batches[0].latents, 2))
+    assert torch.cat(told).unique().tolist() == [25.0 * step for step in range(40)]
+
+
+def test_what_would_never_act_is_refused(digits: Path, tmp_path: Path) -> None:
+    config = adm(digits, tmp_path)
+    with pytest.raises(ConfigError, match=r"--objective.low_res_noise 0.5 is noise on the small images"):
+        replace(config, objective=replace(HYBRID, low_res_noise=0.5))
+    shards = tmp_path / "without classes"
+    template = DatasetInfo(
+        columns={"latent": Column(dtype="float32", shape=(1, 8, 8))},
+        normalisation=Normalisation(shift=(0.0,), scale=(1.0,)),
+        provenance=Provenance(source="test", transform="none"),
+    )
+    with ShardWriter(shards, template, samples_per_shard=8) as writer:
+        for n in range(16):
+            writer.add(f"{n:09d}", {"latent": np.zeros((1, 8, 8), np.float32)})
+    config = replace(config, data=replace(config.data, path=str(shards)))
+    with pytest.raises(ConfigError, match=r"has no classes, the model 10, which would never be trained"):
+        open_data(config, torch.device("cpu"))
+    open_data(replace(config, model=replace(config.model, classes=0)), torch.device("cpu")).close()
 
 
 def test_grids_of_enlarged_images_are_refused(digits: Path, tmp_path: Path) -> None:

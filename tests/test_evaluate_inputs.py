@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -135,6 +136,10 @@ def test_sizes_are_not_believed(tmp_path: Path) -> None:
     refused_without_memory(zipped(path, header(10**9, 64, 64, 3), bytes(100)), "and has 100 bytes")
     refused_without_memory(zipped(path, header(-2, -2, 2, 1), bytes(8)), r"has the shape \(-2, -2, 2, 1\)")
     refused_without_memory(zipped(path, header(0, 4, 4, 3), b""), r"has the shape \(0, 4, 4, 3\)")
+    text = b"{1: 2, 'descr': '|u1', 'fortran_order': False, 'shape': (1,)}\n"
+    with zipfile.ZipFile(tmp_path / "b.npz", "w") as archive:
+        archive.writestr("arr_0.npy", np.lib.format.magic(1, 0) + struct.pack("<H", len(text)) + text + bytes(1))
+    refused_without_memory(tmp_path / "b.npz", "is damaged or no npz file")
     refused_without_memory(zipped(path, header(2, 2, 2, 1, fortran=True), bytes(8)), "in Fortran's order")
     bomb = zipped(path, header(80, 1024, 1024, 1), bytes(80 << 20), zipfile.ZIP_DEFLATED)
     assert bomb.stat().st_size < 1 << 20

@@ -189,7 +189,7 @@ def _micro(flags: argparse.Namespace) -> int:
 
 def _steps_before(flags: argparse.Namespace) -> int:
     """Steps of the run that is resumed, which their script reads in the name of the file."""
-    number = re.search(r"model(\d+)(\.[^/]*)?$", flags.resume_checkpoint)
+    number = re.search(r"(?:^|/)model(\d{6,})\.pt$", flags.resume_checkpoint)
     return int(number[1]) if number else 0
 
 
@@ -284,7 +284,7 @@ def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig,
         + (
             "weights, averages, Adam's state and the step are read from it and the files beside it"
             if _steps_before(flags)
-            else "its name is not modelNNNNNN.pt, so the weights alone are read, and steps count from 0"
+            else "its name says no step (modelNNNNNN.pt), so the weights alone are read, and steps count from 0"
         ),
     )
 
