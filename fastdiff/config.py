@@ -339,14 +339,18 @@ class RunConfig:
             f"--lora.rank {self.lora.rank} needs --pretrained.weights and their --pretrained.path: an adapter is "
             "added to trained weights",
         )
+        require(
+            self.lora.rank == 0 or self.model.kind != "adm",
+            f"--lora.rank {self.lora.rank} is for a DiT or a UNet of Stable Diffusion, not an ADM UNet; set it to 0",
+        )
         unet = self.model.kind == "unet" or (self.pretrained.weights and not self.pretrained.is_file)
         require(
             not self.data.online or unet,
-            "--data.online is for models of text; encode classes with `fastdiff encode` for a DiT",
+            "--data.online is for models of text; encode classes with `fastdiff encode`",
         )
         require(
             not self.validation.prompts or unet,
-            "--validation.prompts is for models of text; a DiT draws grids (--output.sample_every)",
+            "--validation.prompts is for models of text; others draw grids (--output.sample_every)",
         )
 
     @property

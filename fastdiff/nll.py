@@ -145,7 +145,8 @@ def measure(
     """Measure the bound.
 
     Args:
-        model: called with ``[B, C, H, W]`` fp32 noisy latents, ``[B]`` timesteps as it is told them, and the condition by name.
+        model: called with ``[B, C, H, W]`` fp32 noisy latents, ``[B]`` timesteps as it is told them, and the condition
+            by name.
         config: of the process ddpm, resolved.
         batches: of clean x0 in fp32; ``position`` is the number of the sample, which keys its noise.
         options: clip, seed and batch are read.

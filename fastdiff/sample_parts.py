@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -85,7 +86,11 @@ class SampleParts:
 
     def done(self) -> int:
         """Number of images that have been drawn, by all ranks."""
-        return sum(len(self.images(batch)) for batch in range(self.batches) if self.has(batch))
+        sizes: dict[str, int] = {}
+        with _storage(self.out), suppress(FileNotFoundError), os.scandir(self._folder) as entries:
+            sizes.update((entry.name, entry.stat().st_size) for entry in entries)
+        drawn = (b for b in range(self.batches) if sizes.get(self._path(b).name) == self._bytes(b))
+        return sum(len(self.images(batch)) for batch in drawn)
 
     def write(self, batch: int, pixels: npt.NDArray[np.uint8]) -> None:
         """Keep a batch, ``[n, H, W, C]``; when this returns, a kill does not lose it."""

@@ -166,6 +166,12 @@ class TrainedRun:
                 f"{self.folder}: there is no built-in evaluation for data from {source!r}, only for digits; "
                 "`fastdiff sample` draws images for your own"
             )
+        if not self.known_classes or self.model.low_res_size:
+            kind = "that enlarges images" if self.model.low_res_size else "without classes"
+            raise ConfigError(
+                f"{self.folder}: a model {kind} has no digits to be asked for; measure its samples with `fastdiff "
+                "evaluate SAMPLES --reference REAL`"
+            )
         labels = evaluation_labels()
         cfg = CLASS_CFG if self.config.objective.condition_dropout else 1.0
         images = self.draw(labels, scheduler="dpmsolver++", steps=20, cfg=cfg, seed=0, progress=True)

@@ -54,6 +54,7 @@ def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
         ("autoencoder", here.provenance.autoencoder_digest, there.provenance.autoencoder_digest),
         ("text encoder", here.provenance.text_encoder_digest, there.provenance.text_encoder_digest),
         ("scale of the latents", _of_mean(here), _of_mean(there)),
+        ("list of classes", here.class_names or None, there.class_names or None),
     ):
         require(
             found is None or expected is None or found == expected,

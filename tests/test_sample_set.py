@@ -158,18 +158,18 @@ def test_killed_at_every_durable_call_it_writes_the_same_file(trained: Path, tmp
     """Each one anew, and then the same command once more."""
     draw(trained, tmp_path / "undisturbed.npz", Rank(), num=20, batch=10)
     expected = (tmp_path / "undisturbed.npz").read_bytes()
-    out, ended = tmp_path / "out.npz", -signal.SIGKILL
+    out = tmp_path / "out.npz"
     # Plan, a part, and what joins and removes them; the second part only at night.
     for number in itertools.count(1) if nightly else (1, 2, 3, 5, 6, 10, 11, 12, 13, 15):
         ended = forked_ranks(killed_at, trained, out, number, ranks=1)[0].code
-        if ended == 0:
+        if nightly and ended == 0:
+            assert number > 15
             break
         assert ended == -signal.SIGKILL
         draw(trained, out, Rank(), num=20, batch=10)
         assert out.read_bytes() == expected
         assert [path.name for path in tmp_path.glob("out*")] == ["out.npz"]
         out.unlink()
-    assert not nightly or ended == 0
 
 
 def test_what_is_complete_is_not_drawn_again(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
