@@ -20,7 +20,8 @@ def add(commands: Subcommands) -> None:
         "--format",
         choices=_FORMATS,
         required=True,
-        help="diffusers: a pipeline, or the network alone; lora: pytorch_lora_weights.safetensors; dit: the weights of "
+        help="diffusers: a pipeline, or the network alone (of a DiT with two lines of code to run after loading, in "
+        "OUT/README.md); lora: pytorch_lora_weights.safetensors; dit: the weights of "
         "the published DiT, dit.pt; dit-training: all of a training of it, NNNNNNN.pt; iddpm: all of a training of "
         "improved-diffusion, model*.pt, ema_*.pt and opt*.pt; safetensors: the weights alone. But for lora, an adapter "
         "is merged into its base",
