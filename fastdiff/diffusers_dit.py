@@ -60,8 +60,8 @@ def write_transformer(folder: Path, weights: ExportedWeights, model: DiTConfig, 
     """
     config = to_diffusers(model)
     tqdm.write(
-        "DiTTransformer2DModel has other frequencies of the timesteps; the code in the model card, README.md beside it, "
-        "sets those of DiT"
+        "DiTTransformer2DModel has other frequencies of the timesteps; the code in the model card, README.md beside "
+        "it, sets those of DiT"
     )
     write_model(folder / FOLDER, "DiTTransformer2DModel", config, _sources(model), weights, dtype)
 
