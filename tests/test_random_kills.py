@@ -77,12 +77,14 @@ def log_file(folder: Path) -> int:
 
 
 def wait_for(ranks: Ranks, folder: Path, moment: Moment, old_log: int, timeout_s: float = 180) -> None:
-    """Return at the moment, or when the run has ended."""
-    deadline = time.monotonic() + timeout_s
+    """Return at the moment, or when the run has ended; a run that takes no step for the time fails."""
+    seen, deadline = 0, time.monotonic() + timeout_s
     while moment.step is not None and (log_file(folder) == old_log or logged(folder) < moment.step):
         if not any(process.is_alive() for process in ranks.processes):
             return
-        assert time.monotonic() < deadline, f"step {logged(folder)} after {timeout_s} s, expected {moment.step}"
+        if (now := logged(folder)) != seen:
+            seen, deadline = now, time.monotonic() + timeout_s
+        assert time.monotonic() < deadline, f"no step for {timeout_s} s behind {seen}, expected {moment.step}"
         time.sleep(0.002)
     time.sleep(moment.delay_s)
 
