@@ -230,6 +230,6 @@ def preset(name: str) -> RunConfig:
     """Return the preset called ``name``; ConfigError if there is none, with the names it may stand for."""
     if name not in PRESETS:
         near = [known for known in PRESETS if known.startswith(name)] or difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {' or '.join(near)}? " if 0 < len(near) <= 3 else ""
+        hint = f"did you mean {' or '.join(near)}? " if 0 < len(near) <= 4 else ""
         raise ConfigError(f"--preset {name}: unknown; {hint}presets: {', '.join(PRESETS)}")
     return PRESETS[name]()

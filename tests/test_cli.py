@@ -57,7 +57,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 
 
 def test_a_missing_preset_lists_them() -> None:
-    with pytest.raises(ConfigError, match="digits, digits-t2i, sd15-512"):
+    with pytest.raises(ConfigError, match="digits, digits-t2i, digits-adm, digits-sr, sd15-512"):
         cli.parse([])
 
 

@@ -153,7 +153,7 @@ def test_timesteps_of_another_process_are_refused(
 
 @pytest.mark.parametrize("model", [DiTConfig(), UNetConfig()])
 def test_a_learned_variance_needs_twice_the_output_channels(model: DiTConfig | UNetConfig) -> None:
-    with pytest.raises(ConfigError, match=r"a model with twice the output channels: a DiT with --model.learn_sigma$"):
+    with pytest.raises(ConfigError, match=r"twice the output channels: a DiT or an ADM UNet with --model.learn_sigma$"):
         RunConfig(model=model, objective=DiffusionConfig(variance="learned"))
     assert RunConfig(model=DiTConfig(learn_sigma=True), objective=DiffusionConfig(variance="learned"))
 
