@@ -31,6 +31,7 @@ from fastdiff.train import main, take_steps, train
 from tests.forked import forked_ranks, values
 from tests.processes import run
 from tests.runs import flags, hexes, intact, launch, losses, tiny
+from tests.system_calls import strace
 from tests.tiny_disk import tiny_disk
 
 pytestmark = pytest.mark.timeout(600)
@@ -259,13 +260,6 @@ def test_a_snapshot_that_fails_does_not_cost_a_preemption(torch_extensions: Path
 
 
 # --- storage that fails for real: system calls that do ----------------------------------------------------------------
-
-
-def strace(*injections: str) -> list[str]:
-    """Run a command with system calls on checkpoints that fail or are slow; the others are not stopped at."""
-    calls = ",".join(dict.fromkeys(injection.partition(":")[0] for injection in injections))
-    options = ["-f", "--seccomp-bpf", "-qqq", "-o", "/dev/null", "-e", f"trace={calls}"]
-    return ["strace", *options, *(part for one in injections for part in ("-e", f"inject={one}"))]
 
 
 def command_of(config: RunConfig) -> list[str | Path]:
