@@ -30,6 +30,7 @@ from bench.notation import number
 from bench.record import Better, Failure, Log, Measurement
 from bench.table import table
 from fastdiff.data.encode import encode_digits
+from fastdiff.digits_evaluation import evaluate_run
 from fastdiff.dist import free_port
 from fastdiff.evaluation import evaluation_labels
 from fastdiff.grid import image_grid
@@ -114,7 +115,7 @@ def outcome(flags: Sequence[str], data: Path, folder: Path) -> Outcome:
     """
     _train("--preset", "digits", *flags, "--data.path", str(data), "--output.folder", str(folder))
     run = TrainedRun(folder)
-    measured = run.evaluate()
+    measured = evaluate_run(run)
     # Those that were measured first: an image depends on its seed, its number and its class.
     images = run.draw(evaluation_labels(1), scheduler="dpmsolver++", steps=20, cfg=CLASS_CFG, seed=0, progress=False)
     return Outcome(

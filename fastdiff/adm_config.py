@@ -7,6 +7,8 @@ from typing import Literal
 
 from fastdiff.errors import require
 
+QkvOrder = Literal["head_major", "qkv_major"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmConfig:
@@ -33,6 +35,10 @@ class AdmConfig:
     """Attention heads."""
     head_channels: int = 0
     """Channels of each attention head, instead of a number of heads; 0: not given."""
+    qkv_order: QkvOrder = "head_major"
+    """Order of the output channels of each ``qkv``: query, key and value of the first head, and so on (IDDPM, ADM), or
+    the queries of all heads, then the keys, then the values (use_new_attention_order in ADM's scripts, which its
+    64 x 64 network has). Shapes do not tell them apart."""
     classes: int = 0
     """Number of classes; 0: unconditional. No class adds nothing to the time, so no further row is there for it."""
     dropout: float = 0.0

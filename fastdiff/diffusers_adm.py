@@ -20,6 +20,7 @@ _RES_BLOCK = {
     "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",
     "conv2": "out_layers.3",
 }  # fmt: skip
+_PACKING = {"head_major": ("heads", "qkv"), "qkv_major": ("qkv", "heads")}
 _INSTEAD = "use iddpm or safetensors"
 
 
@@ -100,7 +101,7 @@ def sources(model: AdmConfig, known: Shapes) -> Sources:
     if model.classes:
         found["class_embedding.weight"] = Source("label_emb.weight", _with_no_class)
     for theirs, ours, width in _layers(model):
-        found |= _layer(theirs, ours, model.heads_of(width), known)
+        found |= _layer(theirs, ours, model, width, known)
     return found
 
 
@@ -124,11 +125,12 @@ def _with_no_class(table: Tensor) -> Tensor:
     return torch.cat([table, table.new_zeros(1, table.shape[1])])
 
 
-def _layer(theirs: str, ours: str, heads: int, known: Shapes) -> Sources:
+def _layer(theirs: str, ours: str, model: AdmConfig, width: int, known: Shapes) -> Sources:
     if f"{ours}.qkv.weight" in known:
+        heads, packing = model.heads_of(width), _PACKING[model.qkv_order]
         return {
             **layer(f"{theirs}.group_norm", f"{ours}.norm"),
-            **projections(theirs, f"{ours}.qkv", heads, ("heads", "qkv")),
+            **projections(theirs, f"{ours}.qkv", heads, packing),
             f"{theirs}.to_out.0.weight": Source(f"{ours}.proj_out.weight", lambda weight: weight.flatten(1)),
             f"{theirs}.to_out.0.bias": Source(f"{ours}.proj_out.bias"),
         }

@@ -22,7 +22,7 @@ from fastdiff.data.image_folder import is_image, walk_files
 from fastdiff.data.image_items import IMAGE_EXTENSIONS, LARGEST_IMAGE
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.fidelity import MOST_FEATURES, Gaussian
-from fastdiff.fidelity_npz import NpyMember, npz_member, npz_names
+from fastdiff.npz_arrays import NpyMember, npz_member, npz_names
 
 Pixels = npt.NDArray[np.uint8]
 _KINDS = (
@@ -30,6 +30,8 @@ _KINDS = (
     f"({', '.join(sorted(IMAGE_EXTENSIONS))}), as reference also an npz file with mu and sigma"
 )
 _STATISTICS = frozenset({"mu", "sigma"})
+_ROUNDING = 1e-4
+"""By how much of its largest variance a covariance that was added up in fp32 may differ from its transpose."""
 
 
 class ImageSet(Protocol):
@@ -188,4 +190,12 @@ def _statistics(path: Path) -> Gaussian:
     mean, covariance = (member.whole().astype(np.float64) for member in (mu, sigma))
     if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
         raise DataError(f"{path}: mu or sigma holds values that are not finite; compute them again")
+    variances = covariance.diagonal()
+    lopsided = np.abs(covariance - covariance.T).max()
+    if variances.min() < 0 or lopsided > _ROUNDING * variances.max():
+        raise DataError(
+            f"{path}: sigma is no covariance: its smallest variance is {variances.min():.3g} and its largest "
+            f"{variances.max():.3g}, and it differs from its transpose by up to {lopsided:.3g}; expected none below 0 "
+            "and a symmetric matrix, as np.cov(features, rowvar=False) makes it"
+        )
     return Gaussian(mean, covariance)

@@ -1,4 +1,4 @@
-"""The recipes of improved-diffusion's README, and digits for the same network.
+"""The recipes of improved-diffusion's README.
 
 Nichol & Dhariwal 2021, arXiv:2102.09672; the lengths of the runs are those of the checkpoints that they published. bf16
 instead of their fp32. Their gradients of micro-batches are summed; here they are averaged, which Adam does not notice.
@@ -7,13 +7,11 @@ instead of their fp32. Their gradients of micro-batches are summed; here they ar
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from fastdiff.config import BatchConfig, EmaConfig, OptimConfig, OutputConfig, PerformanceConfig, RunConfig
+from fastdiff.config import BatchConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
 from fastdiff.data_config import DataConfig
 from fastdiff.model_config import AdmConfig
 from fastdiff.objective_config import DiffusionConfig
-from fastdiff.timestep_config import TimestepConfig
 
 _COSINE = DiffusionConfig(
     schedule="cosine",
@@ -95,57 +93,6 @@ def upsampler() -> RunConfig:
     )
     objective = replace(_COSINE, schedule="linear", loss="mse", rescale_timesteps=False)
     return _run("iddpm-upsampler", 500_000, model, objective, batch=256, lr=3e-4)
-
-
-def digits() -> RunConfig:
-    """8x8 digit scans with all that IDDPM has: ADM UNet, cosine schedule, learned range, L_hybrid, importance sampling.
-
-    fastdiff encode digits data/digits
-    deepspeed fastdiff/train.py --preset digits-adm
-    fastdiff evaluate runs/digits-adm
-
-    Not measured yet.
-    """
-    model = AdmConfig(classes=10, learn_sigma=True, **_DIGITS)
-    objective = replace(_COSINE, timesteps=1000, rescale_timesteps=False, condition_dropout=0.1)
-    return _digits("digits-adm", model, objective)
-
-
-def digits_enlarged() -> RunConfig:
-    """Digit scans from 4x4 to 8x8: super-resolution on two CPU cores in minutes.
-
-    fastdiff encode digits data/digits
-    deepspeed fastdiff/train.py --preset digits-sr
-
-    Not measured yet.
-    """
-    model = AdmConfig(classes=10, low_res_size=4, learn_sigma=True, **_DIGITS)
-    objective = replace(_COSINE, timesteps=1000, rescale_timesteps=False)
-    return _digits("digits-sr", model, objective)
-
-
-_DIGITS: dict[str, Any] = {
-    "channels": 1, "size": 8, "width": 32, "channel_mult": (1, 2), "res_blocks": 1, "attention_resolutions": (4,),
-    "heads": 2, "norm_num_groups": 8,
-}  # fmt: skip
-
-
-def _digits(name: str, model: AdmConfig, objective: DiffusionConfig) -> RunConfig:
-    steps, batch = 1000, 64
-    return RunConfig(
-        samples=steps * batch,
-        model=model,
-        objective=objective,
-        timesteps=TimestepConfig(density="importance"),
-        data=DataConfig(path="data/digits"),
-        batch=BatchConfig(samples=batch),
-        optim=OptimConfig(lr=1e-3, schedule="cosine", warmup_steps=80),
-        ema=EmaConfig(rates=(0.99,)),
-        performance=PerformanceConfig(precision="fp32"),
-        output=OutputConfig(
-            folder=f"runs/{name}", log_every=20, checkpoint_every=250, sample_every=0 if model.low_res_size else 250
-        ),
-    )
 
 
 def _run(

@@ -5,15 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from fastdiff import iddpm_presets
+from fastdiff import digits_presets, iddpm_presets
 from fastdiff.config import (
     BatchConfig,
     EmaConfig,
     OptimConfig,
     OutputConfig,
-    PerformanceConfig,
     RunConfig,
-    ValidationConfig,
 )
 from fastdiff.data_config import DataConfig
 from fastdiff.errors import ConfigError
@@ -21,29 +19,6 @@ from fastdiff.model_config import DIT_PATCHES, DIT_SIZES, DiTConfig, PretrainedC
 from fastdiff.objective_config import DiffusionConfig
 
 Preset = Callable[[], RunConfig]
-
-
-def digits() -> RunConfig:
-    """8x8 digit scans, trained on two CPU cores in minutes: the first run on a new machine.
-
-    fastdiff encode digits data/digits
-    deepspeed fastdiff/train.py --preset digits --deepspeed_config deepspeed_configs/zero3.json
-    fastdiff evaluate runs/digits
-
-    Measured (bench/results/cpu-2-cores/2026-11-21_digits): accuracy 1.000, Fréchet distance 0.25, 116 s for the steps.
-    """
-    steps, batch = 1000, 64
-    return RunConfig(
-        samples=steps * batch,
-        model=DiTConfig(depth=4, hidden=128, heads=4, patch=2, channels=1, size=8, classes=10),
-        objective=DiffusionConfig(schedule="linear", prediction="v"),
-        data=DataConfig(path="data/digits"),
-        batch=BatchConfig(samples=batch),
-        optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=80),
-        ema=EmaConfig(rates=(0.99,)),
-        performance=PerformanceConfig(precision="fp32"),
-        output=OutputConfig(folder="runs/digits", log_every=20, checkpoint_every=250, sample_every=250),
-    )
 
 
 FID_400K: dict[str, float] = {
@@ -106,39 +81,6 @@ def _imagenet(name: str, model: DiTConfig, objective: DiffusionConfig) -> RunCon
         optim=OptimConfig(name="adamw", lr=1e-4, weight_decay=0.0, clip=0.0),
         ema=EmaConfig(rates=(0.9999,)),
         output=OutputConfig(folder=f"runs/{name}", checkpoint_every=10_000, sample_every=10_000),
-    )
-
-
-def digits_t2i() -> RunConfig:
-    """32x32 digit scans from captions ("a handwritten seven"): a whole text-to-image run on two CPU cores in minutes.
-
-    make demo-t2i
-
-    Measured (bench/results/cpu-2-cores/2026-11-21_digits-t2i): accuracy 0.900 of what diffusers draws, 4 min 55 s.
-    """
-    steps, batch = 1000, 64
-    return RunConfig(
-        samples=steps * batch,
-        model=UNetConfig(
-            size=8,
-            block_out_channels=(32, 64),
-            layers_per_block=1,
-            attention_heads=(2, 2),
-            transformer_layers=(1, 0),
-            cross_attention_dim=32,
-            norm_num_groups=8,
-        ),
-        pretrained=PretrainedConfig(path="data/digits-t2i/pipeline"),
-        objective=DiffusionConfig(schedule="scaled_linear", prediction="epsilon"),
-        data=DataConfig(path="data/digits-t2i/latents"),
-        batch=BatchConfig(samples=batch),
-        optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=60),
-        ema=EmaConfig(rates=(0.98,)),
-        performance=PerformanceConfig(precision="fp32"),
-        validation=ValidationConfig(
-            prompts=("a handwritten three", "a handwritten seven"), every=500, images_per_prompt=4, guidance_scale=4.0
-        ),
-        output=OutputConfig(folder="runs/digits-t2i", log_every=20, checkpoint_every=500),
     )
 
 
@@ -210,10 +152,10 @@ def sd15_finetune() -> RunConfig:
 
 
 PRESETS: dict[str, Preset] = {
-    "digits": digits,
-    "digits-t2i": digits_t2i,
-    "digits-adm": iddpm_presets.digits,
-    "digits-sr": iddpm_presets.digits_enlarged,
+    "digits": digits_presets.digits,
+    "digits-t2i": digits_presets.text_to_image,
+    "digits-adm": digits_presets.adm,
+    "digits-sr": digits_presets.enlarged,
     "sd15-512": sd15_512,
     "sd2-512": sd2_512,
     "sd15-finetune": sd15_finetune,

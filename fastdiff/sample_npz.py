@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdiff.errors import DataError, StorageError
-from fastdiff.fidelity_npz import npz_member, npz_names
+from fastdiff.npz_arrays import npz_member, npz_names
 
 IMAGES, LABELS = "arr_0", "arr_1"
 

@@ -82,7 +82,10 @@ def draw_set(
         for batch in _missing(parts, rank):
             parts.write(batch, _draw(run, wished, drawing, decoder, parts.images(batch), options))
     if missing := parts.join():
-        say(f"rank {rank.number}: its share is done; {missing} images are still missing, other ranks draw them")
+        say(
+            f"rank {rank.number}: its share is done; {missing} images are still missing, other ranks draw them; if "
+            "all have ended, run this command once more"
+        )
     else:
         say(f"{options.out}: {wished.count} images, {run.description}")
 

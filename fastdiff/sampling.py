@@ -96,7 +96,9 @@ def sample(
             ``without + cfg * (with - without)``; None or 1: none, at half the cost.
         cfg_channels: Guide so many channels of the prediction, the first ones, as DiT's published code does with 3; the
             others are the conditional's. None: all. The channels of a learned variance are the conditional's always.
-        clip: Clamp every estimate of x0 to [-1, 1], the range of pixels (Nichol & Dhariwal 2021's clip_denoised).
+        clip: Clamp every estimate of x0 to [-1, 1], the range of pixels (Nichol & Dhariwal 2021's clip_denoised). A
+            step of ddpm to the level before has no such estimate if the model predicts its mean (previous_x), which is
+            taken as it is then, as there; a longer step has.
         seed: Any integer; its low 64 bits count.
         batch: Images per forward pass (guidance doubles them inside).
         first_index: Number of the first image, 0 or above, where the images are part of a larger set.
@@ -111,6 +113,7 @@ def sample(
     _check(scheduler, cfg_channels, shape[0])
     trajectory = _trajectory(objective, steps, respacing, shift)
     guidance = 1.0 if cfg is None else cfg, cfg_channels or shape[0]
+    clamped = [clip and not (scheduler == "ddpm" and own) for own in trajectory.predicts_step]
     count, device = next((len(value), value.device) for value in condition.values())
     parts = [torch.empty(0, *shape, device=device)]
     with _bar(progress, -(-count // batch) * len(trajectory.time)) as bar:
@@ -122,7 +125,7 @@ def sample(
             # A new one for each batch: some keep the last predictions.
             solver = _diffusers_scheduler(scheduler, trajectory.alpha_bar, objective.variance)
             latents = torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
-            parts.append(_solve(predict, solver, trajectory, latents, generators, bar, clip=clip))
+            parts.append(_solve(predict, solver, trajectory, latents, generators, bar, clamped))
     return torch.cat(parts)
 
 
@@ -155,7 +158,7 @@ def _check(scheduler: str, cfg_channels: int | None, channels: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Trajectory:
-    """The noise levels of a solver, ascending; all but the times are float64 on the CPU, ``[steps]`` each."""
+    """The noise levels of a solver, ascending; numbers but the times are float64 on the CPU, ``[steps]`` each."""
 
     time: Tensor
     """What the model is told: int64 or fp32."""
@@ -165,11 +168,14 @@ class _Trajectory:
     """The model's input over the latents of that form."""
     clean: tuple[Tensor, Tensor, Tensor]
     """(p, q, r), by which x0 is ``(p * prediction - q * input) / r``."""
+    predicts_step: list[bool]
+    """Whether the prediction is the mean of ddpm's step from here, of which x0 is no more than another form."""
 
 
 def _trajectory(objective: DiffusionConfig, steps: int, respacing: str | None, shift: float) -> _Trajectory:
     process = build_process(objective, "cpu")
-    levels = process.levels(_visited(objective, process, steps, respacing, shift))
+    native = _visited(objective, process, steps, respacing, shift)
+    levels = process.levels(native)
     alpha, sigma, a, b = levels.table[levels.row].double().unbind(1)
     total = alpha**2 + sigma**2
     turn = a * sigma - b * alpha
@@ -179,7 +185,9 @@ def _trajectory(objective: DiffusionConfig, steps: int, respacing: str | None, s
             f"{objective.predicted} gives no image; use --objective.prediction v or x0"
         )
     time = levels.time if levels.time.dtype == torch.int64 else levels.time.float()
-    return _Trajectory(time, alpha**2 / total, total.sqrt(), (sigma, b, turn))
+    gaps = native.diff(prepend=native.new_tensor([-1])).tolist()
+    predicts_step = [objective.predicted == "previous_x" and gap == 1 for gap in gaps]
+    return _Trajectory(time, alpha**2 / total, total.sqrt(), (sigma, b, turn), predicts_step)
 
 
 def _visited(objective: DiffusionConfig, process: Process, steps: int, respacing: str | None, shift: float) -> Tensor:
@@ -230,10 +238,9 @@ def _solve(
     latents: Tensor,
     generators: list[torch.Generator],
     bar: Any,
-    *,
-    clip: bool,
+    clamped: list[bool],
 ) -> Tensor:
-    """Take all steps from ``latents [B, C, H, W]`` of pure noise."""
+    """Take all steps from ``latents [B, C, H, W]`` of pure noise; ``clamped [steps]``: whether x0 is."""
     time = trajectory.time.to(latents.device)
     channels = latents.shape[1]
     for level in scheduler.timesteps.tolist():
@@ -242,7 +249,7 @@ def _solve(
         # In this order: near pure noise x0 is the small difference of two large numbers.
         p, q, r = (float(factor[level]) for factor in trajectory.clean)
         clean = (p * output[:, :channels] - q * noisy) / r
-        if clip:
+        if clamped[level]:
             clean = clean.clamp(-1, 1)
         estimate = _with_variance(scheduler, clean, output[:, channels:])
         step = scheduler.step(estimate, level, latents, generator=generators, return_dict=False)

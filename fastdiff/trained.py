@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +14,6 @@ from fastdiff.averages import choose
 from fastdiff.batch import Condition
 from fastdiff.config import RunConfig
 from fastdiff.config_file import from_mapping
-from fastdiff.data.shards import DatasetInfo
-from fastdiff.data.sources import DIGITS_SOURCE
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.grid import image_grid
 from fastdiff.launch import require_run
@@ -107,7 +102,7 @@ class TrainedRun:
         self, labels: Tensor, *, scheduler: SchedulerName, steps: int, cfg: float, seed: int, progress: bool
     ) -> Tensor:
         """Return ``[N, C, H, W]`` fp32 latents on the CPU, one per label (``[N]`` int64)."""
-        drawing = Drawing(scheduler=scheduler, steps=steps, cfg=cfg, clip=False, seed=seed)
+        drawing = Drawing(scheduler=scheduler, steps=steps, cfg=cfg, seed=seed)
         return self.sample({"label": labels}, {"label": null_label(self.config)}, drawing, progress=progress)
 
     def draw_classes(self, path: Path, classes: Sequence[int] | None, *, per_class: int, drawing: Drawing) -> None:
@@ -156,31 +151,6 @@ class TrainedRun:
             raise ConfigError(f"{self.folder} was trained without --pretrained.path: nothing embeds its prompts")
         return encode_prompts(pretrained(self.config), prompts, self.config.model, negative=negative)
 
-    def evaluate(self) -> dict[str, Any]:
-        """Measure 500 generated images and write ``evaluation.json``; only digits have a built-in measure."""
-        from fastdiff.evaluation import evaluate_digits, evaluation_labels
-
-        source = DatasetInfo.read(self.config.data.path).provenance.source
-        if source != DIGITS_SOURCE:
-            raise ConfigError(
-                f"{self.folder}: there is no built-in evaluation for data from {source!r}, only for digits; "
-                "`fastdiff sample` draws images for your own"
-            )
-        if not self.known_classes or self.model.low_res_size:
-            kind = "that enlarges images" if self.model.low_res_size else "without classes"
-            raise ConfigError(
-                f"{self.folder}: a model {kind} has no digits to be asked for; measure its samples with `fastdiff "
-                "evaluate SAMPLES --reference REAL`"
-            )
-        labels = evaluation_labels()
-        cfg = CLASS_CFG if self.config.objective.condition_dropout else 1.0
-        images = self.draw(labels, scheduler="dpmsolver++", steps=20, cfg=cfg, seed=0, progress=True)
-        result = evaluate_digits(images, labels)
-        temporary = self.folder / "evaluation.json.tmp"
-        temporary.write_text(json.dumps(result, indent=2) + os.linesep)
-        temporary.replace(self.folder / "evaluation.json")
-        return result
-
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
@@ -190,14 +160,29 @@ class TrainedRun:
         """Return ``drawing`` with what is None decided, as far as it counts.
 
         Raises:
-            ConfigError: guidance towards classes, and there are none.
+            ConfigError: guidance towards classes, and there are none, or it has not been learned to do without them;
+                channels to guide, and no guidance.
         """
         usual = PROMPT_CFG
         if not isinstance(self.config.model, UNetConfig):
-            usual = CLASS_CFG if self.known_classes and self.config.objective.condition_dropout else 1.0
+            dropped = bool(self.config.objective.condition_dropout)
+            usual = CLASS_CFG if self.known_classes and dropped else 1.0
             if not self.known_classes and drawing.cfg not in (None, 1.0):
                 raise ConfigError(f"--cfg {drawing.cfg:g}: {self.folder} has no classes to guide to; leave it out")
+            # Weights that a fine-tuning started from may have learned it before.
+            if not (dropped or self.config.pretrained.weights) and drawing.cfg not in (None, 1.0):
+                raise ConfigError(
+                    f"--cfg {drawing.cfg:g}: {self.folder} was trained with --objective.condition_dropout 0, so that "
+                    "it has not learned images without a class, from which guidance starts; leave --cfg out, or train "
+                    "with --objective.condition_dropout 0.1"
+                )
         cfg = usual if drawing.cfg is None else drawing.cfg
+        if drawing.cfg_channels is not None and cfg == 1.0:
+            raise ConfigError(
+                f"--cfg-channels {drawing.cfg_channels}: there is no guidance with --cfg 1"
+                f"{', the default of this model' if drawing.cfg is None else ''}; give another --cfg, or leave "
+                "--cfg-channels out"
+            )
         clip = autoencoder_of(self.config) == IDENTITY if drawing.clip is None else drawing.clip
         return replace(drawing, cfg=cfg, clip=clip)
 

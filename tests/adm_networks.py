@@ -21,10 +21,10 @@ SMALL = {
         **{**_SMALL, "attention_resolutions": (8, 4)}, channel_mult=(1, 1, 2), res_blocks=1, heads=1,
         scale_shift_norm=False,
     ),
-    # Sizes change within residual blocks, heads of 8 channels, a level that is narrower than the width.
+    # Sizes change within residual blocks, heads of 8 channels, all queries first, a level narrower than the width.
     "adm": AdmConfig(
-        **_SMALL, channel_mult=(0.5, 1, 2), res_blocks=1, head_channels=8, classes=3, resblock_updown=True,
-        learn_sigma=True,
+        **_SMALL, channel_mult=(0.5, 1, 2), res_blocks=1, head_channels=8, qkv_order="qkv_major", classes=3,
+        resblock_updown=True, learn_sigma=True,
     ),
     "adm added": AdmConfig(
         **_SMALL, channel_mult=(1, 2), res_blocks=1, heads=4, resblock_updown=True, scale_shift_norm=False

@@ -145,14 +145,19 @@ class Reference:
         return shortcut + h
 
     def attention(self, name: str, x: Tensor) -> Tensor:
-        """Head after head: the channels of ``qkv`` are those of query, key and value of the first head, and so on."""
+        """The channels of ``qkv`` are those of query, key and value of the first head, and so on.
+
+        Or those of the query of the first head, of the second, ..., then those of the keys, then those of the values.
+        """
         width = x.shape[1]
         heads = width // self.config.head_channels if self.config.head_channels else self.config.heads
+        across, along = {"head_major": (3, 1), "qkv_major": (1, heads)}[self.config.qkv_order]
         tokens = self.norm(f"{name}.norm", x).flatten(2)
         qkv = self.weight(f"{name}.qkv.weight")[:, :, 0] @ tokens + self.weight(f"{name}.qkv.bias")[:, None]
         mixed = []
-        for part in qkv.split(3 * width // heads, dim=1):
-            query, key, value = part.split(width // heads, dim=1)
+        parts = qkv.split(width // heads, dim=1)
+        for head in range(heads):
+            query, key, value = (parts[head * across + kind * along] for kind in range(3))
             scale = (width // heads) ** -0.25
             scores = (query * scale).transpose(1, 2) @ (key * scale)
             odds = torch.exp(scores - scores.max(dim=2, keepdim=True).values)

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import save_file
 
+from fastdiff.commands import main
 from fastdiff.config import RunConfig, ValidationConfig
+from fastdiff.data.encode import encode_digits
 from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.writer import ShardWriter
@@ -173,3 +176,21 @@ def test_grids_of_enlarged_images_are_refused(digits: Path, tmp_path: Path) -> N
     config = adm(digits, tmp_path, low_res_size=4)
     with pytest.raises(ConfigError, match="fastdiff sample --low-res"):
         replace(config, output=replace(config.output, sample_every=1))
+
+
+def test_a_run_that_enlarges_digits_is_measured_on_scans_that_it_has_not_seen(
+    torch_extensions: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encode_digits(tmp_path / "train", split="train")
+    found = {}
+    for name, data in (("seen", digits), ("unseen", tmp_path / "train")):
+        trained(adm(data, tmp_path / name, steps=2, low_res_size=4))
+        found[name] = main(["evaluate", str(tmp_path / name)])
+    assert found == {"seen": 2, "unseen": 0}
+    assert "also on the scans that its enlargements are measured on" in capsys.readouterr().err
+    result = json.loads((tmp_path / "unseen" / "evaluation.json").read_text())
+    assert (result["images"], result["draws"]) == (360, 8)
+    assert result["psnr_of_mean"] < result["psnr_of_bicubic"] < 14, "two steps are too few"
+    with Image.open(tmp_path / "unseen" / "enlarged.png") as picture:
+        assert picture.width > 3 * picture.height
+    assert not (tmp_path / "seen" / "evaluation.json").exists()

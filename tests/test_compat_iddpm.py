@@ -215,6 +215,16 @@ def test_a_resumed_run_goes_on_with_the_whole_training() -> None:
     assert "the weights alone are read" in notes
 
 
+@pytest.mark.parametrize("step", [30_000, 1_499_999, 2_000_000])
+def test_a_resumed_run_without_an_end_has_as_many_steps_as_the_published_one_behind_it(step: int) -> None:
+    config, notes = iddpm(f"--resume_checkpoint logs/model{step:06d}.pt --batch_size 8", gpus=2)
+    assert config.steps == step + 1_500_000
+    assert f"ends after {step + 1_500_000} steps, the {step} of --resume_checkpoint and those of iddpm-image" in notes
+    ended, notes = iddpm(f"--resume_checkpoint logs/model{step:06d}.pt --lr_anneal_steps 2000001")
+    assert ended.steps == 2_000_001
+    assert "never ends" not in notes
+
+
 def test_a_resumed_run_begins_with_the_weights_of_the_file(tmp_path: Path) -> None:
     shape = "--image_size 32 --num_channels 32 --num_res_blocks 1 --num_heads 1"
     weights = build_model(adm(iddpm(shape)[0]), seed=7).state_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import tarfile
 import threading
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("digits", ["--samples", "7"], "--samples is for the source synthetic, and the source is digits; leave it out"),
         ("synthetic", ["--max-samples", "7"], "--max-samples is for images, and synthetic is none"),
         ("synthetic", ["--bucket-step", "8"], "say ./synthetic"),
+        ("synthetic", ["--split", "train"], "--split is for images"),
+        ("digits", ["--split", "dev"], "--split dev: of the digits there are all, train, test"),
     ],
 )
 def test_options_of_another_source_are_refused(
@@ -60,6 +63,25 @@ def test_options_of_another_source_are_refused(
     assert main(["encode", source, str(tmp_path / "out"), *own, *options]) == 2
     assert message.format(images) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_digits_have_a_part_to_measure_on(tmp_path: Path) -> None:
+    infos = {}
+    for split in ("all", "train", "test"):
+        assert main(["encode", "digits", str(tmp_path / split), "--split", split]) == 0
+        infos[split] = DatasetInfo.read(tmp_path / split)
+    assert [info.samples for info in infos.values()] == [1797, 1437, 360]
+    assert infos["test"].provenance.source == "scikit-learn load_digits, test"
+    names = {split: _names(tmp_path / split) for split in infos}
+    assert names["train"] + names["test"] == names["all"]
+
+
+def _names(folder: Path) -> list[str]:
+    names = []
+    for shard in sorted(folder.glob("*.tar")):
+        with tarfile.open(shard) as archive:
+            names += archive.getnames()
+    return names
 
 
 def test_synthetic_takes_its_own(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import random
 import shutil
@@ -18,6 +17,7 @@ from fastdiff.data.encode import encode_digits
 from fastdiff.data.verify import verify
 from fastdiff.errors import ConfigError
 from fastdiff.tiny_pipeline import build
+from tests.durable_calls import DURABLE, dying_at
 from tests.encoding import captioned, files
 from tests.processes import BIN, run, start, stop
 
@@ -129,21 +129,7 @@ def test_killed_five_times_it_writes_the_same_bytes(
 
 def killed_main(argv: list[str], number: int) -> None:
     """Encode until the call number ``number`` that makes something durable or visible, and die before it."""
-    import os
-    import signal
-    from unittest import mock
-
-    calls = itertools.count(1)
-
-    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            if next(calls) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **options)
-
-        return call
-
-    with mock.patch("os.fsync", dying(os.fsync)), mock.patch("pathlib.Path.replace", dying(Path.replace)):
+    with dying_at(number, DURABLE):
         rank_main(argv, 0, 1)
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.fidelity_comparison import FidelityOptions, evaluate_images
 from fastdiff.fidelity_images import open_images, open_reference
-from fastdiff.fidelity_npz import npz_member
+from fastdiff.npz_arrays import npz_member
 from tests.hostile_files import Payload
 from tests.image_sets import folder_of, npz, pictures
 
@@ -69,6 +69,9 @@ def test_other_layouts_are_refused(tmp_path: Path, array: npt.NDArray[Any]) -> N
         (np.zeros((2, 1)), np.eye(2), r"expected floating point \[D\] and \[D, D\]"),
         (np.zeros(2), np.eye(2, dtype=np.int64), r"expected floating point \[D\] and \[D, D\]"),
         (np.zeros(2), np.full((2, 2), np.nan), "not finite"),
+        (np.zeros(2), np.array([[2.0, 0.5], [0.4, 1.0]]), r"no covariance: .* from its transpose by up to 0\.1;"),
+        (np.zeros(2), np.triu(np.ones((2, 2))), "by up to 1; expected none below 0 and a symmetric matrix"),
+        (np.zeros(2), np.diag([1.0, -1e-3]), r"its smallest variance is -0\.001 and its largest 1,"),
     ],
 )
 def test_wrong_statistics_are_refused(
@@ -76,6 +79,16 @@ def test_wrong_statistics_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=message):
         open_reference(npz(tmp_path / "s.npz", mu=mu, sigma=sigma))
+
+
+def test_roundings_of_a_covariance_are_not_refused(tmp_path: Path) -> None:
+    features = np.random.default_rng(0).normal(size=(500, 24)).astype(np.float32)
+    sigma = np.cov(features, rowvar=False).astype(np.float32)
+    sigma[3, 5] *= 1 + 1e-5
+    assert (sigma != sigma.T).any()
+    found = open_reference(npz(tmp_path / "s.npz", mu=features.mean(axis=0), sigma=sigma)).statistics
+    assert found is not None
+    assert np.array_equal(found.covariance, sigma)
 
 
 def test_statistics_of_another_extractor_are_refused(tmp_path: Path) -> None:

@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fastdiff.errors import ConfigError
-from fastdiff.evaluation import evaluate_digits, evaluation_labels, real_digits, to_pixels
+from fastdiff.evaluation import evaluate_digits, evaluate_enlarged, evaluation_labels, real_digits, scans, to_pixels
 from fastdiff.fidelity import frechet_distance
 
 
 def real_images() -> tuple[torch.Tensor, torch.Tensor]:
-    pixels, classes = real_digits()
-    return torch.from_numpy(pixels).view(-1, 1, 8, 8) * 2 - 1, torch.from_numpy(classes)
+    return scans("all")
 
 
 def test_real_scans_are_real() -> None:
@@ -107,3 +107,18 @@ def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
 def test_diverged_images_are_refused() -> None:
     with pytest.raises(ConfigError, match="diverged"):
         evaluate_digits(torch.full((4, 1, 8, 8), float("nan")), torch.zeros(4, dtype=torch.int64))
+
+
+def test_enlarged_digits_are_judged_beside_bicubic_ones() -> None:
+    real, labels = scans("test")
+    small = F.interpolate(real, size=4, mode="area")
+    drawn = torch.stack([0.8 * real + 0.1, 0.8 * real - 0.1], 1)
+    result = evaluate_enlarged(drawn, real, small, labels)
+    # Pixels in [0, 1] are half as far apart as those in [-1, 1].
+    assert result["psnr_of_mean"] == pytest.approx(-20 * math.log10(0.2 * real.square().mean().sqrt() / 2), rel=1e-5)
+    assert 13 < result["psnr_of_bicubic"] < 14
+    assert 0.7 < result["accuracy_of_bicubic"] < 0.8 < result["accuracy"] <= result["accuracy_of_real"] < 0.97
+    assert (result["images"], result["draws"]) == (360, 2)
+    wrong = evaluate_enlarged(drawn, real, small, (labels + 1) % 10)
+    assert wrong["accuracy"] < 0.1
+    assert wrong["psnr_of_mean"] == result["psnr_of_mean"]

@@ -24,7 +24,6 @@ from fastdiff.published_weights import load_published
 from fastdiff.saved import Saved
 from fastdiff.train import train
 from tests.forked import forked_ranks, values
-from tests.hostile_files import repeated, zip_of
 from tests.runs import launch, newest, records, tiny, train_losses
 
 ADM = AdmConfig(
@@ -115,7 +114,7 @@ def test_an_adm_run_in_the_files_of_improved_diffusion(
         assert_same(found, saved.full(moment), model)
     assert_goes_on(saved.weights(), opt, run, config)
 
-    read = read_published_training(out)
+    read = read_published_training(out / "model000001.pt")
     assert read.step == 1
     assert_same(read.weights, saved.weights(), model)
     assert list(read.averages) == [0.5, 0.9]
@@ -233,7 +232,7 @@ def test_an_optimizer_that_is_not_there_is_left_out(
     export(tmp_path / "run", tmp_path / "out", Choice(format="dit-training"))
     assert "optimizer is left out: it is the state of an adapter, not of the merged weights" in capsys.readouterr().out
     assert opened(tmp_path / "out" / "0000002.pt").keys() == {"model", "ema", "args"}
-    read = read_published_training(tmp_path / "out")
+    read = read_published_training(tmp_path / "out" / "0000002.pt")
     assert read.optimizer is None
     base = newest(tmp_path / "first").weights(0.9)
     assert torch.equal(read.weights["x_embedder.proj.weight"], base["x_embedder.proj.weight"])
@@ -244,80 +243,25 @@ def test_an_optimizer_that_is_not_there_is_left_out(
     assert moments(saved, first) == "no step was taken"
 
 
-def test_a_training_in_16_bits_of_improved_diffusion(tmp_path: Path) -> None:
-    """Its optimizer has one parameter, all weights one after another."""
-    torch.manual_seed(0)
-    weights = {name: value.detach() for name, value in build_model(ADM, seed=1).named_parameters()}
-    flat = nn.Parameter(torch.cat([value.flatten() for value in weights.values()]))
-    adamw = torch.optim.AdamW([flat])
-    flat.grad = torch.randn_like(flat)
-    adamw.step()
-    torch.save(weights, tmp_path / "model012345.pt")
-    torch.save(adamw.state_dict(), tmp_path / "opt012345.pt")
-    read = read_published_training(tmp_path)
-    assert read.step == 12345
-    assert read.optimizer is not None
-    joined = torch.cat([read.optimizer.exp_avg[name].flatten() for name in weights])
-    assert torch.equal(joined, adamw.state[flat]["exp_avg"])
-    assert all(read.optimizer.exp_avg[name].shape == value.shape for name, value in weights.items())
+def test_the_steps_of_files_that_are_numbered_from_0(world: World, digits: Path, tmp_path: Path) -> None:
+    """improved-diffusion's file of N is written after N + 1 steps; the run goes on as if it had not been stopped."""
+    config = tiny(digits, tmp_path / "run", steps=3, output__checkpoint_every=1, model=ADM)
+    config = replace(config, ema=EmaConfig(rates=(0.9999,)))
+    train(config, launch(1), world)
+    export(tmp_path / "run", tmp_path / "out", Choice(format="iddpm", step=2))
+    for path in (tmp_path / "out").glob("*000002.pt"):
+        path.rename(path.with_name(path.name.replace("000002", "000001")))
+    start = PretrainedConfig(path=str(tmp_path / "out" / "model000001.pt"), weights=True, training=True)
+    train(replace(config, pretrained=start, output=output(tmp_path / "second")), launch(1), world)
+    expected, found = newest(tmp_path / "run"), newest(tmp_path / "second")
+    assert found.manifest["progress"] == expected.manifest["progress"]
+    for which in ("master", "ema/0.9999", *MOMENTS):
+        weights = found.full(which)
+        assert all(torch.equal(weights[name], value) for name, value in expected.full(which).items())
 
-
-def test_the_newest_step_of_a_folder_is_read(tmp_path: Path) -> None:
-    for step in ("000900", "001000", "1000001"):
-        torch.save({"w": torch.full((2,), float(step))}, tmp_path / f"model{step}.pt")
-        torch.save({"w": torch.full((2,), -float(step))}, tmp_path / f"ema_0.9999_{step}.pt")
-    read = read_published_training(tmp_path)
-    assert read.step == 1000001
-    assert read.averages[0.9999]["w"].tolist() == [-1000001.0, -1000001.0]
-
-
-W = {"w": torch.zeros(2)}
-MOMENT = torch.zeros(2)
-
-
-def adam(**changes: Any) -> dict[str, Any]:
-    state = {"step": torch.tensor(1.0), "exp_avg": MOMENT, "exp_avg_sq": MOMENT} | changes
-    return {"state": {0: state}, "param_groups": [{"params": [0]}]}
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("opt000001.pt", {"state": {}}, "its optimizer is not an AdamW"),
-        ("opt000001.pt", {"state": {0: {"step": 1}}, "param_groups": [{"params": [0]}]}, "is not an AdamW"),
-        ("opt000001.pt", {"state": [1], "param_groups": []}, "is not an AdamW"),
-        ("opt000001.pt", adam(exp_avg=3), "is not an AdamW"),
-        ("opt000001.pt", adam(step=float("inf")), "is not an AdamW"),
-        ("opt000001.pt", adam(exp_avg=torch.zeros(3)), "its optimizer is one of other weights"),
-        ("opt000001.pt", adam(exp_avg=torch.zeros(1).expand(10**9)), "bytes, more than the"),
-        ("opt000001.pt", adam(step=bytearray(3)), "code that is not run"),
-        ("ema_0.9_000001.pt", {"v": torch.zeros(2)}, "the average is one of other weights"),
-        ("ema_abc_000001.pt", W, "could not convert string to float"),
-        ("model000002.pt", [1, 2], "expected a dict, it holds list"),
-        ("model000002.pt", {"w": 3}, "expected a state dict"),
-        ("0000002.pt", {"ema": W}, "expected a state dict under 'model'"),
-        ("0000002.pt", {"model": W, "opt": 7}, "is not an AdamW"),
-        ("0000002.pt", {"model": W, "ema": {"w": torch.zeros(3)}}, "the average is one of other weights"),
-    ],
-)  # fmt: skip
-def test_files_that_hold_something_else_are_refused(tmp_path: Path, name: str, content: Any, message: str) -> None:
-    torch.save(W, tmp_path / "model000001.pt")
-    torch.save(content, tmp_path / name)
-    with pytest.raises(ConfigError, match=message):
-        read_published_training(tmp_path)
-
-
-def test_names_and_sizes_that_lie_are_refused(tmp_path: Path) -> None:
-    zip_of(tmp_path / "model000001.pt", repeated)
-    with pytest.raises(ConfigError, match="bytes, more than the"):
-        read_published_training(tmp_path)
-    torch.save(adam(), tmp_path / "opt000001.pt")
-    with pytest.raises(ValueError, match="it is the state of an optimizer; expected weights"):
-        load_published(tmp_path / "opt000001.pt")
-    (tmp_path / "empty").mkdir()
-    for path in (tmp_path / "empty", tmp_path / "opt000001.pt", tmp_path / "0000009.pt"):
-        with pytest.raises(ConfigError, match=r"expected modelNNNNNN\.pt of improved-diffusion or NNNNNNN\.pt of DiT"):
-            read_published_training(path)
+    short = replace(config, pretrained=start, samples=2 * config.batch.samples, output=output(tmp_path / "third"))
+    with pytest.raises(ConfigError, match=r"is of step 2, and the run has 2 steps in all; raise --samples"):
+        train(short, launch(1), world)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fastdiff.commands import main
@@ -18,6 +19,7 @@ from fastdiff.data.shards import DatasetInfo
 from fastdiff.dist import World
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import AdmConfig, DiTConfig
+from fastdiff.models import build_model
 from fastdiff.network import null_label
 from fastdiff.pretrained import Pretrained
 from fastdiff.sample_conditions import Wish
@@ -95,13 +97,41 @@ def test_its_grid(unconditional: Path, tmp_path: Path) -> None:
     assert (tmp_path / "grid.png").exists()
 
 
-@pytest.mark.parametrize(("dropout", "cfg"), [(0.0, 1.0), (0.1, 1.5)])
-def test_without_dropped_classes_there_is_no_guidance_unless_asked_for(
-    world: World, digits: Path, tmp_path: Path, dropout: float, cfg: float
-) -> None:
-    train(tiny(digits, tmp_path / "run", steps=1, objective__condition_dropout=dropout), launch(0), world)
-    run = TrainedRun(tmp_path / "run")
-    assert run.decided(Drawing()).cfg == cfg
+# ---- classes that were never dropped -------------------------------------------------------------------
+
+
+def undropped(world: World, data: Path, folder: Path, **changes: Any) -> Path:
+    train(tiny(data, folder, steps=1, **{"objective__condition_dropout": 0.0, **changes}), launch(0), world)
+    return folder
+
+
+def test_without_dropped_classes_there_is_no_guidance(world: World, digits: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = undropped(world, digits, tmp_path / "run")
+    run = TrainedRun(folder)
+    assert run.decided(Drawing()).cfg == 1.0
+    assert run.decided(Drawing(cfg=1.0)).cfg == 1.0
+    for options in (["--npz", str(tmp_path / "out.npz"), "--num", "2"], ["--grid", str(tmp_path / "out.png")]):
+        for cfg in ("3", "0"):
+            error = refused([folder, *options, "--cfg", cfg], capsys)
+            assert f"--cfg {cfg}: {folder} was trained with --objective.condition_dropout 0" in error
+            assert "leave --cfg out, or train with --objective.condition_dropout 0.1" in error
+        error = refused([folder, *options, "--cfg-channels", "1"], capsys)
+        assert "--cfg-channels 1: there is no guidance with --cfg 1, the default of this model" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_dropped_classes_are_guided_to(world: World, digits: Path, tmp_path: Path) -> None:
+    run = TrainedRun(undropped(world, digits, tmp_path / "run", objective__condition_dropout=0.1))
+    assert run.decided(Drawing()).cfg == 1.5
+    assert run.decided(Drawing(cfg=3.0, cfg_channels=1)) == Drawing(cfg=3.0, cfg_channels=1, clip=True)
+
+
+def test_a_fine_tuned_model_may_have_learned_to_do_without_before(world: World, digits: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    save_file(build_model(tiny(digits, tmp_path / "run").model).state_dict(), weights)
+    pretrained = {"pretrained__path": str(weights), "pretrained__weights": True}
+    run = TrainedRun(undropped(world, digits, tmp_path / "run", **pretrained))
+    assert run.decided(Drawing()).cfg == 1.0
     assert run.decided(Drawing(cfg=3.0)).cfg == 3.0
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shutil
 import signal
 import time
 import tracemalloc
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,6 +29,7 @@ from fastdiff.sampling import uniform_labels
 from fastdiff.text_to_image import as_bytes
 from fastdiff.train import train
 from fastdiff.trained import Drawing, TrainedRun
+from tests.durable_calls import DURABLE, REMOVING, dying_at
 from tests.forked import forked_ranks, values
 from tests.processes import BIN, run, start, stop
 from tests.runs import launch, tiny
@@ -73,6 +71,13 @@ def drawn_by(world: World, folder: Path, out: Path) -> bool:
     return out.exists()
 
 
+def drawn_in_bf16(world: World, folder: Path, out: Path) -> torch.dtype:
+    run = TrainedRun(folder)
+    options = SetOptions(out=out, batch=8, precision="bf16")
+    draw_set(run, Wish(num=40), Drawing(steps=4), options, Rank.from_environment(), say=lambda _: None)
+    return next(run.model.parameters()).dtype
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_number_of_ranks_writes_the_same_file(trained: Path, undisturbed: Path, tmp_path: Path, ranks: int) -> None:
     out = tmp_path / "new" / "out.npz"
@@ -80,6 +85,18 @@ def test_any_number_of_ranks_writes_the_same_file(trained: Path, undisturbed: Pa
     assert any(finished), "the last one joins the parts"
     assert out.read_bytes() == undisturbed.read_bytes()
     assert [path.name for path in out.parent.iterdir()] == ["out.npz"]
+
+
+def test_bf16_draws_the_same_file_in_any_number_of_ranks(trained: Path, tmp_path: Path) -> None:
+    files = []
+    for ranks in (1, 2):
+        out = tmp_path / f"{ranks}.npz"
+        assert values(forked_ranks(drawn_in_bf16, trained, out, ranks=ranks)) == [torch.bfloat16] * ranks
+        files.append(out.read_bytes())
+    assert files[0] == files[1]
+    draw(trained, tmp_path / "fp32.npz", Rank(), num=40, batch=8)
+    lossy, exact = (read_npz(tmp_path / name)[0].astype(int) for name in ("1.npz", "fp32.npz"))
+    assert 0 < abs(lossy - exact).mean() < 4, "rounded, and the same images"
 
 
 def test_every_image_is_that_of_its_number_and_class(trained: Path, undisturbed: Path) -> None:
@@ -135,21 +152,7 @@ def test_the_real_command_is_killed_and_goes_on(trained: Path, undisturbed: Path
 
 def killed_at(world: World, folder: Path, out: Path, number: int) -> None:
     """Draw until the call of this number that makes something durable or visible, or removes it, and die before it."""
-    calls = itertools.count(1)
-
-    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            if next(calls) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **options)
-
-        return call
-
-    with (
-        mock.patch("os.fsync", dying(os.fsync)),
-        mock.patch("pathlib.Path.replace", dying(Path.replace)),
-        mock.patch("os.unlink", dying(os.unlink)),
-    ):
+    with dying_at(number, DURABLE | REMOVING):
         draw(folder, out, Rank(), num=20, batch=10)
 
 
@@ -170,6 +173,33 @@ def test_killed_at_every_durable_call_it_writes_the_same_file(trained: Path, tmp
         assert out.read_bytes() == expected
         assert [path.name for path in tmp_path.glob("out*")] == ["out.npz"]
         out.unlink()
+
+
+def test_parts_that_nobody_saw_in_time_are_joined_by_the_same_command(trained: Path, tmp_path: Path) -> None:
+    """On a network file system that shows new files late, each rank may end without having seen those of the others."""
+    draw(trained, tmp_path / "undisturbed.npz", Rank(), num=40, batch=10)
+    out, unseen, said = tmp_path / "out.npz", tmp_path / "unseen", []
+    parts = tmp_path / "out.npz.parts"
+    draw(trained, out, Rank(0, 2), num=40, batch=10)
+    unseen.mkdir()
+    for part in parts.glob("part-*"):
+        part.rename(unseen / part.name)
+    options = SetOptions(out=out, batch=10)
+    draw_set(TrainedRun(trained), Wish(num=40), Drawing(steps=4), options, Rank(1, 2), say=said.append)
+    assert said == [
+        "rank 1: its share is done; 20 images are still missing, other ranks draw them; if all have ended, run this "
+        "command once more"
+    ]
+    assert not out.exists()
+    for part in unseen.iterdir():
+        part.rename(parts / part.name)
+    run = TrainedRun(trained)
+    with torch.no_grad():
+        next(run.model.parameters()).fill_(float("nan"))  # what it drew now would be refused
+    draw_set(run, Wish(num=40), Drawing(steps=4), options, Rank(), say=said.append)
+    assert said[1] == f"{out}: 40 images, {run.description}"
+    assert out.read_bytes() == (tmp_path / "undisturbed.npz").read_bytes()
+    assert not parts.exists()
 
 
 def test_what_is_complete_is_not_drawn_again(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
@@ -248,6 +278,7 @@ def test_a_foreign_file_is_not_replaced(trained: Path, tmp_path: Path, content: 
         (["--npz", "out.npz", "--prompt", "a cat"], "trained with classes, not captions"),
         (["--npz", "out.npz", "--low-res", "base.npz"], "was not trained to enlarge images; leave it out"),
         (["--npz", "out.npz", "--num", "5", "--cfg-channels", "2"], "the model predicts 1, so from 1 to 1"),
+        (["--npz", "out.npz", "--num", "5", "--cfg", "1", "--cfg-channels", "1"], "no guidance with --cfg 1; give"),
         (["--npz", "out.npz", "--num", "5", "--step", "1"], "no checkpoint of step 1; there are 2"),
         (["--npz", "out.npz", "--num", "5", "--autoencoder", "nowhere/at-all"], "nowhere/at-all"),
     ],

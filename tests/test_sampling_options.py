@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from fastdiff.errors import ConfigError
 from fastdiff.objective_config import DiffusionConfig
-from fastdiff.sampling import SchedulerName, sample, uniform_labels
-from fastdiff.schedule import betas
+from fastdiff.sampling import SchedulerName, _generator, sample, uniform_labels
+from fastdiff.schedule import Schedule, betas
 
 SCHEDULERS: tuple[SchedulerName, ...] = ("ddim", "dpmsolver++", "ddpm")
 NULL = 9
@@ -85,6 +86,74 @@ def test_ddim_goes_on_from_the_clamped_estimate() -> None:
     clean = unclamped.clamp(-1, 1)
     noise = (seen[0] - now.sqrt() * clean) / (1 - now).sqrt()
     torch.testing.assert_close(seen[1], after.sqrt() * clean + (1 - after).sqrt() * noise, rtol=0, atol=1e-4)
+
+
+# ---- the mean of the step before is predicted -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("variance", ["fixed_small", "fixed_large", "learned", "learned_range"])
+@pytest.mark.parametrize("timesteps", [12, 1000])
+def test_a_predicted_mean_is_the_mean_of_the_step_whatever_is_clamped(timesteps: int, variance: Any) -> None:
+    """Nichol & Dhariwal 2021's p(x_{t-1} | x_t) in float64: clamped estimates of x0 have no part in it."""
+    objective = DiffusionConfig(schedule="cosine", timesteps=timesteps, prediction="previous_x", variance=variance)
+
+    def mean(noisy: Tensor, time: Tensor, /, label: Tensor) -> Tensor:
+        output = network(noisy, time, label)
+        # Ends around 3, where no image is; it contracts, so that roundings do not grow.
+        means = 3 + 0.9 * (noisy - 3) + 0.01 * output[:, :4]
+        return torch.cat([means, output[:, 4:] - 4 * (variance == "learned")], dim=1)
+
+    found = draw(mean, objective, scheduler="ddpm", steps=timesteps, clip=True, seed=4)
+    expected = ancestral(mean, objective, seed=4)
+    assert expected.mean() > 1.2, "outside of where x0 is clamped to"
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
+
+
+def ancestral(model: Any, objective: DiffusionConfig, seed: int) -> Tensor:
+    """All steps of the training back from noise, by the mean and the variance that the model gives itself."""
+    beta = betas(objective)
+    abar = torch.cumprod(1 - beta, 0)
+    smallest = beta[1:] * (1 - abar[:-1]) / (1 - abar[1:])  # of the steps to 1, 2, ...; the last one has none
+    generators = [_generator(seed, number) for number in range(len(LABELS))]
+
+    def normal() -> Tensor:
+        return torch.stack([torch.randn(SHAPE, generator=generator) for generator in generators]).double()
+
+    x = normal()
+    for t in reversed(range(len(beta))):
+        mean, given = model(x.float(), torch.full((len(LABELS),), t), LABELS).double().chunk(2, dim=1)
+        if t == 0:
+            return mean
+        small, large = smallest[t - 1].log(), beta[t].log()
+        share = (given + 1) / 2
+        logarithm = {
+            "fixed_small": small,
+            "fixed_large": large,
+            "learned": given,
+            "learned_range": share * large + (1 - share) * small,
+        }[objective.variance]
+        x = mean + (0.5 * logarithm).exp() * normal()
+    raise AssertionError("no steps")
+
+
+def test_where_x0_is_needed_it_is_clamped() -> None:
+    """In steps longer than that whose mean is predicted, and by the other solvers in all."""
+    objective = DiffusionConfig(schedule="cosine", timesteps=20, prediction="previous_x")
+    schedule = Schedule.build(objective, "cpu", torch.float64)
+
+    def bright(noisy: Tensor, time: Tensor, /, label: Tensor) -> Tensor:
+        of_clean, of_noisy = (
+            table[time].view(-1, 1, 1, 1) for table in (schedule.posterior_clean, schedule.posterior_noisy)
+        )
+        return of_clean * 3.0 + of_noisy * noisy.double()  # x0 is 3
+
+    for scheduler, steps in product(SCHEDULERS, (5, 20)):
+        images = draw(bright, objective, scheduler=scheduler, steps=steps, clip=True)
+        end = 3.0 if (scheduler, steps) == ("ddpm", 20) else 1.0
+        torch.testing.assert_close(images, torch.full_like(images, end), rtol=0, atol=1e-3)
+
+
+# ---- classes that are drawn -----------------------------------------------------------------------------
 
 
 def test_classes_are_drawn_evenly_each_from_its_own_number() -> None:

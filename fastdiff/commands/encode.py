@@ -10,8 +10,8 @@ from typing import Any
 from fastdiff.commands.arguments import Subcommands, count, shape
 from fastdiff.errors import ConfigError
 
-_ITSELF = ("digits", "synthetic")
-_SYNTHETIC = ("shape", "samples", "classes")
+_ITSELF = {"digits": ("split",), "synthetic": ("shape", "samples", "classes")}
+"""The sources that need no images, with their options."""
 
 
 def add(commands: Subcommands) -> None:
@@ -100,7 +100,7 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--image-column", help="column of a Hugging Face dataset")
     group.add_argument("--caption-column", help="column or field of the captions")
-    group.add_argument("--split", help="split of a Hugging Face dataset or a folder")
+    group.add_argument("--split", help="split of a Hugging Face dataset or a folder; of digits: all, train or test")
     group.add_argument("--max-samples", type=count, help="only so many images, the first ones")
 
 
@@ -119,7 +119,7 @@ def _encode(arguments: argparse.Namespace) -> None:
     given = vars(arguments)
     source = given["source"]
     if source in _ITSELF:
-        _require_own(given, _SYNTHETIC if source == "synthetic" else ())
+        _require_own(given, _ITSELF[source])
         _encode_itself(source, given)
         return
     from fastdiff.data.encode_images import encode_images
@@ -137,7 +137,7 @@ def _require_own(given: Mapping[str, Any], own: Collection[str]) -> None:
         flag = "--" + name.replace("_", "-")
         if name in (*own, "source", "out", "run"):
             continue
-        if name in _SYNTHETIC:
+        if name in _ITSELF["synthetic"]:
             instead = "use --max-samples" if name == "samples" and source not in _ITSELF else "leave it out"
             raise ConfigError(f"{flag} is for the source synthetic, and the source is {source}; {instead}")
         raise ConfigError(
@@ -148,7 +148,8 @@ def _require_own(given: Mapping[str, Any], own: Collection[str]) -> None:
 def _encode_itself(source: str, given: Mapping[str, Any]) -> None:
     from fastdiff.data.encode import encode_digits, encode_synthetic
 
+    options = {name: given[name] for name in _ITSELF[source] if name in given}
     if source == "digits":
-        encode_digits(given["out"])
+        encode_digits(given["out"], **options)
     else:
-        encode_synthetic(given["out"], **{name: given[name] for name in _SYNTHETIC if name in given})
+        encode_synthetic(given["out"], **options)

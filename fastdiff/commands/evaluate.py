@@ -23,11 +23,11 @@ def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="measure the images of a run against real ones, or with --nll its likelihood",
-        description="Of a run: draws digits and judges them, into RUN/evaluation.json. With --nll: the bound on the "
-        "negative log-likelihood of data, in bits per dimension, over all timesteps, into RUN/nll.json; its terms, "
-        "with the errors of x0 and of the noise, by timestep into RUN/nll.npz. With --reference: FID, KID, precision "
-        "and recall of images. They are npz files with arr_0 uint8 [N, H, W, C] (fastdiff sample RUN --npz) or folders "
-        "of images of one size; nothing is resized.",
+        description="Of a run: draws digits, or enlarges some, and judges them, into RUN/evaluation.json. With --nll: "
+        "the bound on the negative log-likelihood of data, in bits per dimension, over all timesteps, into "
+        "RUN/nll.json; its terms, with the errors of x0 and of the noise, by timestep into RUN/nll.npz. With "
+        "--reference: FID, KID, precision and recall of images. They are npz files with arr_0 uint8 [N, H, W, C] "
+        "(fastdiff sample RUN --npz) or folders of images of one size; nothing is resized.",
     )
     parser.add_argument(
         "subject",
@@ -94,9 +94,11 @@ def _require_run(subject: Path) -> None:
 
 
 def _evaluate_digits(arguments: argparse.Namespace) -> None:
+    from fastdiff.digits_evaluation import evaluate_run
     from fastdiff.trained import TrainedRun
 
-    print(json.dumps(TrainedRun(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std).evaluate()))
+    run = TrainedRun(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std)
+    print(json.dumps(evaluate_run(run)))
 
 
 def _evaluate_images(arguments: argparse.Namespace) -> None:

@@ -52,16 +52,16 @@ def _add_solver(parser: argparse.ArgumentParser) -> None:
         "--cfg",
         type=finite,
         default=None,
-        help="classifier-free guidance scale, 1: none; default: 1.5, prompts 7.5, 1 if no classes were dropped in the "
-        "training",
+        help="classifier-free guidance scale, 1: none; default: 1.5, prompts 7.5; 1, and no other, if no classes were "
+        "dropped in the training",
     )
     parser.add_argument(
         "--cfg-channels",
         type=count,
         default=None,
         metavar="N",
-        help="guide only the first N channels of the prediction, as DiT's published code does with 3; default: all. A "
-        "learned variance is not guided",
+        help="guide only the first N channels of the prediction, as DiT's published code does with 3; needs guidance; "
+        "default: all. A learned variance is not guided",
     )
     parser.add_argument(
         "--clip-denoised",

@@ -21,7 +21,7 @@ _CLASSES = 1000
 """Of their class-conditional networks, whatever the data."""
 _DENSITIES = {"uniform": "uniform", "loss-second-moment": "importance"}
 _PRESETS = {256: "iddpm-lsun256", 64: "iddpm-imagenet64", 32: "iddpm-cifar10"}
-"""Published runs of each size; one without --lr_anneal_steps is as long."""
+"""Published runs of each size; one without --lr_anneal_steps is as long, behind what it resumes."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def translate_super_resolution(flags: argparse.Namespace, gpus: int) -> Translat
 def _translated(flags: argparse.Namespace, gpus: int, script: str, published: str, network: AdmConfig) -> Translation:
     _check(flags)
     batch = flags.batch_size * gpus
-    steps = flags.lr_anneal_steps or preset(published).steps
+    steps = flags.lr_anneal_steps or _steps_before(flags) + preset(published).steps
     name = f"{PurePath(flags.data_dir).name or 'images'}-{network.size}"
     shards, run = f"data/{name}", f"runs/{script}-{name}"
     train = [
@@ -237,10 +237,11 @@ def _optimizer(flags: argparse.Namespace) -> list[str]:
 
 
 def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig, published: str, steps: int) -> None:
+    before = f"the {_steps_before(flags)} of --resume_checkpoint and " if _steps_before(flags) else ""
     done.note(
         not flags.lr_anneal_steps,
-        f"without --lr_anneal_steps their run never ends; this one ends after {steps} steps, those of {published} "
-        "(--samples, over --batch.samples), and a second start with more --samples goes on",
+        f"without --lr_anneal_steps their run never ends; this one ends after {steps} steps, {before}those of "
+        f"{published} (--samples, over --batch.samples), and a second start with more --samples goes on",
     )
     done.notes += [
         "noise, timesteps, dropout and order come from the seed and the position in the run, the same on any number of "

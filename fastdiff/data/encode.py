@@ -11,24 +11,30 @@ from tqdm import tqdm
 
 import fastdiff
 from fastdiff.data.shards import LATENT, Column, DatasetInfo, Normalisation, Provenance
-from fastdiff.data.sources import DIGITS, DIGITS_SOURCE, Sample, digits, synthetic
+from fastdiff.data.sources import DIGITS_SPLITS, Sample, digits, digits_source, synthetic
 from fastdiff.data.writer import ShardWriter
+from fastdiff.errors import ConfigError
 
 
-def encode_digits(out: str | os.PathLike[str], *, samples_per_shard: int = 256) -> DatasetInfo:
+def encode_digits(out: str | os.PathLike[str], *, split: str = "all", samples_per_shard: int = 256) -> DatasetInfo:
     """Write scikit-learn's digits: latents ``[1, 8, 8]`` are the pixels in [-1, 1], without autoencoder.
 
     Args:
         out: New folder.
-        samples_per_shard: 256 gives 8 shards.
+        split: ``all`` 1,797 scans; ``train``, the first 1,437; or ``test``, the 360 others, by other writers.
+        samples_per_shard: 256 gives 8 shards of all.
 
     Raises:
-        ConfigError: The folder already holds a data set.
+        ConfigError: The folder already holds a data set, or there is no such split.
         StorageError: It cannot be written.
     """
-    provenance = Provenance(source=DIGITS_SOURCE, transform="pixel / 8 - 1", versions=versions("scikit-learn"))
+    if split not in DIGITS_SPLITS:
+        raise ConfigError(f"--split {split}: of the digits there are {', '.join(DIGITS_SPLITS)}")
+    chosen = DIGITS_SPLITS[split]
+    provenance = Provenance(source=digits_source(split), transform="pixel / 8 - 1", versions=versions("scikit-learn"))
     template = pixels_template((1, 8, 8), 10, provenance)
-    return write(digits(), out, template, total=DIGITS, samples_per_shard=samples_per_shard)
+    total = chosen.stop - chosen.start
+    return write(digits(split), out, template, total=total, samples_per_shard=samples_per_shard)
 
 
 def encode_synthetic(

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-DIGITS = 1797
 DIGITS_SOURCE = "scikit-learn load_digits"
-"""What the provenance of the encoded digits says; the evaluation knows them by it."""
+"""What the provenance of the encoded digits begins with; the evaluation knows them by it."""
+DIGITS_SPLITS = {"all": slice(0, 1797), "train": slice(0, 1437), "test": slice(1437, 1797)}
+"""Parts of the scans, which lie in the order of their writers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +29,16 @@ class Sample:
     """What else is known about the sample, for ``<key>.json``; empty: no such file."""
 
 
-def digits() -> Iterator[Sample]:
+def digits_source(split: str) -> str:
+    """What the provenance of a split says."""
+    return DIGITS_SOURCE if split == "all" else f"{DIGITS_SOURCE}, {split}"
+
+
+def digits(split: str = "all") -> Iterator[Sample]:
     """The 1,797 scans of handwritten digits that come with scikit-learn.
+
+    Args:
+        split: of ``DIGITS_SPLITS``.
 
     Yields:
         Samples with a latent ``[1, 8, 8]`` float16 in [-1, 1] (pixel / 8 - 1, exact in float16) and its class
@@ -39,7 +48,9 @@ def digits() -> Iterator[Sample]:
 
     scans = load_digits()
     latents = (scans.images / 8 - 1).astype(np.float16)[:, None]
-    for number, (latent, label) in enumerate(zip(latents, scans.target, strict=True)):
+    chosen = DIGITS_SPLITS[split]
+    for number in range(len(latents))[chosen]:
+        latent, label = latents[number], scans.target[number]
         yield Sample(key=f"{number:09d}", latent=latent, label=int(label))
 
 

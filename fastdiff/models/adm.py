@@ -205,4 +205,5 @@ class _Parts:
 
     def _attention_block(self) -> AttentionBlock:
         heads, groups = self._config.heads_of(self._width), self._config.norm_num_groups
-        return AttentionBlock(self._width, heads, self._size**2, groups, self._attention)
+        order = self._config.qkv_order
+        return AttentionBlock(self._width, heads, self._size**2, groups, self._attention, qkv_order=order)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastdiff.adm_config import QkvOrder
 from fastdiff.models.blockwise import run_block
 from fastdiff.models.unet_blocks import Conv2d, GroupNorm, block_choice, doubled, in_order
 from fastdiff_kernels import attention as attention_op
@@ -69,7 +70,10 @@ class ResBlock(nn.Module):
         changes = channels != out_channels
         self.skip_connection = Conv2d(channels, out_channels, kernel_size=1) if changes else None
 
-    def forward(self, branch: Tensor, base: Tensor | None, embedding: Tensor, position: Tensor | None = None) -> Maps:
+    def forward(
+        self, branch: Tensor, base: Tensor | None, embedding: Tensor, position: Tensor | None = None,
+        stream: Tensor | None = None,
+    ) -> Maps:  # fmt: skip
         """The block on a map ``[B, C, H, W]``, see the module; the output is ``[B, C_out, H', W']``.
 
         Args:
@@ -77,12 +81,13 @@ class ResBlock(nn.Module):
             base: of the map.
             embedding: ``[B, D]`` of time and class, after its SiLU.
             position: ``[B]`` int64 positions in the run, which say what is dropped; None: nothing.
+            stream: int64 without axes: that of its dropout, as ``Dropout.drawn`` gives it.
         """
         out, x = self.in_layers[0](branch, residual=base)
         out = self.in_layers[2](self._resized(out))
         condition = self.emb_layers[1](embedding)
         out, _ = self.out_layers[0](out, condition) if self.scale_shift else self.out_layers[0](out, shift=condition)
-        out = self.out_layers[3](self.out_layers[2](out, position))
+        out = self.out_layers[3](self.out_layers[2](out, position, stream))
         shortcut = self._resized(x)
         return out, shortcut if self.skip_connection is None else self.skip_connection(shortcut), x
 
@@ -105,11 +110,20 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.seed, self.stream = p, seed, stream
 
-    def forward(self, x: Tensor, position: Tensor | None) -> Tensor:
-        """``[B, C, H, W]`` and ``[B]`` int64 ``-> [B, C, H, W]``; without a position nothing is dropped."""
+    def drawn(self, position: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What ``forward`` takes for these positions ``[B]``: them and its stream, or nothing if it drops nothing.
+
+        For callers of a block that may be compiled: within it the stream would be a number, of which each has a graph.
+        """
         if position is None or not self.p:
+            return None, None
+        return position, position.new_full((), self.stream)
+
+    def forward(self, x: Tensor, position: Tensor | None, stream: Tensor | None) -> Tensor:
+        """``[B, C, H, W]`` and what ``drawn`` gave ``-> [B, C, H, W]``; without it nothing is dropped."""
+        if position is None or stream is None:
             return x
-        return dropout(x, self.p, seed=self.seed, stream=self.stream, position=position)
+        return dropout(x, self.p, seed=self.seed, stream=stream, position=position)
 
 
 class ModulatedGroupNorm(GroupNorm):
@@ -134,10 +148,14 @@ class AttentionBlock(nn.Module):
         length: positions of the map that ``choices`` is asked about.
         groups: of the norm.
         backend: implementation of attention.
+        qkv_order: of the output channels of ``qkv``.
     """
 
-    def __init__(self, channels: int, heads: int, length: int, groups: int, backend: AttentionBackend) -> None:
+    def __init__(
+        self, channels: int, heads: int, length: int, groups: int, backend: AttentionBackend, *, qkv_order: QkvOrder
+    ) -> None:
         super().__init__()
+        self.qkv_order = qkv_order
         self.heads, self.head_dim, self.length, self.backend = heads, channels // heads, length, backend
         self.norm = GroupNorm(groups, channels, silu=False)
         self.qkv = Pointwise(channels, 3 * channels, kernel_size=1)
@@ -148,8 +166,12 @@ class AttentionBlock(nn.Module):
         out, x = self.norm(branch, residual=base)
         batch, channels, height, width = x.shape
         tokens = out.permute(0, 2, 3, 1).flatten(1, 2)
-        packed = self.qkv(tokens).view(batch, -1, self.heads, 3, self.head_dim)
-        query, key, value = packed.permute(3, 0, 2, 1, 4).unbind(0)
+        packed = self.qkv(tokens)
+        if self.qkv_order == "head_major":
+            packed = packed.view(batch, -1, self.heads, 3, self.head_dim).transpose(2, 3)
+        else:
+            packed = packed.view(batch, -1, 3, self.heads, self.head_dim)
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
         # Of the paper's scale, d**(-1/4) of queries and of keys, this has the product; the softmax is in fp32.
         mixed = attention_op.attention(query, key, value, backend=self.backend)
         projected = self.proj_out(mixed.transpose(1, 2).flatten(2))
@@ -209,7 +231,7 @@ class Stage(nn.ModuleList):
         """As a ``ResBlock``; the map that it took is that of its first layer."""
         entered = None
         for layer in self:
-            condition = (embedding, position) if isinstance(layer, ResBlock) else ()
+            condition = (embedding, *layer.out_layers[2].drawn(position)) if isinstance(layer, ResBlock) else ()
             recompute = self.recompute and isinstance(layer, ResBlock | AttentionBlock)
             branch, base, x = run_block(layer, branch, base, *condition, recompute=recompute)
             entered = x if entered is None else entered

@@ -27,7 +27,9 @@ class BlockwiseModel(nn.Module):
         """Compile the forward of every block in place and return the network.
 
         The inner forward and not the module is compiled, so that ZeRO-3's gathering hooks stay outside the graph.
-        Blocks of equal shapes share one graph. ``options`` go to ``torch.compile``; ``fullgraph`` is True unless given.
+        Blocks of equal shapes share one graph, so what else they differ in, such as the stream of a dropout, must reach
+        them as a tensor: of a number, each value has its own graph. ``options`` go to ``torch.compile``; ``fullgraph``
+        is True unless given.
         """
         options.setdefault("fullgraph", True)
         config = torch._dynamo.config

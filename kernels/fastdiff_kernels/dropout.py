@@ -9,7 +9,7 @@ high)``. Elements are numbered in the order in which channels_last memory has th
 sample, places in row-major order. So the mask of a sample depends on its position in the run and on its own shape, and
 not on the batch it is in; two layers that must not drop alike have two streams.
 
-Bytes moved per element of a 2-byte x: 4 forward and 4 backward, the limit, and 8 per program of 2048 elements. A mask
+Bytes moved per element of a 2-byte x: 4 forward and 4 backward, the limit, and 16 per program of 2048 elements. A mask
 that is stored as bytes would be 5 and 5.
 Limits: channels_last maps; 2**34 elements per sample. A gradient in another order is copied once.
 """
@@ -29,13 +29,16 @@ from fastdiff_kernels.philox import SEED_MASK, philox_words, signed
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GROUPS_PER_PROGRAM = 512
 _GROUPS_PER_WARP = 128
+_WORD = 0xFFFFFFFF
 
 
-def dropout_reference(x: Tensor, p: float, seed: int, stream: int, position: Tensor) -> Tensor:
-    """``dropout`` in plain torch, of any floating dtype; arguments as there."""
-    exact = torch.promote_types(torch.float32, x.dtype)
-    share = philox.uniform(seed, stream, position, max(1, x.shape[1:].numel()), "reference")
-    share = share[:, : x.shape[1:].numel()].view(x.movedim(1, -1).shape).movedim(-1, 1)
+def dropout_reference(x: Tensor, p: float, seed: int, stream: Tensor, position: Tensor) -> Tensor:
+    """``dropout`` in plain torch, of any floating dtype; arguments as there, the stream as a tensor."""
+    exact, elements = torch.promote_types(torch.float32, x.dtype), x.shape[1:].numel()
+    group, place = torch.arange(-(-elements // 4), device=x.device), position[:, None]
+    words = philox.philox_reference(seed, group, stream & _WORD, place & _WORD, (place >> 32) & _WORD)
+    share = philox.uniform_reference(torch.stack(words, dim=-1).flatten(1)[:, :elements])
+    share = share.reshape(x.movedim(1, -1).shape).movedim(-1, 1)
     return torch.where(share >= p, x.to(exact) * (1 / (1 - p)), 0).to(x.dtype)
 
 
@@ -46,7 +49,8 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
     """One program writes ``4 * GROUPS`` consecutive elements of one sample."""
     program = tl.program_id(0).to(tl.int64)
     row, tile = program // tiles, program % tiles
-    w0, w1, w2, w3 = philox_words(seed, stream, tl.load(position + row), tile * GROUPS + tl.arange(0, GROUPS))
+    group = tile * GROUPS + tl.arange(0, GROUPS)
+    w0, w1, w2, w3 = philox_words(seed, tl.load(stream), tl.load(position + row), group)
     # Interleaving evens and odds puts the four words of a group side by side.
     share = tl.uint_to_uniform_float(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
     element = tile * (4 * GROUPS) + tl.arange(0, 4 * GROUPS)
@@ -57,7 +61,7 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("fastdiff::dropout", mutates_args=())
-def _dropout_triton(x: Tensor, position: Tensor, p: float, seed: int, stream: int) -> Tensor:
+def _dropout_triton(x: Tensor, position: Tensor, stream: Tensor, p: float, seed: int) -> Tensor:
     """Launch the kernel; ``seed`` is folded into the signed int64 of the op's schema."""
     y = torch.empty_like(x)
     elements = x.shape[1:].numel()
@@ -72,13 +76,13 @@ def _dropout_triton(x: Tensor, position: Tensor, p: float, seed: int, stream: in
 
 
 @_dropout_triton.register_fake
-def _(x: Tensor, position: Tensor, p: float, seed: int, stream: int) -> Tensor:
+def _(x: Tensor, position: Tensor, stream: Tensor, p: float, seed: int) -> Tensor:
     return torch.empty_like(x)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, position, *ctx.drawn = inputs
-    ctx.save_for_backward(position)
+    _, position, stream, *ctx.drawn = inputs
+    ctx.save_for_backward(position, stream)
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -89,7 +93,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 _dropout_triton.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _validate(x: Tensor, p: float, stream: int, position: Tensor, chosen: Backend) -> None:
+def _validate(x: Tensor, p: float, stream: int | Tensor, position: Tensor, chosen: Backend) -> None:
     if x.dim() < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [N, C, ...]; use x.reshape(N, C, -1)")
     if x.dtype not in (*_DTYPES, *([] if chosen == "triton" else [torch.float64])):
@@ -103,8 +107,7 @@ def _validate(x: Tensor, p: float, stream: int, position: Tensor, chosen: Backen
         raise ValueError(f"x of shape {tuple(x.shape)} has more than 2**34 elements per sample, expected fewer")
     if not 0 <= p < 1:
         raise ValueError(f"p {p}: expected a share of at least 0 and below 1")
-    if not 0 <= stream < 2**32:
-        raise ValueError(f"stream {stream} is out of range, expected 0 <= stream < 2**32")
+    _validate_stream(x, stream)
     if position.dtype != torch.int64 or position.shape != x.shape[:1]:
         given = f"{position.dtype} of shape {tuple(position.shape)}"
         raise ValueError(f"position is {given}, expected torch.int64 of shape {tuple(x.shape[:1])}, one per sample")
@@ -112,14 +115,29 @@ def _validate(x: Tensor, p: float, stream: int, position: Tensor, chosen: Backen
         raise ValueError(f"position is on {position.device}, expected {x.device} like x; use position.to(x.device)")
 
 
-def dropout(x: Tensor, p: float, *, seed: int, stream: int, position: Tensor, backend: Backend | None = None) -> Tensor:
+def _validate_stream(x: Tensor, stream: int | Tensor) -> None:
+    if isinstance(stream, int):
+        if not 0 <= stream < 2**32:
+            raise ValueError(f"stream {stream} is out of range, expected 0 <= stream < 2**32")
+        return
+    if stream.dtype != torch.int64 or stream.dim():
+        given = f"{stream.dtype} of shape {tuple(stream.shape)}"
+        raise ValueError(f"stream is {given}, expected torch.int64 of shape (), or an int")
+    if stream.device != x.device:
+        raise ValueError(f"stream is on {stream.device}, expected {x.device} like x; use stream.to(x.device)")
+
+
+def dropout(
+    x: Tensor, p: float, *, seed: int, stream: int | Tensor, position: Tensor, backend: Backend | None = None
+) -> Tensor:
     """Set each value to 0 with probability ``p`` and divide what is left by ``1 - p``.
 
     Args:
         x: ``[N, C, ...]`` fp32, bf16 or fp16, where Triton is not chosen also fp64; channels_last.
         p: share that is dropped, in [0, 1).
         seed: key of the mask, in [0, 2**64).
-        stream: what the mask is for, in [0, 2**32).
+        stream: what the mask is for, in [0, 2**32). Of a tensor (int64, no axes) the low 32 bits count; a compiled
+            graph is then one for all streams, and not made for one number.
         position: ``[N]`` int64 position of each sample in the run.
         backend: implementation; None: the default of ``dispatch.choose``.
 
@@ -133,8 +151,9 @@ def dropout(x: Tensor, p: float, *, seed: int, stream: int, position: Tensor, ba
     chosen = choose("dropout", x, backend)
     _validate(x, p, stream, position, chosen)
     folded = signed(seed)
+    drawn = stream if isinstance(stream, Tensor) else position.new_full((), stream)
     if chosen != "triton":
-        plainly: Tensor = plain(dropout_reference, chosen)(x, p, seed, stream, position)
+        plainly: Tensor = plain(dropout_reference, chosen)(x, p, seed, drawn, position)
         return plainly
-    out: Tensor = _dropout_triton(x, position.contiguous(), p, folded, stream)
+    out: Tensor = _dropout_triton(x, position.contiguous(), drawn, p, folded)
     return out

@@ -50,18 +50,24 @@ def group_norm_reference(
     x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float = 1e-5, silu: bool = True,
     shift: Tensor | None = None, residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """``group_norm`` in plain torch, of any floating dtype and strides; arguments as there."""
+    """``group_norm`` in plain torch, of any floating dtype and strides; arguments as there.
 
-    def per_channel(value: Tensor) -> Tensor:
-        return value.to(x.dtype).reshape(*x.shape[:2], *(1 for _ in x.shape[2:]))
+    Weights of each sample are computed with in at least fp32, as in the kernel: they are sums with numbers of the
+    condition that are small against 1, which 16 bits would lose. What comes of them is rounded once, at the end.
+    """
 
-    h = x if shift is None else x + per_channel(shift)
+    def per_channel(value: Tensor, dtype: torch.dtype) -> Tensor:
+        return value.to(dtype).reshape(*x.shape[:2], *(1 for _ in x.shape[2:]))
+
+    h = x if shift is None else x + per_channel(shift, x.dtype)
     h = h if residual is None else h + residual
     if weight.dim() == 1:
         y = F.group_norm(h, groups, weight.to(x.dtype), bias.to(x.dtype), eps)
     else:
-        y = torch.addcmul(per_channel(bias), F.group_norm(h, groups, eps=eps), per_channel(weight))
-    y = F.silu(y) if silu else y
+        exact = torch.promote_types(torch.float32, x.dtype)
+        normal = F.group_norm(h.to(exact), groups, eps=eps)
+        y = torch.addcmul(per_channel(bias, exact), normal, per_channel(weight, exact))
+    y = (F.silu(y) if silu else y).to(x.dtype)
     return y if residual is None else (y, h)
 
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from scipy import stats
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from bench.accuracy import assert_as_accurate_as_eager, evaluate, poisoned_memory
 from fastdiff.data.order import RankPositions
@@ -19,6 +20,8 @@ PLACES = (7, 2**32 + 9, 2**62 + 1)
 """Positions; the last two need the counter's high word."""
 SHAPES = [(3, 32, 8, 8), (2, 5, 7, 3), (2, 130, 5, 4), (1, 1, 1, 1), (3, 6), (2, 12, 19), (2, 4, 3, 2, 5)]
 KEY = {"seed": 2**64 - 5, "stream": dropout_stream(3)}
+HIGH = 2**32 - 3
+"""A stream whose highest bit is set."""
 backends = pytest.mark.parametrize("backend", ["triton", "reference"])
 
 
@@ -30,6 +33,11 @@ def channels_last(x):
 def normal(shape, device, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return channels_last(torch.randn(shape, generator=generator)).to(device, dtype)
+
+
+def number(value, device):
+    """A stream as a tensor."""
+    return torch.tensor(value, device=device)
 
 
 def places(count, device):
@@ -49,7 +57,9 @@ def test_outputs_and_gradients_are_as_accurate_as_eager_and_equal_to_the_bit(sha
     upstream = [normal(shape, device, dtype, seed=1)]
     position = places(shape[0], device)
     kernel = partial(dropout, p=0.3, position=position, backend="triton", **KEY)
-    reference = partial(dropout_reference, p=0.3, position=position, **KEY)
+    reference = partial(
+        dropout_reference, p=0.3, position=position, seed=KEY["seed"], stream=number(KEY["stream"], device)
+    )
     assert_as_accurate_as_eager(kernel, reference, inputs, upstream)
     ours, eager = (evaluate(by, inputs, upstream) for by in (kernel, reference))
     for name, value in ours.items():
@@ -58,19 +68,30 @@ def test_outputs_and_gradients_are_as_accurate_as_eager_and_equal_to_the_bit(sha
 
 
 @backends
-def test_the_mask_is_that_of_the_documentation(backend, device):
+@pytest.mark.parametrize("stream", [KEY["stream"], HIGH])
+def test_the_mask_is_that_of_the_documentation(backend, stream, device):
     """Element ``place * C + channel``, counter ``(element // 4, stream, position low, position high)``."""
     shape, p = (2, 5, 3, 2), 0.4
-    kept = mask(shape, places(2, device), p=p, backend=backend)
+    kept = mask(shape, places(2, device), p=p, backend=backend, stream=stream)
     for n, position in enumerate(PLACES[:2]):
         for channel in range(5):
             for row in range(3):
                 for column in range(2):
                     element = (row * 2 + column) * 5 + channel
-                    counter = (element // 4, KEY["stream"], position % 2**32, position // 2**32)
+                    counter = (element // 4, stream, position % 2**32, position // 2**32)
                     words = philox.philox_reference(KEY["seed"], *(torch.tensor(word) for word in counter))
                     share = philox.uniform_reference(words[element % 4])
                     assert kept[n, channel, row, column] == (share >= p)
+
+
+@backends
+def test_a_stream_may_be_a_tensor_whose_low_word_counts(backend, device):
+    position = places(2, device)
+    for stream in (0, KEY["stream"], HIGH):
+        expected = mask((2, 5, 3, 2), position, backend=backend, stream=stream)
+        for high in (0, 2**32, -(2**32)):
+            given = number(stream + high, device)
+            assert torch.equal(mask((2, 5, 3, 2), position, backend=backend, stream=given), expected)
 
 
 @backends
@@ -141,11 +162,12 @@ def test_gradients_of_gradients(backend, device):
     torch.testing.assert_close(second, 8.0 * mask(x.shape, position, p=0.5, backend=backend).to(second.dtype))
 
 
-def test_nothing_but_the_positions_is_kept_for_the_backward_pass(device):
+def test_nothing_but_the_positions_and_the_stream_is_kept_for_the_backward_pass(device):
     x, position, kept = normal((3, 16, 4, 4), device).requires_grad_(), places(3, device), []
+    stream = number(11, device)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        dropout(x, 0.5, position=position, backend="triton", **KEY)
-    assert [tensor.data_ptr() for tensor in kept] == [position.data_ptr()]
+        dropout(x, 0.5, seed=3, stream=stream, position=position, backend="triton")
+    assert [tensor.data_ptr() for tensor in kept] == [position.data_ptr(), stream.data_ptr()]
 
 
 @pytest.mark.parametrize("gradient", ["other order", "expanded"])
@@ -181,7 +203,7 @@ def test_the_kernel_writes_every_element_and_nothing_else(shape, monkeypatch, de
     x = normal(shape, device)
     buffer = torch.full((x.numel() + 64,), torch.nan, device=device)
     monkeypatch.setattr(torch, "empty_like", lambda x: buffer[32:-32].view(x.movedim(1, -1).shape).movedim(-1, 1))
-    op._dropout_triton._init_fn(x, places(2, device), 0.5, 3, 11)
+    op._dropout_triton._init_fn(x, places(2, device), number(11, device), 0.5, 3)
     assert buffer[32:-32].isfinite().all()
     assert buffer[:32].isnan().all()
     assert buffer[-32:].isnan().all()
@@ -202,12 +224,12 @@ def test_bytes_moved(dtype, each, device):
         y = dropout(x, 0.1, position=places(2, device), backend="triton", **KEY)
     with counting() as backward:
         y.backward(normal(x.shape, device, dtype))
-    assert forward.bytes == backward.bytes == each * x.numel() + 8 * programs
+    assert forward.bytes == backward.bytes == each * x.numel() + 16 * programs
 
 
 def test_the_op_passes_opcheck(device):
     x = normal((2, 6, 3, 3), device).requires_grad_()
-    torch.library.opcheck(op._dropout_triton, (x, places(2, device), 0.25, -3, KEY["stream"]))
+    torch.library.opcheck(op._dropout_triton, (x, places(2, device), number(KEY["stream"], device), 0.25, -3))
 
 
 @backends
@@ -222,6 +244,22 @@ def test_torch_compile_makes_one_graph_with_equal_results(backend, device):
     for name in eager:
         assert torch.equal(eager[name], compiled[name]), name
         assert eager[name].stride() == compiled[name].stride(), name
+
+
+@backends
+def test_one_graph_serves_every_stream_that_is_a_tensor(backend, device):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def block(x, position, stream):
+        return dropout(x, 0.25, seed=3, stream=stream, position=position, backend=backend)
+
+    x, position = normal((2, 6, 3, 5), device), places(2, device)
+    for stream in range(12):
+        expected = dropout(x, 0.25, seed=3, stream=stream, position=position, backend=backend)
+        assert torch.equal(block(x, position, number(stream, device)), expected)
+    assert counter.frame_count == 1
 
 
 def test_fp64_is_for_the_reference_alone(device):
@@ -252,6 +290,12 @@ VALID = {"x": X, "p": 0.1, "seed": 0, "stream": 11, "position": torch.arange(2)}
         ({"seed": -1}, r"seed -1 is out of range.*seed % 2\*\*64"),
         ({"seed": 2**64}, "seed 18446744073709551616 is out of range"),
         ({"stream": 2**32}, "stream 4294967296 is out of range"),
+        ({"stream": torch.tensor(3.0)}, r"stream is torch.float32 of shape \(\), expected torch.int64 of shape \(\)"),
+        ({"stream": torch.arange(2)}, r"stream is torch.int64 of shape \(2,\), expected .* or an int"),
+        (
+            {"stream": torch.tensor(3, device="meta")},
+            r"stream is on meta, expected cpu like x; use stream.to\(x.device\)",
+        ),
         (
             {"position": torch.arange(3)},
             r"position is torch.int64 of shape \(3,\), expected torch.int64 of shape \(2,\)",

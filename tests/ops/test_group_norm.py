@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.accuracy import assert_as_accurate_as_eager, evaluate
+from bench.accuracy import assert_as_accurate_as_eager, evaluate, exact
 from fastdiff_kernels import dispatch, group_norm_cut
 from fastdiff_kernels import group_norm as op
 from fastdiff_kernels.group_norm import group_norm, group_norm_reference
@@ -122,6 +122,18 @@ def test_every_number_of_channels_per_group(groups, form, device):
 @pytest.mark.parametrize("parameters", [FP32, BF16])
 def test_parameters_may_have_the_dtype_of_the_input(parameters, form, device):
     check(4, *problem((2, 16, 4, 4), BF16, device, parameters=parameters, extras="shift"))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_weights_of_each_sample_are_not_rounded_to_the_dtype_of_the_input(backend, form, device):
+    """Only outputs are: once, at the end. Factors near 1 are all 1 in bf16, whose places are 2**-7 apart there."""
+    inputs, upstream = problem((3, 32, 8, 8), BF16, device, extras="per sample")
+    inputs["weight"].data.mul_(2**-10).add_(1)
+    upstream = [upstream[0].bfloat16()]
+    truth = evaluate(partial(group_norm_reference, groups=4), exact(inputs), upstream)
+    for name, value in evaluate(partial(group_norm, groups=4, backend=backend), inputs, upstream).items():
+        rounding = (truth[name].to(value.dtype) - truth[name]).norm()
+        assert (value - truth[name]).norm() < rounding + 1e-6 * truth[name].norm(), name
 
 
 @pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])

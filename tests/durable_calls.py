@@ -1,0 +1,34 @@
+"""A process that dies before its n-th call that makes something durable or visible, or removes it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+DURABLE: dict[str, Callable[..., Any]] = {"os.fsync": os.fsync, "pathlib.Path.replace": Path.replace}
+REMOVING: dict[str, Callable[..., Any]] = {"os.unlink": os.unlink}
+
+
+@contextmanager
+def dying_at(number: int, calls: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let this process kill itself before the call of that number, of those of ``calls``, counted from 1."""
+    counted = itertools.count(1)
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if next(counted) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for name, real in calls.items():
+            stack.enter_context(mock.patch(name, dying(real)))
+        yield
