@@ -15,8 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from fastdiff.bounded_read import read_bounded
 from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError
-from fastdiff.model_config import AdmConfig, DiTConfig, UNetConfig
+from fastdiff.model_config import AdmConfig, DiTConfig, ModelConfig, UNetConfig
 
+_KINDS: dict[str, type[ModelConfig]] = {"dit": DiTConfig, "unet": UNetConfig, "adm": AdmConfig}
 _LARGEST = 1 << 20
 """Bytes of a file of fields."""
 
@@ -61,22 +62,25 @@ def from_mapping(fields: dict[str, Any], source: str) -> RunConfig:
     return _lay_over(RunConfig(), fields, source)
 
 
+def with_kind(base: RunConfig, given: dict[str, Any]) -> RunConfig:
+    """Return ``base`` with the defaults of the kind of model that is given, if that is another one."""
+    model = given.get("model")
+    other = _KINDS.get(str(model.get("kind"))) if isinstance(model, dict) else None
+    return base if other is None or isinstance(base.model, other) else replace(base, model=other())
+
+
 def _lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
-    merged = _merge(asdict(_with_kind(base, given)), given, source)
+    base = with_kind(base, given)
+    merged = _merge(asdict(base), given, source)
     try:
         return TypeAdapter(RunConfig).validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+        # Of the union of the networks, the errors of the others say only that this is not one of them.
+        kind = type(base.model).__name__
+        found = error.errors()
+        first = next((each for each in found if each["loc"][0] != "model" or kind in each["loc"]), found[0])
+        field = ".".join(str(part) for part in first["loc"] if part != kind)
         raise ConfigError(f"{source}: {field}: {first['msg']}, given {first['input']!r}") from None
-
-
-def _with_kind(base: RunConfig, given: dict[str, Any]) -> RunConfig:
-    """Return ``base`` with the defaults of the kind of model that is given, if that is another one."""
-    model = given.get("model")
-    kind = model.get("kind") if isinstance(model, dict) else None
-    other = {"dit": DiTConfig, "unet": UNetConfig, "adm": AdmConfig}.get(str(kind))
-    return base if other is None or kind == base.model.kind else replace(base, model=other())
 
 
 def _merge(base: dict[str, Any], given: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:

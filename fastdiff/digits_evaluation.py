@@ -77,7 +77,7 @@ def _evaluate_enlarged(run: TrainedRun, source: str) -> dict[str, Any]:
         condition["label"] = labels.repeat_interleave(_DRAWS)
         null = {"label": null_label(run.config)}
     drawing = Drawing(scheduler="dpmsolver++", steps=20, cfg=1.0)
-    drawn = run.sample(condition, null, drawing).unflatten(0, (-1, _DRAWS))
+    drawn = run.sample(condition, null, drawing).view(len(small), _DRAWS, *real.shape[1:])
     _picture(small, drawn, real).save(run.folder / "enlarged.png")
     return evaluate_enlarged(drawn, real, small, labels)
 

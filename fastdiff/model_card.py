@@ -268,12 +268,13 @@ def _of_dit(model: DiTConfig) -> tuple[str, str]:
 
 
 def _of_adm(model: AdmConfig) -> tuple[str, str]:
-    """Whose class: guided-diffusion's has a size of the heads, and residual blocks that change sizes."""
-    guided = bool(model.head_channels or model.resblock_updown)
+    """Whose class: guided-diffusion's has a size of the heads, blocks that change sizes, and a second order of qkv."""
+    guided = bool(model.head_channels or model.resblock_updown or model.qkv_order == "qkv_major")
     more = {
         "image_size": model.size,
         "num_head_channels": model.head_channels or -1,
         "resblock_updown": model.resblock_updown,
+        "use_new_attention_order": model.qkv_order == "qkv_major",
     }
     arguments = {
         **(more if guided else {}),

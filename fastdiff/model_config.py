@@ -271,8 +271,8 @@ class PretrainedConfig:
     """Start from its network (fine-tuning), whose shape then replaces --model; else from random weights."""
 
     training: bool = False
-    """Go on with the published training of which the path names the weights (modelNNNNNN.pt of improved-diffusion,
-    NNNNNNN.pt of DiT): also with its averages, the state of its AdamW and its step."""
+    """Go on with the published training of which the path names the weights (modelNNNNNN.pt of improved-diffusion and
+    guided-diffusion, NNNNNNN.pt of DiT): also with its averages, the state of its AdamW and its step."""
 
     def __post_init__(self) -> None:
         require(not self.weights or bool(self.path), "--pretrained.weights needs --pretrained.path")

@@ -13,10 +13,13 @@ from torch import Tensor
 from fastdiff.cli import parse
 from fastdiff.config import RunConfig
 from fastdiff.config_file import from_mapping, overlay
+from fastdiff.launch import as_json
 from fastdiff.model_config import AdmConfig
 from fastdiff.models import load_model
 from fastdiff.models.adm import AdmUNet
 from fastdiff.models.adm_blocks import AttentionBlock
+from fastdiff.presets import preset
+from fastdiff.resume import config_changes
 from tests.adm_networks import SMALL, built, inputs, referred, worst
 from tests.unet_reference import difference, gradients
 
@@ -67,3 +70,12 @@ def test_a_configuration_from_before_there_was_an_order_is_head_major(
     with pytest.raises(SystemExit):
         parse(["--preset", "iddpm-cifar10", "--model.qkv_order", "legacy"])
     assert "('head_major', 'qkv_major')" in capsys.readouterr().err
+
+
+def test_a_run_from_before_there_was_an_order_resumes() -> None:
+    config = preset("iddpm-cifar10")
+    now, old = as_json(config), as_json(config)
+    del old["model"]["qkv_order"]
+    assert config_changes(old, now, ()) == {}
+    now["model"]["qkv_order"] = "qkv_major"
+    assert config_changes(old, now, ()) == {"model.qkv_order": '"head_major" -> "qkv_major"'}

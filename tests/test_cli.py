@@ -43,6 +43,10 @@ def test_a_run_json_is_a_configuration(tmp_path: Path) -> None:
         ("[1, 2]", "expected a mapping"),
         ("a: [", "not a readable YAML"),
         ("model: {hidden: 30, heads: 4}", "not divisible by --model.heads"),
+        ("model: {kind: adm, qkv_order: legacy}", r"model\.qkv_order: .*'head_major' or 'qkv_major', given 'legacy'"),
+        ("model: {kind: unet, channels: x}", r"model\.channels: .*given 'x'"),
+        ("model: {kind: vit}", r"model\.kind: .*given 'vit'"),
+        ("model: 3", r"model: .*given 3"),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path: Path, text: str, message: str) -> None:

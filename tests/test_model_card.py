@@ -106,6 +106,11 @@ def test_of_networks_in_pixel_space() -> None:
     guided = replace(config, model=replace(adm, head_channels=32, low_res_size=8))
     expected = "guided-diffusion, whose class takes them as `SuperResModel(image_size=32, num_head_channels=32, "
     assert expected in use_of(guided, "iddpm", Place(Path("out")))
+    for order, told in (("head_major", "use_new_attention_order=False"), ("qkv_major", "use_new_attention_order=True")):
+        card = use_of(replace(guided, model=replace(guided.model, qkv_order=order)), "safetensors", Place(Path("out")))
+        assert told in card
+    ordered = use_of(replace(config, model=replace(adm, qkv_order="qkv_major")), "iddpm", Place(Path("out")))
+    assert "guided-diffusion, whose class takes them as `UNetModel(image_size=32" in ordered
 
 
 def test_of_a_training_of_dit() -> None:
