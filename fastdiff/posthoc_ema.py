@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from dataclasses import dataclass
 
@@ -14,7 +16,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.fragments import Fragment
 from fastdiff.power_profile import exponent, fit
 from fastdiff.progress import Progress
-from fastdiff.saved import Saved, committed, power_name, problems, snapshot_folder, step_of
+from fastdiff.saved import Saved, committed, power_name, problems, seal, snapshot_folder, step_of
 
 LARGEST_ERROR = 0.1
 """Of a fit that is accepted, relative to the profile."""
@@ -36,6 +38,12 @@ class Reconstruction:
     terms: tuple[Term, ...]
     error: float
     """How far the combined profiles are from the wanted one, relative to it."""
+
+    @property
+    def digest(self) -> str:
+        """Sha256 of what is combined: which averages, and every weight of them."""
+        made_from = [(seal(term.saved.manifest), term.kind) for term in self.terms]
+        return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 
     def read(self, name: str) -> Tensor:
         """Return a parameter, fp32 on the CPU, added up in fp64; only this one of each term is in memory.

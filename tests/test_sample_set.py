@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from fastdiff.commands import main
+from fastdiff.config import EmaConfig
 from fastdiff.data.encode_options import Rank
 from fastdiff.dist import World
 from fastdiff.errors import ConfigError
@@ -252,6 +253,33 @@ def test_other_settings_do_not_go_on(
     assert re.search(rf"{'begun otherwise' if begun else 'exists, drawn otherwise'} \({message}\)", error), error
     assert "choose another --npz" in error
     assert begun or [path.name for path in tmp_path.iterdir()] == ["out.npz"]
+
+
+def test_an_average_made_from_other_snapshots_does_not_go_on(
+    world: World, digits: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The run may save further ones meanwhile; without one that is lost it would be another average."""
+    folder, out = tmp_path / "run", tmp_path / "out.npz"
+    ema = EmaConfig(rates=(), power_stds=(0.05, 0.1), snapshot_every=2)
+    train(tiny(digits, folder, steps=12, ema=ema, output__checkpoint_every=8), launch(0), world)
+    snapshots = sorted((folder / "ema").iterdir())
+    assert [path.name[-2:] for path in snapshots] == ["02", "04", "06", "08", "10", "12"]
+    for path in snapshots[4:]:
+        path.rename(tmp_path / path.name)
+    begun = TrainedRun(folder, ema_std=0.07, step=8)
+    draw_set(begun, Wish(num=40), Drawing(steps=4), SetOptions(out=out, batch=16), Rank(0, 2), say=lambda _: None)
+    for path in snapshots[4:]:
+        (tmp_path / path.name).rename(path)
+    assert TrainedRun(folder, ema_std=0.07, step=8).description == begun.description
+    command = ["sample", str(folder), "--ema-std", "0.07", "--step", "8", "--num", "40", "--batch", "16"]
+    command += ["--steps", "4", "--npz", str(out)]
+    snapshots[2].rename(tmp_path / "lost")
+    assert main(command) == 2
+    made_from = r"made from 8 of digest \w{12}\) there, .* made from 6 of digest \w{12}\) now"
+    assert re.search(rf"begun otherwise \(weights: .*{made_from}", capsys.readouterr().err)
+    (tmp_path / "lost").rename(snapshots[2])
+    assert main(command) == 0
+    assert len(read_npz(out)[0]) == 40
 
 
 @pytest.mark.parametrize("content", [b"my thesis", None], ids=["text", "npz"])

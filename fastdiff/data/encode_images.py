@@ -316,7 +316,9 @@ class _ImageEncode:
             text += f"; {len(self._bad)} bad images left out, listed in {self._options.out / BAD_IMAGES}"
         if self._unused_captions:
             text += f"; {self._unused_captions} images have more captions, which --captions all embeds"
-        self._say(text + (f"; {missing} shards are still missing, other ranks write them" if missing else ""))
+        if missing:
+            text += f"; {missing} shards are still missing, other ranks write them; if all have ended, run this once more"
+        self._say(text)
         if not missing:
             samples = DatasetInfo.read(self._options.out).samples
             self._say(f"{self._options.out} is complete: {samples} samples; check it with `fastdiff verify`")
