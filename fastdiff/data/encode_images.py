@@ -317,7 +317,7 @@ class _ImageEncode:
         if self._unused_captions:
             text += f"; {self._unused_captions} images have more captions, which --captions all embeds"
         if missing:
-            text += f"; {missing} shards are still missing, other ranks write them; if all have ended, run this once more"
+            text += f"; {missing} shards are still missing, other ranks write them; if all have ended, run it once more"
         self._say(text)
         if not missing:
             samples = DatasetInfo.read(self._options.out).samples

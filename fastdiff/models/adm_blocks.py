@@ -94,8 +94,13 @@ class ResBlock(nn.Module):
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Both of its norms, which run alike, and its dropout; see ``fastdiff_kernels.dispatch.Explains``."""
         yield block_choice(self, "group_norm", example)
-        if self.out_layers[2].p:
+        if self.dropout.p:
             yield block_choice(self, "dropout", example)
+
+    @property
+    def dropout(self) -> Dropout:
+        """What drops before the last convolution."""
+        return cast(Dropout, self.out_layers[2])
 
     def _resized(self, x: Tensor) -> Tensor:
         if self.resize is None:
@@ -231,7 +236,7 @@ class Stage(nn.ModuleList):
         """As a ``ResBlock``; the map that it took is that of its first layer."""
         entered = None
         for layer in self:
-            condition = (embedding, *layer.out_layers[2].drawn(position)) if isinstance(layer, ResBlock) else ()
+            condition = (embedding, *layer.dropout.drawn(position)) if isinstance(layer, ResBlock) else ()
             recompute = self.recompute and isinstance(layer, ResBlock | AttentionBlock)
             branch, base, x = run_block(layer, branch, base, *condition, recompute=recompute)
             entered = x if entered is None else entered
