@@ -73,7 +73,7 @@ def adm() -> RunConfig:
     deepspeed fastdiff/train.py --preset digits-adm
     fastdiff evaluate runs/digits-adm
 
-    Not measured yet.
+    Measured (bench/results/cpu-2-cores/2026-11-22_digits-adm): accuracy 0.996, Fréchet distance 0.11, 1 min 55 s.
     """
     return _run(
         "digits-adm",
@@ -91,7 +91,8 @@ def enlarged() -> RunConfig:
     deepspeed fastdiff/train.py --preset digits-sr
     fastdiff evaluate runs/digits-sr
 
-    Not measured yet.
+    Measured (bench/results/cpu-2-cores/2026-11-22_digits-sr) on scans of other writers: 19.6 dB (bicubic 13.4), accuracy
+    0.890 (bicubic 0.742), 1 min 37 s.
     """
     return _run(
         "digits-sr",

@@ -17,6 +17,7 @@ from tests.faults import FAULTS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "bench" / "results" / "cpu-2-cores"
 
 
 def test_the_demo_runs_the_commands_that_the_readme_shows() -> None:
@@ -28,11 +29,14 @@ def test_the_demo_runs_the_commands_that_the_readme_shows() -> None:
         assert command in makefile, command
 
 
-def test_the_numbers_of_the_readme_stand_in_the_record() -> None:
-    folder = ROOT / "bench" / "results" / "cpu-2-cores" / "2026-11-21_digits"
+@pytest.mark.parametrize(
+    ("preset", "record"), [("digits", "2026-11-21_digits"), ("digits-adm", "2026-11-22_digits-adm")]
+)
+def test_the_numbers_of_the_readme_stand_in_the_record(preset: str, record: str) -> None:
+    folder = RESULTS / record
     result = json.loads((folder / "evaluation.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    row = re.search(r"^\| digits \|(.*)\|$", README, re.MULTILINE)
+    row = re.search(rf"^\| {preset} \|(.*)\|$", README, re.MULTILINE)
     assert row is not None
     accuracy, distance, step_ms = (cell.strip() for cell in row[1].split("|"))
     assert result["accuracy"] >= 0.97
@@ -42,8 +46,23 @@ def test_the_numbers_of_the_readme_stand_in_the_record() -> None:
     assert step_ms == f"{sorted(r['step_ms'] for r in records)[len(records) // 2]:.0f} ms"
 
 
+def test_the_numbers_of_super_resolution_stand_in_the_record() -> None:
+    result = json.loads((RESULTS / "2026-11-22_digits-sr" / "evaluation.json").read_text())
+    told = re.search(
+        r"([\d.]+) dB against bicubic's ([\d.]+),\s+and .*? reads ([\d.]+) .*?([\d.]+),.*?([\d.]+)$", README, re.M
+    )
+    assert told is not None
+    assert told.groups() == (
+        f"{result['psnr_of_mean']:.1f}",
+        f"{result['psnr_of_bicubic']:.1f}",
+        *(f"{result[name]:.3f}" for name in ("accuracy", "accuracy_of_bicubic", "accuracy_of_real")),
+    )
+    assert result["psnr_of_mean"] > result["psnr_of_bicubic"]
+    assert result["accuracy"] > result["accuracy_of_bicubic"]
+
+
 def test_the_numbers_of_text_to_image_stand_in_the_record() -> None:
-    folder = ROOT / "bench" / "results" / "cpu-2-cores" / "2026-11-21_digits-t2i"
+    folder = RESULTS / "2026-11-21_digits-t2i"
     result = json.loads((folder / "digits.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     row = re.search(r"^\| digits-t2i \|(.*)\|$", README, re.MULTILINE)
@@ -58,7 +77,7 @@ def test_the_numbers_of_text_to_image_stand_in_the_record() -> None:
 
 
 def test_the_reference_of_the_distance_is_what_it_is() -> None:
-    folder = ROOT / "bench" / "results" / "cpu-2-cores" / "2026-11-21_digits"
+    folder = RESULTS / "2026-11-21_digits"
     recorded = json.loads((folder / "reference.json").read_text())["frechet_distance_of_500_real_scans"]
     scans, _ = real_digits()
     for seed, distance in enumerate(recorded):
@@ -68,7 +87,7 @@ def test_the_reference_of_the_distance_is_what_it_is() -> None:
 
 
 def test_the_losses_of_8_bit_adam_stand_in_the_record() -> None:
-    record = ROOT / "bench" / "results" / "cpu-2-cores" / "2026-11-21_adamw8bit" / "losses.json"
+    record = RESULTS / "2026-11-21_adamw8bit" / "losses.json"
     losses = json.loads(record.read_text())["losses"]
     ends = {name: [np.mean(run[-5:]) for _, run in sorted(runs.items())] for name, runs in losses.items()}
     difference = max(abs(ours / theirs - 1) for ours, theirs in zip(ends["adamw8bit"], ends["adamw"], strict=True))
