@@ -33,7 +33,7 @@ _COLUMNS = 16
 def evaluate_run(run: TrainedRun) -> dict[str, Any]:
     """Draw with the averaged weights, judge, and write ``evaluation.json`` into the folder of the run.
 
-    Of a run with classes 500 digits (``evaluate_digits``); of one that enlarges, 8 enlargements of each of the 360
+    Of a run with classes 500 digits (``evaluate_digits``); of one that enlarges, 8 enlargements of each of the 382
     scans of the split ``test`` (``evaluate_enlarged``), some of them also into ``enlarged.png``.
 
     Raises:
@@ -78,8 +78,9 @@ def _evaluate_enlarged(run: TrainedRun, source: str) -> dict[str, Any]:
         null = {"label": null_label(run.config)}
     drawing = Drawing(scheduler="dpmsolver++", steps=20, cfg=1.0)
     drawn = run.sample(condition, null, drawing).view(len(small), _DRAWS, *real.shape[1:])
+    result = evaluate_enlarged(drawn, real, small, labels)
     _picture(small, drawn, real).save(run.folder / "enlarged.png")
-    return evaluate_enlarged(drawn, real, small, labels)
+    return result
 
 
 def _picture(small: Tensor, drawn: Tensor, real: Tensor) -> Any:

@@ -118,7 +118,9 @@ def test_enlarged_digits_are_judged_beside_bicubic_ones() -> None:
     assert result["psnr_of_mean"] == pytest.approx(-20 * math.log10(0.2 * real.square().mean().sqrt() / 2), rel=1e-5)
     assert 13 < result["psnr_of_bicubic"] < 14
     assert 0.7 < result["accuracy_of_bicubic"] < 0.8 < result["accuracy"] <= result["accuracy_of_real"] < 0.97
-    assert (result["images"], result["draws"]) == (360, 2)
+    assert (result["images"], result["draws"]) == (382, 2)
+    with pytest.raises(ConfigError, match=r"expected \[N, K, 1, 8, 8\] of \[N, 1, h, w\]"):
+        evaluate_enlarged(drawn[:, 0], real, small, labels)
     wrong = evaluate_enlarged(drawn, real, small, (labels + 1) % 10)
     assert wrong["accuracy"] < 0.1
     assert wrong["psnr_of_mean"] == result["psnr_of_mean"]

@@ -21,7 +21,7 @@ def encode_digits(out: str | os.PathLike[str], *, split: str = "all", samples_pe
 
     Args:
         out: New folder.
-        split: ``all`` 1,797 scans; ``train``, the first 1,437; or ``test``, the 360 others, by other writers.
+        split: ``all`` 1,797 scans; ``train``, the first 1,415; or ``test``, the 382 others, of other forms.
         samples_per_shard: 256 gives 8 shards of all.
 
     Raises:
