@@ -23,7 +23,7 @@ from fastdiff.model_config import UNetConfig
 from fastdiff.models import Model
 from fastdiff.network import build_network
 from fastdiff.progress import Every
-from fastdiff.sample_pixels import IDENTITY, autoencoder_of
+from fastdiff.sample_pixels import may_be_pixels
 from fastdiff.sampling import grid_classes, sample
 from fastdiff.state import TrainState
 
@@ -159,7 +159,6 @@ class SampleGrid(Callback):
 
     def __init__(self, state: TrainState) -> None:
         self._every = Every(state.config.output.sample_every)
-        self._pixels = autoencoder_of(state.config) == IDENTITY
         self._drawn = -1
 
     def on_step(self, state: TrainState) -> None:
@@ -187,7 +186,7 @@ class SampleGrid(Callback):
             steps=config.output.sample_steps,
             # What was never trained without a class is not guided away from it.
             cfg=config.output.sample_cfg if classes and config.objective.condition_dropout else None,
-            clip=self._pixels,
+            clip=may_be_pixels(state.reader.info.provenance.autoencoder, config.model.channels),
         )
         if state.world.is_first:
             folder = state.folder / "samples"
@@ -204,7 +203,7 @@ def draw_together(
     shape: tuple[int, int, int],
     steps: int,
     cfg: float | None,
-    clip: bool = False,
+    clip: bool,
     batch: int = 256,
 ) -> Tensor:
     """Draw one image per entry of ``condition`` (``[N, ...]`` each), every rank its share; called by all ranks.

@@ -91,8 +91,8 @@ def enlarged() -> RunConfig:
     deepspeed fastdiff/train.py --preset digits-sr
     fastdiff evaluate runs/digits-sr
 
-    Measured (bench/results/cpu-2-cores/2026-11-22_digits-sr) on forms that it has not seen: 19.6 dB (bicubic 13.4),
-    accuracy 0.890 (bicubic 0.742), 1 min 37 s.
+    Measured (bench/results/cpu-2-cores/2026-11-22_digits-sr) on forms that it has not seen: 19.4 dB (bicubic 13.4),
+    accuracy 0.888 (bicubic 0.749), 1 min 37 s.
     """
     return _run(
         "digits-sr",

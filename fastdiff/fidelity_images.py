@@ -31,7 +31,8 @@ _KINDS = (
 )
 _STATISTICS = frozenset({"mu", "sigma"})
 _ROUNDING = 1e-4
-"""By how much of its largest variance a covariance that was added up in fp32 may differ from its transpose."""
+"""By how much of its largest eigenvalue a covariance that was added up in fp32 may differ from its transpose, and its
+smallest eigenvalue be below 0."""
 
 
 class ImageSet(Protocol):
@@ -190,12 +191,12 @@ def _statistics(path: Path) -> Gaussian:
     mean, covariance = (member.whole().astype(np.float64) for member in (mu, sigma))
     if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
         raise DataError(f"{path}: mu or sigma holds values that are not finite; compute them again")
-    variances = covariance.diagonal()
+    variances = np.linalg.eigvalsh(covariance)
     lopsided = np.abs(covariance - covariance.T).max()
-    if variances.min() < 0 or lopsided > _ROUNDING * variances.max():
+    if max(-variances[0], lopsided) > _ROUNDING * max(variances[-1], 0.0):
         raise DataError(
-            f"{path}: sigma is no covariance: its smallest variance is {variances.min():.3g} and its largest "
-            f"{variances.max():.3g}, and it differs from its transpose by up to {lopsided:.3g}; expected none below 0 "
+            f"{path}: sigma is no covariance: its smallest eigenvalue is {variances[0]:.3g} and its largest "
+            f"{variances[-1]:.3g}, and it differs from its transpose by up to {lopsided:.3g}; expected none below 0 "
             "and a symmetric matrix, as np.cov(features, rowvar=False) makes it"
         )
     return Gaussian(mean, covariance)

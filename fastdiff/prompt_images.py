@@ -64,6 +64,7 @@ class PromptImages(Callback):
             shape=(network.channels, network.size, network.size),
             steps=config.validation.steps,
             cfg=config.validation.guidance_scale,
+            clip=False,
             batch=max(1, config.batch.per_rank(state.world.size) // 2),  # guidance doubles it
         )
         state.world.on_first(lambda: self._show(latents, state))

@@ -86,6 +86,11 @@ def autoencoder_of(config: RunConfig) -> str | None:
         made_by = DatasetInfo.read(Path(config.data.path)).provenance.autoencoder
     except (DataError, StorageError):  # the data are not on this machine
         made_by = IDENTITY if isinstance(config.model, AdmConfig) else ""
-    if made_by == IDENTITY:  # also said of data that were never images
-        return IDENTITY if config.model.channels in _OF_PIXELS else None
+    if made_by == IDENTITY:
+        return IDENTITY if may_be_pixels(made_by, config.model.channels) else None
     return made_by or None
+
+
+def may_be_pixels(made_by: str | None, channels: int) -> bool:
+    """Whether data that this autoencoder made are pixels; identity is also said of some that were never images."""
+    return made_by == IDENTITY and channels in _OF_PIXELS

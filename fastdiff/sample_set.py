@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from fastdiff.data.latent_encoder import reproducible
 from fastdiff.errors import ConfigError
 from fastdiff.sample_conditions import Conditions, Wish, conditions
 from fastdiff.sample_parts import SampleParts
-from fastdiff.sample_pixels import PixelDecoder
+from fastdiff.sample_pixels import IDENTITY, PixelDecoder
 from fastdiff.trained import Drawing, TrainedRun
 
 
@@ -67,8 +67,9 @@ def draw_set(
         StorageError: what is drawn cannot be kept.
     """
     rank = rank or Rank.from_environment()
-    drawing = run.decided(drawing)
     decoder = PixelDecoder(run.config, options.autoencoder, run.device)
+    clip = decoder.name == IDENTITY if drawing.clip is None else drawing.clip
+    drawing = run.decided(replace(drawing, clip=clip))
     with reproducible():  # prompts are embedded
         wished = conditions(run, wish, drawing.seed)
     plan = _plan(run, wished, drawing, options, decoder)

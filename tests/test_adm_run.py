@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageChops
 from safetensors.torch import save_file
 
+from fastdiff.callbacks import SampleGrid
 from fastdiff.commands import main
 from fastdiff.config import RunConfig, ValidationConfig
 from fastdiff.data.encode import encode_digits
@@ -21,13 +22,16 @@ from fastdiff.data.reader import LatentReader
 from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.writer import ShardWriter
 from fastdiff.errors import ConfigError
+from fastdiff.grid import image_grid
 from fastdiff.model_config import AdmConfig, PretrainedConfig
 from fastdiff.models import build_model
+from fastdiff.network import null_label
 from fastdiff.nll import NllOptions, measure, read_clean
 from fastdiff.noise import build_process
 from fastdiff.noise.low_res import small_images
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.timestep_config import TimestepConfig
+from fastdiff.trained import Drawing, TrainedRun
 from fastdiff.training_data import open_data
 from fastdiff.validation_loss import LINES
 from tests.forked import forked_ranks, values
@@ -194,3 +198,25 @@ def test_a_run_that_enlarges_digits_is_measured_on_scans_that_it_has_not_seen(
     with Image.open(tmp_path / "unseen" / "enlarged.png") as picture:
         assert picture.width > 3 * picture.height
     assert not (tmp_path / "seen" / "evaluation.json").exists()
+
+
+def test_pixels_are_clamped_where_a_run_is_drawn(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    """In the grids of the training, and where the digits are measured; without it this model leaves their range."""
+    config = adm(digits, tmp_path / "run", steps=2)
+    config = replace(config, output=replace(config.output, sample_every=2))
+    trained(config)
+    run = TrainedRun(tmp_path / "run")
+    output, labels = config.output, torch.arange(10).repeat(SampleGrid.rows)
+    drawing = Drawing(
+        scheduler="dpmsolver++", steps=output.sample_steps, cfg=output.sample_cfg, clip=True, seed=config.seed
+    )
+    null = {"label": null_label(config)}
+    clamped, free = (run.sample({"label": labels}, null, replace(drawing, clip=clip)) for clip in (True, False))
+    assert free.abs().max() > 2
+    with Image.open(next((tmp_path / "run" / "samples").glob("*.png"))) as drawn:
+        assert ImageChops.difference(drawn, image_grid(clamped, rows=SampleGrid.rows)).getbbox() is None
+        assert ImageChops.difference(drawn, image_grid(free, rows=SampleGrid.rows)).getbbox() is not None
+    measured = run.draw(
+        labels, scheduler="dpmsolver++", steps=drawing.steps, cfg=drawing.cfg, seed=config.seed, progress=False
+    )
+    assert torch.equal(measured, clamped)

@@ -71,7 +71,8 @@ def test_other_layouts_are_refused(tmp_path: Path, array: npt.NDArray[Any]) -> N
         (np.zeros(2), np.full((2, 2), np.nan), "not finite"),
         (np.zeros(2), np.array([[2.0, 0.5], [0.4, 1.0]]), r"no covariance: .* from its transpose by up to 0\.1;"),
         (np.zeros(2), np.triu(np.ones((2, 2))), "by up to 1; expected none below 0 and a symmetric matrix"),
-        (np.zeros(2), np.diag([1.0, -1e-3]), r"its smallest variance is -0\.001 and its largest 1,"),
+        (np.zeros(2), np.diag([1.0, -1e-3]), r"its smallest eigenvalue is -0\.001 and its largest 1,"),
+        (np.zeros(2), np.array([[1.0, 3.0], [3.0, 1.0]]), "its smallest eigenvalue is -2 and its largest 4,"),
     ],
 )
 def test_wrong_statistics_are_refused(

@@ -48,9 +48,9 @@ def test_the_numbers_of_the_readme_stand_in_the_record(preset: str, record: str)
 
 def test_the_numbers_of_super_resolution_stand_in_the_record() -> None:
     result = json.loads((RESULTS / "2026-11-22_digits-sr" / "evaluation.json").read_text())
-    told = re.search(
-        r"([\d.]+) dB against bicubic's ([\d.]+),\s+and .*? reads ([\d.]+) .*?([\d.]+),.*?([\d.]+)$", README, re.M
-    )
+    number = r"([\d.]+)"
+    pattern = rf"{number} dB against bicubic's {number}, and .*? reads {number} .*?{number},\s.*?{number} \("
+    told = re.search(pattern, README)
     assert told is not None
     assert told.groups() == (
         f"{result['psnr_of_mean']:.1f}",

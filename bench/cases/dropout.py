@@ -24,11 +24,12 @@ def _build(device: str, dtype: torch.dtype, shape: tuple[int, int, int], samples
     return {
         "x": image.to(memory_format=torch.channels_last).requires_grad_(),
         "position": torch.arange(samples, device=device),
+        "stream": torch.tensor(_STREAM, device=device),
     }
 
 
 def _call(inputs: Inputs, backend: Backend) -> Tensor:
-    return dropout(**inputs, p=_SHARE, seed=_SEED, stream=_STREAM, backend=backend)
+    return dropout(**inputs, p=_SHARE, seed=_SEED, backend=backend)
 
 
 def _backward_bytes(inputs: Inputs) -> int:

@@ -52,8 +52,8 @@ def _add_solver(parser: argparse.ArgumentParser) -> None:
         "--cfg",
         type=finite,
         default=None,
-        help="classifier-free guidance scale, 1: none; default: 1.5, prompts 7.5; 1, and no other, if no classes were "
-        "dropped in the training",
+        help="classifier-free guidance scale, 1: none; default: 1.5, prompts 7.5; if no classes were dropped "
+        "in the training 1, and no other but after --pretrained.weights",
     )
     parser.add_argument(
         "--cfg-channels",
