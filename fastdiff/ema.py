@@ -47,6 +47,7 @@ class Ema:
         }
         """By name, those of constant rate first: one flat tensor per ``Flat``, None where another rank owns it."""
 
+    @torch.no_grad()
     def update(self, applied: int) -> None:
         """Move every average one step towards the weights, after ``applied`` applied steps, the last one included."""
         for name, averages in self.averages.items():

@@ -24,7 +24,7 @@ DIT_EMA_RATE = 0.9999
 """That of DiT's train.py, whose files do not say it."""
 _IDDPM = re.compile(r"model(\d{6,})\.pt")
 _DIT = re.compile(r"(\d{7,})\.pt")
-_EXPECTED = "expected modelNNNNNN.pt of improved-diffusion or NNNNNNN.pt of DiT"
+_EXPECTED = "expected modelNNNNNN.pt of improved-diffusion or guided-diffusion, or NNNNNNN.pt of DiT"
 _INSTEAD = "give the files of one training, or start from the weights alone, without --pretrained.training"
 _UNNAMED = 100
 """Most steps that AdamW may have taken beyond the name of a file."""
@@ -40,6 +40,11 @@ class AdamState:
     """First moments, fp32, of the shapes of the parameters."""
     exp_avg_sq: dict[str, Tensor]
     """Second moments."""
+    lr: float
+    """Learning rate of the last step."""
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +149,8 @@ def _adam(state: Any, weights: dict[str, Tensor], path: Path) -> AdamState | Non
         numbers = [i for group in state["param_groups"] for i in group["params"]]
         check_size(chain(*(values.values() for values in moments.values())), path)
         strange = moments["exp_avg"].keys() - set(numbers)
-    except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError):
+        options = _options(state["param_groups"][0])
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError, ValueError):
         raise ConfigError(f"{path}: its optimizer is not an AdamW; {_INSTEAD}") from None
     if strange:
         raise ConfigError(f"{path}: its optimizer has a state of parameters that are not its own; {_INSTEAD}")
@@ -152,6 +158,8 @@ def _adam(state: Any, weights: dict[str, Tensor], path: Path) -> AdamState | Non
         return None
     if len(steps) > 1:
         raise ConfigError(f"{path}: its AdamW has taken {sorted(steps)} steps, expected one number; {_INSTEAD}")
+    if min(steps) < 0:
+        raise ConfigError(f"{path}: its AdamW has taken {min(steps)} steps, expected 0 or more; {_INSTEAD}")
     places = _places(numbers, weights)
     if places is None:
         raise ConfigError(
@@ -159,7 +167,14 @@ def _adam(state: Any, weights: dict[str, Tensor], path: Path) -> AdamState | Non
             f"{len(weights)}, or of a training in 16 bits 1 (improved-diffusion) or 2 (guided-diffusion); {_INSTEAD}"
         )
     exp_avg, exp_avg_sq = (_by_name(moments[key], places, weights, path) for key in ("exp_avg", "exp_avg_sq"))
-    return AdamState(applied=steps.pop(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    return AdamState(applied=steps.pop(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **options)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """What ``AdamState`` has of a parameter group; of several groups here the first one speaks for all."""
+    first, second = group["betas"]
+    numbers = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
+    return {"betas": (float(first), float(second)), **numbers}
 
 
 def _places(numbers: list[int], weights: dict[str, Tensor]) -> dict[int, list[str]] | None:

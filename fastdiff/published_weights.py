@@ -67,12 +67,15 @@ def read_published(path: Path) -> dict[Any, Any]:
 
 
 def state_dict(content: Any, expected: str) -> dict[str, Tensor]:
-    """Return ``content`` if it is a state dict of plain tensors; ValueError, with what was expected, if it is not."""
+    """Return ``content`` without gradients if it is a state dict; ValueError, with what was expected, if it is not.
+
+    improved-diffusion saves parameters that ask for a gradient: copied from, they would draw a graph behind them.
+    """
     if not isinstance(content, dict):
         raise ValueError(expected)
     if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()):
         raise ValueError(expected)
-    return content
+    return {name: value.detach() for name, value in content.items()}
 
 
 def check_size(tensors: Iterable[Tensor], path: Path) -> None:

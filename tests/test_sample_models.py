@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fastdiff.models import build_model
 from fastdiff.network import null_label
 from fastdiff.pretrained import Pretrained
 from fastdiff.sample_conditions import Wish
-from fastdiff.sample_npz import read_npz
+from fastdiff.sample_npz import comment_of, read_npz
 from fastdiff.sample_pixels import PixelDecoder, autoencoder_of
 from fastdiff.sample_set import SetOptions, draw_set
 from fastdiff.sampling import sample
@@ -265,6 +266,19 @@ def test_the_autoencoder_is_that_of_the_data(latents: Path, pipeline: Path, tmp_
     gone = dataclasses.replace(config.data, path=str(tmp_path / "gone"))
     assert autoencoder_of(dataclasses.replace(config, data=gone)) is None
     assert autoencoder_of(dataclasses.replace(config, data=gone, model=ADM)) == "identity"
+
+
+def test_the_decoder_decides_whether_a_set_is_clamped(unconditional: Path, tmp_path: Path) -> None:
+    """Also where the data, which would tell, are on another machine."""
+    run = TrainedRun(unconditional)
+    model = DiTConfig(depth=1, hidden=16, heads=2, patch=2, channels=1, size=8)
+    gone = dataclasses.replace(run.config.data, path=str(tmp_path / "gone"))
+    run.config = dataclasses.replace(run.config, data=gone, model=model)
+    assert run.decided(Drawing()).clip is False
+    for name, asked, clamped in (("default", None, True), ("off", False, False)):
+        out = tmp_path / f"{name}.npz"
+        draw_set(run, Wish(num=2), Drawing(steps=2, clip=asked), SetOptions(out=out, autoencoder="identity"))
+        assert json.loads(comment_of(out))["clip"] is clamped
 
 
 def test_an_autoencoder_of_other_channels_is_refused(unconditional: Path, pipeline: Path) -> None:
