@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from tqdm import tqdm
 
 from fastdiff.averages import AS_TRAINED
 from fastdiff.backends import DTYPES
@@ -23,7 +24,7 @@ from fastdiff.diffusers_dit import write_transformer
 from fastdiff.durable import fsync
 from fastdiff.errors import ConfigError, StorageError, require
 from fastdiff.export_weights import ExportedWeights, exported_weights
-from fastdiff.model_card import Place, write_card
+from fastdiff.model_card import Place, other_norms, write_card
 from fastdiff.model_config import AdmConfig, DiTConfig
 from fastdiff.pipeline_export import write_pipeline
 from fastdiff.published_checkpoints import write_dit, write_dit_training, write_iddpm
@@ -125,7 +126,10 @@ def _write(folder: Path, choice: Choice, saved: Saved, config: RunConfig, weight
         case "dit-training":
             write_dit_training(folder, saved, config, weights)
         case "iddpm":
+            assert isinstance(config.model, AdmConfig)
             write_iddpm(folder, saved, config)
+            if other := other_norms(config.model):
+                tqdm.write(other)
         case "safetensors":
             write_tensors(folder / "model.safetensors", weights.shapes, dtype, weights.reader(dtype))
 

@@ -11,8 +11,8 @@ from fastdiff.config import RunConfig
 from fastdiff.diffusers_dit import FOLDER, SAME_TIMES
 from fastdiff.export_weights import ExportedWeights
 from fastdiff.model_config import AdmConfig, DiTConfig, ModelConfig, PretrainedConfig, UNetConfig
-from fastdiff.objective_config import DiffusionConfig
-from fastdiff.saved import Saved
+from fastdiff.objective_config import PREDICTION_TYPES, DiffusionConfig, Prediction
+from fastdiff.saved import Saved, constant_name
 from fastdiff.timestep_config import TimestepConfig
 from fastdiff.trained import config_of
 from fastdiff_kernels.weights import GAMMA
@@ -20,6 +20,8 @@ from fastdiff_kernels.weights import GAMMA
 _SAMPLES = "samples.png"
 _NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}
 """Mean and standard deviation, where none are given."""
+_GROUPS = 32
+"""Of every group norm in the classes of improved-diffusion and guided-diffusion, which have no argument for it."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -179,11 +181,12 @@ def _drawn(drawn: TimestepConfig, objective: DiffusionConfig) -> str:
 def use_of(config: RunConfig, format_: str, place: Place, step: int = 0) -> str:
     """The code, in Markdown, that uses an exported model; ``step`` is in the names of published checkpoints."""
     model = config.model
-    told = "" if isinstance(model, UNetConfig) else _told(model, config.objective)
+    told = "" if isinstance(model, UNetConfig) else _told(model, config.objective, format_)
+    average = f"ema_{constant_name(config.ema.rates[0])}_" if config.ema.rates else "model"
     published = {
         "dit": ("dit.pt", '["ema"]'),
         "dit-training": (f"{step:07d}.pt", '["ema"]'),
-        "iddpm": (f"model{step:06d}.pt", ""),
+        "iddpm": (f"{average}{step:06d}.pt", ""),
     }
     if format_ in published:
         name, entry = published[format_]
@@ -256,7 +259,22 @@ def _shape(model: ModelConfig) -> str:
     if isinstance(model, UNetConfig):
         return ""
     whose, called = _of_dit(model) if isinstance(model, DiTConfig) else _of_adm(model)
-    return f"\nThe names are those of {whose}, whose class takes them as `{called}`.\n"
+    other = "" if isinstance(model, DiTConfig) else other_norms(model)
+    return f"\nThe names are those of {whose}, whose class takes them as `{called}`.\n" + (other and f"\n{other}\n")
+
+
+def other_norms(model: AdmConfig) -> str:
+    """A sentence about group norms that the published classes do not have; empty where they have the same.
+
+    No shape tells the groups, so that their class loads the weights as well as its own.
+    """
+    if model.norm_num_groups == _GROUPS:
+        return ""
+    whose, _ = _of_adm(model)
+    return (
+        f"Each group norm of this network has {model.norm_num_groups} groups, and in the class of {whose} {_GROUPS}: "
+        "unless that is changed there, the class cannot be made, or computes something else with these weights."
+    )
 
 
 def _of_dit(model: DiTConfig) -> tuple[str, str]:
@@ -268,8 +286,14 @@ def _of_dit(model: DiTConfig) -> tuple[str, str]:
 
 
 def _of_adm(model: AdmConfig) -> tuple[str, str]:
-    """Whose class: guided-diffusion's has a size of the heads, blocks that change sizes, and a second order of qkv."""
-    guided = bool(model.head_channels or model.resblock_updown or model.qkv_order == "qkv_major")
+    """Whose class, and its call.
+
+    That of guided-diffusion alone has a size of the heads, blocks that change sizes, a second order of qkv, multiples
+    that are no integers, and a finest level of another width than that of the network.
+    """
+    multiples = tuple(int(each) if each == int(each) else each for each in model.channel_mult)  # floats, when read
+    whole = all(isinstance(each, int) for each in multiples) and multiples[0] == 1
+    guided = bool(model.head_channels or model.resblock_updown or model.qkv_order == "qkv_major" or not whole)
     more = {
         "image_size": model.size,
         "num_head_channels": model.head_channels or -1,
@@ -284,7 +308,7 @@ def _of_adm(model: AdmConfig) -> tuple[str, str]:
         "num_res_blocks": model.res_blocks,
         "attention_resolutions": tuple(model.size // size for size in model.attention_resolutions),
         "dropout": model.dropout,
-        "channel_mult": model.channel_mult,
+        "channel_mult": multiples,
         "num_classes": model.classes or None,
         "num_heads": model.heads,
         "use_scale_shift_norm": model.scale_shift_norm,
@@ -294,17 +318,34 @@ def _of_adm(model: AdmConfig) -> tuple[str, str]:
     return ("guided-diffusion" if guided else "improved-diffusion"), f"{kind}({called})"
 
 
-def _told(model: DiTConfig | AdmConfig, objective: DiffusionConfig) -> str:
+def _told(model: DiTConfig | AdmConfig, objective: DiffusionConfig, format_: str) -> str:
     """What a model is told and returns where the sampler of its class takes it for something else."""
+    where = " in the first half of its channels" if model.learn_sigma else ""
+    whose = "DiT" if isinstance(model, DiTConfig) else "its class"
     if objective.process == "ddpm":
-        if not objective.rescale_timesteps or objective.timesteps == 1000:
-            return ""
-        return f"\nIt is told t * 1000 / {objective.timesteps} (`rescale_timesteps`) instead of the timestep t.\n"
+        rescaled = objective.rescale_timesteps and objective.timesteps != 1000
+        told = f"\nIt is told t * 1000 / {objective.timesteps} (`rescale_timesteps`) instead of the timestep t.\n"
+        return (told if rescaled else "") + _returned(objective.predicted, where, whose, format_)
     returned = {"flow": "the velocity dx/dt", "epsilon": "the noise", "score": "the score"}
     told, returns = {
         "flow": ("x and 1000 t (t = 0: the data, 1: noise)", returned.get(objective.predicted)),
         "edm": ("c_in x and ln(sigma) / 4", "F of the denoiser c_skip x + c_out F (Karras et al. 2022)"),
     }[objective.process]
-    where = " in the first half of its channels" if model.learn_sigma else ""
-    whose = "DiT" if isinstance(model, DiTConfig) else "its class"
     return f"\nIt is told {told} and returns {returns}{where}: the sampler that comes with {whose} cannot use it.\n"
+
+
+def _returned(predicted: Prediction, where: str, whose: str, format_: str) -> str:
+    """What a model of discrete steps returns, if not the noise, and which sampler knows it."""
+    if predicted == "epsilon":
+        return ""
+    returns = "the mean of the step before" if predicted == "previous_x" else predicted
+    sampler = f"the sampler that comes with {whose}"
+    use = f"{sampler} cannot use it"
+    if format_ == "diffusers":
+        name = PREDICTION_TYPES.get(predicted)
+        use = f'give the scheduler `prediction_type="{name}"`' if name else "no scheduler of diffusers can use it"
+    elif predicted == "x0":
+        use = f"create {sampler} with `predict_xstart=True`"
+    elif predicted == "previous_x" and whose != "DiT":
+        use = f"create {sampler} with `model_mean_type=ModelMeanType.PREVIOUS_X`"
+    return f"\nIt returns {returns}{where}: {use}.\n"

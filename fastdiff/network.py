@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,17 @@ from fastdiff.config import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import UNetConfig
 from fastdiff.models import Model, build_model, load_model
+from fastdiff.models.embeddings import position_table
 from fastdiff.objective_config import PREDICTION_TYPES, PREDICTIONS, Prediction
 from fastdiff.pretrained import TEXT_ENCODERS, Pretrained, readable
 from fastdiff.published_training import read_published_training
 from fastdiff.published_weights import load_published
 from fastdiff.saved import file_digest
 from fastdiff.schedule import alpha_bar_of, betas
+
+_ROUNDED = 5e-3
+"""How far a table of positions may be from the exact one: bf16 rounds it by 2e-3, and an average of it, which DiT's
+training makes as of any weight, drifts by 2e-4."""
 
 
 def pretrained(config: RunConfig) -> Pretrained:
@@ -154,7 +160,24 @@ def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
             found = read_published_training(path).weights
         else:
             found = load_file(path) if path.suffix == ".safetensors" else load_published(path)
+    if (table := found.get("pos_embed")) is not None:
+        _check_positions(path, table.float())
     return {name: value.float() for name, value in found.items() if name != "pos_embed"}
+
+
+def _check_positions(path: Path, table: Tensor) -> None:
+    """Refuse weights that were trained with other positions than those of ``DiT``, which no file replaces.
+
+    Those of another grid are not refused: a DiT may go on with larger or smaller images.
+    """
+    tokens, hidden = table.shape[1:] if table.dim() == 3 else (0, 0)
+    side = math.isqrt(tokens)
+    possible = table.numel() > 0 and table.shape == (1, side**2, hidden) and hidden % 4 == 0
+    if not possible or not torch.allclose(table, position_table(hidden, side), rtol=0, atol=_ROUNDED):
+        raise ConfigError(
+            f"{path}: its pos_embed, of shape {tuple(table.shape)}, is not the fixed sine-cosine table of a DiT, the "
+            "only one that this network has; give weights that were trained with that table"
+        )
 
 
 def _predicted(scheduler: Mapping[str, object]) -> Prediction:

@@ -20,7 +20,7 @@ from fastdiff.dist import World
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.export import Choice, export
 from fastdiff.model_card import Place, use_of
-from fastdiff.model_config import DiTConfig, LoraConfig, PretrainedConfig
+from fastdiff.model_config import AdmConfig, DiTConfig, LoraConfig, PretrainedConfig
 from fastdiff.models import build_model
 from fastdiff.network import build_network
 from fastdiff.pretrained import Pretrained
@@ -165,6 +165,28 @@ def test_a_dit_is_exported_under_its_published_names(world: World, digits: Path,
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "dit.pt"]
     card = (tmp_path / "out" / "README.md").read_text()
     exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0], {})
+
+
+def test_an_adm_run_says_where_the_class_of_its_files_differs(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the terminal and in the card, whose code loads the average."""
+    model = AdmConfig(
+        channels=1, size=8, width=8, channel_mult=(1, 2), res_blocks=1, attention_resolutions=(4,), heads=2,
+        classes=10, norm_num_groups=4,
+    )  # fmt: skip
+    train(tiny(digits, tmp_path / "run", steps=1, model=model), launch(1), world)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert main(["export", "run", "out", "--format", "iddpm"]) == 0
+    told, card = capsys.readouterr().out, Path("out", "README.md").read_text()
+    assert "of this network has 4 groups, and in the class of improved-diffusion 32" in told
+    assert told.splitlines()[0] in card
+    assert "channel_mult=(1, 2)" in card
+    scope: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0], scope)
+    expected = newest(tmp_path / "run").weights(0.9)
+    assert all(torch.equal(value, expected[name]) for name, value in scope["state_dict"].items())
 
 
 def test_two_exports_have_the_same_bytes(world: World, digits: Path, made: Path, tmp_path: Path) -> None:

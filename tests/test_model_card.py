@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fastdiff.config import OutputConfig, RunConfig
+from fastdiff.config import EmaConfig, OutputConfig, RunConfig
+from fastdiff.config_file import from_mapping
+from fastdiff.launch import as_json
 from fastdiff.model_card import Place, objective_facts, use_of
 from fastdiff.model_config import AdmConfig
 from fastdiff.objective_config import DiffusionConfig
@@ -93,7 +97,7 @@ def test_of_networks_in_pixel_space() -> None:
     for format_, code, class_ in (
         (
             "iddpm",
-            'torch.load("out/model000123.pt", weights_only=True)',
+            'torch.load("out/ema_0.9999_000123.pt", weights_only=True)',
             "UNetModel(in_channels=3, model_channels=64, ",
         ),
         ("safetensors", 'load_file("out/model.safetensors")', "attention_resolutions=(2,), dropout=0.0, "),
@@ -111,6 +115,86 @@ def test_of_networks_in_pixel_space() -> None:
         assert told in card
     ordered = use_of(replace(config, model=replace(adm, qkv_order="qkv_major")), "iddpm", Place(Path("out")))
     assert "guided-diffusion, whose class takes them as `UNetModel(image_size=32" in ordered
+
+
+def called(model: AdmConfig) -> tuple[str, str, dict[str, Any]]:
+    """Whose class the card of a checkpoint names, which one, and with what: the code of the card, run."""
+    config = RunConfig(model=model, output=OutputConfig(sample_every=0))
+    read = from_mapping(as_json(config), "a checkpoint")
+    card = use_of(read, "iddpm", Place(Path("out")))
+    found = re.search(r"The names are those of (\S+), whose class takes them as `(\w+)\((.*)\)`\.", card)
+    assert found is not None
+    return found[1], found[2], eval(f"dict({found[3]})")
+
+
+def test_the_published_class_takes_its_arguments_as_integers() -> None:
+    """What a checkpoint records has multiples as floats, with which improved-diffusion's class fails."""
+    model = AdmConfig(size=32, width=64, channel_mult=(1, 2, 4), attention_resolutions=(16, 8), heads=2)
+    whose, class_, given = called(model)
+    assert (whose, class_) == ("improved-diffusion", "UNetModel")
+    assert repr(given["channel_mult"]) == "(1, 2, 4)"
+    assert given["attention_resolutions"] == (2, 4)
+    assert {name: value for name, value in given.items() if isinstance(value, float)} == {"dropout": 0.0}
+    assert called(replace(model, low_res_size=8))[:2] == ("improved-diffusion", "SuperResModel")
+
+
+@pytest.mark.parametrize("multiples", [(1, 1.5), (2, 3), (0.5, 1)])
+def test_levels_that_the_class_of_improved_diffusion_does_not_have(multiples: tuple[float, ...]) -> None:
+    """It multiplies without rounding, and its first convolution and its last norm have the width of the network."""
+    model = AdmConfig(size=16, width=64, channel_mult=multiples, attention_resolutions=(8,))
+    whose, class_, given = called(model)
+    assert (whose, class_) == ("guided-diffusion", "UNetModel")
+    assert repr(given["channel_mult"]) == repr(multiples)
+    assert given["image_size"] == 16
+    assert given["num_head_channels"] == -1
+
+
+@pytest.mark.parametrize("format_", ["iddpm", "safetensors"])
+def test_of_group_norms_that_the_published_class_does_not_have(format_: str) -> None:
+    model = AdmConfig(size=16, width=64, channel_mult=(1, 2), attention_resolutions=(8,), norm_num_groups=16)
+    config = RunConfig(model=model, output=OutputConfig(sample_every=0))
+    said = "network has 16 groups, and in the class of improved-diffusion 32: unless that is changed there, the class"
+    assert said in use_of(config, format_, Place(Path("out")))
+    assert "groups" not in use_of(config, "diffusers", Place(Path("out"))), "there it is an argument"
+    usual = replace(config, model=replace(model, norm_num_groups=32))
+    assert "groups" not in use_of(usual, format_, Place(Path("out")))
+
+
+def test_what_is_predicted_and_which_sampler_knows_it() -> None:
+    adm = RunConfig(model=AdmConfig(), output=OutputConfig(sample_every=0))
+    for config, whose in ((RunConfig(), "DiT"), (adm, "its class")):
+        published = ("dit", "dit-training", "safetensors") if whose == "DiT" else ("iddpm", "safetensors")
+        previous = "cannot use it" if whose == "DiT" else "with `model_mean_type=ModelMeanType.PREVIOUS_X`"
+        for prediction, returned, ours, diffusers in (
+            ("v", "v", "cannot use it", 'give the scheduler `prediction_type="v_prediction"`'),
+            ("x0", "x0", "with `predict_xstart=True`", 'give the scheduler `prediction_type="sample"`'),
+            ("previous_x", "the mean of the step before", previous, "no scheduler of diffusers can use it"),
+        ):
+            given = replace(config, objective=DiffusionConfig(prediction=prediction))  # type: ignore[arg-type]
+            for format_ in published:
+                card = use_of(given, format_, Place(Path("out")))
+                [line] = [line for line in card.splitlines() if line.startswith("It returns ")]
+                assert line.startswith(f"It returns {returned}: ")
+                assert f"the sampler that comes with {whose} {ours}." in line
+            assert f"It returns {returned}: {diffusers}." in use_of(given, "diffusers", Place(Path("out")))
+        for format_ in (*published, "diffusers"):
+            assert "It returns" not in use_of(config, format_, Place(Path("out")))
+
+
+def test_what_is_told_and_what_is_predicted_are_both_said() -> None:
+    objective = DiffusionConfig(timesteps=4000, rescale_timesteps=True, prediction="v", variance="learned_range")
+    model = AdmConfig(learn_sigma=True)
+    config = RunConfig(model=model, objective=objective, output=OutputConfig(sample_every=0))
+    card = use_of(config, "iddpm", Place(Path("out")))
+    assert "It is told t * 1000 / 4000 (`rescale_timesteps`)" in card
+    assert "It returns v in the first half of its channels: the sampler" in card
+
+
+def test_the_file_to_load_is_the_first_average() -> None:
+    config = RunConfig(model=AdmConfig(), output=OutputConfig(sample_every=0))
+    for rates, name in {(0.999, 0.5): "ema_0.999_000007.pt", (): "model000007.pt"}.items():
+        read = from_mapping(as_json(replace(config, ema=EmaConfig(rates=rates))), "a checkpoint")
+        assert f'"out/{name}"' in use_of(read, "iddpm", Place(Path("out")), 7)
 
 
 def test_of_a_training_of_dit() -> None:
