@@ -33,6 +33,7 @@ from fastdiff.noise.levels import clean_per_error
 from fastdiff.noise.low_res import small_images
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, normal
+from fastdiff.sample_pixels import IDENTITY, autoencoder_of
 from fastdiff.schedule import Schedule
 from fastdiff.trained import TrainedRun
 from fastdiff.training_data import check_provenance, open_data
@@ -51,8 +52,8 @@ class NllOptions:
     """Number of samples, spread evenly over the data; all, if there are fewer."""
     data: str = ""
     """Folder of latent shards, also at http(s):// or s3://; empty: the data of the run."""
-    clip: bool = False
-    """Clamp estimates of x0 to [-1, 1], where pixels are."""
+    clip: bool | None = None
+    """Clamp estimates of x0 to [-1, 1]. None: for models of pixels, whose x0 is there, as where they draw."""
     seed: int = 0
     """Of the noise."""
     batch: int = 64
@@ -149,14 +150,14 @@ def measure(
             by name.
         config: of the process ddpm, resolved.
         batches: of clean x0 in fp32; ``position`` is the number of the sample, which keys its noise.
-        options: clip, seed and batch are read.
+        options: clip, seed and batch are read; a clip of None is False here, where no data are known.
         bar: is told how many samples times timesteps are done.
     """
     steps: Steps | None = None
     sums, terms, priors = torch.zeros(3, config.timesteps, dtype=torch.float64), [], []
     for batch in batches:
         device = batch.latents.device
-        steps = steps or Steps(config, device, clip=options.clip)
+        steps = steps or Steps(config, device, clip=bool(options.clip))
         at_once = max(1, options.batch // len(batch.latents))
         found = []
         for first in range(0, config.timesteps, at_once):
@@ -185,13 +186,14 @@ def evaluate_nll(run: TrainedRun, options: NllOptions, *, progress: bool = False
     """
     check(run)
     require(0 <= options.seed < 2**64, f"--seed {options.seed}: from 0 to 2**64 - 1")
-    device = next(run.model.parameters()).device
+    if options.clip is None:
+        options = replace(options, clip=autoencoder_of(run.config) == IDENTITY)
     with _open(run, options.data) as reader:
         index = spread(len(reader), options.samples)
         require(len(index) >= 2, f"{len(index)} samples have no standard error; at least 2")
         total = len(index) * run.config.objective.timesteps
         with tqdm(total=total, disable=not progress, desc="nll", unit="step", leave=False) as bar:
-            batches = read_clean(reader, index, run.model.inputs, device, options.seed, run.model.low_res_size)
+            batches = read_clean(reader, index, run.model.inputs, run.device, options.seed, run.model.low_res_size)
             found = measure(run.model, run.config.objective, batches, options, bar)
     result = found.summary() | {
         "samples": len(index),

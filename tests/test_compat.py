@@ -156,7 +156,8 @@ def test_dit(classes: Path) -> None:
     encode, train, export = done.commands
     assert encode[:3] == ["fastdiff", "encode", str(classes)]
     assert {"--flip", "adm", "stabilityai/sd-vae-ft-ema"} <= set(encode)
-    assert export[-1] == "dit"
+    assert export[-1] == "dit-training", "model, ema, opt and args, as theirs leaves them"
+    assert any("--step N exports an earlier one" in note for note in done.notes)
     config = parse(train[4:])[1]
     assert (config.steps, config.batch.samples) == (10 * 3, 4)
     assert (config.model.kind, config.model.size) == ("dit", 32)
@@ -204,6 +205,7 @@ def test_the_encode_command_is_one_that_fastdiff_has(classes: Path, tmp_path: Pa
         ([*T2I, "--image_interpolation_mode", "best"], "invalid choice"),
         ([*T2I, "--train_batch_size", "0"], "--train_batch_size: 0: expected a whole number of at least 1"),
         ([*T2I, "--checkpointing_steps", "0"], "--checkpointing_steps: 0"),
+        ([*T2I, "--learning_rate", "nan"], "a run that cannot be: --optim.lr nan: above 0"),
     ],
 )
 def test_what_cannot_be_translated_is_refused(flags: list[str], message: str) -> None:

@@ -182,16 +182,24 @@ def test_the_flags_arrive() -> None:
         assert absent not in notes, absent
 
 
-@pytest.mark.parametrize("size", [256, 64, 32])
-def test_attention_is_where_theirs_is(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "given", "sides", "passed_over"),
+    [
+        (64, "16,8", (16, 8), ""),
+        (64, "30", (32,), ""),
+        (64, "12,9,16", (16,), "12, 9"),
+        (256, "100", (128,), ""),
+        (256, "16,8", (16, 8), ""),
+        (256, "4,4096", (), "4, 4096"),
+        (32, "12,30,64", (32, 16), "64"),
+    ],
+)
+def test_attention_is_where_theirs_is(size: int, given: str, sides: tuple[int, ...], passed_over: str) -> None:
     """A resolution is rounded to a whole downsampling, and one that no level has is passed over."""
-    config, notes = iddpm(f"--image_size {size} --attention_resolutions 8,16,12,9,4096")
-    factors = {size // resolution for resolution in (8, 16, 12, 9, 4096)}
-    levels = len(adm(config).channel_mult)
-    assert adm(config).attention_resolutions == tuple(size >> n for n in range(levels) if 2**n in factors)
-    assert {8, 16} <= set(adm(config).attention_resolutions)
-    assert "no map has a side of" in notes
-    assert "4096; theirs skips it too" in notes
+    config, notes = iddpm(f"--image_size {size} --attention_resolutions {given}")
+    assert adm(config).attention_resolutions == sides
+    told = re.search(r"no map has a side of (.+); theirs skips it too", notes)
+    assert (told[1] if told else "") == passed_over
 
 
 def test_super_resolution() -> None:
@@ -210,18 +218,44 @@ def test_a_resumed_run_goes_on_with_the_whole_training() -> None:
     assert (given.path, given.weights, given.training) == ("logs/model030000.pt", True, True)
     assert (config.steps, config.optim.lr) == (40_000, 1e-4), "both of the whole run"
     assert "Adam's state and the step are read" in notes
-    endless, notes = iddpm("--resume_checkpoint imagenet64_uncond_100M_1500K.pt")
-    assert (endless.steps, endless.pretrained.training) == (1_500_000, False), "its name says nothing, for theirs too"
+    assert "; --weight_decay is obeyed, where theirs" in notes, "their learning rate is set at every step"
+    _, notes = iddpm("--resume_checkpoint logs/model030000.pt")
+    assert "; --lr and --weight_decay are obeyed, where theirs" in notes
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ("imagenet64_uncond_100M_1500K.pt", "its name says no step"),
+        ("models/000100.pt", "its name says no step"),
+        ("my_model.pt", "its name says no step"),
+        ("logs/model000000.pt", "its number is 0"),
+    ],
+)
+def test_without_a_step_in_its_name_a_file_is_read_for_its_weights_alone(file: str, why: str) -> None:
+    config, notes = iddpm(f"--resume_checkpoint {file}")
+    assert (config.pretrained.weights, config.pretrained.training, config.steps) == (True, False, 1_500_000)
+    assert f"{file}: {why}" in notes
     assert "the weights alone are read" in notes
+    assert ("says no step" in notes) == ("says no step" in why)
+    assert "obeyed" not in notes
+
+
+@pytest.mark.parametrize(
+    "file", ["my_model000100.pt", "model100.pt", "model0000100.pt", "model100.d/x.pt", "model-5.pt"]
+)
+def test_a_step_that_only_theirs_would_read_is_refused(file: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{file}: theirs reads the step -?\d+ in it.* rename it modelNNNNNN\.pt"):
+        iddpm(f"--resume_checkpoint {file}")
 
 
 @pytest.mark.parametrize("step", [30_000, 1_499_999, 2_000_000])
 def test_a_resumed_run_without_an_end_has_as_many_steps_as_the_published_one_behind_it(step: int) -> None:
     config, notes = iddpm(f"--resume_checkpoint logs/model{step:06d}.pt --batch_size 8", gpus=2)
-    assert config.steps == step + 1_500_000
-    assert f"ends after {step + 1_500_000} steps, the {step} of --resume_checkpoint and those of iddpm-image" in notes
-    ended, notes = iddpm(f"--resume_checkpoint logs/model{step:06d}.pt --lr_anneal_steps 2000001")
-    assert ended.steps == 2_000_001
+    assert config.steps == step + 1_500_001, "the file of that number is after one step more"
+    assert f"ends after {step + 1_500_001} steps, the {step + 1} of --resume_checkpoint and those of iddpm-im" in notes
+    ended, notes = iddpm(f"--resume_checkpoint logs/model{step:06d}.pt --lr_anneal_steps 2000002")
+    assert ended.steps == 2_000_002
     assert "never ends" not in notes
 
 
@@ -238,14 +272,20 @@ def test_a_resumed_run_begins_with_the_weights_of_the_file(tmp_path: Path) -> No
 
 def test_the_other_commands_are_ones_that_fastdiff_has() -> None:
     for script, side in (("iddpm", 64), ("iddpm-sr", 256)):
-        encode, train, export = translate(script, DATA, gpus=1).commands
+        encode, train, export, sample = translate(script, [*DATA, "--diffusion_steps", "4000"], gpus=1).commands
         shards = parse(train[4:])[1].data.path
         given = _parser().parse_args(encode[1:])
         assert (given.source, str(given.out), given.resolution) == ("path/to/images", shards, side)
         assert (given.crop, given.autoencoder, hasattr(given, "flip")) == ("adm", "identity", False)
         assert given.classes_from == "none", "an unconditional network needs none, whatever the files are called"
         given = _parser().parse_args(export[1:])
-        assert (str(given.run_folder), given.format) == (parse(train[4:])[1].output.folder, "iddpm")
+        folder = parse(train[4:])[1].output.folder
+        assert (str(given.run_folder), given.format) == (folder, "iddpm")
+        given = _parser().parse_args(sample[1:])
+        assert (str(given.folder), str(given.npz)) == (folder, f"{folder}/samples.npz")
+        assert (given.scheduler, given.respacing, given.clip_denoised) == ("ddpm", "4000", None)
+        wanted = (10_000, None) if script == "iddpm" else (None, Path("base.npz"))
+        assert (given.num, given.low_res) == wanted
     with_classes = translate("iddpm", [*DATA, "--class_cond", "True"], gpus=1).commands[0]
     assert _parser().parse_args(with_classes[1:]).classes_from == "prefix"
 
@@ -283,8 +323,13 @@ def test_the_encode_command_writes_what_the_training_command_reads(
         ("--num_channels 100", "a network that cannot be built: --model.width 100"),
         ("--dropout 1", "a network that cannot be built: --model.dropout 1"),
         ("--lr_anneal_steps 100 --resume_checkpoint model000100.pt", "no step is left after those of"),
+        ("--lr_anneal_steps 101 --resume_checkpoint model000100.pt", "whose file numbered 100 is after 101"),
         ("--lr_anneal_steps -1", "--lr_anneal_steps -1"),
         ("--resume_checkpoint folder", "expected a file of weights"),
+        ("--lr nan", "a run that cannot be: --optim.lr nan: above 0"),
+        ("--lr -1", "--optim.lr -1.0: above 0"),
+        ("--weight_decay -0.1", "--optim.weight_decay -0.1: 0 or above"),
+        ("--ema_rate 1.5", "--ema.rates (1.5,): different values between 0 and 1"),
     ],
 )
 def test_what_cannot_be_translated_is_refused(flags: str, message: str) -> None:
@@ -305,12 +350,24 @@ def test_what_super_resolution_refuses(flags: list[str], message: str) -> None:
         translate("iddpm-sr", flags, gpus=1)
 
 
-def test_the_command_prints_all_three(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_images_and_the_drawing_differ_in_is_told() -> None:
+    for script, theirs in (("iddpm", "image_sample.py"), ("iddpm-sr", "super_res_sample.py")):
+        _, notes = iddpm("--diffusion_steps 500", script=script)
+        for word in (
+            "a palette, with alpha, of 1 bit or in CMYK become RGB before", "16 bits are scaled to 8, theirs clipped",
+            f"their {theirs} with its defaults, over all 500 timesteps", "theirs truncated", "--step N",
+        ):  # fmt: skip
+            assert word in notes, word
+        assert ("--base_samples" in notes) == (script == "iddpm-sr")
+
+
+def test_the_command_prints_all_four(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compat", "--gpus", "8", "iddpm", "--", *DATA, "--batch_size", "16"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("fastdiff encode path/to/images data/images-64 \\\n    --autoencoder identity")
     assert "--batch.samples 128 \\\n    --batch.micro 16 \\\n" in printed
     assert "--format iddpm" in printed
+    assert "--scheduler ddpm \\\n    --respacing 1000 \\\n    --num 10000" in printed
     assert "# Not the same:" in printed
     assert main(["compat", "iddpm-sr", "--", *DATA]) == 0
     assert "--model.low_res_size 64" in capsys.readouterr().out

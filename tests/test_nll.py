@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -204,6 +205,26 @@ def test_the_command_measures_a_run(run: Path, digits: Path, capsys: pytest.Capt
     assert result["total_bpd_se"] == pytest.approx(total.std(ddof=1) / np.sqrt(6), rel=1e-4)
 
 
+def test_models_of_pixels_are_clamped_and_those_of_latents_are_not(run: Path, tmp_path: Path) -> None:
+    """As where they draw; the digits are pixels, and the same numbers said to be of an autoencoder are not."""
+    wish = ["evaluate", str(run), "--nll", "--samples", "4"]
+    found = {}
+    for name, more in {"told": ["--clip-denoised"], "usual": [], "not": ["--no-clip-denoised"]}.items():
+        assert main([*wish, *more]) == 0
+        found[name] = json.loads((run / "nll.json").read_text())
+    assert {name: result["clip_denoised"] for name, result in found.items()} == {
+        "told": True, "usual": True, "not": False,
+    }  # fmt: skip
+    assert found["usual"] == found["told"]
+    assert found["usual"]["total_bpd"] != found["not"]["total_bpd"], "the weights are random: some estimate is outside"
+    trained = TrainedRun(run)
+    folder = shutil.copytree(trained.config.data.path, tmp_path / "latents")
+    info = DatasetInfo.read(folder)
+    replace(info, provenance=replace(info.provenance, autoencoder="some/autoencoder")).write(folder)
+    trained.config = replace(trained.config, data=replace(trained.config.data, path=str(folder)))
+    assert evaluate_nll(trained, NllOptions(samples=4))[0]["clip_denoised"] is False
+
+
 def test_other_noise_and_other_data(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = evaluate_nll(TrainedRun(run), NllOptions(samples=4))[0]
     again = evaluate_nll(TrainedRun(run), NllOptions(samples=4, batch=4))[0]
@@ -230,6 +251,7 @@ def test_other_noise_and_other_data(run: Path, tmp_path: Path, capsys: pytest.Ca
         (["--nll", "--ema", "0.123"], "no EMA of rate 0.123"),
         (["--samples", "5"], "--samples needs --nll"),
         (["--clip-denoised"], "--clip-denoised needs --nll"),
+        (["--no-clip-denoised"], "--clip-denoised needs --nll"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from bench import record
 from fastdiff.cli import parse
+from fastdiff.errors import ConfigError
 from fastdiff.evaluation import real_digits
 from fastdiff.fidelity import frechet_distance
 from tests.faults import FAULTS
@@ -122,6 +124,23 @@ def test_the_training_commands_of_the_readme_parse() -> None:
     for flags in lines:
         if "--help" not in flags:
             parse(flags)
+
+
+def test_the_flags_of_the_trainer_in_the_text_are_its_own() -> None:
+    """Each value of ``a|b`` too; a flag that needs others, which the text does not repeat, is known none the less."""
+    quoted = re.findall(r"`(--\w+\.[^`]+)`", README)
+    assert len(quoted) >= 8
+    for text in quoted:
+        *flags, last = shlex.split(text)
+        for value in last.split("|"):
+            try:
+                parse(["--preset", "iddpm-cifar10", *flags, value])
+            except ConfigError as error:
+                if " needs " not in str(error):
+                    raise
+    (resumed,) = (text for text in quoted if "--pretrained.training" in text)
+    given = parse(["--preset", "iddpm-cifar10", *resumed.split()])[1].pretrained
+    assert (given.path, given.weights, given.training) == ("model500000.pt", True, True)
 
 
 def test_links_and_pictures_exist() -> None:

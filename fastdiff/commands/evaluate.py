@@ -42,7 +42,12 @@ def add(commands: Subcommands) -> None:
     of_nll = parser.add_argument_group("with --nll")
     of_nll.add_argument("--samples", type=count, help="samples, spread evenly over the data; default: 1000")
     of_nll.add_argument("--data", metavar="PATH", help="folder of latent shards; default: what the run was trained on")
-    of_nll.add_argument("--clip-denoised", action="store_true", help="clamp estimates of x0 to [-1, 1], for pixels")
+    of_nll.add_argument(
+        "--clip-denoised",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="clamp estimates of x0 to [-1, 1]; default: only for models of pixels",
+    )
     of_nll.add_argument("--png", type=Path, help="picture of the curves by timestep to write")
     parser.add_argument(
         "--reference",
@@ -80,7 +85,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
     for name in names:
-        if getattr(arguments, name) not in (None, False):
+        if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} {why}")
 
 

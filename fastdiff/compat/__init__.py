@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from fastdiff.cli import parse
 from fastdiff.compat import dit, iddpm, t2i
-from fastdiff.compat.translation import Translation
+from fastdiff.compat.translation import TRAINER, Translation
 from fastdiff.errors import ConfigError
 
 Translate = Callable[[argparse.Namespace, int], Translation]
@@ -36,12 +37,16 @@ def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
         gpus: processes that it was started with: its batch size is per process.
 
     Raises:
-        ConfigError: a flag that the script does not have, or that contradicts another one.
+        ConfigError: a flag that the script does not have, that contradicts another one, or that no run can have.
     """
     name, add_flags, translated = SCRIPTS[script]
     parser = _Parser(prog=name, add_help=False, allow_abbrev=False)
     add_flags(parser)
-    return translated(parser.parse_args(list(flags)), gpus)
+    translation = translated(parser.parse_args(list(flags)), gpus)
+    for command in translation.commands:
+        if TRAINER in command:
+            _check(command[command.index(TRAINER) + 1 :])
+    return translation
 
 
 def in_words(translation: Translation) -> str:
@@ -49,6 +54,14 @@ def in_words(translation: Translation) -> str:
     commands = "\n".join(_broken(command) for command in translation.commands)
     notes = "\n".join(f"# - {note}" for note in translation.notes)
     return f"{commands}\n\n# Not the same:\n{notes}" if notes else commands
+
+
+def _check(flags: Sequence[str]) -> None:
+    """Refuse now what the trainer would refuse later."""
+    try:
+        parse(flags)
+    except ConfigError as error:
+        raise ConfigError(f"these flags describe a run that cannot be: {error}") from None
 
 
 def _broken(command: Sequence[str]) -> str:

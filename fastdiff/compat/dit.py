@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fastdiff.commands.arguments import count
-from fastdiff.compat.translation import Translation, count_images, flag, launcher
+from fastdiff.compat.translation import EXPORT_NOTE, Translation, count_images, flag, launcher
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import DIT_PATCHES, DIT_SIZES
 
@@ -76,7 +76,7 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
                 *flag("output.keep", max(2, steps // every + 1)),
                 *flag("output.sample_every", 0),
             ],
-            ["fastdiff", "export", run, f"{run}-export", "--format", "dit"],
+            ["fastdiff", "export", run, f"{run}-export", "--format", "dit-training"],
         ],
         notes=[
             "the run is one folder that a second start continues; theirs makes a new numbered folder each time, "
@@ -85,6 +85,7 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
             "number of GPUs; theirs come from seed * processes + rank",
             "the posterior of each image, and of its mirror image, is stored as mean and standard deviation in 16 "
             "bits, and sampled anew at every use, as theirs is",
+            EXPORT_NOTE,
             "--performance.precision bf16 is several times faster than their fp32",
         ],
     )  # fmt: skip

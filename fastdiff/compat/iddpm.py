@@ -6,12 +6,11 @@ Names and defaults are theirs; ``translate`` and ``translate_super_resolution`` 
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import fields
 from pathlib import PurePath
 
 from fastdiff.commands.arguments import count, finite
-from fastdiff.compat.translation import Translation, flag, launcher
+from fastdiff.compat.translation import EXPORT_NOTE, Translation, flag, launcher
 from fastdiff.errors import ConfigError
 from fastdiff.model_config import AdmConfig
 from fastdiff.presets import preset
@@ -115,7 +114,7 @@ def _translated(flags: argparse.Namespace, gpus: int, script: str, published: st
         *flag("output.keep", max(2, steps // flags.save_interval + 1)),
         *flag("output.sample_every", 0),
     ]
-    done = Translation([_encode(flags, network.size, shards), train, _export(run)])
+    done = Translation([_encode(flags, network.size, shards), train, _export(run), _sample(flags, network, run)])
     _add_notes(done, flags, network, published, steps)
     return done
 
@@ -130,6 +129,16 @@ def _encode(flags: argparse.Namespace, size: int, shards: str) -> list[str]:
 
 def _export(run: str) -> list[str]:
     return ["fastdiff", "export", run, f"{run}-export", "--format", "iddpm"]
+
+
+def _sample(flags: argparse.Namespace, network: AdmConfig, run: str) -> list[str]:
+    """Their image_sample.py and super_res_sample.py, as they draw by default."""
+    return [
+        "fastdiff", "sample", run,
+        "--scheduler", "ddpm", "--respacing", str(flags.diffusion_steps),
+        *(("--low-res", "base.npz") if network.low_res_size else ("--num", "10000")),
+        "--npz", f"{run}/samples.npz",
+    ]  # fmt: skip
 
 
 def _network(flags: argparse.Namespace, size: int, low_res_size: int = 0) -> AdmConfig:
@@ -173,13 +182,26 @@ def _check(flags: argparse.Namespace) -> None:
             f"--batch_size {flags.batch_size} does not divide by --microbatch {flags.microbatch}; theirs takes a "
             "smaller last one, here all are equal: give a --microbatch that divides it"
         )
-    if 0 < flags.lr_anneal_steps <= _steps_before(flags) or flags.lr_anneal_steps < 0:
+    _check_resumed(flags)
+    if flags.lr_anneal_steps < 0:
+        raise ConfigError(f"--lr_anneal_steps {flags.lr_anneal_steps}: 0 or above")
+    if 0 < flags.lr_anneal_steps <= _steps_before(flags):
         raise ConfigError(
-            f"--lr_anneal_steps {flags.lr_anneal_steps}: no step is left after those of --resume_checkpoint, "
-            f"{_steps_before(flags)}; give more, or 0 for a constant learning rate"
+            f"--lr_anneal_steps {flags.lr_anneal_steps}: no step is left after those of --resume_checkpoint, whose "
+            f"file numbered {_number(flags)} is after {_steps_before(flags)}; give more, or 0 for a constant learning "
+            "rate"
         )
-    if flags.resume_checkpoint and not flags.resume_checkpoint.endswith(".pt"):
-        raise ConfigError(f"--resume_checkpoint {flags.resume_checkpoint}: expected a file of weights, modelNNNNNN.pt")
+
+
+def _check_resumed(flags: argparse.Namespace) -> None:
+    file, number = flags.resume_checkpoint, _number(flags)
+    if file and not file.endswith(".pt"):
+        raise ConfigError(f"--resume_checkpoint {file}: expected a file of weights, modelNNNNNN.pt")
+    if number and (number < 0 or PurePath(file).name != f"model{number:06d}.pt"):
+        raise ConfigError(
+            f"--resume_checkpoint {file}: theirs reads the step {number} in it, and takes averages and Adam's state of "
+            "that step from beside it; rename it modelNNNNNN.pt, as their script writes it"
+        )
 
 
 def _micro(flags: argparse.Namespace) -> int:
@@ -187,10 +209,19 @@ def _micro(flags: argparse.Namespace) -> int:
     return int(size)
 
 
+def _number(flags: argparse.Namespace) -> int | None:
+    """The step that their script reads in --resume_checkpoint; None: none. At 0 too it takes the weights alone."""
+    _, found, rest = flags.resume_checkpoint.rpartition("model")
+    try:
+        return int(rest.partition(".")[0]) if found else None
+    except ValueError:
+        return None
+
+
 def _steps_before(flags: argparse.Namespace) -> int:
-    """Steps of the run that is resumed, which their script reads in the name of the file."""
-    number = re.search(r"(?:^|/)model(\d{6,})\.pt$", flags.resume_checkpoint)
-    return int(number[1]) if number else 0
+    """Steps of the run that is resumed: it has saved after the step of that number, and counts from 0."""
+    number = _number(flags)
+    return number + 1 if number else 0
 
 
 def _start(flags: argparse.Namespace) -> list[str]:
@@ -248,7 +279,8 @@ def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig,
         "GPUs; theirs have no seed, and give each process its own share of the images",
         "an epoch has all images; theirs leaves out those that do not fill a last batch",
         "the images are cropped once, into shards of 8-bit pixels; those that EXIF says are rotated are turned "
-        "upright, those with a palette become RGB before they are resized, GIFs are not read, and WebPs are",
+        "upright, those with a palette, with alpha, of 1 bit or in CMYK become RGB before they are resized, in theirs "
+        "afterwards; gray ones of 16 bits are scaled to 8, theirs clipped; GIFs are not read, and WebPs are",
         "the run is one folder that a second start continues, not $OPENAI_LOGDIR or a new folder each time; its "
         "checkpoint after N steps holds the weights, all averages and Adam's state, where their files numbered N are "
         "after N + 1, the first ones after one step",
@@ -276,17 +308,37 @@ def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig,
         "the losses that importance sampling learns from are part of a checkpoint; theirs are gathered anew by a "
         "resumed run",
     )
+    done.notes += _notes_of_results(flags, network)
     factors = {2**level for level in range(len(network.channel_mult))}
     idle = [side for side in flags.attention_resolutions if network.size // side not in factors]
     done.note(idle, f"--attention_resolutions: no map has a side of {', '.join(map(str, idle))}; theirs skips it too")
-    done.note(
-        flags.resume_checkpoint,
-        f"--resume_checkpoint {flags.resume_checkpoint}: "
-        + (
-            "weights, averages, Adam's state and the step are read from it and the files beside it"
-            if _steps_before(flags)
-            else "its name says no step (modelNNNNNN.pt), so the weights alone are read, and steps count from 0"
-        ),
+    done.note(flags.resume_checkpoint, f"--resume_checkpoint {flags.resume_checkpoint}: {_what_is_resumed(flags)}")
+
+
+def _notes_of_results(flags: argparse.Namespace, network: AdmConfig) -> list[str]:
+    """About the commands after the training."""
+    script = "super_res_sample.py" if network.low_res_size else "image_sample.py"
+    notes = [
+        EXPORT_NOTE,
+        f"the last command is their {script} with its defaults, over all {flags.diffusion_steps} timesteps; without "
+        "--scheduler and --respacing it takes 50 steps of DDIM; pixels are rounded, theirs truncated",
+    ]
+    if network.low_res_size:
+        notes.append(
+            "base.npz stands for their --base_samples; each of its images is enlarged once, where theirs begins anew "
+            "with the first until there are --num_samples"
+        )
+    return notes
+
+
+def _what_is_resumed(flags: argparse.Namespace) -> str:
+    if not _number(flags):
+        why = "its name says no step (modelNNNNNN.pt)" if _number(flags) is None else "its number is 0"
+        return f"{why}, so the weights alone are read, as in theirs, and steps count from 0"
+    settings = "--weight_decay is" if flags.lr_anneal_steps else "--lr and --weight_decay are"
+    return (
+        f"weights, averages, Adam's state and the step are read from it and the files beside it; {settings} obeyed, "
+        "where theirs silently goes on with what the opt file was trained with"
     )
 
 

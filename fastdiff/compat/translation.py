@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 from fastdiff.data.image_sources import open_source
 from fastdiff.errors import ConfigError, FastdiffError
 
+TRAINER = "fastdiff/train.py"
+"""After which the flags of a training command begin."""
+EXPORT_NOTE = (
+    "the newest checkpoint is exported, where theirs leaves its files at every save; --step N exports an earlier one"
+)
+"""Of scripts whose files are theirs alone, and made of a run here by ``fastdiff export``."""
+
 
 @dataclass(slots=True)
 class Translation:
@@ -46,4 +53,4 @@ def count_images(source: str, what_else: str, **columns: str) -> int:
 
 def launcher(gpus: int) -> Sequence[str]:
     """The beginning of a training command."""
-    return ["deepspeed", "--num_gpus", str(gpus), "fastdiff/train.py"]
+    return ["deepspeed", "--num_gpus", str(gpus), TRAINER]
