@@ -135,8 +135,8 @@ def restore(saved: Saved, state: TrainState) -> Progress:
     for flat in engine.flats:
         for fragment in flat.fragments:
             fragment.of(flat.master).copy_(saved.slice("master", fragment))
-    if progress.applied and manifest["config"]["optim"]["name"] == state.config.optim.name:
-        optimizer_state.restore(saved, state, progress.applied)
+    if saved.optimizer_steps and manifest["config"]["optim"]["name"] == state.config.optim.name:
+        optimizer_state.restore(saved, state)
     for name, averages in state.ema.averages.items():
         kind = f"ema/{name}" if name in saved.averages else "master"
         for flat, average in zip(engine.flats, averages, strict=True):

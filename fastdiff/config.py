@@ -340,6 +340,11 @@ class RunConfig:
             "added to trained weights",
         )
         require(
+            self.lora.rank == 0 or not self.pretrained.training,
+            f"--lora.rank {self.lora.rank} with --pretrained.training: a published training has the state of its whole "
+            "network, not of an adapter; leave out one of them",
+        )
+        require(
             self.lora.rank == 0 or self.model.kind != "adm",
             f"--lora.rank {self.lora.rank} is for a DiT or a UNet of Stable Diffusion, not an ADM UNet; set it to 0",
         )

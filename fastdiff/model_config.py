@@ -258,18 +258,19 @@ ModelConfig = DiTConfig | UNetConfig | AdmConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainedConfig:
-    """A Stable Diffusion pipeline in the layout of diffusers, or the file of a DiT."""
+    """A Stable Diffusion pipeline in the layout of diffusers, or the weights of a DiT or an ADM UNet in one file."""
 
     path: str = ""
     """Folder or Hugging Face id of the pipeline whose autoencoder, text encoder and scheduler belong to the run; for a
-    DiT, a .safetensors or .pt file of weights."""
+    DiT or an ADM UNet, a .safetensors or .pt file of weights."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id."""
     variant: str | None = None
     """Variant of the weight files, for example fp16 or non_ema."""
     weights: bool = False
-    """Start from its network (fine-tuning), whose shape then replaces --model; else from random weights."""
-
+    """Start from its network (fine-tuning), else from random weights. The shape of a pipeline's replaces --model; for a
+    file say --model as it was trained, also --model.qkv_order, which no shape tells (qkv_major is
+    --use_new_attention_order True of guided-diffusion)."""
     training: bool = False
     """Go on with the published training of which the path names the weights (modelNNNNNN.pt of improved-diffusion and
     guided-diffusion, NNNNNNN.pt of DiT): also with its averages, the state of its AdamW and its step."""

@@ -49,11 +49,17 @@ def manifest(state: TrainState) -> dict[str, Any]:
         "layout": layout_digest(world, engine.flats),
         "sliced_state": sorted({key for keys in world.gather(sliced_keys(engine.flats)) for key in keys}),
         "has_raw_state": any(world.gather(any(True for _ in raw_state(engine)))),
+        "optimizer_steps": max(world.gather(_steps(engine.flats))),
     }
 
 
-def restore(saved: Saved, state: TrainState, applied: int) -> None:
-    """Copy the optimizer's state after ``applied`` steps, at least one, into a fresh optimizer; called by all ranks.
+def _steps(flats: Sequence[Flat]) -> int:
+    """What the optimizer has counted: the same for every tensor, so that one is read from the device."""
+    return next((int(flat.state["step"]) for flat in flats if "step" in flat.state), 0)
+
+
+def restore(saved: Saved, state: TrainState) -> None:
+    """Copy the optimizer's state, of at least one step, into a fresh optimizer; called by all ranks.
 
     Bit for bit, but for that of bitsandbytes of other ranks or another stage.
 
@@ -71,7 +77,7 @@ def restore(saved: Saved, state: TrainState, applied: int) -> None:
         else:
             values = {key: value.to(flat.key.device) for key, value in saved.raw(index, world.rank).items()}
         values |= _sliced(saved, flat, [key for key in saved.manifest["sliced_state"] if key not in values])
-        values["step"] = step_count(state.config.optim.name, applied, flat.key.device)
+        values["step"] = step_count(state.config.optim.name, saved.optimizer_steps, flat.key.device)
         flat.states[flat.key] = values
 
 

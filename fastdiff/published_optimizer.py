@@ -34,7 +34,7 @@ def moments(saved: Saved, config: RunConfig) -> Read | str:
     """
     if config.lora.rank:
         return "it is the state of an adapter, not of the merged weights"
-    if not Progress(**saved.manifest["progress"]).applied:
+    if not saved.optimizer_steps:
         return "no step was taken"
     if config.optim.name == "adamw":
         return lambda moment, name: saved.slice(moment, _whole(saved, name)).view(_shape(saved, name)).float()
@@ -66,7 +66,7 @@ def adamw_state(
         eps=optim.eps,
         weight_decay=optim.weight_decay,
     )
-    steps = {number: {"step": torch.tensor(float(applied)), **found} for number, found in state.items()}
+    steps = {number: {"step": torch.tensor(float(saved.optimizer_steps)), **found} for number, found in state.items()}
     return {**adamw.state_dict(), "state": steps}
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fastdiff.config import OptimConfig
 from fastdiff.errors import require
 from fastdiff.fragments import Flat
 from fastdiff.optim import step_count
 from fastdiff.progress import Progress
-from fastdiff.published_training import AdamState, read_published_training
+from fastdiff.published_training import AdamState, PublishedTraining, read_published_training
 from fastdiff.saved import constant_name
 from fastdiff.state import TrainState
 
@@ -23,6 +24,10 @@ def go_on(path: Path, state: TrainState) -> Progress:
 
     What it does not have starts anew, and is told: an average of another rate at the weights, an optimizer that is not
     AdamW, or was not saved, without state. What the draw of timesteps has learned is in no such file.
+
+    The schedule counts the steps of the training. AdamW may have counted fewer, if it began later or left out steps in
+    16 bits, and its bias correction goes by its own count. Its options are those of the configuration; where the file
+    has others, that is told.
 
     Args:
         path: of the training, see ``read_published_training``.
@@ -46,17 +51,38 @@ def go_on(path: Path, state: TrainState) -> Progress:
                 _fill(flat, average, found)
         elif first:
             tqdm.write(f"{path} has no average {name}: it starts at the weights")
-    applied = training.step
     if training.optimizer is not None and config.optim.name == "adamw":
-        applied = training.optimizer.applied
+        if first:
+            _tell(path, training, config.optim)
         for flat in state.engine.flats:
             flat.states[flat.key] = _adamw(flat, training.optimizer)
     elif first:
         reason = f"--optim.name is {config.optim.name}" if training.optimizer is not None else f"{path} has none"
         tqdm.write(f"the optimizer starts without the state of an AdamW: {reason}")
-    state.engine.restore(applied, {})
-    step = training.step
-    return Progress(samples=step * config.batch.samples, steps=step, skipped=step - applied)
+    state.engine.restore(training.step, {})
+    return Progress(samples=training.step * config.batch.samples, steps=training.step)
+
+
+def _tell(path: Path, training: PublishedTraining, optim: OptimConfig) -> None:
+    """Say what of the state of AdamW is not what the run goes on with."""
+    saved, step = training.optimizer, training.step
+    assert saved is not None
+    if saved.applied != step:
+        tqdm.write(f"{path}: its AdamW has taken {saved.applied} of {step} steps; the learning rate is that after all")
+    theirs, ours = _options(saved), _options(optim)
+    if optim.schedule != "constant":
+        del theirs["lr"]  # it follows from the step
+    if differing := [name for name in theirs if theirs[name] != ours[name]]:
+        tqdm.write(
+            f"{path}: its AdamW had {', '.join(f'{name} {theirs[name]}' for name in differing)}; the run goes on with "
+            + ", ".join(f"--optim.{name} {ours[name]}" for name in differing)
+        )
+
+
+def _options(given: AdamState | OptimConfig) -> dict[str, str]:
+    """As the flags are written."""
+    numbers = {"lr": (given.lr,), "betas": given.betas, "eps": (given.eps,), "weight_decay": (given.weight_decay,)}
+    return {name: " ".join(str(float(number)) for number in values) for name, values in numbers.items()}
 
 
 def _adamw(flat: Flat, saved: AdamState) -> dict[str, Tensor | int]:

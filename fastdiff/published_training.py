@@ -144,14 +144,16 @@ def _like(weights: dict[str, Tensor], average: dict[str, Tensor], path: Path) ->
 def _adam(state: Any, weights: dict[str, Tensor], path: Path) -> AdamState | None:
     """The state dict of ``torch.optim.AdamW``; None: of no step."""
     try:
-        moments = {key: {i: each[key] for i, each in state["state"].items()} for key in ("exp_avg", "exp_avg_sq")}
+        moments = {
+            key: {i: each[key].detach() for i, each in state["state"].items()} for key in ("exp_avg", "exp_avg_sq")
+        }
         steps = {int(each["step"]) for each in state["state"].values()}  # before PyTorch 1.12 a number, now a tensor
         numbers = [i for group in state["param_groups"] for i in group["params"]]
-        check_size(chain(*(values.values() for values in moments.values())), path)
         strange = moments["exp_avg"].keys() - set(numbers)
         options = _options(state["param_groups"][0])
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError, ValueError):
         raise ConfigError(f"{path}: its optimizer is not an AdamW; {_INSTEAD}") from None
+    check_size(chain(*(values.values() for values in moments.values())), path)
     if strange:
         raise ConfigError(f"{path}: its optimizer has a state of parameters that are not its own; {_INSTEAD}")
     if not steps:
@@ -172,9 +174,8 @@ def _adam(state: Any, weights: dict[str, Tensor], path: Path) -> AdamState | Non
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """What ``AdamState`` has of a parameter group; of several groups here the first one speaks for all."""
-    first, second = group["betas"]
     numbers = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
-    return {"betas": (float(first), float(second)), **numbers}
+    return {"betas": (float(group["betas"][0]), float(group["betas"][1])), **numbers}
 
 
 def _places(numbers: list[int], weights: dict[str, Tensor]) -> dict[int, list[str]] | None:

@@ -181,6 +181,12 @@ class Saved:
         return tuple(self.manifest.get("ema_stds", ()))
 
     @property
+    def optimizer_steps(self) -> int:
+        """Steps that the optimizer has counted; fewer than were applied, if it began later."""
+        progress = self.manifest["progress"]  # a checkpoint that is older than the count has that of all steps
+        return int(self.manifest.get("optimizer_steps", progress["steps"] - progress["skipped"]))
+
+    @property
     def averages(self) -> tuple[str, ...]:
         """Names of all averages that were saved, those of constant rate first."""
         return (*map(constant_name, self.ema_rates), *map(power_name, self.ema_stds))

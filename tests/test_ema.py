@@ -41,6 +41,18 @@ def test_a_constant_rate() -> None:
     torch.testing.assert_close(averaged(0.9, 5, warmup=False), torch.full((3,), expected))
 
 
+def test_an_average_draws_no_graph_behind_it() -> None:
+    """Even where it was copied from a parameter: one more node in every step would fill the memory."""
+    ema = Ema([flat_of(torch.zeros(3))], (0.9,))
+    [average] = ema.averages["0.9"]
+    assert average is not None
+    average.copy_(torch.nn.Parameter(torch.ones(3)))
+    last = average.grad_fn
+    assert last is not None
+    ema.update(1)
+    assert average.grad_fn is last
+
+
 def test_the_warm_up_is_that_of_diffusers() -> None:
     from diffusers.training_utils import EMAModel
 

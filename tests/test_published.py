@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,10 @@ from fastdiff.published_optimizer import MOMENTS, moments
 from fastdiff.published_training import read_published_training
 from fastdiff.published_weights import load_published
 from fastdiff.saved import Saved
-from fastdiff.train import train
+from fastdiff.start import build_run
+from fastdiff.train import take_steps, train
 from tests.forked import forked_ranks, values
-from tests.runs import launch, newest, records, tiny, train_losses
+from tests.runs import assert_same_checkpoint, launch, newest, records, tiny, train_losses
 
 ADM = AdmConfig(
     channels=1, size=8, width=8, channel_mult=(1, 2), res_blocks=1, attention_resolutions=(4,), heads=2, classes=10,
@@ -140,6 +143,111 @@ def test_a_run_goes_on_with_a_published_training_bit_for_bit(
         assert all(torch.equal(found.full(which)[name], value) for name, value in values.items())
 
 
+def _as_parameters(folder: Path) -> None:
+    """Save the weights and the averages anew as improved-diffusion does: they ask for a gradient."""
+    for path in [*folder.glob("model*.pt"), *folder.glob("ema_*.pt")]:
+        torch.save({name: nn.Parameter(value.clone()) for name, value in opened(path).items()}, path)
+
+
+def test_a_run_that_goes_on_draws_no_graph_behind_its_averages(world: World, digits: Path, tmp_path: Path) -> None:
+    config = two_steps(world, digits, tmp_path / "run", "adm", ema=EmaConfig(rates=(0.9999,)))
+    export(tmp_path / "run", tmp_path / "out", Choice(format="iddpm", step=1))
+    _as_parameters(tmp_path / "out")
+    start = PretrainedConfig(path=str(tmp_path / "out" / "model000001.pt"), weights=True, training=True)
+    second = replace(config, pretrained=start, output=output(tmp_path / "second"))
+    with ExitStack() as stack:
+        state, batches, callbacks = build_run(second, launch(1), world, stack)
+        take_steps(state, batches, callbacks)
+        assert state.progress.steps == 2
+        averages = [average for kind in state.ema.averages.values() for average in kind if average is not None]
+        assert averages
+        assert not any(average.requires_grad for average in averages)
+
+
+def _renamed(folder: Path, before: str, after: str) -> Path:
+    """The training as one of another step, while its AdamW counts as before."""
+    for path in folder.glob(f"*{before}.pt"):
+        path.rename(path.with_name(path.name.replace(before, after)))
+    return folder / f"model{after}.pt"
+
+
+def test_an_adamw_that_has_counted_fewer_steps_keeps_its_count_and_the_schedule_the_steps(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a resume without its file: theirs anneals by the step, and corrects the bias by AdamW's own count."""
+    config = tiny(
+        digits, tmp_path / "run", steps=6, model=ADM, optim__schedule="linear", output__checkpoint_every=1,
+        output__keep=9, ema=EmaConfig(rates=(0.9999,)),
+    )  # fmt: skip
+    train(config, launch(1), world)
+    export(tmp_path / "run", tmp_path / "out", Choice(format="iddpm", step=1))
+    start = PretrainedConfig(path=str(_renamed(tmp_path / "out", "000001", "000003")), weights=True, training=True)
+    capsys.readouterr()
+    second = replace(config, pretrained=start, output=replace(config.output, folder=str(tmp_path / "second")))
+    with ExitStack() as stack:
+        state, batches, callbacks = build_run(second, launch(1), world, stack)
+        take_steps(state, batches, callbacks)
+        assert [flat.state["step"].item() for flat in state.engine.flats] == [4.0] * len(state.engine.flats)
+    assert "its AdamW has taken 1 of 3 steps; the learning rate is that after all" in capsys.readouterr().out
+    rates = {record["step"]: record["lr"] for record in records(tmp_path / "run")}
+    assert {record["step"]: record["lr"] for record in records(tmp_path / "second")} == {n: rates[n] for n in (4, 5, 6)}
+    assert rates[4] == pytest.approx(0.5 * config.optim.lr)
+    assert newest(tmp_path / "second").manifest["progress"] == newest(tmp_path / "run").manifest["progress"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("counted", [1, 0], ids=["fewer steps", "none"])
+def test_an_adamw_that_began_later_keeps_its_count_in_a_resume(
+    world: World, digits: Path, tmp_path: Path, stage: int, counted: int
+) -> None:
+    """Bit for bit: its bias correction is that of a run that was not interrupted; an export has the count."""
+    config = tiny(
+        digits, tmp_path / "run", steps=5, model=ADM, output__checkpoint_every=1, output__keep=9,
+        ema=EmaConfig(rates=(0.9999,)),
+    )  # fmt: skip
+    train(replace(config, samples=16), launch(stage), world)
+    export(tmp_path / "run", tmp_path / "out", Choice(format="iddpm"))
+    start = PretrainedConfig(path=str(_renamed(tmp_path / "out", "000001", "000003")), weights=True, training=True)
+    if not counted:
+        (tmp_path / "out" / "opt000003.pt").unlink()
+    for name in ("whole", "resumed"):
+        second = replace(config, pretrained=start, output=replace(config.output, folder=str(tmp_path / name)))
+        train(second, launch(stage), world)
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-00000005")
+    train(second, launch(stage), world)
+    assert_same_checkpoint(tmp_path / "whole", tmp_path / "resumed")
+    export(tmp_path / "resumed", tmp_path / "again", Choice(format="iddpm"))
+    assert opened(tmp_path / "again" / "opt000005.pt")["state"][0]["step"] == counted + 2
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_what_adamw_was_and_the_run_is_not_is_told(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: Any
+) -> None:
+    """improved-diffusion goes on with what is in the file, but for the learning rate of its --lr_anneal_steps."""
+    config = two_steps(world, digits, tmp_path / "run", "adm", ema=EmaConfig(rates=(0.9999,)))
+    export(tmp_path / "run", tmp_path / "out", Choice(format="iddpm", step=1))
+    file = tmp_path / "out" / "model000001.pt"
+    start = PretrainedConfig(path=str(file), weights=True, training=True)
+    capsys.readouterr()
+    train(replace(config, pretrained=start, output=output(tmp_path / "same")), launch(1), world)
+    assert "its AdamW" not in capsys.readouterr().out
+    optim = replace(config.optim, lr=0.5, betas=(0.8, 0.99), weight_decay=0.1, schedule=schedule)
+    train(replace(config, pretrained=start, optim=optim, output=output(tmp_path / "other")), launch(1), world)
+    told = next(line for line in capsys.readouterr().out.splitlines() if "its AdamW" in line)
+    theirs, ours = ("lr 0.01, ", "--optim.lr 0.5, ") if schedule == "constant" else ("", "")
+    assert told == (
+        f"{file}: its AdamW had {theirs}betas 0.9 0.999, weight_decay 0.0; the run goes on with {ours}"
+        "--optim.betas 0.8 0.99, --optim.weight_decay 0.1"
+    )
+
+
+def test_an_adapter_cannot_go_on_with_a_published_training(tmp_path: Path) -> None:
+    start = PretrainedConfig(path="0000001.pt", weights=True, training=True)
+    with pytest.raises(ConfigError, match=r"--lora.rank 2 with --pretrained.training: .*; leave out one of them"):
+        tiny(tmp_path, tmp_path, pretrained=start, lora=LoraConfig(rank=2))
+
+
 def test_a_run_that_goes_on_is_cut_between_ranks(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
     """Written by one rank, gone on with by two under ZeRO-3, which round sums otherwise."""
     config = tiny(
@@ -239,7 +347,7 @@ def test_an_optimizer_that_is_not_there_is_left_out(
     assert not torch.equal(read.weights["blocks.0.attn.qkv.weight"], base["blocks.0.attn.qkv.weight"])
 
     saved = newest(tmp_path / "first")
-    saved.manifest["progress"]["skipped"] = 2
+    saved.manifest["optimizer_steps"] = 0
     assert moments(saved, first) == "no step was taken"
 
 
@@ -249,9 +357,7 @@ def test_the_steps_of_files_that_are_numbered_from_0(world: World, digits: Path,
     config = replace(config, ema=EmaConfig(rates=(0.9999,)))
     train(config, launch(1), world)
     export(tmp_path / "run", tmp_path / "out", Choice(format="iddpm", step=2))
-    for path in (tmp_path / "out").glob("*000002.pt"):
-        path.rename(path.with_name(path.name.replace("000002", "000001")))
-    start = PretrainedConfig(path=str(tmp_path / "out" / "model000001.pt"), weights=True, training=True)
+    start = PretrainedConfig(path=str(_renamed(tmp_path / "out", "000002", "000001")), weights=True, training=True)
     train(replace(config, pretrained=start, output=output(tmp_path / "second")), launch(1), world)
     expected, found = newest(tmp_path / "run"), newest(tmp_path / "second")
     assert found.manifest["progress"] == expected.manifest["progress"]

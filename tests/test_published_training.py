@@ -75,12 +75,13 @@ def test_a_training_in_16_bits_of_guided_diffusion(tmp_path: Path) -> None:
 
 W = {"w": torch.zeros(2)}
 MOMENT = torch.zeros(2)
-PAIR = {"param_groups": [{"params": [0, 1]}]}
+OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+PAIR = {"param_groups": [{**OPTIONS, "params": [0, 1]}]}
 
 
 def adam(**changes: Any) -> dict[str, Any]:
     state = {"step": torch.tensor(1.0), "exp_avg": MOMENT, "exp_avg_sq": MOMENT} | changes
-    return {"state": {0: state}, "param_groups": [{"params": [0]}]}
+    return {"state": {0: state}, "param_groups": [{**OPTIONS, "params": [0]}]}
 
 
 @pytest.mark.parametrize(
@@ -91,16 +92,25 @@ def adam(**changes: Any) -> dict[str, Any]:
         ("opt000001.pt", {"state": [1], "param_groups": []}, "is not an AdamW"),
         ("opt000001.pt", adam(exp_avg=3), "is not an AdamW"),
         ("opt000001.pt", adam(step=float("inf")), "is not an AdamW"),
+        ("opt000001.pt", adam(step=float("nan")), "is not an AdamW"),
+        ("opt000001.pt", adam(step=torch.tensor(float("nan"))), "is not an AdamW"),
+        ("opt000001.pt", adam(step=-5), r"its AdamW has taken -5 steps, expected 0 or more; give the files"),
+        ("opt000001.pt", {**adam(), "param_groups": []}, "is not an AdamW"),
+        ("opt000001.pt", {**adam(), "param_groups": [{"params": [0]}]}, "is not an AdamW"),
+        ("opt000001.pt", {**adam(), "param_groups": [{**OPTIONS, "params": [0], "lr": "a"}]}, "is not an AdamW"),
         (
             "opt000001.pt", adam(exp_avg=torch.zeros(3)),
             r"opt000001.pt: its optimizer is one of other weights: parameter 0 has the shape \(3,\), expected \(2,\); "
             r"give the files of one training, or start from the weights alone, without --pretrained.training",
         ),
         (
-            "opt000001.pt", {**adam(), "param_groups": [{"params": [0, 1, 2]}]},
+            "opt000001.pt", {**adam(), "param_groups": [{**OPTIONS, "params": [0, 1, 2]}]},
             r"it has 3 parameters, expected 1, or of a training in 16 bits 1 \(improved-diffusion\) or 2 \(guided-",
         ),
-        ("opt000001.pt", {**adam(), "param_groups": [{"params": [1]}]}, "a state of parameters that are not its own"),
+        (
+            "opt000001.pt", {**adam(), "param_groups": [{**OPTIONS, "params": [1]}]},
+            "a state of parameters that are not its own",
+        ),
         (
             "opt000001.pt", {**adam(), "state": {n: adam(step=n + 7.0)["state"][0] for n in range(2)}} | PAIR,
             r"its AdamW has taken \[7, 8\] steps, expected one number; give the files of one training",
@@ -130,6 +140,20 @@ def test_files_that_hold_something_else_are_refused(tmp_path: Path, name: str, c
         read_published_training(tmp_path / weights)
 
 
+def test_parameters_are_read_without_their_gradients(tmp_path: Path) -> None:
+    """As which improved-diffusion writes the weights and their averages."""
+    parameters = {"w": nn.Parameter(torch.ones(2))}
+    for name in ("model000001.pt", "ema_0.9_000001.pt"):
+        torch.save(parameters, tmp_path / name)
+    torch.save(adam(exp_avg=nn.Parameter(torch.ones(2))), tmp_path / "opt000001.pt")
+    read = read_published_training(tmp_path / "model000001.pt")
+    assert read.optimizer is not None
+    alone = load_published(tmp_path / "model000001.pt")
+    for found in (read.weights, read.averages[0.9], read.optimizer.exp_avg, alone):
+        assert found["w"].tolist() == [1.0, 1.0]
+        assert not found["w"].requires_grad
+
+
 def test_files_of_other_steps_beside_those_of_one_do_not_matter(tmp_path: Path) -> None:
     for step in ("000001", "000002", "1000001"):
         torch.save({"w": torch.full((2,), float(step))}, tmp_path / f"model{step}.pt")
@@ -149,5 +173,5 @@ def test_names_and_sizes_that_lie_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it is the state of an optimizer; expected weights"):
         load_published(tmp_path / "opt000001.pt")
     for path in (tmp_path, tmp_path / "opt000001.pt", tmp_path / "0000009.pt", tmp_path / "model000009.pt"):
-        with pytest.raises(ConfigError, match=r"expected modelNNNNNN\.pt of improved-diffusion or NNNNNNN\.pt of DiT"):
+        with pytest.raises(ConfigError, match=r"expected modelNNNNNN\.pt of improved-diffusion or guided-d.*, or N"):
             read_published_training(path)
