@@ -345,6 +345,11 @@ class RunConfig:
             "network, not of an adapter; leave out one of them",
         )
         require(
+            not (self.pretrained.training and self.ema.power_stds),
+            f"--ema.power_stds {' '.join(map(str, self.ema.power_stds))} with --pretrained.training: such an average "
+            "is one of the whole course of the weights, of which a published training has the end alone; leave it out",
+        )
+        require(
             self.lora.rank == 0 or self.model.kind != "adm",
             f"--lora.rank {self.lora.rank} is for a DiT or a UNet of Stable Diffusion, not an ADM UNet; set it to 0",
         )

@@ -191,7 +191,10 @@ def _statistics(path: Path) -> Gaussian:
     mean, covariance = (member.whole().astype(np.float64) for member in (mu, sigma))
     if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
         raise DataError(f"{path}: mu or sigma holds values that are not finite; compute them again")
-    variances = np.linalg.eigvalsh(covariance)
+    try:
+        variances = np.linalg.eigvalsh(covariance)
+    except np.linalg.LinAlgError as error:
+        raise DataError(f"{path}: sigma is no covariance ({error}); compute it again") from None
     lopsided = np.abs(covariance - covariance.T).max()
     if max(-variances[0], lopsided) > _ROUNDING * max(variances[-1], 0.0):
         raise DataError(

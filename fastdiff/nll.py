@@ -33,7 +33,7 @@ from fastdiff.noise.levels import clean_per_error
 from fastdiff.noise.low_res import small_images
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, normal
-from fastdiff.sample_pixels import IDENTITY, autoencoder_of
+from fastdiff.sample_pixels import may_be_pixels
 from fastdiff.schedule import Schedule
 from fastdiff.trained import TrainedRun
 from fastdiff.training_data import check_provenance, open_data
@@ -186,9 +186,10 @@ def evaluate_nll(run: TrainedRun, options: NllOptions, *, progress: bool = False
     """
     check(run)
     require(0 <= options.seed < 2**64, f"--seed {options.seed}: from 0 to 2**64 - 1")
-    if options.clip is None:
-        options = replace(options, clip=autoencoder_of(run.config) == IDENTITY)
     with _open(run, options.data) as reader:
+        if options.clip is None:
+            made_by = reader.info.provenance.autoencoder
+            options = replace(options, clip=may_be_pixels(made_by, run.config.model.channels))
         index = spread(len(reader), options.samples)
         require(len(index) >= 2, f"{len(index)} samples have no standard error; at least 2")
         total = len(index) * run.config.objective.timesteps

@@ -54,8 +54,9 @@ def manifest(state: TrainState) -> dict[str, Any]:
 
 
 def _steps(flats: Sequence[Flat]) -> int:
-    """What the optimizer has counted: the same for every tensor, so that one is read from the device."""
-    return next((int(flat.state["step"]) for flat in flats if "step" in flat.state), 0)
+    """What the optimizer has counted; AdamW the same for every tensor, so that one is read from the device."""
+    counts = [flat.state["step"] for flat in flats if "step" in flat.state]
+    return int(counts[0]) if counts and isinstance(counts[0], Tensor) else max(counts, default=0)
 
 
 def restore(saved: Saved, state: TrainState) -> None:

@@ -68,7 +68,10 @@ def _tell(path: Path, training: PublishedTraining, optim: OptimConfig) -> None:
     saved, step = training.optimizer, training.step
     assert saved is not None
     if saved.applied != step:
-        tqdm.write(f"{path}: its AdamW has taken {saved.applied} of {step} steps; the learning rate is that after all")
+        tqdm.write(
+            f"{path}: its AdamW has taken {saved.applied} of {step} steps; the learning rate is that of step {step}, "
+            f"the bias correction that of {saved.applied}"
+        )
     theirs, ours = _options(saved), _options(optim)
     if optim.schedule != "constant":
         del theirs["lr"]  # it follows from the step

@@ -41,7 +41,7 @@ class AdamState:
     exp_avg_sq: dict[str, Tensor]
     """Second moments."""
     lr: float
-    """Learning rate of the last step."""
+    """Learning rate that the next step would have had."""
     betas: tuple[float, float]
     eps: float
     weight_decay: float

@@ -67,9 +67,10 @@ def draw_set(
         StorageError: what is drawn cannot be kept.
     """
     rank = rank or Rank.from_environment()
+    asked, drawing = drawing.clip, run.decided(drawing)
     decoder = PixelDecoder(run.config, options.autoencoder, run.device)
-    clip = decoder.name == IDENTITY if drawing.clip is None else drawing.clip
-    drawing = run.decided(replace(drawing, clip=clip))
+    if asked is None:  # whatever the data are said to be: these are drawn as pixels, or not
+        drawing = replace(drawing, clip=decoder.name == IDENTITY)
     with reproducible():  # prompts are embedded
         wished = conditions(run, wish, drawing.seed)
     plan = _plan(run, wished, drawing, options, decoder)

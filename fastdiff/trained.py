@@ -38,7 +38,7 @@ class Drawing:
     """None: what is usual for the kind of model, and none for one that has not learned to do without its condition."""
     cfg_channels: int | None = None
     clip: bool | None = None
-    """None: for models of pixels."""
+    """None: for models of pixels; of a set of samples, where identity decodes it."""
     seed: int = 0
 
 

@@ -188,7 +188,7 @@ def test_an_adamw_that_has_counted_fewer_steps_keeps_its_count_and_the_schedule_
         state, batches, callbacks = build_run(second, launch(1), world, stack)
         take_steps(state, batches, callbacks)
         assert [flat.state["step"].item() for flat in state.engine.flats] == [4.0] * len(state.engine.flats)
-    assert "its AdamW has taken 1 of 3 steps; the learning rate is that after all" in capsys.readouterr().out
+    assert "its AdamW has taken 1 of 3 steps; the learning rate is that of step 3, the bias" in capsys.readouterr().out
     rates = {record["step"]: record["lr"] for record in records(tmp_path / "run")}
     assert {record["step"]: record["lr"] for record in records(tmp_path / "second")} == {n: rates[n] for n in (4, 5, 6)}
     assert rates[4] == pytest.approx(0.5 * config.optim.lr)
@@ -242,10 +242,12 @@ def test_what_adamw_was_and_the_run_is_not_is_told(
     )
 
 
-def test_an_adapter_cannot_go_on_with_a_published_training(tmp_path: Path) -> None:
+def test_neither_adapters_nor_averages_of_the_whole_course_go_on_with_a_published_training(tmp_path: Path) -> None:
     start = PretrainedConfig(path="0000001.pt", weights=True, training=True)
     with pytest.raises(ConfigError, match=r"--lora.rank 2 with --pretrained.training: .*; leave out one of them"):
         tiny(tmp_path, tmp_path, pretrained=start, lora=LoraConfig(rank=2))
+    with pytest.raises(ConfigError, match=r"--ema.power_stds 0.05 with --pretrained.training: .*; leave it out"):
+        tiny(tmp_path, tmp_path, pretrained=start, ema=EmaConfig(power_stds=(0.05,)))
 
 
 def test_a_run_that_goes_on_is_cut_between_ranks(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
