@@ -111,7 +111,8 @@ def test_memory_that_cannot_be_pinned_is_taken_as_it_is() -> None:
 def _copy_without_memory(world: World, folder: Path) -> str:
     if world.rank == 1:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**29, resource.RLIM_INFINITY))
+        # Room for the arenas of threads that begin later, 128 MiB of addresses each; the copy does not fit.
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**31, resource.RLIM_INFINITY))
     large = torch.zeros(1).expand(2**30 if world.rank == 1 else 1)
     try:
         StepFolders(folder, world, "a checkpoint").draft(world, 1, {"large": large}, {}, {})
