@@ -3,7 +3,7 @@ PYTHON ?= python3
 INSTALLED := .venv/installed
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo demo-t2i test test-faults test-cluster lint bench
+.PHONY: demo demo-t2i test test-nightly test-faults test-cluster lint bench
 
 # Real digit scans -> latent shards -> a trained DiT -> new digits, measured.
 demo: $(INSTALLED)
@@ -23,6 +23,10 @@ demo-t2i: $(INSTALLED)
 # Two at a time: most tests wait for processes that they started. More threads than cores wait for one another.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --junitxml .reports/tests.xml
+
+# The long trials: more kills, full-size networks, every size of a kernel. Before a release.
+test-nightly: $(INSTALLED)
+	OMP_NUM_THREADS=1 python -m pytest -m "nightly and not cluster" --nightly --timeout 7200 --numprocesses 2 --dist loadfile --junitxml .reports/nightly.xml
 
 # A real Slurm, ssh and pulled cables, on machines made of Linux namespaces; as root. Installs what is missing (Debian).
 test-cluster: $(INSTALLED)

@@ -27,7 +27,7 @@ _skipped_without_reason: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="as many trials as one night allows (make test-faults)")
+    parser.addoption("--nightly", action="store_true", help="also the long trials, each as often as a night allows")
 
 
 @pytest.fixture(scope="session")
@@ -36,13 +36,27 @@ def nightly(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--nightly"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    select_trials(config, items)
     for item in items:
         item.user_properties += [("fault", mark.args[0]) for mark in item.iter_markers("fault")]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def select_trials(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked ``nightly``; with --nightly also mark those that then have more trials."""
+    if config.getoption("--nightly"):
+        for item in items:
+            if "nightly" in getattr(item, "fixturenames", ()):
+                item.add_marker("nightly")
+        return
+    long = [item for item in items if item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=long)
+    items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
