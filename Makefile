@@ -13,12 +13,12 @@ demo: $(INSTALLED)
 
 # The same scans with captions in words -> latents and embeddings -> a trained UNet -> a pipeline that diffusers loads.
 demo-t2i: $(INSTALLED)
-	test -d data/digits-t2i/pipeline || python -m fastdiff.demo_t2i prepare data/digits-t2i
+	test -d data/digits-t2i/pipeline || python -m fastdiff.cli.demo_t2i prepare data/digits-t2i
 	test -f data/digits-t2i/latents/dataset.json || fastdiff encode data/digits-t2i/images data/digits-t2i/latents \
 		--pretrained data/digits-t2i/pipeline --resolution 32 --batch 64
 	deepspeed fastdiff/train.py --preset digits-t2i --deepspeed_config deepspeed_configs/zero3.json
 	test -d runs/digits-t2i/pipeline || fastdiff export runs/digits-t2i runs/digits-t2i/pipeline --format diffusers
-	python -m fastdiff.demo_t2i judge runs/digits-t2i/pipeline --picture runs/digits-t2i/digits.png
+	python -m fastdiff.cli.demo_t2i judge runs/digits-t2i/pipeline --picture runs/digits-t2i/digits.png
 
 # Two at a time: most tests wait for processes that they started. More threads than cores wait for one another.
 test: $(INSTALLED)
@@ -30,17 +30,17 @@ test-nightly: $(INSTALLED)
 
 # A real Slurm, ssh and pulled cables, on machines made of Linux namespaces; as root. Installs what is missing (Debian).
 test-cluster: $(INSTALLED)
-	bash tests/cluster/install.sh
-	python -m pytest -m cluster --junitxml .reports/cluster.xml tests/cluster
+	bash tests/slurm/install.sh
+	python -m pytest -m cluster --junitxml .reports/cluster.xml tests/slurm
 
 # Every fault of docs/reliability.md, and the table there: in a night, or with NIGHTLY= as often as the tests.
 NIGHTLY ?= --nightly --timeout 7200
 test-faults: $(INSTALLED)
-	bash tests/cluster/install.sh
+	bash tests/slurm/install.sh
 	rm -rf .reports
 	-OMP_NUM_THREADS=1 python -m pytest -m "fault and not cluster" $(NIGHTLY) --numprocesses 2 --dist loadfile --junitxml .reports/tests.xml
-	-python -m pytest -m "fault and cluster" $(NIGHTLY) --junitxml .reports/cluster.xml tests/cluster
-	python -m tests.faults .reports/*.xml
+	-python -m pytest -m "fault and cluster" $(NIGHTLY) --junitxml .reports/cluster.xml tests/slurm
+	python -m tests.support.fault_table .reports/*.xml
 
 lint: $(INSTALLED)
 	ruff check .

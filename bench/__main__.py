@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # Only what is asked for: some take seconds to import.
     for name in [name for name in COMMANDS if name in argv[:1]] or COMMANDS:
-        import_module(f"bench.{name}").add(commands)
+        import_module(f"bench.commands.{name}").add(commands)
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:

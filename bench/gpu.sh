@@ -181,7 +181,7 @@ import sys
 try:
     import torch
     import triton
-    from bench.fingerprint import machine
+    from bench.records.fingerprint import machine
 except ImportError as error:
     sys.exit(f"bench/gpu.sh: {error}; install fastdiff and what it requires")
 if not torch.cuda.is_available() and "--smoke" not in sys.argv:
@@ -201,7 +201,7 @@ has() { python3 -c "import $1" >/dev/null 2>&1; }
 ! has xdist || workers=(-n auto)
 has nvidia.dali || without_dali=(-k "not dali")
 mapfile -t on_gpu_files < <(grep -l 'pytest\.mark\.gpu' tests/test_*.py)
-python3 -c 'from bench.fingerprint import Fingerprint; print(Fingerprint.here())' | tee "$out/environment.txt"
+python3 -c 'from bench.records.fingerprint import Fingerprint; print(Fingerprint.here())' | tee "$out/environment.txt"
 each_part
 
 echo "== $out"

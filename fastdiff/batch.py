@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastdiff.noise.levels import Levels
-
 Condition = dict[str, Tensor]
 """What a model is conditioned on besides the time, as its keyword arguments.
 
@@ -30,24 +28,3 @@ class Batch:
     position: Tensor
     """``[B]`` int64, position of each sample in the run; it keys every random number (design 4.4)."""
     condition: Condition
-
-
-@dataclass(frozen=True, slots=True)
-class Corruption:
-    """The noisy input of the model, ``alpha * x0 + sigma * noise``. The noise is not kept: the loss draws it again."""
-
-    noisy: Tensor
-    """``[B, C, H, W]`` x_t, fp32 unless the objective was built with another dtype."""
-    levels: Levels
-    """The noise levels that were drawn."""
-    condition: Condition
-    """After the drop for classifier-free guidance (dropped: the null condition)."""
-    correction: Tensor | None = None
-    """``[B, C, H, W]`` fp32, added to the target (multi-resolution noise, DREAM); None: nothing."""
-    importance: Tensor | None = None
-    """``[B]`` fp32 weight of each sample's loss, for levels that are drawn unevenly; None: 1."""
-
-    @property
-    def time(self) -> Tensor:
-        """``[B]``, what the model is told."""
-        return self.levels.time

@@ -11,7 +11,7 @@ import errno
 import os
 import sys
 
-from fastdiff.printable import printable
+from fastdiff.sanitize import escape
 
 _STORAGE_ERRNOS = (
     errno.ENOSPC,
@@ -85,7 +85,7 @@ def report(error: FastdiffError) -> int:
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not error.everywhere:
         where = f" (rank {rank})" if os.environ.get("WORLD_SIZE", "1") != "1" and not error.everywhere else ""
-        message = "\n".join(map(printable, str(error).split("\n")))  # it may hold names from foreign files
+        message = "\n".join(map(escape, str(error).split("\n")))  # it may hold names from foreign files
         print(f"fastdiff: error{where}: {message}", file=sys.stderr, flush=True)
     return error.exit_code
 

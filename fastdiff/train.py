@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import os
 import sys
+
+if __name__ == "__main__":
+    # As a script it has its own folder first on the path, where packages would hide modules of the same name.
+    _own = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _own]
+
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from fastdiff import cli, deepspeed_config, dist
 from fastdiff.batch import Batch
-from fastdiff.callbacks import Callbacks
-from fastdiff.closed_output import ignoring_closed_output
-from fastdiff.config import RunConfig
-from fastdiff.dist import World
-from fastdiff.divergence import Rewind, RewindRequest, release_memory
+from fastdiff.config import command_line
+from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.launch_options import Launch
+from fastdiff.config.run import RunConfig
+from fastdiff.console import ignoring_closed_output, quieten
 from fastdiff.errors import FastdiffError, Preempted, as_storage_error, is_of_storage, report
-from fastdiff.heartbeat import note_failure
-from fastdiff.launch import Launch
-from fastdiff.preemption import StopRequest, listening
+from fastdiff.parallel.heartbeat import note_failure
+from fastdiff.parallel.preemption import StopRequest, listening
+from fastdiff.parallel.world import World, start_world, stop_world, world_size
 from fastdiff.progress import Progress
-from fastdiff.quiet import quieten
-from fastdiff.start import build_run
-from fastdiff.state import TrainState
+from fastdiff.training.build import build
+from fastdiff.training.callbacks.base import Callbacks
+from fastdiff.training.callbacks.divergence import Rewind, RewindRequest, release_memory
+from fastdiff.training.state import TrainState
 
 _GRACE_S = 10.0
 
@@ -60,7 +66,7 @@ def _run(
 ) -> Progress | Rewind:
     """Run to the end, or to a spike from which to go back; what was built is released with this frame."""
     with ExitStack() as stack:
-        state, batches, callbacks = build_run(config, launch, world, stack, stop, rewind, held)
+        state, batches, callbacks = build(config, launch, world, stack, stop, rewind, held)
         world.agree(None)  # from here on all ranks have something to save; until here none
         stop.arm(state.heart)
         try:
@@ -129,13 +135,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _start(argv: Sequence[str], stop: StopRequest) -> int:
-    launch, config = cli.parse(argv)
+    launch, config = command_line.parse(argv)
     if launch.dry_run:
-        cli.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, dist.size()))
+        command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, world_size()))
         return 0
     # A hang is to be found by those who watch for it, who know more than a collective that timed out.
-    train(config, launch, dist.start(timeout_s=2 * launch.hang_timeout_s), stop)
-    dist.stop()
+    train(config, launch, start_world(timeout_s=2 * launch.hang_timeout_s), stop)
+    stop_world()
     return 0
 
 
@@ -146,7 +152,7 @@ def _report(error: Exception, stop: StopRequest) -> int:
         error = as_storage_error(error)
     if isinstance(error, FastdiffError):
         return report(error)
-    if isinstance(error, RuntimeError) and dist.size() > 1:
+    if isinstance(error, RuntimeError) and world_size() > 1:
         # Most likely another rank ended and cut the connection. Its message and exit code are the ones to show: the
         # launcher sees them first and ends this rank.
         if stop.reason is not None:
@@ -167,7 +173,7 @@ def _note(error: Exception) -> None:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    if code and dist.size() > 1:
+    if code and world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # the ordinary end would wait for the other ranks, or abort in the process group

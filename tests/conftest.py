@@ -13,7 +13,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from fastdiff.dist import World
+    from fastdiff.parallel.world import World
 
 # Triton reads this when it is first imported; without a GPU its kernels run in the interpreter, on a CPU.
 if not torch.cuda.is_available():
@@ -78,7 +78,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The encoded digits."""
-    from fastdiff.data.encode import encode_digits
+    from fastdiff.data.encoding.builtin import encode_digits
 
     folder = tmp_path_factory.mktemp("data") / "digits"
     encode_digits(folder)
@@ -92,7 +92,7 @@ def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Built once for all workers of pytest-xdist, in a process of its own, so that no test that is killed can leave a lock
     in it; each worker has a copy, because it may.
     """
-    from tests.processes import build_operators, run_ranks
+    from tests.support.processes import build_operators, run_ranks
 
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -111,6 +111,6 @@ def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def world(torch_extensions: Path) -> World:
     """This process as the only rank."""
-    from fastdiff import dist
+    from fastdiff.parallel.world import start_world
 
-    return dist.start()
+    return start_world()

@@ -10,13 +10,13 @@ from typing import Literal
 
 from isal.isal_zlib import crc32
 
-from bench import race
-from bench.notation import number
+from bench.measure import interleaved
+from bench.measure.session import Steps
+from bench.measure.timing import Timing
 from bench.readers.samples import Samples
-from bench.record import Fact, Failure, Log, Measurement, measured
-from bench.table import table
-from bench.timing import Timing
-from bench.turn import Steps
+from bench.records.number_format import number
+from bench.records.record import Fact, Failure, Log, Measurement, measured
+from bench.records.tables import table
 
 READER = "fastdiff reader"
 """The one that others are compared with."""
@@ -52,7 +52,7 @@ class Case:
         """That of the case in records."""
         return f"{self.samples.kilobytes} KB samples, batch {self.samples.batch}, {self.heat}"
 
-    def report(self, results: Mapping[str, race.Result], cached: float, log: Log) -> None:
+    def report(self, results: Mapping[str, interleaved.Result], cached: float, log: Log) -> None:
         """Write the measurements, and print them as a table.
 
         Args:
@@ -76,7 +76,7 @@ class Case:
             rows.append([name, *cells, *[""] * (len(heading) - 1 - len(cells))])
         print(f"\n{self.name}\n{table(rows, '<>>>>>>>')}\npeak GiB: {_RESIDENT}")
 
-    def _settled(self, result: race.Result) -> race.Result:
+    def _settled(self, result: interleaved.Result) -> interleaved.Result:
         """A result with one step per turn, the mean: processes deliver in bursts.
 
         Without the first steps of a turn, as far as they take what was read ahead while others stepped.
@@ -85,9 +85,11 @@ class Case:
         for turn in result.turns:
             ahead = min(int(result.facts["read ahead"] or 0), len(turn.seconds) // 2)
             turns.append(Steps([statistics.fmean(turn.seconds[ahead:])], {}, turn.cpu_seconds / len(turn.seconds)))
-        return race.Result(turns, result.facts, result.memory)
+        return interleaved.Result(turns, result.facts, result.memory)
 
-    def _measurements(self, name: str, settled: Mapping[str, race.Result], cached: float) -> Iterator[Measurement]:
+    def _measurements(
+        self, name: str, settled: Mapping[str, interleaved.Result], cached: float
+    ) -> Iterator[Measurement]:
         result, batch, size = settled[name], self.samples.batch, self.samples.sample_bytes
         facts = self._facts(checked=name.startswith("fastdiff"))
         facts |= {"read ahead": result.facts["read ahead"], "cached": cached}
@@ -110,7 +112,7 @@ class Case:
             facts=facts | {"resident": _RESIDENT},
         )  # fmt: skip
         if name != READER and READER in settled:
-            yield one("speed-up", race.ratios(settled[READER], result), provider=f"{READER} over {name}")
+            yield one("speed-up", interleaved.ratios(settled[READER], result), provider=f"{READER} over {name}")
 
     def _facts(self, *, checked: bool) -> dict[str, Fact]:
         samples = self.samples

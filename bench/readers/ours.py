@@ -14,10 +14,10 @@ import torch
 
 from bench.readers.reading import Batch
 from bench.readers.samples import Samples
-from fastdiff.data import build_batches, build_order
-from fastdiff.data.order import SampleOrder
-from fastdiff.data.reader import LatentReader
-from fastdiff.data_config import DataConfig
+from fastdiff.config.data import DataConfig
+from fastdiff.data.loading.build import build_batches, build_order
+from fastdiff.data.loading.order import SampleOrder
+from fastdiff.data.shards.reader import LatentReader
 
 
 def reader(samples: Samples, device: torch.device, passes: int) -> Generator[Batch, None, None]:

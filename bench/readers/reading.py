@@ -10,8 +10,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from bench.measure.session import Enough, Turn
 from bench.readers.samples import Samples
-from bench.turn import Enough, Turn
 
 Batch: TypeAlias = Mapping[str, "Tensor | npt.NDArray[Any]"]
 """The arrays of a batch by name, ``[B, ...]``; they may be overwritten by the next one."""
@@ -24,7 +24,7 @@ ENDLESS = 1_000_000
 
 
 def run(turn: Turn, reader: Reader, samples: Samples, ahead: int) -> None:
-    """Read batches, for ever; a contestant of ``bench.race``.
+    """Read batches, for ever; a contestant of ``bench.measure.interleaved``.
 
     One batch is read before the first step. Facts: ``read ahead``; ``workers' memory``, the bytes that the processes it
     started do not share with others in the end.

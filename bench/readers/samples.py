@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdiff.data.encode import versions
-from fastdiff.data.shards import Column, DatasetInfo, Normalisation, Provenance, idx_path
-from fastdiff.data.writer import ShardWriter
+from fastdiff.data.encoding.builtin import versions
+from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance, idx_path
+from fastdiff.data.shards.writer import ShardWriter
 
 KINDS: dict[int, dict[str, tuple[int, ...]]] = {
     151: {"latent": (4, 64, 64), "context": (77, 768)},

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fastdiff.model_config import DiTConfig
+from fastdiff.config.networks.dit import DiTConfig
 
 _LONGEST_PERIOD = 10_000.0
 _FREQUENCIES = 256

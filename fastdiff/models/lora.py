@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.pretrained import LoraConfig
+from fastdiff.config.run import ModelConfig
 from fastdiff.errors import ConfigError
-from fastdiff.model_config import DiTConfig, LoraConfig, ModelConfig
-from fastdiff.models import Model
+from fastdiff.models.build import Model
 from fastdiff.models.quantized import Bits, QuantizedLinear
 
 WEIGHTS_FILE = "pytorch_lora_weights.safetensors"

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from bench.accuracy import assert_as_accurate_as_eager, evaluate
+from bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate
 from fastdiff_kernels import adaln
 from fastdiff_kernels.adaln import (
     gated_modulated_norm,
@@ -235,7 +235,7 @@ BYTES = {
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counted in the interpreter")
 @forms
 def test_bytes_per_element_are_those_of_the_documentation(form):
-    from tests.traffic import counting
+    from tests.support.benches.traffic import counting
 
     shape = batch, length, width = (1, 32, 1152)
     rows, _, _ = adaln._plan(torch.empty(shape), gated=False)

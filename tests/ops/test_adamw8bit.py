@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bench.accuracy import assert_no_worse
-from fastdiff.fragments import Fragment
+from bench.correctness.accuracy import assert_no_worse
+from fastdiff.parallel.fragments import Fragment
 from fastdiff_kernels import companding, dispatch, launch, rounding
 from fastdiff_kernels.adamw8bit import BLOCK, AdamW8bit
 from fastdiff_kernels.adamw8bit_kernel import _adamw8bit_triton, _largest_triton, _numbers, _table, adamw8bit, largest
 from fastdiff_kernels.adamw8bit_reference import Extras, Moments, Step
 from fastdiff_kernels.blocks import build_blocks, find_straddling
-from tests.processes import run_ranks
+from tests.support.processes import run_ranks
 
 BACKENDS = ("reference", "triton")
 SIZES = {"a": 1, "b": 7, "c": 255, "d": 256, "e": 257, "f": 1000, "g": 64 * 300}
@@ -600,7 +600,7 @@ def test_torch_compile_makes_one_graph_of_it(device, backend):
 def test_bytes_moved_are_those_of_the_docstring():
     if not launch.INTERPRETED:
         return
-    from tests import traffic
+    from tests.support.benches import traffic
 
     numel = 64 * BLOCK
     blocks, moments = blocked("cpu", numel, [Fragment("p", 0, numel, 0)])

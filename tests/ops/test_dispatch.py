@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastdiff.config import KERNEL_OPS, KernelBackend, PerformanceConfig
+from fastdiff.config.run import KERNEL_OPS, KernelBackend, PerformanceConfig
 from fastdiff_kernels import attention, dispatch, launch
 from fastdiff_kernels.dispatch import Choice
 

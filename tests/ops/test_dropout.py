@@ -7,13 +7,13 @@ import torch
 from scipy import stats
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from bench.accuracy import assert_as_accurate_as_eager, evaluate, poisoned_memory
-from fastdiff.data.order import RankPositions
-from fastdiff.randomness import Stream, dropout_stream
+from bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate, poisoned_memory
+from fastdiff.data.loading.order import RankPositions
+from fastdiff.rng import Stream, dropout_stream
 from fastdiff_kernels import dropout as op
 from fastdiff_kernels import philox
 from fastdiff_kernels.dropout import dropout, dropout_reference
-from tests.traffic import counting
+from tests.support.benches.traffic import counting
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLACES = (7, 2**32 + 9, 2**62 + 1)

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.accuracy import assert_as_accurate_as_eager, evaluate, exact
+from bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate, exact
 from fastdiff_kernels import dispatch, group_norm_cut
 from fastdiff_kernels import group_norm as op
 from fastdiff_kernels.group_norm import group_norm, group_norm_reference
-from tests.traffic import counting
+from tests.support.benches.traffic import counting
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP32, BF16, FP16 = DTYPES

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.accuracy import assert_as_accurate_as_eager
+from bench.correctness.accuracy import assert_as_accurate_as_eager
 from fastdiff_kernels import loss as module
 from fastdiff_kernels.loss import weighted_mse, weighted_mse_reference
 from fastdiff_kernels.noising import Streams, corrupt, dequantised
@@ -289,7 +289,7 @@ def test_bytes_per_element(shape, channels, options, pixels, forward, backward, 
     """As the docstring says, to within 2 % for the numbers that each program needs once."""
     if device != "cpu":
         return
-    from tests.traffic import counting
+    from tests.support.benches.traffic import counting
 
     inputs = inputs_of(shape, channels, device, torch.bfloat16)
     inputs = with_pixels(inputs) if pixels else inputs

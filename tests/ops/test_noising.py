@@ -4,11 +4,11 @@ import pytest
 import torch
 from scipy import stats
 
-from bench.accuracy import assert_as_accurate_as_eager, poisoned_memory
-from fastdiff.randomness import Stream
+from bench.correctness.accuracy import assert_as_accurate_as_eager, poisoned_memory
+from fastdiff.rng import Stream
 from fastdiff_kernels import noising, philox
 from fastdiff_kernels.noising import Streams, corrupt, corrupt_reference, dequantised
-from tests.timesteps import uniform_timesteps
+from tests.support.references.timesteps import uniform_timesteps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LATENT_DTYPES = (*DTYPES, torch.uint8)
@@ -301,7 +301,7 @@ def test_bytes_per_element(dtype, noisy, channels, options, each, device):
     """As the docstring says, to within 2 % for the numbers that each program needs once."""
     if device != "cpu":
         return
-    from tests.traffic import counting
+    from tests.support.benches.traffic import counting
 
     latents, position, table = latents_of((1, channels, 64, 64), device, dtype), places(1, device), table_of(device)
     with counting() as traffic:

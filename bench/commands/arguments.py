@@ -1,0 +1,57 @@
+"""Flags that several benchmarks have."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from bench import BenchError
+from bench.records import record
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_measuring(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``, ``--smoke`` and ``--out``."""
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
+    parser.add_argument("--smoke", action="store_true", help="smallest sizes, few repetitions: does everything run?")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for the record; default: bench/results/<machine>/<date>_<what>"
+    )
+
+
+def device(arguments: argparse.Namespace) -> str:
+    """``cuda`` or ``cpu``.
+
+    Raises:
+        BenchError: cuda is asked for and there is none.
+    """
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise BenchError("--device cuda: there is no CUDA device to measure on; use --device cpu to try the harness")
+    return arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def open_log(arguments: argparse.Namespace, command: str, what: str | None = None) -> record.Log:
+    """A new record ``<command>.jsonl`` in the folder that ``--out`` names, or in ``..._<what>``.
+
+    What is there already stays: the second record of a folder is ``<command>-2.jsonl``, and so on. That holds also for
+    what another process begins at the same time.
+    """
+    what = what or command
+    folder = record.folder(arguments.out, f"{what}-smoke" if arguments.smoke else what)
+    names = itertools.chain([command], (f"{command}-{number}" for number in itertools.count(2)))
+    folder.mkdir(parents=True, exist_ok=True)
+    return record.Log(next(path for name in names if _created(path := folder / f"{name}.jsonl")))
+
+
+def _created(path: Path) -> bool:
+    """Create a file, unless it exists."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,113 @@
+"""``bench checkpoint``: what a checkpoint costs the training beside which it is written.
+
+In turns, in one run: steps while nothing is written, steps while a checkpoint is written in the background, and a step
+that waits until one is committed. The ratios are those of each turn, so that noise meets both sides alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench import BenchError
+from bench.commands.arguments import Commands, add_measuring, device, open_log
+from bench.measure import synthetic
+from bench.measure.interleaved import Contestant, Effort, Result, race
+from bench.measure.timing import Timing
+from bench.measure.workload import Subject
+from bench.records.record import Failure, Measurement, measured
+from bench.records.tables import table
+from bench.trainers import saving
+from bench.trainers.saving import Cycle
+
+BENCH = "checkpoint"
+FULL, SMOKE = (Effort(rounds=8, steps=1, warm_up=1), 20), (Effort(rounds=2, steps=1, warm_up=1), 3)
+"""Turns, and the steps in each beside no save."""
+_SAMPLES = 256
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("checkpoint", help="what checkpoints cost the training", description=__doc__)
+    add_measuring(parser)
+    parser.add_argument("--preset", default="digits", help="what to train (default: digits)")
+    parser.add_argument("--batch", type=int, metavar="N", help="samples per step")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument("--deepspeed", default="zero1", metavar="FILE", help="of deepspeed_configs/; default: zero1")
+    parser.add_argument("--ranks", type=int, default=1, metavar="W", help="on this machine; default: 1")
+    parser.add_argument(
+        "--folder", type=Path, help="on the storage to measure; default: the system's for temporary files"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    subject = Subject(
+        preset=arguments.preset, batch=arguments.batch, precision=arguments.precision, deepspeed=arguments.deepspeed
+    )
+    model = subject.config(Path(), Path()).model  # refuses before anything is written
+    gpus = torch.cuda.device_count() if device(arguments) == "cuda" else arguments.ranks
+    if not 1 <= arguments.ranks <= gpus:
+        raise BenchError(f"--ranks {arguments.ranks}: expected at least 1, on GPUs at most as many as there are")
+    effort, quiet = SMOKE if arguments.smoke else FULL
+    with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, BENCH) as log:
+        data = Path(folder) / "data"
+        synthetic.write(data, model, _SAMPLES)
+        given = (subject, data, arguments.folder, quiet)
+        contestant = Contestant(subject.provider, saving.run, given, arguments.ranks)
+        result = race([contestant], effort, device=device(arguments))[contestant.name]
+        if result.failure is not None:
+            log.write(Failure(bench=BENCH, case=subject.case, provider=subject.provider, reason=result.failure))
+            print(f"{subject.provider}: {result.failure}")
+        else:
+            found = list(measurements(subject, result, arguments.ranks))
+            for one in found:
+                log.write(one)
+            rows = [
+                [m.quantity, f"{m.value:.4g}", m.unit, f"{m.interval[0]:.4g} to {m.interval[1]:.4g}"] for m in found
+            ]
+            print(table([["quantity", "median", "unit", "p20 to p80"], *rows], "<><<"))
+        print(f"record: {log.path}")
+    return int(result.failure is not None)
+
+
+def measurements(subject: Subject, result: Result, ranks: int) -> Iterator[Measurement]:
+    """What the cycles of a contestant say."""
+    cycles: list[Cycle] = saving.cycles(result.facts["cycles"])
+    facts = subject.facts | {
+        "ranks": ranks,
+        "parameters": result.facts["parameters"],
+        "steps beside a save": sum(len(cycle.beside) for cycle in cycles),
+    }
+    row = partial(Measurement, bench=BENCH, case=subject.case, provider=subject.provider, facts=facts, better="lower")
+    quiet = [seconds for cycle in cycles for seconds in cycle.quiet]
+    beside = [seconds for cycle in cycles for seconds in cycle.beside]
+    for quantity, seconds in (
+        ("step time", quiet),
+        ("step time beside a save", beside),
+        ("step time with a save that it waits for", [cycle.blocking for cycle in cycles]),
+        ("pause", [cycle.pause for cycle in cycles]),
+        ("save time", [cycle.save for cycle in cycles]),
+    ):
+        yield row(quantity=quantity, unit="ms", **measured(Timing.of(seconds), 1e3))
+    yield row(
+        quantity="step time beside a save / step time",
+        unit="1",
+        **measured(Timing.of([cycle.slow_down for cycle in cycles])),
+    )
+    yield row(
+        quantity="step time with a save that it waits for / step time",
+        unit="1",
+        **measured(Timing.of([cycle.slow_down_by_waiting for cycle in cycles])),
+    )
+    yield row(
+        quantity="cost of a save beside the training in steps",
+        unit="1",
+        **measured(Timing.of([cycle.cost for cycle in cycles])),
+    )
+    yield row(quantity="checkpoint", unit="MiB", value=int(str(result.facts["bytes"])) / 2**20)

@@ -1,0 +1,159 @@
+"""``python -m bench data``: samples per second of fastdiff's readers and of others, over the same samples.
+
+Every reader gives the same samples, mixed, as batches of arrays in host memory; fastdiff's loaders and DALI give them
+on the GPU where there is one. A turn is a pass over the samples: first with all files in the page cache, then with none
+of them when it begins. fastdiff's readers check the crc32 of every array, the others check nothing. Where worker
+processes fill a shuffle buffer of their own (webdataset), they do so for the next pass while others read: that counts
+in their favour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from bench import BenchError
+from bench.commands import arguments
+from bench.measure import interleaved
+from bench.measure.session import cpu_seconds_of_started
+from bench.readers import ours, page_cache, reading, rivals
+from bench.readers.figures import READER, Case
+from bench.readers.samples import KINDS, Samples
+from bench.records.record import Failure, Log
+from bench.records.tables import progress
+from fastdiff.data.loading.build import dali_installed
+
+_TOLERATED = 0.01
+"""Share of the files that may be in the page cache when it is called cold, or missing when it is called warm."""
+_NOT_INSTALLED = "not installed"
+
+
+def add(commands: arguments.Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("data", help="readers of samples on disk", description=__doc__)
+    parser.add_argument("--samples", type=int, help="of each kind, rounded up to whole shards; default: 4096")
+    parser.add_argument("--batch", type=int, help="samples per batch; default: 64")
+    parser.add_argument("--rounds", type=int, help="turns of each reader, 2 at least; default: 10, --smoke: 2")
+    parser.add_argument("--workers", type=int, default=2, help="processes of those that have some; default: 2")
+    parser.add_argument(
+        "--sample-kb", type=int, nargs="+", choices=list(KINDS), help="kB per sample; default: all, --smoke: the first"
+    )
+    arguments.add_measuring(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> int:
+    count = (64 if given.smoke else 4096) if given.samples is None else given.samples
+    batch = (8 if given.smoke else 64) if given.batch is None else given.batch
+    rounds = (2 if given.smoke else 10) if given.rounds is None else given.rounds
+    if min(count, batch, given.workers) < 1 or rounds < 2:
+        raise BenchError("--samples, --batch and --workers are 1 at least, --rounds 2")
+    device, kinds = arguments.device(given), given.sample_kb or list(KINDS)[: 1 if given.smoke else None]
+    folder, done = Path(tempfile.mkdtemp(prefix="fastdiff-bench-data-")), True
+    try:
+        with arguments.open_log(given, "data") as log:
+            for kilobytes in kinds:
+                _require_room(folder, 3000 * kilobytes * count)
+                progress(f"writing {count} samples of {kilobytes} kB")
+                samples = Samples.write(
+                    folder / f"{kilobytes}", kilobytes, at_least=count, batch=batch, shards=given.workers
+                )
+                for heat in ("warm", "cold"):
+                    done &= measure(Case(samples, given.workers, heat, device), rounds, log, smoke=given.smoke)
+                shutil.rmtree(samples.folder)
+            print(f"\n{log.path}")
+    finally:
+        shutil.rmtree(folder)
+    return int(not done)
+
+
+def measure(case: Case, rounds: int, log: Log, *, smoke: bool = False) -> bool:
+    """Let all readers of a case read in turns; write and print what they did.
+
+    Returns:
+        Whether all readers that are installed read to the end, from a page cache as the case has it.
+    """
+    files, cold = case.samples.files, case.heat == "cold"
+    cached: list[float] = []
+
+    def before_turn() -> None:
+        _wait_until_idle()
+        cached.append(page_cache.empty(files) if cold else page_cache.cached_share(files))
+
+    def worst() -> float:
+        return max(cached) if cold else min(cached)
+
+    def impossible() -> bool:
+        tolerated = 5 * _TOLERATED if smoke else _TOLERATED  # of few files, what others evict is a larger share
+        return worst() > tolerated if cold else worst() < 1 - tolerated
+
+    before_turn()
+    results = {} if impossible() else _race(case, rounds, before_turn, smoke=smoke)
+    if impossible():
+        what = "set TMPDIR to a folder on a disk" if cold else "take fewer --samples"
+        reason = f"{worst():.0%} of the files were in the page cache at the start of a turn; {what}"
+        log.write(Failure(bench="data", case=case.name, provider="page cache", reason=reason))
+        print(f"\n{case.name}: {reason}")
+        return False
+    case.report(results, worst(), log)
+    return all(result.failure in (None, _NOT_INSTALLED) for result in results.values())
+
+
+def _race(case: Case, rounds: int, before_turn: Callable[[], None], *, smoke: bool) -> dict[str, interleaved.Result]:
+    steps = case.samples.count // case.samples.batch
+    # A contestant begins with one batch: with these, its warm-up ends where a pass does.
+    effort = interleaved.Effort(rounds=rounds, steps=steps, warm_up=steps - 1)
+    contestants = _contestants(case)
+    if smoke and case.heat == "cold":  # where the readers themselves do nothing else, but for one
+        contestants = [one for one in contestants if one.name in (READER, "dali webdataset")]
+    results = interleaved.race(contestants, effort, device=case.device, before_turn=before_turn)
+    if not dali_installed():
+        for name in ("fastdiff dali", "dali webdataset"):
+            results[name] = interleaved.Result(failure=_NOT_INSTALLED)
+    return results
+
+
+def _wait_until_idle() -> None:
+    """Wait until the contestants have read ahead all that they will, 5 s at most."""
+    for _ in range(50):
+        before = cpu_seconds_of_started()
+        time.sleep(0.1)
+        if cpu_seconds_of_started() - before < 0.02:
+            break
+
+
+def _contestants(case: Case) -> list[interleaved.Contestant]:
+    workers = case.workers
+    # At most: fastdiff's loaders read 4 batches ahead, DALI 2, a worker process 2.
+    ahead = 4 + 2 * workers
+    with_workers = f"{workers} worker{'s' if workers > 1 else ''}"
+    readers: dict[str, tuple[reading.Reader, int]] = {
+        READER: (ours.reader, 0),
+        "fastdiff prefetch": (ours.prefetch, ahead),
+        "fastdiff dali": (ours.dali, ahead),
+        # Files that are mapped stay in the page cache, and are read faster if they are there.
+        "dali webdataset": (partial(rivals.dali, threads=workers, mapped=case.heat == "warm"), ahead),
+        "webdataset": (partial(rivals.webdataset, workers=0), 0),
+        f"webdataset {with_workers}": (partial(rivals.webdataset, workers=workers), ahead),
+        "npy dataloader": (partial(rivals.npy_files, workers=0), 0),
+        f"npy dataloader {with_workers}": (partial(rivals.npy_files, workers=workers), ahead),
+    }
+    return [
+        interleaved.Contestant(name, reading.run, (reader, case.samples, ahead))
+        for name, (reader, ahead) in readers.items()
+        if "dali" not in name or dali_installed()
+    ]
+
+
+def _require_room(folder: Path, expected: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < expected:
+        raise BenchError(
+            f"{folder.parent} has {free / 2**30:.1f} GiB free, expected {expected / 2**30:.1f} GiB; take fewer "
+            "--samples, or set TMPDIR to a folder on another disk"
+        )

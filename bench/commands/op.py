@@ -1,0 +1,263 @@
+"""Times every op by every implementation: the kernel, eager PyTorch, ``torch.compile`` and other libraries.
+
+An implementation is timed only if it is right (``bench.correctness.check``). Times are set against what the op moves
+and computes at least, and these against the limits of the machine, measured in the same run. A time that may be that
+of launching instead of that of the device (``Timing.launch_bound``) is marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor
+
+from bench import BenchError
+from bench.cases import OPS, add_choice, chosen, first_of_each
+from bench.cases.case import Case, Inputs, as_sequence
+from bench.commands.arguments import Commands, add_measuring, open_log
+from bench.commands.arguments import device as device_of
+from bench.correctness import check
+from bench.measure import roofline as limits
+from bench.measure.roofline import Limits
+from bench.measure.timing import FULL, QUICK, Stopwatch, Timing
+from bench.records import record
+from bench.records.fingerprint import Fingerprint
+from bench.records.record import Failure, Log, Measurement
+from bench.records.tables import progress
+from fastdiff_kernels import dispatch, launch
+
+BENCH = "op"
+
+_OURS = {"triton", "compile"}
+_MUST_BE_RIGHT = {"triton", "eager", "auto", "every"}
+"""What fastdiff may run by default, the reference, and cases as a whole: if one fails, so does the command."""
+_LINE = "{:<52} {:<12} {:<8} {:>10} {:>21} {:>6} {:>6} {:>8} {:>7} {:>8}  {}"
+_HEADING = _LINE.format(
+    "case", "provider", "pass", "median us", "[p20, p80]", "GB/s", "% copy", "TFLOP/s", "% mm", "/compile", "default"
+)
+_TIMED_ALL_THE_SAME = "; timed all the same: it is what the others are compared with"
+_LAUNCH_BOUND = "launch bound"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One direction of one implementation of a case."""
+
+    case: Case
+    provider: str
+    direction: str
+    """``forward`` or ``backward``."""
+    time: Timing
+    bytes: int
+    """That the direction moves at least."""
+    operations: int | None
+    """That it takes at least; None: not counted."""
+    compiled: Timing | None
+    """That of ``torch.compile``; None: that was not timed."""
+    default: str
+    """What runs on this device if nobody asks for another."""
+
+    @property
+    def over_compile(self) -> float | None:
+        """Times as fast as ``torch.compile``."""
+        return self.compiled.median / self.time.median if self.compiled else None
+
+    def quantities(self, limits: Limits) -> dict[str, tuple[str, Timing]]:
+        """Unit and reading by name of the quantity, without the comparison with ``torch.compile``."""
+        bandwidth = self.time.per_second(self.bytes)
+        found = {
+            "time": ("us", self.time.times(1e6)),
+            "bandwidth": ("GB/s", bandwidth.times(1e-9)),
+            "of copy": ("1", bandwidth.times(1 / limits.copy_bytes_per_s)),
+        }
+        if self.operations is not None:
+            rate = self.time.per_second(self.operations)
+            found["rate"] = ("TFLOP/s", rate.times(1e-12))
+            if limit := limits.matmul_flops_per_s.get(self.case.arithmetic):
+                found["of matmul"] = ("1", rate.times(1 / limit))
+        return found
+
+    def measurements(self, limits: Limits) -> Iterator[Measurement]:
+        """The same for the record."""
+        case = f"{self.case} {self.direction}"
+        facts: dict[str, record.Fact] = {
+            "op": self.case.op, "shape": self.case.shape, "dtype": self.case.dtype_name, "direction": self.direction,
+            "bytes": self.bytes, "operations": self.operations, "arithmetic": self.case.arithmetic,
+            "default": self.default, _LAUNCH_BOUND: self.time.launch_bound,
+        }  # fmt: skip
+        for quantity, (unit, reading) in self.quantities(limits).items():
+            better: record.Better = "lower" if quantity == "time" else "higher"
+            yield Measurement(
+                bench=BENCH, case=case, provider=self.provider, quantity=quantity, unit=unit, better=better,
+                facts=facts, **record.measured(reading),
+            )  # fmt: skip
+        if self.over_compile is not None and self.provider != "compile":
+            yield Measurement(
+                bench=BENCH, case=case, provider=self.provider, quantity="over compile", unit="1",
+                value=self.over_compile, n=self.time.repetitions, better="higher", facts=facts,
+            )  # fmt: skip
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("op", help="time every op by every implementation")
+    add_choice(parser, OPS)
+    add_measuring(parser)
+    parser.set_defaults(run=_run_command)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    device, cases = device_of(arguments), chosen(arguments, OPS)
+    if device == "cuda" and launch.INTERPRETED:
+        raise BenchError("TRITON_INTERPRET is set: the kernels would run on the CPU; unset it")
+    with open_log(arguments, "op") as log:
+        return main(first_of_each(cases) if arguments.smoke else cases, device, log, smoke=arguments.smoke)
+
+
+def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool) -> int:
+    """Time the cases, write down and print every result; 1 if what fastdiff runs, or its reference, fails."""
+    effort = QUICK if smoke else FULL
+    stopwatch, limit = Stopwatch(device, effort), limits.measure(device, effort)
+    for measurement in limit.measurements(BENCH):
+        log.write(measurement)
+    rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in limit.matmul_flops_per_s.items())
+    print(f"{Fingerprint.here()}\n\ncopy {limit.copy_bytes_per_s / 1e9:.0f} GB/s, matrix products: {rates}")
+    print(f"\n{_HEADING}", flush=True)
+    results: list[Result] = []
+    failures: list[Failure] = []
+    # A backward pass that runs more than once may not take the memory of what the forward pass saved.
+    with torch._functorch.config.patch(donated_buffer=False):
+        for case in cases:
+            progress(str(case))
+            for row in run(case, device, stopwatch, large=device == "cuda" and not smoke):
+                progress("")
+                if isinstance(row, Result):
+                    results.append(row)
+                    for measurement in row.measurements(limit):
+                        log.write(measurement)
+                    print(_line(row, limit), flush=True)
+                else:
+                    failures.append(row)
+                    log.write(row)
+                    print(f"{row.case:<52} {row.provider:<12} {row.reason}", flush=True)
+    if any(result.time.launch_bound for result in results):
+        print(f"\n{_LAUNCH_BOUND}: the device may have waited for the host, which took longer to launch the work")
+    print(f"\n{_verdict(results)}\nwritten to {log.path}")
+    return 1 if any(f.provider.split()[0] in _MUST_BE_RIGHT for f in failures) else 0
+
+
+def run(case: Case, device: str, stopwatch: Stopwatch, *, large: bool) -> Iterator[Result | Failure]:
+    """Check and time one case; if that is not possible at all, one failure of provider ``every``.
+
+    Args:
+        case: what to time.
+        device: ``cuda`` or ``cpu``.
+        stopwatch: of that device.
+        large: with the batch of a training step.
+    """
+    try:
+        yield from _run(case, device, stopwatch, large)
+    except Exception as error:  # the other cases are measured
+        yield Failure(bench=BENCH, case=str(case), provider="every", reason=check.reason(error))
+
+
+def _run(case: Case, device: str, stopwatch: Stopwatch, large: bool) -> Iterator[Result | Failure]:
+    torch._dynamo.reset()  # the second shape that a compiled function meets would be compiled for all shapes
+    gc.collect()
+
+    def inputs() -> Inputs:
+        torch.manual_seed(0)
+        return (case.build_large if large and case.build_large else case.build)(device)
+
+    right, failures = check.right(case, inputs, check.providers(case, device))
+    for name, error in failures.items():
+        reason = check.reason(error) + (_TIMED_ALL_THE_SAME if name in right else "")
+        yield Failure(bench=BENCH, case=str(case), provider=name, reason=reason)
+    if not right:
+        return
+    given = inputs()
+    timings, moved = _timings(case, given, right, stopwatch)
+    counts = {"forward": case.forward_operations, "backward": case.backward_operations}
+    default = _default(case, given)
+    for direction, times in timings.items():
+        count = counts[direction]
+        for name, time in times.items():
+            yield Result(
+                case=case, provider=name, direction=direction, time=time, bytes=moved[direction],
+                operations=count(given) if count else None, compiled=times.get("compile"), default=default,
+            )  # fmt: skip
+
+
+def _default(case: Case, inputs: Inputs) -> str:
+    if "auto" in case.backends:
+        return "auto"
+    example = next(v for v in inputs.values() if isinstance(v, Tensor))
+    return check.provider_name(dispatch.choose(case.op, example))
+
+
+def _timings(
+    case: Case, inputs: Inputs, providers: Mapping[str, check.Prepare], stopwatch: Stopwatch
+) -> tuple[dict[str, dict[str, Timing]], dict[str, int]]:
+    """Timings by direction and implementation, and the bytes that each direction moves at least."""
+    calls = {name: provider(inputs) for name, provider in providers.items()}
+    outputs = {name: as_sequence(call()) for name, call in calls.items()}
+    upstream = {name: check.upstream_of(tensors) for name, tensors in outputs.items()}
+    gradients = {name: case.gradients(inputs, outputs[name], upstream[name]) for name in calls}
+    timings = {"forward": stopwatch.measure(calls)}
+    if backward := {name: _backward(case, inputs, outputs[name], upstream[name]) for name in calls if gradients[name]}:
+        timings["backward"] = stopwatch.measure(backward)
+    return timings, _least_bytes(case, inputs, outputs["eager"], gradients["eager"])
+
+
+def _backward(
+    case: Case, inputs: Inputs, outputs: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> Callable[[], Sequence[Tensor]]:
+    return lambda: case.gradients(inputs, outputs, upstream)
+
+
+def _least_bytes(case: Case, inputs: Inputs, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> dict[str, int]:
+    def total(tensors: Iterator[Any]) -> int:
+        return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+
+    read, written = total(iter(inputs.values())), total(iter(outputs))
+    return {
+        "forward": case.forward_bytes(inputs) if case.forward_bytes else read + written,
+        "backward": case.backward_bytes(inputs) if case.backward_bytes else read + written + total(iter(gradients)),
+    }
+
+
+def _line(result: Result, limits: Limits) -> str:
+    found = {name: reading for name, (_, reading) in result.quantities(limits).items()}
+    time, rate, share = found["time"], found.get("rate"), found.get("of matmul")
+    return _LINE.format(
+        str(result.case), result.provider, result.direction, f"{time.median:.1f}",
+        f"[{time.p20:.1f}, {time.p80:.1f}]", f"{found['bandwidth'].median:.0f}",
+        f"{100 * found['of copy'].median:.0f}", f"{rate.median:.3g}" if rate else "-",
+        f"{100 * share.median:.1f}" if share else "-",
+        "-" if result.over_compile is None else f"{result.over_compile:.2f}x",
+        f"{result.default}{f'  {_LAUNCH_BOUND}' if time.launch_bound else ''}",
+    )  # fmt: skip
+
+
+def _verdict(results: Sequence[Result]) -> str:
+    """Where the kernel loses to ``torch.compile``, both directions together."""
+    total: dict[str, dict[str, float]] = {}
+    for result in results:
+        times = total.setdefault(str(result.case), {})
+        times[result.provider] = times.get(result.provider, 0.0) + result.time.median
+    compared = {case: times["compile"] / times["triton"] for case, times in total.items() if times.keys() >= _OURS}
+    lost = [f"  {case}: {ratio:.2f}x" for case, ratio in compared.items() if ratio < 1]
+    if not compared:
+        return "No case has both the kernel and torch.compile."
+    if not lost:
+        return f"The kernel is as fast as torch.compile or faster in all {len(compared)} cases."
+    claim = (
+        f"The kernel loses to torch.compile in {len(lost)} of {len(compared)} cases; it should not be the default for:"
+    )
+    return "\n".join([claim, *lost])

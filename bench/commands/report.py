@@ -1,0 +1,258 @@
+"""Writes what records hold for people: one HTML page, and the tables of the README files and of the documentation."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench import BenchError
+from bench.commands.arguments import Commands
+from bench.records import plots, readme, record
+from bench.records.number_format import interval, machine, number
+from bench.records.plots import Plot
+from bench.records.record import Failure, Measurement, Record
+
+_TITLES = {
+    "op": "Ops: each by every implementation",
+    "step": "Training step",
+    "peer": "Training step against other trainers",
+    "data": "Reading data",
+    "scale": "Many GPUs",
+    "checkpoint": "Checkpoints beside the training",
+    "aot": "What the compiler makes of the kernels",
+    "objectives": "The digits with each objective",
+}
+_RANKED = {"op", "peer", "data"}
+"""Where contestants do the same: the best comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one contestant measured."""
+
+    provider: str
+    cells: tuple[tuple[str, str], ...]
+    """Value and interval per column; empty where it measured nothing."""
+    launch_bound: bool
+    """Whether a part of the time may be that of launching the work."""
+    n: str
+    """Repetitions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Quantities of one bench, grouped by case."""
+
+    title: str
+    columns: tuple[tuple[str, str], ...]
+    """Quantity and unit."""
+    groups: tuple[tuple[str, tuple[Row, ...]], ...]
+
+    @property
+    def rows(self) -> int:
+        """Of all groups."""
+        return sum(len(rows) for _, rows in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One bench of one record."""
+
+    name: str
+    file: str
+    title: str
+    plots: tuple[Plot, ...]
+    tables: tuple[Table, ...]
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One folder of records."""
+
+    anchor: str
+    title: str
+    machine: str
+    doubts: tuple[str, ...]
+    """What the commit does not say, as sentences."""
+    fingerprint: tuple[tuple[str, str], ...]
+    """Fields that its files have in common, or all values that they have."""
+    files: tuple[tuple[str, str, str], ...]
+    """Name, date and command line of each."""
+    benches: tuple[Bench, ...]
+
+
+def page(records: Sequence[Record]) -> str:
+    """The page, which needs nothing but itself.
+
+    Raises:
+        BenchError: a library that it is made with is not installed.
+    """
+    try:
+        import jinja2
+    except ImportError:
+        raise BenchError("a report needs Jinja2; pip install 'fastdiff[bench]'") from None
+    folders: dict[Path, list[Record]] = {}
+    for one in records:
+        folders.setdefault(one.path.parent, []).append(one)
+    sections = [_section(f"r{place}", path, folders[path]) for place, path in enumerate(sorted(folders))]
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.get_template("report.html.j2").render(sections=sections)
+
+
+def tables(measurements: Sequence[Measurement]) -> list[Table]:
+    """The tables of one bench: phases, ratios of two, predictions and limits apart from the rest."""
+    parts: dict[str, list[Measurement]] = {}
+    for measurement in measurements:
+        parts.setdefault(_part(measurement), []).append(measurement)
+    return [_table(title, group) for title in _PARTS if title in parts for group in _alike(parts[title])]
+
+
+def _alike(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
+    """Cases with a quantity in common together, also by way of others; two groups have no column in common."""
+    quantities: dict[str, set[str]] = {}
+    for m in measurements:
+        quantities.setdefault(m.case, set()).add(m.quantity)
+    groups: list[set[str]] = []
+    for own in quantities.values():
+        linked = [group for group in groups if group & own]
+        groups = [own.union(*linked), *(group for group in groups if group not in linked)]
+    order = list(dict.fromkeys(m.quantity for m in measurements))
+    groups.sort(key=lambda group: min(map(order.index, group)))
+    return [[m for m in measurements if m.quantity in group] for group in groups]
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("report", help="records as one page with tables and plots, or in the README files")
+    parser.add_argument("out", nargs="?", type=Path, metavar="OUT.html", help="the page to write")
+    parser.add_argument(
+        "records", nargs="*", type=Path, metavar="RECORDS", help="files and folders; default: all of bench/results"
+    )
+    parser.add_argument(
+        "--readme", action="store_true", help="bring the tables in the README files and docs/ up to date"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.out is None and not arguments.readme:
+        raise BenchError("report: expected OUT.html to write a page, --readme to write the README's tables, or both")
+    if arguments.out is not None:
+        if arguments.out.suffix != ".html":
+            raise BenchError(f"report: {arguments.out}: expected a file to write that ends in .html, then the records")
+        text = page(record.read_all(arguments.records or record.kept()))
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text, encoding="utf-8")
+        print(arguments.out)
+    if arguments.readme:
+        for file in readme.FILES:
+            print(f"{file}: {'rewritten' if readme.rewrite(file) else 'up to date'}")
+    return 0
+
+
+def _section(anchor: str, folder: Path, records: Sequence[Record]) -> Section:
+    fields = [asdict(one.fingerprint) for one in records]
+    benches = [bench for place, one in enumerate(records) for bench in _benches(one, f"{anchor}-{place}")]
+    order = [*_TITLES, *(bench.name for bench in benches)]
+    return Section(
+        anchor=anchor,
+        title=f"{folder.parent.name} / {folder.name}",
+        machine="; ".join(dict.fromkeys(machine(one.fingerprint) for one in records)),
+        doubts=tuple(_doubts([one.fingerprint.git for one in records])),
+        fingerprint=tuple(
+            (name.replace("_", " "), "; ".join(dict.fromkeys(str(of_one[name]) for of_one in fields)))
+            for name in fields[0]
+            if name not in ("date", "command")
+        ),
+        files=tuple((one.path.name, one.fingerprint.date, one.fingerprint.command) for one in records),
+        benches=tuple(sorted(benches, key=lambda bench: order.index(bench.name))),
+    )
+
+
+def _doubts(commits: Sequence[str]) -> Iterator[str]:
+    if any(commit.endswith("-dirty") for commit in commits):
+        yield "Measured on files that differ from that commit."
+    if "unknown" in commits:
+        yield "Measured on files of a commit that is not known."
+
+
+def _benches(one: Record, prefix: str) -> Iterator[Bench]:
+    """What a file holds; runs that came after one another stay apart, as the machine may have changed between them."""
+    for name in dict.fromkeys([*(m.bench for m in one.measurements), *(f.bench for f in one.failures)]):
+        measurements = [m for m in one.measurements if m.bench == name]
+        yield Bench(
+            name=name,
+            file=one.path.name,
+            title=_TITLES.get(name, name),
+            plots=tuple(plots.of_bench(name, measurements, f"{prefix}-{name}")),
+            tables=tuple(tables(measurements)),
+            failures=tuple(failure for failure in one.failures if failure.bench == name),
+        )
+
+
+_PARTS: dict[str, Callable[[Measurement], bool]] = {
+    "Limits of the machine": lambda m: m.case == "limits",
+    "Times as fast": lambda m: m.quantity == "speed-up",
+    "Measured": lambda m: True,
+    "By phase": lambda m: m.quantity.startswith("phase "),
+    "Predicted": lambda m: m.quantity.startswith("predict"),
+}
+"""Tables of a bench by title, in their order on the page, and what belongs in them; ``Measured`` has the rest."""
+
+
+def _part(measurement: Measurement) -> str:
+    own = (title for title, belongs in _PARTS.items() if title != "Measured" and belongs(measurement))
+    return next(own, "Measured")
+
+
+def _table(title: str, measurements: Sequence[Measurement]) -> Table:
+    quantities = {m.quantity: m for m in measurements}
+    cases: dict[str, list[tuple[str, dict[str, Measurement]]]] = {}
+    for (case, provider), of_one in record.by_contestant(measurements).items():
+        cases.setdefault(case, []).append((provider, of_one))
+    first = next(iter(quantities.values()))
+    ranked = first.bench in _RANKED and title in ("Measured", "Times as fast")
+    groups = tuple(
+        (
+            case,
+            tuple(
+                _row(provider, of_one, quantities)
+                for provider, of_one in (_best_first(contestants, first) if ranked else contestants)
+            ),
+        )
+        for case, contestants in cases.items()
+    )
+    columns = tuple(
+        (quantity.removeprefix("phase "), "" if m.unit == "1" else m.unit) for quantity, m in quantities.items()
+    )
+    return Table(title, columns, groups)
+
+
+def _best_first(
+    contestants: Iterable[tuple[str, dict[str, Measurement]]], first: Measurement
+) -> list[tuple[str, dict[str, Measurement]]]:
+    """By the first quantity of the table."""
+    sign = {"lower": 1, "higher": -1, "neither": 0}[first.better]
+
+    def place(contestant: tuple[str, dict[str, Measurement]]) -> float:
+        found = contestant[1].get(first.quantity)
+        return sign * found.value if found else float("inf")
+
+    return sorted(contestants, key=place)
+
+
+def _row(provider: str, of_one: dict[str, Measurement], quantities: Iterable[str]) -> Row:
+    found = [of_one.get(quantity) for quantity in quantities]
+    repetitions = sorted({m.n for m in found if m and m.p20 is not None})
+    return Row(
+        provider,
+        tuple((number(m.value), interval(m)) if m else ("", "") for m in found),
+        any(m.facts.get("launch bound") is True for m in found if m),
+        "" if not repetitions else "–".join(dict.fromkeys(map(str, (repetitions[0], repetitions[-1])))),
+    )

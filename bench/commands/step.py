@@ -1,0 +1,212 @@
+"""``python -m bench step``: step time, its parts, memory and the share of the device's limit, by configuration."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from bench import BenchError
+from bench.commands.arguments import Commands, add_measuring, device, open_log
+from bench.measure import largest_batch, stepping, sweep, synthetic, timing
+from bench.measure import roofline as limits
+from bench.measure.interleaved import Effort
+from bench.measure.roofline import Limits
+from bench.measure.stepping import BENCH, PHASES, Stepped
+from bench.measure.workload import Subject
+from bench.records import record
+from bench.records.record import Failure, Measurement
+from bench.records.tables import progress, table
+from fastdiff.config.data import DataConfig
+
+_SAMPLES = 512
+"""Of the synthetic data."""
+_FULL = Effort(rounds=5, steps=10, warm_up=5, settling=DataConfig().prefetch)
+"""A turn begins with the batches that were read ahead while others stepped: they do not count, for anybody."""
+_SMOKE = Effort(rounds=2, steps=2, warm_up=2, settling=1)
+
+_COLUMNS = {
+    "samples/s": ("throughput", "{:.1f}"),
+    "ms": ("step time", "{:.2f}"),
+    "marked ms": ("marked step time", "{:.2f}"),
+    **{name: (f"phase {name}", "{:.2f}") for name in PHASES},
+    "allocated GiB": ("peak allocated", "{:.2f}"),
+    "reserved GiB": ("peak reserved", "{:.2f}"),
+    "resident GiB": ("peak resident", "{:.2f}"),
+    "MFU": ("mfu", "{:.1%}"),
+    "of matmul": ("of matmul", "{:.1%}"),
+    "launches": ("launches", "{:.0f}"),
+    "breaks": ("graph breaks in code", "{:.0f}"),
+    "compiled": ("compilations", "{:.0f}"),
+}
+"""Heading, quantity and format."""
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("step", help="fastdiff's own loop on synthetic latents: times, memory, utilisation")
+    sweep.add_subject(parser)
+    parser.add_argument("--steps", type=int, help=f"per round; default: {_FULL.steps}")
+    parser.add_argument("--rounds", type=int, help=f"2 at least; default: {_FULL.rounds}")
+    parser.add_argument("--find-batch", action="store_true", help="look for the largest batch that fits into memory")
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="for --find-batch; default: 95 %% of what is free on the GPU, or 80 %% of RAM",
+    )
+    parser.add_argument("--peer", nargs="+", metavar="NAME", help="step rivals in turns with fastdiff and compare")
+    add_measuring(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    where, effort = device(arguments), _effort(arguments)
+    if arguments.memory is not None and not arguments.find_batch:
+        raise BenchError("--memory is how much --find-batch may use; add --find-batch, or leave it out")
+    if arguments.find_batch and arguments.peer:
+        raise BenchError(
+            "--find-batch with --peer: the batch would be the largest for fastdiff alone, without the rivals' memory; "
+            "give --batch instead"
+        )
+    subjects = sweep.subjects(arguments, where)
+    limit = largest_batch.memory_limit(where, arguments.memory) if arguments.find_batch else None
+    with (
+        tempfile.TemporaryDirectory(prefix="fastdiff-bench-data-") as folder,
+        open_log(arguments, "peer" if arguments.peer else BENCH) as log,
+    ):
+        measuring = _Measuring(Path(folder), effort, where, log)
+        if arguments.peer:
+            return measuring.peers(subjects, arguments.peer)
+        code = measuring.steps(subjects, limit, timing.QUICK if arguments.smoke else timing.FULL)
+        print(f"\nrecord: {log.path}")
+        return code
+
+
+def _effort(arguments: argparse.Namespace) -> Effort:
+    default = _SMOKE if arguments.smoke else _FULL
+    rounds = default.rounds if arguments.rounds is None else arguments.rounds
+    steps = default.steps if arguments.steps is None else arguments.steps
+    if rounds < 2 or steps < 1:
+        raise BenchError(f"--rounds {rounds}, --steps {steps}: 2 rounds and 1 step at least")
+    return replace(default, rounds=rounds, steps=steps)
+
+
+class _Measuring:
+    """One run of the command."""
+
+    def __init__(self, folder: Path, effort: Effort, device: str, log: record.Log) -> None:
+        self._folder, self._effort, self._device, self._log = folder, effort, device, log
+
+    def steps(self, subjects: Sequence[Subject], memory: int | None, care: timing.Effort) -> int:
+        """Measure all subjects, show them, and return the exit code: 1 if one failed, but not for memory."""
+        progress("limits of the machine")
+        found, bounds = [], _in_another_process(self._device, care)
+        self._write(bounds.measurements(BENCH))
+        for number, subject in enumerate(subjects, 1):
+            progress(f"{number} of {len(subjects)}: {subject.case}; {subject.provider}")
+            stepped = self._step(subject, memory, bounds)
+            self._write([stepped.failure] if stepped.failure else [])
+            progress("")
+            print("\n".join(_verdict(stepped)), flush=True)
+            found.append(stepped)
+        done = [stepped for stepped in found if stepped.failure is None]
+        if done:
+            print(f"\n{_table(done)}")
+        return int(not done or any(s.failure is not None and not s.out_of_memory for s in found))
+
+    def peers(self, subjects: Sequence[Subject], names: Sequence[str]) -> int:
+        """Step rivals in turns with every subject; the worst of the exit codes."""
+        from bench.measure import peers
+
+        return max(peers.run(subject, names, self._effort, self._device, self._log) for subject in subjects)
+
+    def _step(self, subject: Subject, memory: int | None, bounds: Limits) -> Stepped:
+        data = self._data(subject)
+        largest: list[Measurement] = []
+        try:
+            if memory is not None:
+                subject, row = self._fitted(subject, memory)
+                largest = [row]
+                self._write(largest)
+        except BenchError as error:
+            case = subject.case_of_any_batch
+            failure = Failure(bench=BENCH, case=case, provider=subject.provider, reason=str(error))
+            return Stepped(
+                subject, failure=failure, out_of_memory=isinstance(error.__cause__, largest_batch.DoesNotFit)
+            )
+        stepped = stepping.step(subject, data, self._effort, self._device, bounds, self._write)
+        stepped.measurements += largest
+        return stepped
+
+    def _fitted(self, subject: Subject, memory: int) -> tuple[Subject, Measurement]:
+        """The subject with the largest batch that fits, and what the record says of it.
+
+        Raises:
+            BenchError: none fits, or a trial failed in another way.
+        """
+        peak = partial(stepping.peak, subject, self._data(subject), self._device, self._effort.limit_seconds)
+        try:
+            found = largest_batch.largest(peak, memory)
+        except largest_batch.DoesNotFit as error:
+            raise BenchError(str(error)) from error
+        facts = {
+            "limit_gib": memory / 2**30, "peak_gib": found.peak / 2**30, "trials": found.trials,
+        }  # fmt: skip
+        row = Measurement(
+            bench=BENCH, case=subject.case_of_any_batch, provider=subject.provider, quantity="largest batch", unit="1",
+            value=found.batch, better="higher", facts={**subject.facts, **facts, "batch": found.batch},
+        )  # fmt: skip
+        return replace(subject, batch=found.batch), row
+
+    def _data(self, subject: Subject) -> Path:
+        folder = self._folder / subject.preset
+        if not folder.exists():
+            progress(f"synthetic data for {subject.preset}")
+            synthetic.write(folder, subject.config(Path(), Path()).model, _SAMPLES)
+        return folder
+
+    def _write(self, rows: Sequence[Measurement | Failure]) -> None:
+        for row in rows:
+            self._log.write(row)
+
+
+def _in_another_process(device: str, care: timing.Effort) -> Limits:
+    """The limits of the machine; a GPU has no memory left behind in this process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(limits.measure, device, care).result()
+
+
+def _verdict(stepped: Stepped) -> list[str]:
+    values, subject = stepped.values, stepped.subject
+    if stepped.failure is not None:
+        return [f"{stepped.failure.case}; {subject.provider}: FAILED: {stepped.failure.reason}"]
+    parts = [f"{values['throughput']:.1f} samples/s, {values['step time']:.2f} ms per step"]
+    marked = sum(values[f"phase {name}"] for name in PHASES)
+    parts.append(f"its phases with marks between them {marked:.2f} ms, {values['phase data'] / marked:.1%} of it data")
+    if "mfu" in values:
+        parts.append(f"MFU {values['mfu']:.1%}")
+    lines = [f"{subject.case}; {subject.provider}: {'; '.join(parts)}"]
+    if "largest batch" in values:
+        row = next(row for row in stepped.measurements if row.quantity == "largest batch")
+        facts = row.facts
+        lines.append(
+            f"  largest batch {row.value:.0f}: {facts['peak_gib']:.2f} of {facts['limit_gib']:.2f} GiB, "
+            f"{facts['trials']} trials"
+        )
+    return lines + [f"  problem: {problem}" for problem in stepped.problems]
+
+
+def _table(found: Sequence[Stepped]) -> str:
+    columns = {name: how for name, how in _COLUMNS.items() if any(how[0] in s.values for s in found)}
+    rows = [["configuration", *columns]]
+    for stepped in found:
+        values = stepped.values
+        cells = [form.format(values[q]) if q in values else "-" for q, form in columns.values()]
+        rows.append([f"{stepped.subject.case}; {stepped.subject.provider}", *cells])
+    return table(rows, "<" + ">" * len(columns))

@@ -1,0 +1,1 @@
+"""What must be right before it is timed: accuracy and compiled code."""

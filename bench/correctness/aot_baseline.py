@@ -1,0 +1,76 @@
+"""Kernels as they were compiled before, and what has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import BenchError
+from bench.cases.case import Case
+from bench.records import record
+from bench.records.record import Measurement
+from bench.records.tables import table
+
+_BENCH = "aot"
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A record of ``bench aot``, as far as it is about the cases and architectures at hand."""
+
+    path: Path
+    git: str
+    """Commit that it was made of."""
+    measurements: tuple[Measurement, ...]
+
+    @classmethod
+    def read(cls, path: Path, cases: Sequence[Case], architectures: Sequence[int]) -> Baseline:
+        """Read a record; of a folder the newest.
+
+        Raises:
+            BenchError: there is none, or it has nothing on these cases and architectures.
+        """
+        records = [r for r in record.read_all([path]) if any(m.bench == _BENCH for m in r.measurements)]
+        if not records:
+            raise BenchError(f"--baseline {path}: no record of `python -m bench aot`; make one with --out")
+        newest = max(records, key=lambda r: r.fingerprint.date)
+        kinds = {(case.op, case.dtype_name, f"sm_{arch}") for case in cases for arch in architectures}
+        known = tuple(m for m in newest.measurements if _kind(m) in kinds)
+        if not known:
+            raise BenchError(f"--baseline {newest.path}: nothing on these ops, dtypes and architectures; choose others")
+        return cls(newest.path, newest.fingerprint.git, known)
+
+    def compare(self, now: Sequence[Measurement]) -> tuple[str, bool]:
+        """What changed, as text, and whether anything got worse. A new kernel cannot be worse, nor one that is gone."""
+        before, after = ({m.name: m for m in rows} for rows in (self.measurements, now))
+        changed = [(before[name], m) for name, m in after.items() if name in before and before[name].value != m.value]
+        lines = [f"against {self.path} ({self.git})"]
+        if changed:
+            heading = ("kernel", "case", "quantity", "before", "now", "")
+            lines.append(table([heading, *(_cells(old, new) for old, new in changed)], "<<<>><"))
+        for word, rows, others in (("new", after, before), ("gone", before, after)):
+            kernels = {_kernel(m) for m in rows.values()} - {_kernel(m) for m in others.values()}
+            lines += [f"{word}: {provider} ({case})" for provider, case in sorted(kernels)]
+        worse = sum(_is_worse(old, new) for old, new in changed)
+        lines.append(f"{worse} worse, {len(changed) - worse} better, {len(after.keys() & before.keys())} compared")
+        return "\n".join(lines), worse > 0
+
+
+def _kind(measurement: Measurement) -> tuple[str, str, str]:
+    """Op, dtype and architecture."""
+    op, *_, dtype, architecture = measurement.case.split()
+    return op, dtype, architecture
+
+
+def _kernel(measurement: Measurement) -> tuple[str, str]:
+    return measurement.provider, measurement.case
+
+
+def _is_worse(old: Measurement, new: Measurement) -> bool:
+    return (new.value > old.value) == (new.better == "lower")
+
+
+def _cells(old: Measurement, new: Measurement) -> tuple[str, ...]:
+    verdict = "worse" if _is_worse(old, new) else "better"
+    return new.provider, new.case, new.quantity, f"{old.value:g}", f"{new.value:g}", verdict

@@ -1,0 +1,1 @@
+"""How steps and calls are measured, in one process and in turns."""

@@ -1,0 +1,233 @@
+"""fastdiff's step against other people's: the same model, batch and data, stepped in turns.
+
+Each peer comes twice: as it was published, and with the best flags it can have. What each does is in its module:
+``contestants/plain.py``, ``contestants/dit.py``, ``contestants/text_to_image.py``; the record and the lines below the
+table name the flags. All of them have their data in memory, apart from diffusers as published, which decodes and
+encodes images in every step, as its script does.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from bench import BenchError
+from bench.measure import interleaved, stepping, synthetic
+from bench.measure.workload import Subject
+from bench.records import record
+from bench.records.record import Fact, Measurement, measured
+from bench.records.tables import progress, table
+from bench.trainers import dit, images, plain, text_to_image
+from bench.trainers.plain_torch import FLAGS, untrained
+from bench.trainers.text_encoders import FACTOR, Shares
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.presets import SD15_UNET
+from fastdiff.config.run import ModelConfig, RunConfig
+
+_RUNS = {"plain": plain.run, "dit": dit.run, "diffusers": text_to_image.run}
+PEERS = tuple(_RUNS)
+BEST = "best flags"
+_BENCH = "peer"
+_BATCHES = 4
+"""In the data: more cost time to write, and none to train on."""
+_SHARED = ("preset", "batch", "recompute")
+"""Facts that are those of all; the others are fastdiff's own."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A contestant, and how its lines in the record are named."""
+
+    contestant: interleaved.Contestant
+    case: str
+    is_ours: bool
+    facts: Mapping[str, Fact]
+
+
+def run(subject: Subject, peers: Sequence[str], effort: interleaved.Effort, device: str, log: record.Log) -> int:
+    """Let fastdiff and the peers step in turns, write the record and print a table.
+
+    Args:
+        subject: what all of them train; ``plain`` makes fastdiff step under ZeRO-3 too.
+        peers: of ``PEERS``.
+        effort: how much each steps.
+        device: ``cuda`` or ``cpu``.
+        log: gets step times, throughput, memory and speed-ups.
+
+    Returns:
+        0, or 1 if one of them failed.
+
+    Raises:
+        BenchError: a peer cannot train this subject.
+    """
+    _check(subject, peers)
+    if subject.optimizer is None and subject.config(Path(), Path()).optim.name != "adamw":
+        subject = replace(subject, optimizer="adamw")  # the peers', so that it is a race of equal optimizers
+    folder = Path(tempfile.mkdtemp(prefix="fastdiff-bench-peers-"))
+    try:
+        entries = _entries(subject, peers, folder)
+        results = interleaved.race([entry.contestant for entry in entries], effort, device=device)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for entry in entries:
+        _write(log, entry, results[entry.contestant.name], subject.samples)
+    ratios = _speed_ups(log, entries, results)
+    print(_summary(entries, results, ratios, subject.samples))
+    return int(any(result.failure is not None for result in results.values()))
+
+
+def _check(subject: Subject, peers: Sequence[str]) -> None:
+    config = subject.config(Path(), Path())
+    unknown = [name for name in peers if name not in PEERS]
+    if unknown or not peers or len(set(peers)) != len(peers):
+        raise BenchError(f"--peer {' '.join(peers)}: expected some of {', '.join(PEERS)}, each once")
+    _check_objective(subject.preset, config, peers)
+    model = config.model
+    if "dit" in peers and not isinstance(model, DiTConfig):
+        raise BenchError(f"--peer dit steps a DiT, and preset {subject.preset} has a UNet; try --preset dit-s-2-256")
+    if "diffusers" in peers and (not isinstance(model, UNetConfig) or model.pooled_dim):
+        raise BenchError(
+            "--peer diffusers steps the UNet of Stable Diffusion 1.x and 2.x, and preset "
+            f"{subject.preset} has another network; try --preset digits-t2i or sd2-512"
+        )
+    if config.batch.accumulation(1) > 1:
+        cause = f"--micro {subject.micro}" if subject.micro else f"preset {subject.preset} accumulates gradients"
+        cure = "leave it out" if subject.micro else "give --batch"
+        raise BenchError(f"{cause}: the peers take their batch as a whole; {cure}")
+    if config.performance.precision == "fp16":
+        raise BenchError("--precision fp16: the peers compute in fp32 and bf16; use one of them")
+
+
+def _check_objective(preset: str, config: RunConfig, peers: Sequence[str]) -> None:
+    """Refuse what one of the peers would train otherwise, or not at all."""
+    for name in peers:
+        lacks = text_to_image.not_in_script if name == "diffusers" else untrained
+        if flags := lacks(config.objective, config.timesteps):
+            raise BenchError(
+                f"--peer {name} does not train preset {preset}, which has {', '.join(flags)}; try "
+                "--preset dit-xl-2-256, or digits-t2i for diffusers"
+            )
+
+
+def _entries(subject: Subject, peers: Sequence[str], folder: Path) -> list[_Entry]:
+    """The contestants, fastdiff first; their data are written."""
+    config = subject.config(folder, folder)
+    progress("writing data")
+    count = _BATCHES * config.batch.samples
+    shards = synthetic.write(folder / "shards", config.model, count)
+    cached, online = (f"{subject.case}, {kind}" for kind in ("cached", "online"))
+    subjects = [subject] + ([replace(subject, deepspeed="zero3")] if "plain" in peers else [])
+    entries = {
+        each.provider: _Entry(
+            interleaved.Contestant(each.provider, stepping.contestant, (each, shards, False)), cached, True, each.facts
+        )
+        for each in subjects
+    }
+    for name in peers:
+        for best in (False, True):
+            data, case = shards, cached
+            facts: dict[str, Fact] = {fact: subject.facts[fact] for fact in _SHARED}
+            facts |= {"optimizer": "adamw", "best flags": best}
+            if name == "diffusers" and not best:
+                data = images.write(folder / "images", count, FACTOR * config.model.size)
+                case, facts = online, facts | _shares(config.model)
+            provider = f"{name}, {BEST}" if best else name
+            contestant = interleaved.Contestant(provider, _RUNS[name], (subject, data, best))
+            entries[provider] = _Entry(contestant, case, False, facts)
+    return list(entries.values())
+
+
+def _shares(model: ModelConfig) -> dict[str, Fact]:
+    """What the frozen parts cost here and in SD 1.5, in operations over those of the UNet's training step."""
+    assert isinstance(model, UNetConfig)
+    return {
+        f"{name}, share of the step of the UNet{where}": round(share, 4)
+        for where, unet in (("", model), (" in SD 1.5", SD15_UNET))
+        for name, share in asdict(Shares.of(unet)).items()
+    }
+
+
+def _write(log: record.Log, entry: _Entry, result: interleaved.Result, batch: int) -> None:
+    provider = entry.contestant.name
+    if result.failure is not None or result.memory is None:
+        log.write(record.Failure(bench=_BENCH, case=entry.case, provider=provider, reason=result.failure or "no end"))
+        return
+    facts = {**entry.facts, **result.facts}
+
+    def write(quantity: str, unit: str, better: record.Better, **values: float | int | None) -> None:
+        log.write(
+            Measurement(
+                bench=_BENCH, case=entry.case, provider=provider, quantity=quantity, unit=unit, better=better,
+                facts=facts, **values,  # type: ignore[arg-type]
+            )
+        )  # fmt: skip
+
+    timing = result.timing
+    write("step time", "ms", "lower", **measured(timing, 1e3))
+    write("throughput", "samples/s", "higher", **measured(timing.per_second(batch)))
+    for phase in result.turns[0].phases:
+        write(f"phase {phase}", "ms", "lower", **measured(result.phase(phase), 1e3))
+    memory = {
+        "resident": result.memory.resident, "allocated": result.memory.allocated, "reserved": result.memory.reserved,
+    }  # fmt: skip
+    for kind, peak in memory.items():
+        if peak is not None:
+            write(f"peak {kind}", "GiB", "lower", value=peak / _GIB)
+
+
+def _speed_ups(
+    log: record.Log, entries: Sequence[_Entry], results: Mapping[str, interleaved.Result]
+) -> dict[tuple[str, str], str]:
+    """Write how many times as fast each of ours is as each peer; by their names, in words."""
+    words = {}
+    alive = [entry for entry in entries if results[entry.contestant.name].failure is None]
+    for us in (entry for entry in alive if entry.is_ours):
+        for peer in (entry for entry in alive if not entry.is_ours):
+            ours, theirs = us.contestant.name, peer.contestant.name
+            timing = interleaved.ratios(results[ours], results[theirs])
+            log.write(
+                Measurement(
+                    bench=_BENCH, case=peer.case, provider=f"{ours} over {theirs}", quantity="speed-up", unit="1",
+                    better="higher", facts=dict(us.facts), **measured(timing),  # type: ignore[arg-type]
+                )
+            )  # fmt: skip
+            words[ours, theirs] = f"{timing.median:.2f} ({timing.p20:.2f}-{timing.p80:.2f})"
+    return words
+
+
+def _summary(
+    entries: Sequence[_Entry],
+    results: Mapping[str, interleaved.Result],
+    ratios: Mapping[tuple[str, str], str],
+    batch: int,
+) -> str:
+    ours = [entry.contestant.name for entry in entries if entry.is_ours]
+    rows = [["", "ms per step", "p20-p80", "samples/s", "peak GiB", *(f"{name} is x times as fast" for name in ours)]]
+    for entry in entries:
+        name, result = entry.contestant.name, results[entry.contestant.name]
+        if result.failure is not None or result.memory is None:
+            rows.append([name, "failed", "", "", "", *("" for _ in ours)])
+            continue
+        low, middle, high = (value * 1e3 for value in (result.timing.p20, result.timing.median, result.timing.p80))
+        rows.append(
+            [
+                name, f"{middle:.1f}", f"{low:.1f}-{high:.1f}", f"{batch / middle * 1e3:.2f}",
+                f"{result.memory.peak / _GIB:.2f}", *(ratios.get((who, name), "") for who in ours),
+            ]
+        )  # fmt: skip
+    lines = [f"{entries[0].case}", table(rows, "<" + ">" * (len(rows[0]) - 1))]
+    shares = next((entry.facts for entry in entries if entry.case.endswith("online")), {})
+    lines += [f"{name}: {share}" for name, share in shares.items() if "share" in name]
+    for entry in entries:
+        found = results[entry.contestant.name].facts
+        flags = ", ".join(f"{flag} {found[flag]}" for flag in FLAGS if flag in found)
+        lines += [f"{entry.contestant.name}: {flags}"] if flags else []
+    peaks = [result.memory.peak for result in results.values() if result.memory is not None]
+    lines.append(f"all at once in memory: {sum(peaks) / _GIB:.2f} GiB, the sum of the peaks")
+    lines += [f"{name}: {result.failure}" for name, result in results.items() if result.failure is not None]
+    return "\n".join(lines)

@@ -1,0 +1,188 @@
+"""One subject, stepped by fastdiff's own loop and measured.
+
+The times, the memory and the throughput are those of a process in which nothing is marked. Another one, with marks
+between the parts of a step, says what share each part has, and counts the launches of a step in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from bench import BenchError
+from bench.measure.interleaved import Contestant, Effort, Result, race
+from bench.measure.largest_batch import DoesNotFit
+from bench.measure.roofline import Limits
+from bench.measure.session import Turn
+from bench.measure.timing import Timing
+from bench.measure.workload import Subject
+from bench.records.record import Better, Fact, Failure, Measurement, measured
+from fastdiff.config.run import RunConfig
+from fastdiff.models.flops import peak_flops, training_flops
+
+BENCH = "step"
+PHASES = ("data", "objective", "forward", "backward", "optimizer", "ema", "other")
+"""Parts of a step; "other" is what is left of it."""
+
+
+@dataclass(slots=True)
+class Stepped:
+    """What was found of one subject."""
+
+    subject: Subject
+    measurements: list[Measurement] = field(default_factory=list)
+    failure: Failure | None = None
+    out_of_memory: bool = False
+    problems: list[str] = field(default_factory=list)
+    """What makes the figures worse than they need be."""
+
+    @property
+    def values(self) -> dict[str, float]:
+        """By quantity."""
+        return {row.quantity: row.value for row in self.measurements}
+
+
+def step(
+    subject: Subject,
+    data: Path,
+    effort: Effort,
+    device: str,
+    limits: Limits,
+    write: Callable[[Sequence[Measurement]], None],
+) -> Stepped:
+    """Measure one subject.
+
+    Args:
+        subject: what is stepped.
+        data: folder of shards for its model.
+        effort: of the clean measurement; the marked one has two rounds.
+        device: ``cuda`` or ``cpu``.
+        limits: of this machine, measured now.
+        write: gets the measurements as soon as they exist: those of the clean steps before the marked ones are taken.
+    """
+    found = Stepped(subject)
+    result = _race(subject, data, effort, device, phases=False)
+    if result.failure is None:
+        found.measurements = [*_clean(subject, result, limits)]
+        found.problems = problems(result, effort.warm_up)
+        write(found.measurements)
+        result = _race(subject, data, replace(effort, rounds=2), device, phases=True)
+    if result.failure is not None:
+        found.out_of_memory = result.out_of_memory
+        found.failure = Failure(bench=BENCH, case=subject.case, provider=subject.provider, reason=result.failure)
+        return found
+    marked = [*_marked(subject, result)]
+    write(marked)
+    found.measurements += marked
+    return found
+
+
+def problems(result: Result, warm_up: int) -> list[str]:
+    """What ``bench.trainers.ours`` says against its figures, if it warmed up for so many steps."""
+    found, last, breaks = [], result.facts["last_compilation"], result.facts["graph_breaks"]
+    if isinstance(last, int) and last > warm_up:
+        found.append(f"torch.compile compiled again in step {last}; only {warm_up} steps of warm-up do not count")
+    if breaks:
+        found.append(f"{breaks} graph breaks: the blocks are not compiled whole")
+    if result.allocation_retries:
+        found.append(
+            f"torch's allocator gave memory back to the GPU and asked again {result.allocation_retries} times, which "
+            "costs time: the batch is close to the largest that fits"
+        )
+    return found
+
+
+def peak(subject: Subject, data: Path, device: str, limit_seconds: float, batch: int) -> int:
+    """Peak memory in bytes of a few steps with this batch: what is resident, or what torch reserves on the GPU.
+
+    Raises:
+        DoesNotFit: it ran out of memory.
+        BenchError: it failed in another way.
+    """
+    effort = Effort(rounds=2, steps=1, warm_up=2, limit_seconds=limit_seconds)
+    result = _race(replace(subject, batch=batch), data, effort, device, phases=False)
+    if result.out_of_memory:
+        raise DoesNotFit(result.failure)
+    if result.failure is not None or result.memory is None:
+        raise BenchError(f"batch {batch}: {result.failure}")
+    return result.memory.resident if result.memory.reserved is None else result.memory.reserved
+
+
+def contestant(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
+    """``bench.trainers.ours.run``, imported where it runs: this process needs no DeepSpeed, nor what it prints."""
+    from bench.trainers import ours
+
+    ours.run(turn, subject, data, phases, launched=phases)
+
+
+def _race(subject: Subject, data: Path, effort: Effort, device: str, *, phases: bool) -> Result:
+    name = f"{subject.case}; {subject.provider}{', phases' if phases else ''}"
+    return race([Contestant(name, contestant, (subject, data, phases))], effort, device=device)[name]
+
+
+def _clean(subject: Subject, result: Result, limits: Limits) -> Iterator[Measurement]:
+    config = subject.config(Path(), Path())
+    flops = flops_per_sample(config)
+    facts = subject.facts | {"parameters": result.facts["parameters"], "flops_per_sample": flops}
+    row = partial(_row, subject, facts)
+    timing, precision = result.timing, config.performance.precision
+    yield row("step time", "ms", "lower", timing, 1e3)
+    yield row("throughput", "samples/s", "higher", timing.per_second(subject.samples))
+    device_peak = peak_flops(str(result.facts["device"])) if precision in ("bf16", "fp16") else None
+    for quantity, rate in (("mfu", device_peak), ("of matmul", limits.matmul_flops_per_s.get(precision))):
+        if rate is not None:
+            yield row(quantity, "1", "higher", timing.per_second(subject.samples * flops / rate))
+    assert result.memory is not None
+    memory = {"peak allocated": result.memory.allocated, "peak reserved": result.memory.reserved}
+    if result.memory.allocated is None:
+        memory = {"peak resident": result.memory.resident}
+    for quantity, size in memory.items():
+        yield row(quantity, "GiB", "lower", (size or 0) / 2**30)
+    # Met when the code was compiled, and in every step that runs it.
+    yield row("graph breaks in code", "1", "lower", float(result.facts["graph_breaks"] or 0))
+    yield row("compilations", "1", "neither", float(result.facts["compilations"] or 0))
+
+
+def phases_of(result: Result) -> dict[str, list[float]]:
+    """Seconds of every step by phase, with what is left over as "other"."""
+    # A step that is skipped under fp16 updates no average.
+    seconds = {
+        name: [second for turn in result.turns for second in turn.phases.get(name, [0.0] * len(turn.seconds))]
+        for name in PHASES[:-1]
+    }
+    marked = [sum(parts) for parts in zip(*seconds.values(), strict=True)]
+    return seconds | {"other": [whole - parts for whole, parts in zip(result.seconds, marked, strict=True)]}
+
+
+def _marked(subject: Subject, result: Result) -> Iterator[Measurement]:
+    facts = subject.facts | {"marked_step_ms": 1e3 * result.timing.median}
+    yield _row(subject, facts, "marked step time", "ms", "neither", result.timing, 1e3)
+    for name, seconds in phases_of(result).items():
+        yield _row(subject, facts, f"phase {name}", "ms", "lower", Timing.of(seconds), 1e3)
+    launches = result.facts["launches"]
+    if launches:  # the profiler sees none where it may not use the GPU's counters
+        facts = subject.facts | {"launched": result.facts["launched"]}
+        yield _row(subject, facts, "launches", "1", "lower", float(launches))
+
+
+def flops_per_sample(config: RunConfig) -> float:
+    """Operations of a training step on one sample, without what is recomputed."""
+    return training_flops(config.model, dream=config.objective.dream)
+
+
+def _row(
+    subject: Subject,
+    facts: dict[str, Fact],
+    quantity: str,
+    unit: str,
+    better: Better,
+    value: Timing | float,
+    scale: float = 1.0,
+) -> Measurement:
+    row = partial(
+        Measurement, bench=BENCH, case=subject.case, provider=subject.provider, quantity=quantity, unit=unit,
+        better=better, facts=facts,
+    )  # fmt: skip
+    return row(**measured(value, scale)) if isinstance(value, Timing) else row(value=value)

@@ -1,0 +1,66 @@
+"""Latents, classes and text embeddings without meaning, in the shapes that a model trains on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fastdiff.config.networks.pretrained import CAPTION_TOKENS
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.run import ModelConfig
+from fastdiff.data.encoding.builtin import encode_synthetic, versions
+from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
+from fastdiff.data.shards.reader import Arrays
+from fastdiff.data.shards.writer import ShardWriter
+
+_SCALE = 0.18215
+"""Of Stable Diffusion's latents."""
+_SHARD = 256
+
+
+def write(folder: Path, model: ModelConfig, samples: int, *, seed: int = 0) -> Path:
+    """Write a data set for a model and return its folder.
+
+    A UNet gets posteriors (mean and deviation) with a text embedding each, in 16 bits, as ``fastdiff encode`` stores
+    them; another network gets normal latents with random classes.
+
+    Args:
+        folder: new.
+        model: what it is for.
+        samples: how many.
+        seed: of the numbers.
+    """
+    if isinstance(model, UNetConfig):
+        _write_captioned(folder, model, samples, seed)
+    else:
+        shape = (model.channels, model.size, model.size)
+        encode_synthetic(folder, shape, samples, max(1, model.classes), seed=seed, samples_per_shard=_SHARD)
+    return folder
+
+
+def _write_captioned(folder: Path, model: UNetConfig, samples: int, seed: int) -> None:
+    channels = model.channels
+    text: dict[str, tuple[int, ...]] = {"context": (CAPTION_TOKENS, model.cross_attention_dim)}
+    text |= {"pooled": (model.pooled_dim,)} if model.pooled_dim else {}
+    columns = {"latent": Column(dtype="float16", shape=(2 * channels, model.size, model.size))}
+    columns |= {name: Column(dtype="float16", shape=shape) for name, shape in text.items()}
+    if model.pooled_dim:
+        columns["time_ids"] = Column(dtype="float32", shape=(6,))
+    template = DatasetInfo(
+        columns=columns,
+        normalisation=Normalisation(shift=(0.0,) * 2 * channels, scale=(_SCALE,) * 2 * channels),
+        provenance=Provenance(source=f"synthetic, seed {seed}", transform="none", versions=versions()),
+        kind="posterior",
+    )
+    null = {name: np.zeros(shape, np.float16) for name, shape in text.items()}
+    pixels = 8 * model.size
+    sizes = {"time_ids": np.array([pixels, pixels, 0, 0, pixels, pixels], np.float32)} if model.pooled_dim else {}
+    generator = np.random.default_rng(seed)
+    with ShardWriter(folder, template, samples_per_shard=_SHARD, null=null) as writer:
+        for number in range(samples):
+            latent = generator.standard_normal((2 * channels, model.size, model.size), np.float32)
+            latent[channels:] = 0.1
+            arrays: Arrays = {"latent": (latent / _SCALE).astype(np.float16), **sizes}
+            arrays |= {n: generator.standard_normal(shape, np.float32).astype(np.float16) for n, shape in text.items()}
+            writer.add(f"{number:09d}", arrays)

@@ -1,0 +1,151 @@
+"""What is stepped: a preset with choices of batch, engine, precision and implementation, on synthetic latents."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench import BenchError
+from bench.measure.session import Fact
+from bench.records.fingerprint import ROOT
+from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.config_file import from_mapping
+from fastdiff.config.data import DataConfig
+from fastdiff.config.deepspeed import DsConfig
+from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.presets import preset
+from fastdiff.config.run import OutputConfig, RunConfig, ValidationConfig
+from fastdiff.errors import ConfigError
+
+_STEPS = 1_000_000
+"""Of the run that is begun; nobody takes them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A run; None stands for what the preset, or fastdiff, chooses."""
+
+    preset: str
+    batch: int | None = None
+    """Samples per optimizer step over all ranks."""
+    micro: int | None = None
+    """Samples per rank per forward pass; None: those of the preset with its own batch, no accumulation with another."""
+    deepspeed: str = "zero1"
+    """A file of ``deepspeed_configs/`` without ``.json``, or the path of one; by default that of a run without any."""
+    precision: str | None = None
+    compile: bool | None = None
+    kernels: str | None = None
+    attention: str | None = None
+    optimizer: str | None = None
+    recompute: bool | None = None
+    loader: str | None = None
+
+    def config(self, data: Path, folder: Path) -> RunConfig:
+        """The run, on the shards in ``data``, that writes nothing of value into ``folder``.
+
+        Raises:
+            BenchError: a choice does not exist, or does not fit the preset.
+        """
+        try:
+            return self._config(data, folder)
+        except ConfigError as error:
+            raise BenchError(str(error)) from None
+
+    def _config(self, data: Path, folder: Path) -> RunConfig:
+        base = preset(self.preset)
+        samples = base.batch.samples if self.batch is None else self.batch
+        micro = base.batch.micro if self.micro is None and self.batch is None else self.micro
+        performance = _given(
+            precision=self.precision, compile=self.compile, kernels=self.kernels, attention=self.attention,
+            recompute=self.recompute,
+        )  # fmt: skip
+        config = replace(
+            base,
+            samples=_STEPS * samples,
+            # The weights are random: what they are costs no time.
+            pretrained=PretrainedConfig(),
+            data=DataConfig(path=str(data), **_given(loader=self.loader)),
+            batch=replace(base.batch, samples=samples, micro=micro),
+            optim=replace(base.optim, **_given(name=self.optimizer)),
+            performance=replace(base.performance, **performance),
+            validation=ValidationConfig(),
+            output=OutputConfig(folder=str(folder), checkpoint_every=0, sample_every=0, report_to=()),
+        )
+        return from_mapping(asdict(config), "bench")  # refuses a choice that does not exist
+
+    def deepspeed_json(self) -> DsConfig:
+        """The DeepSpeed JSON as given.
+
+        Raises:
+            BenchError: there is no such file.
+        """
+        try:
+            return deepspeed_config.read(str(self._path))
+        except ConfigError as error:
+            raise BenchError(str(error)) from None
+
+    @property
+    def _is_path(self) -> bool:
+        return Path(self.deepspeed).suffix == ".json"
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.deepspeed) if self._is_path else ROOT / "deepspeed_configs" / f"{self.deepspeed}.json"
+
+    @property
+    def case(self) -> str:
+        """What it trains, for records: what a rival trains too."""
+        micro = self.config(Path(), Path()).batch.micro
+        return self._case(f"batch {self.samples}") + (f", micro {micro}" if micro else "")
+
+    @property
+    def case_of_any_batch(self) -> str:
+        """The same for what is measured of all batches together."""
+        return self._case("any batch")
+
+    def _case(self, batch: str) -> str:
+        config = self.config(Path(), Path())
+        model = config.model
+        shape = f"{model.channels}x{model.size}x{model.size}"
+        return ", ".join([self.preset, shape, batch, config.performance.precision])
+
+    @property
+    def samples(self) -> int:
+        """Samples per optimizer step."""
+        return self.config(Path(), Path()).batch.samples
+
+    @property
+    def provider(self) -> str:
+        """How fastdiff trains it, for records."""
+        choices = {
+            "kernels": self.kernels, "attention": self.attention, "optim": self.optimizer, "loader": self.loader,
+        }  # fmt: skip
+        parts = ["fastdiff", Path(self.deepspeed).stem]
+        parts += [] if self.compile is None else ["compiled" if self.compile else "eager"]
+        parts += ["recompute"] if self.recompute else []
+        return " ".join([*parts, *(f"{name}={value}" for name, value in choices.items() if value is not None)])
+
+    @property
+    def facts(self) -> dict[str, Fact]:
+        """The choices one by one, for records."""
+        config = self.config(Path(), Path())
+        return {
+            "preset": self.preset,
+            "batch": config.batch.samples,
+            "micro": config.batch.micro,
+            "deepspeed": Path(self.deepspeed).stem,
+            "precision": config.performance.precision,
+            "compile": config.performance.compile,
+            "kernels": config.performance.kernels,
+            "attention": config.performance.attention,
+            "optimizer": config.optim.name,
+            "recompute": config.performance.recompute,
+            "loader": config.data.loader,
+            **({"deepspeed_file": os.path.relpath(self._path)} if self._is_path else {}),
+        }
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,135 @@
+"""What a measurement depends on besides what was measured."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from pydantic import ConfigDict
+
+from fastdiff_kernels import launch
+
+ROOT = Path(__file__).parents[2]
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+"""A line of a record has the fields that its type has, and no others; its numbers are finite."""
+
+_GPU_QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Commit, machine, versions and command line."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    git: str
+    """Commit, with ``-dirty`` if files differ from it; outside a clone that of FASTDIFF_COMMIT, or ``unknown``."""
+    device: str
+    """Name of the GPU, or ``cpu``."""
+    cpu: str
+    """Name of the processor."""
+    cores: int
+    """That this process may use."""
+    memory_gib: float
+    driver: str
+    """Version of the NVIDIA driver; this and the next three are ``none`` without a GPU."""
+    sm_clock: str
+    """Highest clock of the multiprocessors."""
+    memory_clock: str
+    """Highest clock of the memory."""
+    power_cap: str
+    cuda: str
+    """That torch was built for; ``none`` for a build without."""
+    torch: str
+    triton: str
+    deepspeed: str
+    python: str
+    date: str
+    """UTC, ISO 8601, to the second."""
+    command: str
+    """Command line."""
+
+    @classmethod
+    def here(cls) -> Fingerprint:
+        """That of this process."""
+        driver, sm_clock, memory_clock, power_cap = _gpu()
+        return cls(
+            git=_commit(),
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            cpu=_cpu(),
+            cores=len(os.sched_getaffinity(0)),
+            memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            driver=driver,
+            sm_clock=sm_clock,
+            memory_clock=memory_clock,
+            power_cap=power_cap,
+            cuda=str(torch.version.cuda or "none"),
+            torch=str(torch.__version__),
+            triton="none" if launch.triton is None else str(launch.triton.__version__),
+            deepspeed=_version("deepspeed"),
+            python=platform.python_version(),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            command=_command(),
+        )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if name != "command")
+
+
+@functools.cache
+def machine() -> str:
+    """Name of this machine as a folder: ``nvidia-h200``, ``cpu-2-cores``."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name().lower().replace(" ", "-")
+    return f"cpu-{len(os.sched_getaffinity(0))}-cores"
+
+
+def _commit() -> str:
+    found = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+    return found or os.environ.get("FASTDIFF_COMMIT") or "unknown"
+
+
+def _command() -> str:
+    words = sys.argv[1:]
+    return shlex.join(["python", "-m", "bench", *(words[1:] if words[:1] == ["bench"] else words)])
+
+
+def _gpu() -> tuple[str, str, str, str]:
+    if not torch.cuda.is_available():
+        return "none", "none", "none", "none"
+    cells = _output("nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader").split(", ")
+    driver, sm_clock, memory_clock, power_cap = cells if len(cells) == 4 else ["unknown"] * 4
+    return driver, sm_clock, memory_clock, power_cap
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _output(*command: str) -> str:
+    """First line of what a command prints; empty if it fails or does not exist."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().split("\n")[0]

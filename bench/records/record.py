@@ -1,0 +1,270 @@
+"""What was measured, in one form for all benchmarks, and the files that keep it.
+
+A record is a file of JSON lines: first ``{"fingerprint": ...}``, then one ``{"measurement": ...}`` or
+``{"failure": ...}`` per line. It lies in a folder ``bench/results/<machine>/<date>_<what>/`` as ``<command>.jsonl``.
+``record.schema.json`` is the JSON Schema of a line; ``python -m bench.records.record >
+bench/records/record.schema.json`` writes it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypedDict
+
+from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
+
+from bench import BenchError
+from bench.measure.timing import Timing
+from bench.records.fingerprint import ROOT, STRICT, Fingerprint, machine
+
+Fact = str | int | float | bool | None
+Better = Literal["lower", "higher", "neither"]
+
+RESULTS = ROOT / "bench" / "results"
+_OF_A_RUN = {"step", "loss"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One quantity of one contestant in one case.
+
+    ``bench``, ``case``, ``provider`` and ``quantity`` together name it: two records are compared where these agree.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    bench: str
+    """The command: op, step, peer, data, scale, checkpoint, aot, objectives."""
+    case: str
+    """What was measured, in words that stay the same from run to run: ``dit-s-2-256, batch 8, fp32``."""
+    provider: str
+    """Who: ``triton``, ``fastdiff zero3``, ``diffusers``, ``webdataset``."""
+    quantity: str
+    """``time``, ``throughput``, ``peak allocated``."""
+    unit: str
+    """``us``, ``samples/s``, ``GiB``; ``1`` for a ratio or a count."""
+    value: float
+    """The median, if it was repeated."""
+    p20: float | None = None
+    """20 % of the repetitions were no larger; None: it was not repeated."""
+    p80: float | None = None
+    n: int = 1
+    """Repetitions."""
+    better: Better
+    """Which way is an improvement."""
+    facts: dict[str, Fact] = field(default_factory=dict)
+    """The settings behind the case and the provider, one by one, for tables and plots."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """``p20`` and ``p80``; the value twice if it was not repeated."""
+        return (
+            self.value if self.p20 is None else self.p20,
+            self.value if self.p80 is None else self.p80,
+        )
+
+    @property
+    def name(self) -> tuple[str, str, str, str]:
+        """What names it among the records."""
+        return self.bench, self.case, self.provider, self.quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A contestant that is wrong, does not run or is not installed."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    bench: str
+    case: str
+    provider: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One file, read."""
+
+    path: Path
+    fingerprint: Fingerprint
+    measurements: tuple[Measurement, ...]
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _FingerprintLine:
+    __pydantic_config__: ClassVar = STRICT
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasurementLine:
+    __pydantic_config__: ClassVar = STRICT
+    measurement: Measurement
+
+
+@dataclass(frozen=True, slots=True)
+class _FailureLine:
+    __pydantic_config__: ClassVar = STRICT
+    failure: Failure
+
+
+def _kind(line: Any) -> str:
+    return str(next(iter(line), "")) if isinstance(line, dict) else ""
+
+
+_Line: TypeAlias = _FingerprintLine | _MeasurementLine | _FailureLine
+_LINE: TypeAdapter[_Line] = TypeAdapter(
+    Annotated[
+        Annotated[_FingerprintLine, Tag("fingerprint")]
+        | Annotated[_MeasurementLine, Tag("measurement")]
+        | Annotated[_FailureLine, Tag("failure")],
+        Discriminator(
+            _kind,
+            custom_error_type="kind",
+            custom_error_message="expected a fingerprint, a measurement or a failure",
+        ),
+    ]
+)
+
+
+def schema() -> str:
+    """The JSON Schema of a line, as a file."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A line of a benchmark record"}
+    return json.dumps(head | _LINE.json_schema(), indent=1) + "\n"
+
+
+class Log:
+    """A record while it is written: each line is on disk as soon as it is there."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path``, replacing what it held, in a new folder if need be."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("w", encoding="utf-8")
+        self._write("fingerprint", Fingerprint.here())
+
+    def write(self, row: Measurement | Failure) -> None:
+        """Append one line.
+
+        Raises:
+            ValueError: a number is not finite, or a field is of another type: it could not be read again.
+        """
+        self._write("measurement" if isinstance(row, Measurement) else "failure", row)
+
+    def _write(self, kind: str, row: Fingerprint | Measurement | Failure) -> None:
+        line = json.dumps({kind: asdict(row)})
+        _LINE.validate_json(line, strict=True)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+
+class Summary(TypedDict):
+    """The fields of a measurement that a stopwatch fills in."""
+
+    value: float
+    p20: float
+    p80: float
+    n: int
+
+
+def folder(out: Path | None, what: str) -> Path:
+    """Where the records of a command go: ``out``, or a folder named after machine, day and what was measured."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return out if out is not None else RESULTS / machine() / f"{today}_{what}"
+
+
+def measured(timing: Timing, scale: float = 1.0) -> Summary:
+    """The fields ``value``, ``p20``, ``p80`` and ``n`` of a measurement from what a stopwatch says, times ``scale``."""
+    return {
+        "value": timing.median * scale, "p20": timing.p20 * scale, "p80": timing.p80 * scale, "n": timing.repetitions,
+    }  # fmt: skip
+
+
+def files(path: Path) -> list[Path]:
+    """The record files of a folder, or the one that ``path`` is.
+
+    The ``metrics.jsonl`` of a training run may lie among them; any other file of JSON lines counts as a record, so that
+    one that is damaged is found out.
+
+    Raises:
+        BenchError: there is none.
+    """
+    found = sorted(f for f in path.rglob("*.jsonl") if not _of_a_run(f)) if path.is_dir() else [path]
+    if not found or not all(file.is_file() for file in found):
+        raise BenchError(f"{path}: no record; expected a .jsonl file that `python -m bench` wrote, or a folder of them")
+    return found
+
+
+def kept() -> list[Path]:
+    """All record files of ``bench/results`` but those of ``--smoke``."""
+    return [file for file in files(RESULTS) if not file.parent.name.endswith("-smoke")]
+
+
+def _of_a_run(path: Path) -> bool:
+    """Whether it begins like the metrics that a training run writes."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = file.readline()
+    try:
+        keys = json.loads(first)
+    except json.JSONDecodeError:
+        return False
+    return isinstance(keys, dict) and keys.keys() >= _OF_A_RUN
+
+
+def read(path: Path) -> Record:
+    """Read one file and hold every line against the types above.
+
+    Raises:
+        BenchError: it is not a record, with the first line that is wrong.
+    """
+    lines = path.read_bytes().split(b"\n")
+    rows = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line]
+    first = rows[0] if rows else None
+    if not isinstance(first, _FingerprintLine) or any(isinstance(row, _FingerprintLine) for row in rows[1:]):
+        raise BenchError(f"{path}: not a record of `python -m bench`: expected one fingerprint, in the first line")
+    return Record(
+        path,
+        first.fingerprint,
+        tuple(row.measurement for row in rows if isinstance(row, _MeasurementLine)),
+        tuple(row.failure for row in rows if isinstance(row, _FailureLine)),
+    )
+
+
+def _parsed(line: bytes, where: str) -> _Line:
+    try:
+        return _LINE.validate_json(line, strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"][1:]))
+        raise BenchError(
+            f"{where}: not a record of `python -m bench`: {place}{': ' if place else ''}{problem['msg']}"
+        ) from None
+
+
+def read_all(paths: Sequence[Path]) -> list[Record]:
+    """Read all records of these files and folders, in the order of their dates."""
+    return sorted((read(file) for path in paths for file in files(path)), key=lambda one: one.fingerprint.date)
+
+
+def by_contestant(measurements: Iterable[Measurement]) -> dict[tuple[str, str], dict[str, Measurement]]:
+    """Measurements of one bench by case and provider, then by quantity; of one made twice, the last."""
+    found: dict[tuple[str, str], dict[str, Measurement]] = {}
+    for one in measurements:
+        found.setdefault((one.case, one.provider), {})[one.quantity] = one
+    return found
+
+
+if __name__ == "__main__":
+    print(schema(), end="")

@@ -1,0 +1,253 @@
+"""The second half of ``bench scale``: step time and efficiency for many GPUs, from the step of one."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import BenchError
+from bench.commands.arguments import open_log
+from bench.measure.session import Fact
+from bench.measure.workload import Subject
+from bench.records import record
+from bench.records.record import Log, Measurement
+from bench.records.tables import table
+from bench.scaling.communication import Cluster, Compute, Link, Message, sent, step_seconds
+from bench.scaling.zero import Zero, parameters_of, width_of
+
+_LINKS = {
+    # Data sheets: NVLink 4 has 450 GB/s per direction, a ConnectX-7 per GPU 400 Gbit/s; collectives reach about 80 %.
+    # The latencies are of the order of one hop of NCCL's ring.
+    "h200": Cluster(8, Link(3e-6, 0.8 * 450e9), Link(8e-6, 0.8 * 50e9)),
+    # The same nodes with one 100 Gbit/s Ethernet card, shared by 8 GPUs.
+    "h200-ethernet": Cluster(8, Link(3e-6, 0.8 * 450e9), Link(30e-6, 0.8 * 12.5e9 / 8)),
+}
+_GPUS = tuple(2**power for power in range(11))
+
+FLAGS = (
+    "parameters", "gpus", "links", "gpus_per_node", "inside_gb_s", "inside_us", "between_gb_s", "between_us",
+    "no_overlap",
+)  # fmt: skip
+"""Flags of a prediction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A step of one GPU."""
+
+    case: str
+    deepspeed: str | None
+    """The DeepSpeed JSON that it was measured with; None: unknown."""
+    seconds: float
+    phases: Mapping[str, float]
+    """Seconds by name, together those of the step; or none."""
+    parameters: tuple[int, ...]
+    """Elements of each."""
+    precision: str
+    device: str
+    """The name of the GPU, ``cpu`` or ``unknown``."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a prediction; with one of the first two, nothing is measured."""
+    flags = parser.add_argument_group("prediction from a measured step, instead of a measurement")
+    flags.add_argument("--from", dest="source", type=Path, metavar="RECORD", help="of `bench step`, on one GPU")
+    flags.add_argument("--step-ms", type=float, metavar="MS", help="time of a step on one GPU, with --parameters")
+    flags.add_argument("--parameters", type=int, metavar="N", help="of the model, for --step-ms")
+    flags.add_argument("--gpus", nargs="+", type=int, metavar="W", help="default: 1 2 4 ... 1024")
+    flags.add_argument("--links", choices=_LINKS, help="what the next five default to (default: h200)")
+    flags.add_argument("--gpus-per-node", type=int, metavar="N")
+    flags.add_argument("--inside-gb-s", type=float, metavar="X", help="per GPU and direction, within a node")
+    flags.add_argument("--inside-us", type=float, metavar="X", help="per message")
+    flags.add_argument("--between-gb-s", type=float, metavar="X", help="per GPU and direction, between nodes")
+    flags.add_argument("--between-us", type=float, metavar="X", help="per message")
+    flags.add_argument("--no-overlap", action="store_true", help="the network rests while the GPUs compute")
+
+
+def wanted(arguments: argparse.Namespace) -> bool:
+    """Whether a prediction is asked for."""
+    return arguments.source is not None or arguments.step_ms is not None
+
+
+def run(arguments: argparse.Namespace, provider: Callable[[str], str]) -> int:
+    """Predict, print and record.
+
+    Raises:
+        BenchError: a flag is missing, or the record is not of steps on one GPU.
+    """
+    measured = ["preset", "batch", "ranks", "device"]
+    refuse(arguments, measured, "with --from or --step-ms, as nothing is measured")
+    if arguments.source is not None:
+        refuse(arguments, ["step_ms", "parameters", "precision"], "with --from, as the record says it")
+    cluster = _cluster(arguments)
+    sources = _from_flags(arguments) if arguments.source is None else _from_record(arguments.source)
+    with open_log(arguments, "scale", "scale-prediction") as log:
+        for source in sources:
+            _predict(source, cluster, arguments, provider, log)
+        print(f"record: {log.path}")
+    return 0
+
+
+def refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Refuse flags that would not count.
+
+    Raises:
+        BenchError: one of them is given.
+    """
+    for name in names:
+        if getattr(arguments, name) not in (None, False):
+            raise BenchError(f"--{name.replace('_', '-')} does not count {why}; leave it out")
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    base = _LINKS[arguments.links or "h200"]
+
+    def link(name: str, base: Link) -> Link:
+        us, rate = getattr(arguments, f"{name}_us"), getattr(arguments, f"{name}_gb_s")
+        found = Link(base.latency if us is None else 1e-6 * us, base.bandwidth if rate is None else 1e9 * rate)
+        if not (0 <= found.latency < math.inf and 0 < found.bandwidth < math.inf):
+            raise BenchError(
+                f"--{name}-us {us}, --{name}-gb-s {rate}: expected a latency of at least 0 and a rate above 0"
+            )
+        return found
+
+    per_node = base.per_node if arguments.gpus_per_node is None else arguments.gpus_per_node
+    bad = [gpus for gpus in arguments.gpus or () if gpus < 1 or (per_node > 0 and gpus > per_node and gpus % per_node)]
+    if per_node < 1 or bad:
+        raise BenchError(f"--gpus {bad or ''}, {per_node} per node: expected at most one node, or whole nodes")
+    return Cluster(per_node, link("inside", base.inside), link("between", base.between))
+
+
+def _from_flags(arguments: argparse.Namespace) -> list[Source]:
+    if arguments.parameters is None or arguments.parameters < 1 or not 0 < arguments.step_ms < math.inf:
+        raise BenchError("--step-ms needs a time above 0 and --parameters, the number of the model's parameters")
+    precision = arguments.precision or "bf16"
+    case = f"{arguments.parameters} parameters, {arguments.step_ms:g} ms, {precision}"
+    # Of their sizes only the buckets depend: parameters of a million elements fill them evenly.
+    blocks, rest = divmod(arguments.parameters, 2**20)
+    parameters = (2**20,) * blocks + ((rest,) if rest else ())
+    return [Source(case, None, 1e-3 * arguments.step_ms, {}, parameters, precision, "unknown")]
+
+
+def _from_record(path: Path) -> list[Source]:
+    found: dict[tuple[str, str], Source] = {}
+    for file in record.read_all(record.files(path)):
+        times = [m for m in file.measurements if m.bench == "step" and m.quantity == "step time"]
+        for row in times:
+            same = [m for m in file.measurements if m.name[:3] == row.name[:3]]
+            # On a machine with a GPU, too, steps may have been measured without it.
+            on_cpu = any(m.quantity == "peak resident" for m in same)
+            source = _source(row, _phases(row, same), "cpu" if on_cpu else file.fingerprint.device)
+            key = source.case, str(source.deepspeed)
+            if key not in found or source.seconds < found[key].seconds:
+                found[key] = source
+    if not found:
+        raise BenchError(f"{path}: no step time; expected a record of `python -m bench step`")
+    return list(found.values())
+
+
+def _phases(row: Measurement, same: Sequence[Measurement]) -> dict[str, float]:
+    """Seconds by name; those of a process with marks between the parts, whose step is longer, as shares of ``row``."""
+    found = {}
+    for one in same:
+        if one.quantity.startswith("phase "):
+            marked = one.facts.get("marked_step_ms")
+            if not isinstance(marked, int | float) or marked <= 0:
+                raise BenchError(f"{row.case}, {row.provider}: the record does not say marked_step_ms; measure again")
+            found[one.quantity.removeprefix("phase ")] = 1e-3 * one.value * row.value / marked
+    return found
+
+
+def _source(row: Measurement, phases: Mapping[str, float], device: str) -> Source:
+    facts = row.facts
+    missing = {"preset", "precision", "deepspeed", "parameters"} - facts.keys()
+    if missing:
+        raise BenchError(f"{row.case}, {row.provider}: the record does not say {', '.join(sorted(missing))}")
+    if facts.get("micro") not in (None, facts.get("batch")):
+        raise BenchError(f"{row.case}: expected steps of one micro-batch; measure again without --micro")
+    subject = Subject(preset=str(facts["preset"]), precision=str(facts["precision"]))
+    parameters = tuple(parameters_of(subject.config(Path(), Path()).model))
+    if sum(parameters) != facts["parameters"]:
+        raise BenchError(
+            f"{row.case}: {facts['parameters']} parameters are trained of {sum(parameters)}; expected a run that "
+            "trains all of them"
+        )
+    deepspeed, precision = str(facts["deepspeed"]), str(facts["precision"])
+    return Source(row.case, deepspeed, 1e-3 * row.value, phases, parameters, precision, device)
+
+
+def _predict(
+    source: Source, cluster: Cluster, arguments: argparse.Namespace, provider: Callable[[str], str], log: Log
+) -> None:
+    """One table for the assumptions, one for step time and efficiency."""
+    stages = [stage for stage in arguments.stages if source.deepspeed in (None, Path(stage).stem)] or arguments.stages
+    rows = [["predicted", *(f"{provider(s)} {column}" for s in stages for column in ("ms", "eff.", "GiB sent"))]]
+    zeros = {stage: Zero.of(Subject(preset="digits", deepspeed=stage).deepspeed_json()) for stage in stages}
+    for stage, zero in zeros.items():
+        if zero.offload and source.deepspeed not in (None, Path(stage).stem):
+            raise BenchError(
+                f"{stage} takes the optimizer's step on the host: expected a record of steps measured with it, not "
+                f"with {source.deepspeed}"
+            )
+    facts = _assumptions(source, cluster, {provider(s): zero for s, zero in zeros.items()}, arguments)
+    if source.device == "cpu":
+        print(f"\nwarning: {source.case} was measured on a CPU, which says nothing about a cluster of GPUs")
+    print(f"\n{table([['assumption', source.case], *([name, str(value)] for name, value in facts.items())], '<<')}\n")
+    for gpus in arguments.gpus or _GPUS:
+        cells = []
+        for stage, zero in zeros.items():
+            compute = Compute.of(source.seconds, source.phases, zero.shards)
+            messages = zero.messages(source.parameters, width_of(source.precision), gpus)
+            seconds = step_seconds(compute, messages, _cost(cluster, gpus), gpus, overlap=not arguments.no_overlap)
+            efficiency = source.seconds / seconds
+            volume = sum(sent(message.kind, message.bytes, gpus) for message in messages) / 2**30
+            cells += [f"{1e3 * seconds:.2f}", f"{100 * efficiency:.1f} %", f"{volume:.3f}"]
+            for quantity, unit, value in (
+                ("predicted step time", "ms", 1e3 * seconds),
+                ("predicted efficiency", "1", efficiency),
+            ):
+                log.write(
+                    Measurement(
+                        bench="scale", case=source.case, provider=f"{provider(stage)}, {gpus} GPUs", quantity=quantity,
+                        unit=unit, value=value, better="neither",
+                        facts={**facts, "gpus": gpus, "stage": zero.stage, "sent GiB": volume},
+                    )
+                )  # fmt: skip
+        rows.append([f"{gpus} GPUs", *cells])
+    print(table(rows, "<" + ">" * (len(rows[0]) - 1)))
+
+
+def _cost(cluster: Cluster, gpus: int) -> Callable[[Message], float]:
+    return lambda message: cluster.seconds(message.kind, message.bytes, gpus)
+
+
+def _assumptions(
+    source: Source, cluster: Cluster, zeros: Mapping[str, Zero], arguments: argparse.Namespace
+) -> dict[str, Fact]:
+    known = "backward" in source.phases
+    sharded = "; ".join(f"{name}: {', '.join(zero.shards)}" for name, zero in zeros.items())
+    beside = [name for name, zero in zeros.items() if zero.overlap and not arguments.no_overlap]
+    return {
+        "device": source.device,
+        "step of one GPU": f"{1e3 * source.seconds:.3f} ms",
+        "measured with": source.deepspeed or "unknown",
+        "passes": "as measured, as shares of the step" if known else "one third forward, two thirds backward",
+        "sharded over the ranks": f"{sharded}; saves time, which may put the efficiency above 100 %"
+        if known
+        else "none",
+        "weak scaling": "the same samples per GPU, one micro-batch per step, no GPU waits for another or for data",
+        "parameters": sum(source.parameters),
+        "bytes per element": width_of(source.precision),
+        "GPUs per node": cluster.per_node,
+        "inside, GB/s": cluster.inside.bandwidth / 1e9,
+        "inside, us per message": 1e6 * cluster.inside.latency,
+        "between, GB/s per GPU": cluster.between.bandwidth / 1e9,
+        "between, us per message": 1e6 * cluster.between.latency,
+        "algorithm": "within the node and between nodes one after the other; rings, or two trees between nodes",
+        "overlap": f"{', '.join(beside)}: buckets beside the backward pass, gathers beside the pass that needs them"
+        if beside
+        else "none",
+    }

@@ -1,0 +1,174 @@
+"""The messages of a step under DeepSpeed's ZeRO stages, as version 0.19 sends them with one micro-batch per step.
+
+In units of the parameters' bytes a rank sends ``2 (W - 1) / W`` at stage 0 (an all-reduce of the gradients) and at
+stage 3 ``3 (W - 1) / W`` if every parameter is gathered twice and its gradient scattered (Rajbhandari et al., "ZeRO",
+2020, section 7). What DeepSpeed does differs from the paper in two places:
+
+- At stages 1 and 2 it all-reduces the gradients, of which each rank keeps its part, and gathers the parameters: 3
+  instead of 2 units. ``use_multi_rank_bucket_allreduce: false`` reduces to the owner of each part instead.
+- At stage 3 a parameter that is used again within ``stage3_max_reuse_distance`` elements is not released between the
+  passes, so that a model of up to half that size is gathered once; and a parameter up to the persistence threshold is
+  gathered alone, after the optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from bench import BenchError
+from bench.scaling.communication import Message, Part
+from fastdiff.config.run import ModelConfig
+from fastdiff.models.build import build_model
+
+_WHOLE_BUCKET = 500_000_000
+"""Elements of a bucket at stage 0, which no setting changes."""
+_ALIGNED = 2
+"""Elements: a rank's part of the flat parameters of stages 1 and 2 is a multiple."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero:
+    """What the DeepSpeed JSON says of the communication; the defaults are DeepSpeed's."""
+
+    stage: int
+    reduce_bucket: int = 500_000_000
+    """Elements whose gradients are reduced together."""
+    prefetch_bucket: int = 50_000_000
+    """Elements that are gathered together."""
+    persistence_threshold: int = 100_000
+    """Parameters of up to that many elements are whole on every rank at stage 3."""
+    reuse_distance: int = 1_000_000_000
+    overlap: bool = False
+    """Whether messages are sent beside the passes; DeepSpeed's default is True at stage 3."""
+    offload: bool = False
+    """Whether the optimizer's states are in host memory, where it takes its step."""
+
+    @classmethod
+    def of(cls, ds_config: Mapping[str, Any]) -> Zero:
+        """Read a DeepSpeed JSON.
+
+        Raises:
+            BenchError: it communicates in a way that the model does not know.
+        """
+        section = dict(ds_config.get("zero_optimization", {}))
+        if not section.get("use_multi_rank_bucket_allreduce", True) or not section.get("reduce_scatter", True):
+            raise BenchError(
+                "the DeepSpeed JSON sets use_multi_rank_bucket_allreduce or reduce_scatter to false, which the model "
+                "of the communication does not know; use one of the files in deepspeed_configs/"
+            )
+        if _on_host(section, "offload_param"):
+            raise BenchError(
+                "the DeepSpeed JSON sets offload_param: what the parameters' way from the host costs is not in the "
+                "model of the communication; use one of the files in deepspeed_configs/"
+            )
+        names = {
+            "reduce_bucket": "reduce_bucket_size",
+            "prefetch_bucket": "stage3_prefetch_bucket_size",
+            "persistence_threshold": "stage3_param_persistence_threshold",
+            "reuse_distance": "stage3_max_reuse_distance",
+        }
+        given = {field: int(section[name]) for field, name in names.items() if name in section}
+        stage, overlap = int(section.get("stage", 0)), section.get("overlap_comm")
+        return cls(
+            stage=stage,
+            overlap=stage == 3 if overlap is None else bool(overlap),
+            offload=_on_host(section, "offload_optimizer"),
+            **given,
+        )
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """Phases of a step of which each rank does its part alone; fastdiff shards the EMA at every stage."""
+        return ("optimizer", "ema") if self.stage else ("ema",)
+
+    def messages(self, parameters: Sequence[int], width: int, ranks: int) -> list[Message]:
+        """All collectives of a step.
+
+        Args:
+            parameters: elements of each, in the order of the model; all of them are trained. Their gradients are taken
+                to be ready in the reverse order; where autograd has another, buckets have other borders.
+            width: bytes of an element of the parameters that compute, and of their gradients.
+            ranks: how many.
+        """
+        if self.stage == 0:
+            return [Message("all-reduce", width * size) for size in _filled(parameters, _WHOLE_BUCKET)]
+        if self.stage < 3:
+            buckets = _buckets(parameters[::-1], self.reduce_bucket)
+            part: Part = "backward" if self.overlap else "step"
+            whole = _padded(sum(parameters), _ALIGNED * ranks)
+            return [
+                *(Message("all-reduce", width * size, part) for size in buckets),
+                Message("all-reduce", 4),  # the norm of the gradients
+                Message("all-gather", width * whole),
+            ]
+        messages = self._stage_3(parameters, width, ranks)
+        return [message if self.overlap else replace(message, part="step") for message in messages]
+
+    def _stage_3(self, parameters: Sequence[int], width: int, ranks: int) -> Iterator[Message]:
+        padded = [_padded(size, ranks) for size in parameters]
+        persistent = [size <= self.persistence_threshold for size in parameters]
+        # Between its two uses lie the parameters behind it, once forward and once backward.
+        behind = list(accumulate(reversed(parameters), initial=0))[-2::-1]
+        first = [size for size, whole in zip(padded, persistent, strict=True) if not whole]
+        second = [
+            size
+            for size, whole, others in zip(padded, persistent, behind, strict=True)
+            if not whole and 2 * others > self.reuse_distance
+        ]
+        passes: tuple[tuple[list[int], Part], ...] = ((first, "forward"), (second[::-1], "backward"))
+        for sizes, part in passes:
+            yield from (Message("all-gather", width * size, part) for size in _buckets(sizes, self.prefetch_bucket))
+        for size in _buckets(padded[::-1], self.reduce_bucket):
+            yield Message("reduce-scatter", width * size, "backward")
+        yield Message("all-reduce", 8)  # the norm of the gradients
+        yield from (
+            Message("all-gather", width * size) for size, whole in zip(padded, persistent, strict=True) if whole
+        )
+
+
+def _on_host(section: Mapping[str, Any], name: str) -> bool:
+    return bool((section.get(name) or {}).get("device", "none") != "none")
+
+
+def parameters_of(model: ModelConfig) -> list[int]:
+    """Elements of each parameter of a network, in its order."""
+    with torch.device("meta"):
+        return [parameter.numel() for parameter in build_model(model).parameters()]
+
+
+def width_of(precision: str) -> int:
+    """Bytes of an element of the parameters that compute, and of their gradients."""
+    return 4 if precision == "fp32" else 2
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _buckets(sizes: Sequence[int], limit: int) -> Iterator[int]:
+    """Fill buckets in order, each up to the limit; a parameter above it has one of its own."""
+    bucket = 0
+    for size in sizes:
+        if bucket and bucket + size > limit:
+            yield bucket
+            bucket = 0
+        bucket += size
+    if bucket:
+        yield bucket
+
+
+def _filled(sizes: Sequence[int], limit: int) -> Iterator[int]:
+    """Fill buckets in order, each until it is above the limit."""
+    bucket = 0
+    for size in sizes:
+        bucket += size
+        if bucket > limit:
+            yield bucket
+            bucket = 0
+    if bucket:
+        yield bucket

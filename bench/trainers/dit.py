@@ -1,0 +1,106 @@
+"""The training step that was published with DiT (Peebles & Xie 2023; github.com/facebookresearch/DiT, train.py).
+
+fp32 with TF32 on a GPU, no clipping, AdamW as torch has it by default, an average that is updated parameter by
+parameter, a loss that is read in every step, and tables that are copied to the device whenever one is read. Latents and
+not images, and no ``DistributedDataParallel``: these are left out on both sides, or to its favour. With ``best`` what
+its users add: autocast where fastdiff computes in 16 bits, compiled blocks where fastdiff's are, the fused optimizer,
+the average over all parameters at once, a loss that is read when it is logged, and tables that stay on the device.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.measure.session import Fact, Turn
+from bench.measure.workload import Subject
+from bench.trainers.plain_network import compiled, network
+from bench.trainers.plain_torch import Noise, Samples, train
+from bench.trainers.published import Published
+from fastdiff.batch import Condition
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.run import RunConfig
+
+_LOG_EVERY = 100
+
+
+def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
+    """Step until there is enough, on the shards in ``data``."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    config = subject.config(data, data)
+    assert isinstance(config.model, DiTConfig)
+    dropout, null = config.objective.condition_dropout, config.model.classes
+    samples = Samples(data, config.batch.samples, dropout, null, turn.device)
+    train(turn, Dit(config, turn.device, best=best), samples, config.objective.timesteps)
+
+
+class Dit:
+    """See ``Peer``.
+
+    Args:
+        config: the run, of a DiT.
+        device: where it computes.
+        best: with what its users add.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
+        self._best, self._rate = best, config.ema.rates[0]
+        self._noise = Noise(config.objective, device)
+        # What their script cannot train (v, a fixed variance, another schedule) is computed as everybody else's.
+        published = not best and Published.trains(config.objective)
+        self._published = Published(config.objective) if published else None
+        self.model = network(config, device, best=best)
+        self._average = deepcopy(self.model).requires_grad_(False).eval()
+        precision = config.performance.precision if best else "fp32"
+        self.facts: dict[str, Fact] = {
+            "precision": precision, "compile": best and compiled(self.model, config, device), "channels_last": False,
+            "fused": best, "foreach": best,
+        }  # fmt: skip
+        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+        optim = config.optim
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay,
+            fused=best or None,
+        )  # fmt: skip
+        self._sum: Tensor | float = 0.0
+        self._steps = 0
+
+    def loss(self, clean: Tensor, noise: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        """See ``Peer``."""
+        label = condition["label"]
+        if self._published is not None:
+            return self._published.loss(lambda noisy, time: self.model(noisy, time, label), clean, noise, time)
+        noisy = self._noise.noisy(clean, noise, time)
+        with self._autocast:
+            prediction = self.model(noisy, time, label)
+        return self._noise.loss(prediction, clean, noise, time)
+
+    def update(self, loss: Tensor) -> None:
+        """See ``Peer``."""
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._update_average()
+        self._steps += 1
+        self._sum += loss.detach() if self._best else loss.item()
+        if self._steps % _LOG_EVERY == 0:
+            print(f"step {self._steps}: loss {float(self._sum) / _LOG_EVERY:.4f}")
+            self._sum = 0.0
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        averages: list[Tensor] = list(self._average.parameters())
+        weights: list[Tensor] = list(self.model.parameters())
+        if self._best:
+            torch._foreach_lerp_(averages, weights, 1 - self._rate)
+            return
+        for average, weight in zip(averages, weights, strict=True):
+            average.mul_(self._rate).add_(weight, alpha=1 - self._rate)
+
+    @property
+    def averages(self) -> list[Tensor]:
+        """See ``Peer``."""
+        return list(self._average.parameters())

@@ -1,0 +1,156 @@
+"""fastdiff itself: the loop of ``fastdiff/train.py`` as it is, with a callback that takes the time."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from bench.measure import launches
+from bench.measure.session import Enough, Turn
+from bench.measure.workload import Subject
+from fastdiff.batch import Batch
+from fastdiff.config.launch_options import Launch
+from fastdiff.console import quieten
+from fastdiff.diffusion.levels import Corruption
+from fastdiff.parallel.world import start_world
+from fastdiff.train import take_steps
+from fastdiff.training.build import build
+from fastdiff.training.callbacks.base import Callback, Callbacks
+from fastdiff.training.state import TrainState
+
+
+def run(turn: Turn, subject: Subject, data: Path, phases: bool = False, launched: bool = False) -> None:
+    """Step until there is enough.
+
+    Facts: ``parameters``, ``device`` (its name), ``graph_breaks`` and ``compilations`` of torch.compile until now,
+    ``last_compilation`` (the step, counted from 1, that compiled last; 0: none did); with ``launched`` also
+    ``launches`` of a step and what they are, ``launched``.
+
+    Args:
+        turn: of this process.
+        subject: what to train.
+        data: folder of shards that fit its model.
+        phases: take the time of the parts of a step as well.
+        launched: count what a step launches, in one more of them in the end.
+    """
+    quieten()
+    world = start_world()
+    with ExitStack() as stack:
+        folder = world.on_first(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=turn.folder)))
+        if world.is_first:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        config = subject.config(data, folder)
+        launch = Launch(deepspeed=subject.deepspeed_json(), resume="never")
+        state, batches, callbacks = build(config, launch, world, stack)
+        turn.ready(
+            parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()),
+            device=torch.cuda.get_device_name() if turn.device.type == "cuda" else "cpu",
+        )
+        stream: Iterator[Batch] = _timed_batches(turn, batches) if phases else batches
+        if phases:
+            state.engine = cast(Any, _TimedEngine(turn, state.engine))
+            state.objective = cast(Any, _TimedObjective(turn, state.objective))
+            state.ema = cast(Any, _TimedEma(turn, state.ema))
+        try:
+            take_steps(state, stream, _Observed(callbacks, AfterStep(turn)))
+        except Enough:
+            if launched:
+                found = launches.count(lambda: _one_step(state, stream), turn.device)
+                turn.facts["launches"], turn.facts["launched"] = found
+            raise
+
+
+class AfterStep(Callback):
+    """Tells the turn of every step, and of what torch.compile did until then."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn, self._steps = turn, 0
+        turn.facts["compilations"] = turn.facts["last_compilation"] = turn.facts["graph_breaks"] = 0
+
+    def on_step(self, state: TrainState) -> None:
+        """Note the facts, then end the step."""
+        facts, self._steps = self._turn.facts, self._steps + 1
+        compilations = counters["stats"]["unique_graphs"]
+        if compilations != facts["compilations"]:
+            facts["compilations"], facts["last_compilation"] = compilations, self._steps
+        facts["graph_breaks"] = counters["graph_break"].total()
+        self._turn.after_step()
+
+
+class _Observed(Callbacks):
+    """The callbacks of a run, and one more after them."""
+
+    def __init__(self, own: Callbacks, last: Callback) -> None:
+        super().__init__([last])
+        self._own = own
+
+    def on_step(self, state: TrainState) -> None:
+        """Call them all."""
+        self._own.on_step(state)
+        super().on_step(state)
+
+
+class _Stop(Callback):
+    def on_step(self, state: TrainState) -> None:
+        raise Enough
+
+
+def _one_step(state: TrainState, batches: Iterator[Batch]) -> None:
+    with suppress(Enough):
+        take_steps(state, batches, Callbacks([_Stop()]))
+
+
+def _timed_batches(turn: Turn, batches: Iterator[Batch]) -> Iterator[Batch]:
+    while True:
+        with turn.phase("data"):
+            batch = next(batches)
+        yield batch
+
+
+class _Timed:
+    """Stands before a part of the run; what it does not time goes to the part itself."""
+
+    def __init__(self, turn: Turn, part: Any) -> None:
+        self._turn, self._part = turn, part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+class _TimedEngine(_Timed):
+    def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
+        with self._turn.phase("forward"):
+            return cast(Tensor, self._part(*inputs, **condition))
+
+    def backward(self, loss: Tensor, *, discard: bool = False) -> None:
+        with self._turn.phase("backward"):
+            self._part.backward(loss, discard=discard)
+
+    def step(self) -> bool:
+        with self._turn.phase("optimizer"):
+            return bool(self._part.step())
+
+
+class _TimedObjective(_Timed):
+    def corrupt(self, batch: Batch) -> Corruption:
+        with self._turn.phase("objective"):
+            return cast(Corruption, self._part.corrupt(batch))
+
+    def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
+        with self._turn.phase("objective"):
+            return cast(Tensor, self._part.loss(prediction, batch, corruption))
+
+
+class _TimedEma(_Timed):
+    def update(self, applied: int) -> None:
+        with self._turn.phase("ema"):
+            self._part.update(applied)

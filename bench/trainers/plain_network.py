@@ -1,0 +1,110 @@
+"""The networks of the peers, without an op of fastdiff: a DiT in plain torch, and the UNet of diffusers.
+
+Unlike fastdiff's they run under ``torch.autocast``: their norms take a shift and a scale in another dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench import BenchError
+from fastdiff.batch import Condition
+from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.models.dit.network import DiT, DiTBlock, FinalLayer
+from fastdiff.models.kernel_choice import compiles
+from fastdiff.models.load import build_network
+
+_NORM_EPS = 1e-6
+
+
+def network(config: RunConfig, device: torch.device, *, best: bool) -> Any:
+    """The network of the run in fp32, with the weights and their names that fastdiff's has at the start.
+
+    Args:
+        config: the run.
+        device: where it computes.
+        best: in channels_last, if it is a UNet.
+    """
+    weights = build_network(config).state_dict()
+    recompute = config.performance.recompute
+    if isinstance(config.model, DiTConfig):
+        with torch.device("meta"):
+            model: Any = PlainDiT(config.model, recompute=recompute)
+        model.load_state_dict(weights, assign=True)
+    elif isinstance(config.model, AdmConfig):
+        raise BenchError("there is no plain ADM UNet to race with; choose another preset, or no --peer")
+    else:
+        from diffusers import UNet2DConditionModel
+
+        model = UNet2DConditionModel(**config.model.to_diffusers())
+        model.load_state_dict(weights)
+        if recompute:
+            model.enable_gradient_checkpointing()
+        if best:
+            model.to(memory_format=torch.channels_last)
+    return model.to(device).train()
+
+
+def compiled(model: nn.Module, config: RunConfig, device: torch.device) -> bool:
+    """Compile the network in place where fastdiff compiles its own, and say whether that is here.
+
+    A DiT is compiled by block, so that its equal blocks share a graph, a UNet as a whole.
+    """
+    if not compiles(config, device):
+        return False
+    if isinstance(model, PlainDiT):
+        model.compile_blocks()
+    else:
+        model.compile()
+    return True
+
+
+def predict(model: nn.Module, noisy: Tensor, time: Tensor, condition: Condition) -> Tensor:
+    """``noisy [B, C, H, W], time [B] -> [B, C, H, W]``, or twice the channels with a variance."""
+    if isinstance(model, PlainDiT):
+        return cast(Tensor, model(noisy, time, condition["label"]))
+    added = {theirs: condition[ours] for ours, theirs in _ADDED.items() if ours in condition}
+    return cast(Tensor, model(noisy, time, condition["context"], added_cond_kwargs=added, return_dict=False)[0])
+
+
+_ADDED = {"pooled": "text_embeds", "time_ids": "time_ids"}
+"""What a UNet of SDXL is conditioned on besides; our names and those of diffusers."""
+
+
+class PlainDiT(DiT):
+    """The same network with its norms, modulations and attention as torch has them."""
+
+    def __init__(self, config: DiTConfig, *, recompute: bool = False) -> None:
+        super().__init__(config, recompute=recompute)
+        self.blocks = nn.ModuleList(_Block(config, "sdpa") for _ in range(config.depth))
+        self.final_layer = _FinalLayer(config)
+
+
+class _Block(DiTBlock):
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        """See ``DiTBlock``."""
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(6, dim=1)
+        tokens = tokens + gate_a.unsqueeze(1) * self.attn(_modulated(tokens, shift_a, scale_a))
+        return cast(Tensor, tokens + gate_m.unsqueeze(1) * self.mlp(_modulated(tokens, shift_m, scale_m)))
+
+
+class _FinalLayer(FinalLayer):
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        """See ``FinalLayer``."""
+        shift, scale = self.adaLN_modulation(condition).chunk(2, dim=1)
+        return cast(Tensor, self.linear(_modulated(tokens, shift, scale)))
+
+
+PlainDiT.block_classes = (_Block,)
+
+
+def _modulated(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """``tokens [B, T, D]``, ``shift`` and ``scale [B, D]``; under autocast fp32, as its layer norm is."""
+    normed = F.layer_norm(tokens, tokens.shape[-1:], eps=_NORM_EPS)
+    return normed * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)

@@ -1,0 +1,85 @@
+"""Noise and loss as DiT's training script computes them (github.com/facebookresearch/DiT, ``create_diffusion``).
+
+Its tables are NumPy's, in float64, and go to the device whenever one is read: 18 times in a step, 4 of them for a
+posterior mean that this loss does not use, and once more for the numbers of the timesteps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bench.trainers import bound
+from bench.trainers.plain_torch import log_posterior_variance
+from fastdiff.config.objective import DiffusionConfig
+from fastdiff.diffusion.schedules import Schedule
+
+
+class Published:
+    """What ``plain_torch.Noise`` is to the others, for an objective that it ``trains``."""
+
+    def __init__(self, config: DiffusionConfig) -> None:
+        exact = Schedule.build(config, "cpu", torch.float64)
+        tables = {
+            "alpha": exact.alpha,
+            "sigma": exact.sigma,
+            "clean of noisy": 1.0 / exact.alpha,
+            "clean of noise": exact.sigma / exact.alpha,
+            "posterior of clean": exact.posterior_clean,
+            "posterior of noisy": exact.posterior_noisy,
+            "posterior variance": exact.posterior_variance,
+            "log posterior variance": log_posterior_variance(exact),
+            "log beta": exact.beta.log(),
+        }
+        self._tables: dict[str, npt.NDArray[Any]] = {name: table.numpy() for name, table in tables.items()}
+        self._numbers = list(range(config.timesteps))
+
+    @staticmethod
+    def trains(config: DiffusionConfig) -> bool:
+        """Whether their script has this objective, for a run whose noise is plain."""
+        noise = config.schedule, config.timesteps, config.zero_terminal_snr
+        loss = config.predicted, config.variance, config.loss, config.weighted
+        return noise == ("linear", 1000, False) and loss == ("epsilon", "learned_range", "mse", "none")
+
+    def loss(self, model: Callable[[Tensor, Tensor], Tensor], clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """Scalar: squared error of the noise, and the bound of the variance.
+
+        Args:
+            model: ``noisy [B, C, H, W], time [B] -> [B, 2C, H, W]`` fp32.
+            clean: ``[B, C, H, W]``.
+            noise: the same.
+            time: ``[B]`` int64.
+        """
+        noisy = self._at("alpha", time, clean) * clean + self._at("sigma", time, clean) * noise
+        told = torch.tensor(self._numbers, device=time.device, dtype=time.dtype)[time]
+        predicted, variance = model(noisy, told).chunk(2, dim=1)
+        divergence = self._bound(torch.cat([predicted.detach(), variance], dim=1), clean, noisy, time)
+        self._posterior(clean, noisy, time)  # the target of another prediction, which they compute with this one's
+        squared = ((noise - predicted) ** 2).mean(dim=(1, 2, 3))
+        return (squared + divergence).mean()
+
+    def _bound(self, prediction: Tensor, clean: Tensor, noisy: Tensor, time: Tensor) -> Tensor:
+        true, _, log_variance = self._posterior(clean, noisy, time)
+        predicted, variance = prediction.chunk(2, dim=1)
+        smallest, largest = (self._at(name, time, clean) for name in ("log posterior variance", "log beta"))
+        estimated = bound.log_variance(variance, smallest, largest)
+        estimate = self._at("clean of noisy", time, clean) * noisy - self._at("clean of noise", time, clean) * predicted
+        mean, _, _ = self._posterior(estimate, noisy, time)
+        divergence = bound.divergence(true - mean, log_variance, estimated).mean(dim=(1, 2, 3))
+        decoder = bound.decoder(clean, clean - mean, estimated).mean(dim=(1, 2, 3))
+        return torch.where(time == 0, decoder, divergence)
+
+    def _posterior(self, clean: Tensor, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, variance and log variance of a step back."""
+        names = ("posterior of clean", "posterior of noisy", "posterior variance", "log posterior variance")
+        of_clean, of_noisy, variance, log_variance = (self._at(name, time, clean) for name in names)
+        return of_clean * clean + of_noisy * noisy, variance, log_variance
+
+    def _at(self, name: str, time: Tensor, like: Tensor) -> Tensor:
+        """``[B, C, H, W]``, the value of a sample in all of its elements."""
+        found = torch.from_numpy(self._tables[name]).to(time.device)[time].float()
+        return found.view(-1, 1, 1, 1) + torch.zeros(like.shape, device=time.device)

@@ -1,0 +1,157 @@
+"""Saves that are written while the training goes on."""
+
+from __future__ import annotations
+
+import math
+import queue
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed
+from tqdm import tqdm
+
+from fastdiff.errors import FastdiffError
+from fastdiff.parallel.world import World
+
+_PATIENCE = timedelta(days=1)
+"""For ranks whose storage is slower than that of others: the training, which is beside it, tells a hang."""
+_PARTING_S = 300.0
+"""In which a save may end that is running when the run fails."""
+_SILENT_S = 1.0
+"""After which a wait is worth a line, and from then on between two signs of life."""
+ANY_NUMBER = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    step: int
+    done: Future[None]
+
+
+class AsyncSaves:
+    """One thread that writes saves, in the order in which they were begun; a context, which every rank enters.
+
+    Of each kind of save one is written at a time. All ranks learn of a failure at the same call of ``wait`` or
+    ``wait_for_all``, because what runs here fails on all of them or on none.
+
+    Args:
+        world: the ranks.
+        allowed: failed saves of a kind in a row that the run survives.
+        beat: tells that this rank is alive, while it waits for a save: slow storage is no hang.
+    """
+
+    def __init__(self, world: World, allowed: int, beat: Callable[[], None] = lambda: None) -> None:
+        group = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE) if world.size > 1 else None
+        self.world = replace(world, device=torch.device("cpu"), timeout_s=_PATIENCE.total_seconds(), group=group)
+        """The ranks on the CPU, for what runs in the thread, and for what is done before the first save."""
+        self._allowed = allowed
+        self._beat = beat
+        self._group = group
+        self._running: dict[str, _Save] = {}
+        self._failures: Counter[str] = Counter()
+        self._committed: dict[str, int] = {}
+        self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], object]] | None] = queue.SimpleQueue()
+        # Not a pool, whose threads the interpreter would wait for at its end, whatever they wait for.
+        self._thread = threading.Thread(target=self._work, name="saves", daemon=True)
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save failed on this rank that ``wait`` has not told of."""
+        return any(save.done.done() and save.done.exception() is not None for save in self._running.values())
+
+    @property
+    def running(self) -> bool:
+        """Whether a save is being written."""
+        return any(not save.done.done() for save in self._running.values())
+
+    def committed(self, what: str) -> int | None:
+        """Return the step of the last save of a kind that ``wait`` found committed."""
+        return self._committed.get(what)
+
+    def begin(self, what: str, step: int, save: Callable[[], object]) -> None:
+        """Let the thread run ``save``; after ``wait(what)``, and on all ranks.
+
+        Args:
+            what: the kind, in words: "checkpoint".
+            step: that is saved.
+            save: raises its errors on all ranks or on none; calls no collectives but those of ``self.world``.
+        """
+        self._running[what] = _Save(step, Future())
+        self._jobs.put((self._running[what].done, save))
+
+    def wait(self, what: str, allowed: int | None = None) -> None:
+        """Wait until no save of a kind is being written; called by all ranks.
+
+        Args:
+            what: the kind.
+            allowed: failures in a row that only lead to a warning; None: as many as the run survives.
+
+        Raises:
+            FastdiffError: on every rank: it failed, and more often than allowed.
+        """
+        save = self._running.get(what)
+        if save is None:
+            return
+        error = self._outcome(what, save)
+        del self._running[what]
+        if error is None:
+            self._failures[what] = 0
+            self._committed[what] = save.step
+            return
+        self._failures[what] += 1
+        allowed = self._allowed if allowed is None else allowed
+        if self._failures[what] > allowed or not isinstance(error, FastdiffError):
+            raise error
+        if self.world.is_first:
+            count = f"; {self._failures[what]} failed in a row" if self._failures[what] > 1 else ""
+            tqdm.write(f"warning: the {what} of step {save.step} failed{count}, the run goes on: {error}")
+
+    def _outcome(self, what: str, save: _Save) -> BaseException | None:
+        told = not self.world.is_first
+        while not futures.wait([save.done], _SILENT_S).done:
+            self._beat()
+            if not told:
+                tqdm.write(f"waiting: the {what} of step {save.step} is still being written")
+                told = True
+        return save.done.exception()
+
+    def wait_for_all(self, allowed: int | None = None) -> None:
+        """Wait for every kind; see ``wait``."""
+        for what in list(self._running):
+            self.wait(what, allowed)
+
+    def __enter__(self) -> AsyncSaves:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Let what is being written come to its end; if the run failed, not for ever: others may be gone."""
+        self._jobs.put(None)
+        until = math.inf if error is None else time.monotonic() + _PARTING_S
+        while self._thread.is_alive() and time.monotonic() < until:
+            self._beat()
+            self._thread.join(_SILENT_S)
+        for what, save in self._running.items():
+            if self.world.is_first and save.done.done() and save.done.exception() is not None:
+                tqdm.write(f"warning: the {what} of step {save.step} failed: {save.done.exception()}")
+        if self._group is not None and not self._thread.is_alive():
+            torch.distributed.destroy_process_group(self._group)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            done, save = job
+            try:
+                save()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)

@@ -1,0 +1,101 @@
+"""A committed checkpoint, read in parameter coordinates, whatever ranks and ZeRO stage wrote it.
+
+Every rank's file holds tensors named ``<kind>/<parameter>`` (kinds: ``master``, ``ema/<name>`` of an average, and the
+optimizer's own, such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. The
+scales of 8-bit moments (``exp_avg_scales``) are such slices too, counted not in elements but in blocks of the
+parameter. State that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is kept whole as
+``raw/<flat>/<key>``, and ``fragments/<flat>`` tells which parameters lie in it (``blockwise_state``). What the draw of
+the timesteps has learned is ``timesteps/<key>`` in the file of rank 0. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from fastdiff.errors import StorageError
+from fastdiff.files import file_digest, read_bounded
+
+MANIFEST = "MANIFEST.json"
+FORMAT = "fastdiff-checkpoint"
+VERSION = 1
+"""Raised when older checkpoints would be misread: also if the 8-bit moments get other codes or blocks."""
+_FILE = re.compile(r"rank-[0-9]{5}\.safetensors")
+_LARGEST_MANIFEST = 2**26
+"""Bytes: that of a thousand ranks has less than one of them."""
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+"""What comes of data that are not laid out as they should be."""
+
+
+def committed(checkpoints: Path) -> list[Path]:
+    """Return the committed checkpoints of a run, newest first; only committed ones have a manifest."""
+    return sorted((m.parent for m in checkpoints.glob(f"step-*[0-9]/{MANIFEST}")), reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """Return N of ``step-N``."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of the checkpoint in ``folder``; StorageError if it is not one.
+
+    Whoever wrote it: no file that it names is outside of ``folder``, and each has a size and a digest.
+    """
+    try:
+        manifest = json.loads(read_bounded(folder / MANIFEST, _LARGEST_MANIFEST))
+        if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"format {manifest['format']} version {manifest['version']}, expected {FORMAT} {VERSION}")
+        for name, entry in manifest["files"].items():
+            _check_file(name, entry)
+        digest_of(manifest)  # it is not nested deeper than can be written
+    except (OSError, *MALFORMED) as error:
+        raise StorageError(f"{folder / MANIFEST}: not a readable manifest ({type(error).__name__}: {error})") from None
+    return manifest  # type: ignore[no-any-return]
+
+
+def _check_file(name: str, entry: Any) -> None:
+    """Refuse what no rank has written; ValueError, or what comes of an entry that is no mapping."""
+    if not _FILE.fullmatch(name):
+        raise ValueError(f"file {name!r}, expected rank-NNNNN.safetensors")
+    if not (isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)):
+        raise ValueError(f"{name}: expected bytes and sha256, given {entry}")
+
+
+def digest_of(manifest: dict[str, Any]) -> str:
+    """Return the sha256 of a manifest, but for its own entry ``sha256``, as hexadecimal digits."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def verify(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+    """Return what is wrong with a checkpoint: its manifest, or any digest; empty if it is intact.
+
+    With ``shares`` ranks, rank ``share`` looks at every ``shares``-th file.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except StorageError as error:
+        return [str(error)]
+    if manifest.get("sha256") not in (None, digest_of(manifest)):  # None: written before there were seals
+        return [f"{folder / MANIFEST}: its content is not what was written"]
+    files = sorted(manifest["files"].items())
+    found = (_problem_of(folder / name, entry) for name, entry in files[share::shares])
+    return [problem for problem in found if problem is not None]
+
+
+def _problem_of(path: Path, entry: dict[str, Any]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if not path.is_file():
+            return f"{path}: it is not a file"
+        if size != entry["bytes"]:
+            return f"{path}: {size} bytes, expected {entry['bytes']}"
+        if file_digest(path) != entry["sha256"]:
+            return f"{path}: sha256 differs from the manifest"
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return None

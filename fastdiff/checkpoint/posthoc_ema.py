@@ -1,0 +1,110 @@
+"""Power-function averages of any width, made from the snapshots of a run after its training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fastdiff.checkpoint.manifest import committed, digest_of, step_of, verify
+from fastdiff.checkpoint.power_function import exponent, fit, power_name
+from fastdiff.checkpoint.reader import Checkpoint, snapshot_folder
+from fastdiff.errors import ConfigError
+from fastdiff.parallel.fragments import Fragment
+from fastdiff.progress import Progress
+
+LARGEST_ERROR = 0.1
+"""Of a fit that is accepted, relative to the profile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One saved average and its coefficient."""
+
+    saved: Checkpoint
+    kind: str
+    coefficient: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reconstruction:
+    """The average of a width at the step of a checkpoint, as a combination of those that were saved up to it."""
+
+    terms: tuple[Term, ...]
+    error: float
+    """How far the combined profiles are from the wanted one, relative to it."""
+
+    @property
+    def digest(self) -> str:
+        """Sha256 of what is combined: which averages, and every weight of them."""
+        made_from = [(digest_of(term.saved.manifest), term.kind) for term in self.terms]
+        return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+
+    def read(self, name: str) -> Tensor:
+        """Return a parameter, fp32 on the CPU, added up in fp64; only this one of each term is in memory.
+
+        Raises:
+            ConfigError: one of its weights is too large for the 16 bits of the snapshots.
+        """
+        shape = self.terms[0].saved.manifest["parameters"][name]
+        whole = Fragment(name, 0, math.prod(shape), 0)
+        total = torch.zeros(whole.numel, dtype=torch.float64)
+        for term in self.terms:
+            total.add_(term.saved.slice(term.kind, whole).double(), alpha=term.coefficient)
+        if not total.isfinite().all():
+            raise ConfigError(f"{name}: a weight above 65504 does not fit into the snapshots; use --ema, or --raw")
+        return total.float().view(shape)
+
+
+def reconstruct(saved: Checkpoint, std: float) -> Reconstruction:
+    """Find the average of relative width ``std`` at the step of a checkpoint or snapshot of a run.
+
+    Made from the power-function averages in it and in all intact snapshots of earlier steps; damaged ones are passed
+    over with a warning.
+
+    Raises:
+        ConfigError: no such width, nothing was saved that could be combined, or the fit is too far from it.
+    """
+    gamma, end = exponent(std), _applied(saved)
+    sources = [(source, width) for source in (*_earlier_snapshots(saved), saved) for width in source.ema_stds]
+    if not sources or not end:
+        raise ConfigError(
+            f"{saved.folder}: nothing to make an average of width {std} from; train with --ema.power_stds 0.05 0.10 "
+            "and --ema.snapshot_every"
+        )
+    gammas = np.array([exponent(width) for _, width in sources])
+    ends = np.array([_applied(source) for source, _ in sources], np.float64)
+    coefficients, error = fit(gammas, ends, gamma, end)
+    if error > LARGEST_ERROR:
+        widths = ", ".join(map(str, sorted({width for _, width in sources})))
+        raise ConfigError(
+            f"an average of width {std} at step {step_of(saved.folder)} cannot be made from {len(sources)} of widths "
+            f"{widths}: the fit misses {error:.0%} of it, at most {LARGEST_ERROR:.0%} is accepted; choose a width "
+            "between them or nearer to one, or train with more snapshots (--ema.snapshot_every)"
+        )
+    terms = zip(sources, coefficients, strict=True)
+    return Reconstruction(
+        tuple(Term(source, f"ema/{power_name(width)}", float(value)) for (source, width), value in terms), error
+    )
+
+
+def _applied(saved: Checkpoint) -> int:
+    return Progress(**saved.manifest["progress"]).applied
+
+
+def _earlier_snapshots(saved: Checkpoint) -> list[Checkpoint]:
+    found = []
+    for folder in reversed(committed(snapshot_folder(saved.folder.parent.parent))):
+        if step_of(folder) < step_of(saved.folder):
+            damage = verify(folder)
+            if damage:
+                tqdm.write(f"warning: passing over a damaged snapshot: {damage[0]}")
+            else:
+                found.append(Checkpoint(folder))
+    return [snapshot for snapshot in found if _applied(snapshot)]

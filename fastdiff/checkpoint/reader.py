@@ -1,0 +1,181 @@
+"""A committed checkpoint, read in parameter coordinates, whatever ranks and ZeRO stage wrote it.
+
+Every rank's file holds tensors named ``<kind>/<parameter>`` (kinds: ``master``, ``ema/<name>`` of an average, and the
+optimizer's own, such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. The
+scales of 8-bit moments (``exp_avg_scales``) are such slices too, counted not in elements but in blocks of the
+parameter. State that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is kept whole as
+``raw/<flat>/<key>``, and ``fragments/<flat>`` tells which parameters lie in it (``blockwise_state``). What the draw of
+the timesteps has learned is ``timesteps/<key>`` in the file of rank 0. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fastdiff.checkpoint.manifest import MALFORMED, read_manifest
+from fastdiff.checkpoint.power_function import constant_name, power_name
+from fastdiff.errors import ConfigError, StorageError
+from fastdiff.parallel.fragments import Fragment
+
+METERS = "meters"
+TIMESTEPS = "timesteps/"
+"""Prefix of what a density of timesteps has learned, in the file of rank 0."""
+SPIKES = "spikes/"
+"""Prefix of the losses that the next one is compared with, in the file of rank 0."""
+RAW = "raw/"
+"""Prefix of state that cannot be sliced by parameters, followed by the number of the flat tensor and a key."""
+FRAGMENTS = "fragments/"
+"""Prefix of which parameters lie where in a flat tensor with raw state, followed by its number."""
+
+
+def snapshot_folder(run: Path) -> Path:
+    """Where a run keeps its snapshots: checkpoints with nothing but power-function averages, in 16 bits."""
+    return run / "ema"
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    path: Path
+    key: str
+    start: int
+    numel: int
+
+
+class Checkpoint:
+    """One committed checkpoint, opened for reading.
+
+    Args:
+        folder: ``step-N`` with its manifest. The caller has verified the digests.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self._pieces: dict[str, list[_Piece]] = {}
+        self._handles: dict[Path, Any] = {}
+        for name in self.manifest["files"]:
+            self._index(folder / name)
+
+    @property
+    def ema_rates(self) -> tuple[float, ...]:
+        """Decay rates of the averages that were saved."""
+        return tuple(self.manifest["ema_rates"])
+
+    @property
+    def ema_stds(self) -> tuple[float, ...]:
+        """Relative widths of the power-function averages that were saved."""
+        return tuple(self.manifest.get("ema_stds", ()))
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that the optimizer has counted; fewer than were applied, if it began later."""
+        progress = self.manifest["progress"]  # a checkpoint that is older than the count has that of all steps
+        return int(self.manifest.get("optimizer_steps", progress["steps"] - progress["skipped"]))
+
+    @property
+    def averages(self) -> tuple[str, ...]:
+        """Names of all averages that were saved, those of constant rate first."""
+        return (*map(constant_name, self.ema_rates), *map(power_name, self.ema_stds))
+
+    def weights(self, ema: float | None = None) -> dict[str, Tensor]:
+        """Return the full fp32 parameters on the CPU: the weights, or their average of decay rate ``ema``."""
+        if ema is not None and ema not in self.ema_rates:
+            raise ConfigError(f"{self.folder} has no EMA of rate {ema}; it has {list(self.ema_rates)}")
+        return self.full("master" if ema is None else f"ema/{constant_name(ema)}")
+
+    def full(self, kind: str) -> dict[str, Tensor]:
+        """Return ``kind`` (``master``, ``ema/<name>``, ``exp_avg``; no scales) of every parameter, on the CPU."""
+        return {
+            name: self.slice(kind, Fragment(name, 0, math.prod(shape), 0)).view(shape)
+            for name, shape in self.manifest["parameters"].items()
+        }
+
+    def slice(self, kind: str, fragment: Fragment) -> Tensor:
+        """Return entries ``[start, start + numel)`` of ``kind`` of a parameter, ``[numel]`` on the CPU.
+
+        Entries are elements, for scales blocks (``Flat.blocks``).
+        """
+        stop = fragment.start + fragment.numel
+        parts = [
+            (piece, low, high)
+            for piece in self._pieces.get(f"{kind}/{fragment.name}", [])
+            if (low := max(piece.start, fragment.start)) < (high := min(piece.start + piece.numel, stop))
+        ]
+        held = sum(high - low for _, low, high in parts)
+        if not parts or held != fragment.numel:  # told before any memory is asked for
+            raise StorageError(
+                f"{self.folder}: holds {held} of {fragment.numel} elements of {kind}/{fragment.name}; "
+                "the checkpoint belongs to another model"
+            )
+        result = None
+        for piece, low, high in parts:
+            values = self._handle(piece.path).get_slice(piece.key)[low - piece.start : high - piece.start]
+            if result is None:
+                result = torch.empty(fragment.numel, dtype=values.dtype)
+            result[low - fragment.start : high - fragment.start] = values
+        assert result is not None
+        return result
+
+    def raw(self, flat: int, rank: int) -> dict[str, Tensor]:
+        """Return the unsliceable state of a flat tensor, from ``rank``'s file or, where it has none, its owner's."""
+        prefix, own = f"{RAW}{flat}/", f"rank-{rank:05d}.safetensors"
+        for name in sorted(self.manifest["files"], key=lambda name: (name != own, name)):
+            found = self._with_prefix(name, prefix)
+            if found:
+                return found
+        return {}
+
+    def keys(self, prefix: str) -> Iterator[tuple[Any, str]]:
+        """Yield every tensor whose name begins with ``prefix``: the open file that it is in, and its name."""
+        for name in sorted(self.manifest["files"]):
+            handle = self._handle(self.folder / name)
+            yield from ((handle, key) for key in handle.keys() if key.startswith(prefix))  # noqa: SIM118 (no mapping)
+
+    def meters(self, rank: int, ranks: int) -> Tensor:
+        """Return the loss sums that ``rank`` of ``ranks`` goes on with; rank 0 takes all if the ranks are others."""
+        sums: list[Tensor] = [
+            self._handle(self.folder / name).get_tensor(METERS) for name in sorted(self.manifest["files"])
+        ]
+        if len(sums) == ranks:
+            return sums[rank]
+        return torch.stack(sums).sum(0) if rank == 0 else torch.zeros_like(sums[0])
+
+    def timesteps(self) -> dict[str, Tensor]:
+        """Return what the density of timesteps had learned; empty for one that does not learn."""
+        return self._with_prefix("rank-00000.safetensors", TIMESTEPS)
+
+    def spikes(self) -> dict[str, Tensor]:
+        """Return the losses that the next one is compared with; empty in a checkpoint that is older than they are."""
+        return self._with_prefix("rank-00000.safetensors", SPIKES)
+
+    def _with_prefix(self, name: str, prefix: str) -> dict[str, Tensor]:
+        """Return the tensors of one file whose names begin with ``prefix``, without it."""
+        handle = self._handle(self.folder / name)
+        keys = [key for key in handle.keys() if key.startswith(prefix)]  # noqa: SIM118 (not a mapping)
+        return {key.removeprefix(prefix): handle.get_tensor(key) for key in keys}
+
+    def _index(self, path: Path) -> None:
+        handle = self._handle(path)
+        try:
+            for key, start in json.loads(handle.metadata()["starts"]).items():
+                numel = math.prod(handle.get_slice(key).get_shape())
+                self._pieces.setdefault(key, []).append(_Piece(path, key, int(start), numel))
+        except (SafetensorError, *MALFORMED) as error:
+            raise StorageError(f"{path}: does not tell where its slices start ({error})") from None
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._handles:
+            try:
+                self._handles[path] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise StorageError(f"{path}: not a readable safetensors file ({error})") from None
+        return self._handles[path]

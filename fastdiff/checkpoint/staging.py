@@ -1,0 +1,99 @@
+"""This rank's part of a save, copied to memory of the host: it is written from there while the training goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastdiff.checkpoint.safetensors_writer import header
+from fastdiff.errors import StorageError
+
+_BLOCK = 2**26
+"""Bytes of a piece of memory: a power of two, to which torch rounds what it pins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank writes: the parts of a safetensors file, valid until the next copy."""
+
+    parts: tuple[bytes | memoryview, ...]
+    """One after another."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return sum(len(part) for part in self.parts)
+
+
+class HostCopy:
+    """Memory that takes one copy after another; pinned if it takes them from a GPU."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+
+    def take(self, tensors: Mapping[str, Tensor], starts: Mapping[str, int], dtype: torch.dtype | None = None) -> Share:
+        """Copy tensors; when it returns, they may change.
+
+        Args:
+            tensors: by name, on any device.
+            starts: where a tensor that is a slice starts in what it is a slice of.
+            dtype: what the tensors are rounded to; None: they stay as they are.
+
+        Raises:
+            StorageError: there is no memory for them.
+        """
+        kinds = {name: dtype or tensor.dtype for name, tensor in tensors.items()}
+        # The widest first, so that each lies at a multiple of its width.
+        order = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))
+        layout = {name: (kinds[name], tuple(tensors[name].shape)) for name in order}
+        size = sum(math.prod(shape) * kind.itemsize for kind, shape in layout.values())
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        self._make_room(size, on_gpu)
+        start = 0
+        for name, (kind, _) in layout.items():
+            # Rounded where it is: a copy that rounds on its way waits.
+            values = tensors[name].detach().to(kind).contiguous().view(-1).view(torch.uint8)
+            for place in self._places(start, start + len(values)):
+                place.copy_(values[: len(place)], non_blocking=True)
+                values = values[len(place) :]
+                start += len(place)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        head = header(layout, {"starts": json.dumps(starts)})
+        return Share((head, *(place.numpy().data for place in self._places(0, size))))
+
+    def _make_room(self, size: int, pinned: bool) -> None:
+        missing = size - sum(len(block) for block in self._blocks)
+        while missing > 0:
+            try:
+                self._blocks.append(_allocate(min(missing, _BLOCK), pinned))
+            except RuntimeError:  # what torch's allocator raises
+                raise StorageError(
+                    f"no host memory for a copy of {size / 2**30:.2f} GiB, from which a save is written beside the "
+                    f"training: {missing / 2**30:.2f} GiB are missing; use more hosts or hosts with more memory, or "
+                    "keep fewer averages. The checkpoints before are intact: the same command resumes"
+                ) from None
+            missing -= len(self._blocks[-1])
+
+    def _places(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Yield the memory from byte ``start`` to byte ``stop``, cut at the ends of blocks."""
+        begin = 0
+        for block in self._blocks:
+            low, high = max(start - begin, 0), min(stop - begin, len(block))
+            if low < high:
+                yield block[low:high]
+            begin += len(block)
+
+
+def _allocate(size: int, pinned: bool) -> Tensor:
+    """Return memory; pinned, if that can be had: what a process may pin has a limit of its own."""
+    if pinned:
+        with suppress(RuntimeError):
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8)

@@ -1,0 +1,86 @@
+"""``fastdiff verify RUN``: read every byte of the checkpoints and snapshots of a run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from fastdiff.checkpoint.manifest import committed, read_manifest, step_of, verify
+from fastdiff.checkpoint.reader import snapshot_folder
+from fastdiff.errors import StorageError
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """One checkpoint or snapshot."""
+
+    name: str
+    """What it is: "checkpoint of step 1000"."""
+    bytes: int
+    """What its manifest says."""
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.problems:
+            return f"{self.name}: intact, {self.bytes / 2**20:.1f} MiB"
+        return "\n  ".join([f"{self.name}: damaged", *self.problems])
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What `verify_run` found, newest first."""
+
+    folder: Path
+    checkpoints: tuple[Verified, ...]
+    snapshots: tuple[Verified, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the newest checkpoint, and the newest snapshot if there is any, are intact."""
+        return bool(self.checkpoints) and not any(
+            found[0].problems for found in (self.checkpoints, self.snapshots) if found
+        )
+
+    def __str__(self) -> str:
+        found = [f"{self.folder}:", *map(str, self.checkpoints or ["no checkpoint"]), *map(str, self.snapshots)]
+        if any(one.problems for one in self.checkpoints):
+            found.append("a resume passes over damaged checkpoints; restore them from a copy, or delete them")
+        if any(one.problems for one in self.snapshots):
+            found.append("an average of another --ema-std is made of intact snapshots; restore the damaged from a copy")
+        return "\n".join(found)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether this is the folder of a training run."""
+    return (folder / "run.json").exists() or (folder / "checkpoints").is_dir()
+
+
+def verify_run(folder: str | os.PathLike[str]) -> RunReport:
+    """Check the manifest, and the size and sha256 of every file, of all checkpoints and snapshots.
+
+    Nothing is written; a run that is going on may add and prune some meanwhile, which then are not in the report.
+    """
+    folder = Path(folder)
+    folders = {"checkpoint": committed(folder / "checkpoints"), "snapshot": committed(snapshot_folder(folder))}
+    sizes = {path: _bytes(path) for paths in folders.values() for path in paths}
+    with tqdm(total=sum(sizes.values()), desc="verify", unit="B", unit_scale=True, disable=None) as bar:
+        found: dict[str, list[Verified]] = {}
+        for what, paths in folders.items():
+            found[what] = []
+            for path in paths:
+                trouble = verify(path)
+                if path.exists():  # pruned while it was read
+                    found[what].append(Verified(f"{what} of step {step_of(path)}", sizes[path], tuple(trouble)))
+                bar.update(sizes[path])
+    return RunReport(folder, tuple(found["checkpoint"]), tuple(found["snapshot"]))
+
+
+def _bytes(folder: Path) -> int:
+    """What the files of a checkpoint should add up to; 0 if its manifest does not say."""
+    try:
+        return sum(int(entry["bytes"]) for entry in read_manifest(folder)["files"].values())
+    except (StorageError, KeyError, TypeError, ValueError, AttributeError):
+        return 0

@@ -1,0 +1,1 @@
+"""The ``fastdiff`` command, one module per subcommand."""

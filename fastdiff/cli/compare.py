@@ -1,0 +1,33 @@
+"""``fastdiff compare``: which of two runs has the lower validation loss, and at which noise."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fastdiff.config.argument_types import Subcommands, count
+
+
+def add(commands: Subcommands) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "compare",
+        help="compare the validation losses of two runs",
+        description="Prints and draws the difference between the losses of two runs, by bin of the log SNR, with its "
+        "standard error. Both must have been trained with the same --validation.data and --validation.samples.",
+    )
+    parser.add_argument("a", type=Path, metavar="RUN_A", help="run folder")
+    parser.add_argument("b", type=Path, metavar="RUN_B", help="run folder, whose difference from RUN_A is shown")
+    parser.add_argument("--step", type=count, default=None, metavar="N", help="default: the newest that both have")
+    parser.add_argument("--png", type=Path, default=None, help="picture to write; default: RUN_B/compare-RUN_A.png")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from fastdiff.evaluation.comparison import compare, draw, read_both, table
+
+    found = compare(*read_both(arguments.a, arguments.b, arguments.step))
+    print(table(found))
+    path = arguments.png or arguments.b / f"compare-{arguments.a.resolve().name}.png"
+    draw(found, path)
+    print(f"drawn: {path}")

@@ -1,0 +1,31 @@
+"""``fastdiff compat``: the command line of another training script, in fastdiff's words."""
+
+from __future__ import annotations
+
+import argparse
+
+from fastdiff.config.argument_types import Subcommands, count
+
+
+def add(commands: Subcommands) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "compat",
+        help="translate the flags of another training script",
+        usage="fastdiff compat [--gpus N] {t2i,t2i-lora,dit,iddpm,iddpm-sr} -- FLAGS",
+        description="Prints the commands of fastdiff that do what the other script does with these flags, and says "
+        "what is not the same. t2i: diffusers' train_text_to_image.py; t2i-lora: its train_text_to_image_lora.py; dit: "
+        "facebookresearch/DiT's train.py; iddpm: openai/improved-diffusion's image_train.py; iddpm-sr: its "
+        "super_res_train.py.",
+    )
+    parser.add_argument("--gpus", type=count, default=1, help="processes that the other script is started with")
+    parser.add_argument("script", choices=("t2i", "t2i-lora", "dit", "iddpm", "iddpm-sr"))
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="its flags, as they are")
+    parser.set_defaults(run=_compat)
+
+
+def _compat(arguments: argparse.Namespace) -> None:
+    from fastdiff.cli.compat.run import in_words, translate
+
+    flags = arguments.flags[1:] if arguments.flags[:1] == ["--"] else arguments.flags
+    print(in_words(translate(arguments.script, flags, gpus=arguments.gpus)))

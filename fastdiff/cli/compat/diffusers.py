@@ -1,0 +1,308 @@
+"""The flags of diffusers' train_text_to_image.py and train_text_to_image_lora.py.
+
+Names and defaults are theirs; ``translate`` says what becomes of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from fastdiff.cli.compat.translation import Translation, count_images, flag, launcher
+from fastdiff.config.argument_types import count
+from fastdiff.errors import ConfigError
+
+_PREDICTION = {None: "auto", "epsilon": "epsilon", "v_prediction": "v"}
+_PRECISION = {None: "fp32", "no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+_FILTERS = ("nearest", "nearest_exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
+_SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of train_text_to_image.py."""
+    _add_common(parser, output_dir="sd-model-finetuned", validation_epochs=5)
+    add = parser.add_argument
+    add("--input_perturbation", type=float, default=0.0)
+    add("--validation_prompts", nargs="+")
+    add("--dream_training", action="store_true")
+    add("--dream_detail_preservation", type=float, default=1.0)
+    for name in ("use_ema", "offload_ema", "foreach_ema"):
+        add(f"--{name}", action="store_true")
+    add("--non_ema_revision")
+    add("--tracker_project_name", default="text2image-fine-tune")
+
+
+def add_lora_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of train_text_to_image_lora.py."""
+    _add_common(parser, output_dir="sd-model-finetuned-lora", validation_epochs=1)
+    parser.add_argument("--validation_prompt")
+    parser.add_argument("--num_validation_images", type=count, default=4)
+    parser.add_argument("--rank", type=count, default=4)
+
+
+def _add_common(parser: argparse.ArgumentParser, *, output_dir: str, validation_epochs: int) -> None:
+    add = parser.add_argument
+    add("--pretrained_model_name_or_path", required=True)
+    texts = ("revision", "variant", "dataset_name", "dataset_config_name", "train_data_dir", "cache_dir", "hub_token")
+    for name in (*texts, "hub_model_id", "resume_from_checkpoint"):
+        add(f"--{name}")
+    for name, text in (("image_column", "image"), ("caption_column", "text"), ("logging_dir", "logs")):
+        add(f"--{name}", default=text)
+    add("--output_dir", default=output_dir)
+    add("--image_interpolation_mode", default="lanczos", choices=_FILTERS)
+    add("--report_to", default="tensorboard")
+    for name in ("max_train_samples", "max_train_steps", "checkpoints_total_limit"):
+        add(f"--{name}", type=count)
+    counts = {
+        "resolution": 512, "train_batch_size": 16, "num_train_epochs": 100, "gradient_accumulation_steps": 1,
+        "checkpointing_steps": 500, "validation_epochs": validation_epochs,
+    }  # fmt: skip
+    for name, number in counts.items():
+        add(f"--{name}", type=count, default=number)
+    for name, number in {"lr_warmup_steps": 500, "dataloader_num_workers": 0, "local_rank": -1}.items():
+        add(f"--{name}", type=int, default=number)
+    add("--seed", type=int)
+    real = {
+        "learning_rate": 1e-4, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_weight_decay": 1e-2,
+        "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "noise_offset": 0.0,
+    }  # fmt: skip
+    for name, value in real.items():
+        add(f"--{name}", type=float, default=value)
+    add("--snr_gamma", type=float)
+    add("--lr_scheduler", default="constant", choices=_SCHEDULES)
+    add("--prediction_type", choices=("epsilon", "v_prediction"))
+    add("--mixed_precision", choices=("no", "fp16", "bf16"))
+    for name in (
+        "center_crop", "random_flip", "gradient_checkpointing", "scale_lr", "use_8bit_adam", "allow_tf32",
+        "push_to_hub", "enable_xformers_memory_efficient_attention",
+    ):  # fmt: skip
+        add(f"--{name}", action="store_true")
+
+
+def translate(flags: argparse.Namespace, gpus: int) -> Translation:
+    """Translate train_text_to_image.py."""
+    done = Translation()
+    own = [
+        *flag("objective.input_perturbation", flags.input_perturbation or None),
+        *(flag("objective.dream", True) if flags.dream_training else []),
+        *(flag("objective.dream_detail_preservation", flags.dream_detail_preservation) if flags.dream_training else []),
+        *flag("ema.rates", (0.9999,) if flags.use_ema else ()),
+        *flag("ema.warmup", flags.use_ema),
+        *flag("output.project", flags.tracker_project_name),
+        *_validation(flags, gpus, flags.validation_prompts or [], 1),
+    ]
+    _add_commands(done, flags, gpus, own, "diffusers")
+    done.note(
+        flags.offload_ema or flags.foreach_ema,
+        "--offload_ema and --foreach_ema: the average is always fused, and spread over the GPUs by ZeRO",
+    )
+    done.note(flags.non_ema_revision, "--non_ema_revision: the UNet is taken from --pretrained.revision too")
+    return done
+
+
+def translate_lora(flags: argparse.Namespace, gpus: int) -> Translation:
+    """Translate train_text_to_image_lora.py."""
+    done = Translation()
+    prompts = [flags.validation_prompt] if flags.validation_prompt else []
+    own = [
+        *flag("lora.rank", flags.rank),
+        *flag("ema.rates", ()),
+        *_validation(flags, gpus, prompts, flags.num_validation_images),
+    ]
+    _add_commands(done, flags, gpus, own, "lora")
+    done.note(
+        flags.max_grad_norm,
+        "--max_grad_norm clips the gradient; in their script it has no effect, because the list of parameters that it "
+        "is given is empty when it is used",
+    )
+    done.notes.append(
+        "the added matrices and their Adam state are fp32 in every precision; theirs are bf16 with "
+        "--mixed_precision bf16"
+    )
+    return done
+
+
+def _add_commands(done: Translation, flags: argparse.Namespace, gpus: int, own: list[str], export: str) -> None:
+    _check(flags)
+    batch = _batch(flags, gpus)
+    steps = flags.max_train_steps or flags.num_train_epochs * _steps_per_epoch(flags, gpus)
+    train = [
+        *launcher(gpus),
+        *flag("preset", "sd15-finetune"),
+        *flag("samples", steps * batch),
+        *flag("seed", flags.seed),
+        *flag("pretrained.path", flags.pretrained_model_name_or_path),
+        *flag("pretrained.revision", flags.revision),
+        *flag("pretrained.variant", flags.variant),
+        *flag("data.online", True),
+        *flag("data.path", _source(flags)),
+        *_data(flags),
+        *flag("batch.samples", batch),
+        *flag("batch.micro", flags.train_batch_size),
+        *_objective(flags),
+        *_optimizer(flags, gpus),
+        *_performance(flags),
+        *own,
+        *_output(flags, steps),
+    ]
+    done.commands += [train, ["fastdiff", "export", flags.output_dir, f"{flags.output_dir}/export", "--format", export]]
+    if flags.push_to_hub:
+        done.commands[-1] += ["--push-to-hub", flags.hub_model_id or flags.output_dir.rstrip("/").split("/")[-1]]
+    _add_notes(done, flags)
+
+
+def _check(flags: argparse.Namespace) -> None:
+    if not flags.dataset_name and not flags.train_data_dir:
+        raise ConfigError("neither --dataset_name nor --train_data_dir is given; one of them names the images")
+    if flags.report_to == "wandb" and flags.hub_token:
+        raise ConfigError("--report_to wandb with --hub_token: their script refuses it too; use `hf auth login`")
+    if flags.dataset_config_name:
+        raise ConfigError(
+            f"--dataset_config_name {flags.dataset_config_name}: save that part with `datasets` "
+            "(load_dataset(...).save_to_disk(FOLDER)) and give the folder as --dataset_name"
+        )
+
+
+def _source(flags: argparse.Namespace) -> str:
+    return str(flags.dataset_name or flags.train_data_dir)
+
+
+def _batch(flags: argparse.Namespace, gpus: int) -> int:
+    return int(flags.train_batch_size * gpus * flags.gradient_accumulation_steps)
+
+
+def _steps_per_epoch(flags: argparse.Namespace, gpus: int) -> int:
+    images = count_images(
+        _source(flags),
+        "give --max_train_steps, and no validation prompts",
+        image_column=flags.image_column,
+        caption_column=flags.caption_column,
+    )
+    images = min(images, flags.max_train_samples or images)
+    per_process = math.ceil(math.ceil(images / gpus) / flags.train_batch_size)
+    steps: int = math.ceil(per_process / flags.gradient_accumulation_steps)
+    return steps
+
+
+def _data(flags: argparse.Namespace) -> list[str]:
+    return [
+        *flag("data.resolution", flags.resolution),
+        *flag("data.center_crop", flags.center_crop),
+        *flag("data.random_flip", flags.random_flip),
+        *flag("data.image_interpolation_mode", flags.image_interpolation_mode),
+        *flag("data.image_column", flags.image_column),
+        *flag("data.caption_column", flags.caption_column),
+        *flag("data.max_samples", flags.max_train_samples),
+        *flag("data.workers", max(1, flags.dataloader_num_workers)),
+        *flag("data.decode", "pillow"),
+    ]
+
+
+def _objective(flags: argparse.Namespace) -> list[str]:
+    return [
+        *flag("objective.prediction", _PREDICTION[flags.prediction_type]),
+        *flag("objective.min_snr_gamma", flags.snr_gamma),
+        *flag("objective.noise_offset", flags.noise_offset or None),
+        *flag("objective.condition_dropout", 0.0),
+    ]
+
+
+def _optimizer(flags: argparse.Namespace, gpus: int) -> list[str]:
+    rate = flags.learning_rate * (_batch(flags, gpus) if flags.scale_lr else 1)
+    return [
+        *flag("optim.name", "adamw8bit" if flags.use_8bit_adam else "adamw"),
+        *flag("optim.lr", rate),
+        *flag("optim.betas", (flags.adam_beta1, flags.adam_beta2)),
+        *flag("optim.weight_decay", flags.adam_weight_decay),
+        *flag("optim.eps", flags.adam_epsilon),
+        *flag("optim.clip", flags.max_grad_norm),
+        *flag("optim.schedule", flags.lr_scheduler),
+        *flag("optim.warmup_steps", None if flags.lr_scheduler == "constant" else flags.lr_warmup_steps),
+    ]
+
+
+def _performance(flags: argparse.Namespace) -> list[str]:
+    return [
+        *flag("performance.precision", _PRECISION[flags.mixed_precision]),
+        *flag("performance.allow_tf32", flags.allow_tf32),
+        *flag("performance.recompute", flags.gradient_checkpointing),
+        *flag("performance.attention", "xformers" if flags.enable_xformers_memory_efficient_attention else None),
+    ]
+
+
+def _validation(flags: argparse.Namespace, gpus: int, prompts: list[str], images: int) -> list[str]:
+    if not prompts:
+        return []
+    return [
+        *flag("validation.prompts", prompts),
+        *flag("validation.every", flags.validation_epochs * _steps_per_epoch(flags, gpus)),
+        *flag("validation.images_per_prompt", images),
+        *flag("validation.steps", 20 if hasattr(flags, "validation_prompts") else 30),
+    ]
+
+
+def _output(flags: argparse.Namespace, steps: int) -> list[str]:
+    boards = ("tensorboard", "wandb") if flags.report_to == "all" else (flags.report_to,)
+    every = flags.checkpointing_steps
+    return [
+        *flag("output.folder", flags.output_dir),
+        *flag("output.checkpoint_every", every),
+        *flag("output.keep", max(2, flags.checkpoints_total_limit or math.ceil(steps / every) + 1)),
+        *flag("output.report_to", [board for board in boards if board in ("tensorboard", "wandb")]),
+    ]
+
+
+def _add_notes(done: Translation, flags: argparse.Namespace) -> None:
+    done.notes += [
+        "noise, timesteps, order and crops are drawn from the seed and the position in the run, so that they are the "
+        "same on any number of GPUs; their numbers depend on the number of processes and cannot be copied",
+        "alphas_cumprod stays fp32; theirs is rounded to the dtype of the latents, so that in fp16 and bf16 the first "
+        "timesteps get no noise",
+        "a resumed run goes on at the sample where it stopped; theirs begins the epoch again",
+        "the images are encoded anew in every epoch, as in their script; `fastdiff encode` does it once, after which "
+        "--data.path names the shards and --data.online goes (centre crops only)",
+    ]
+    done.note(
+        flags.seed is not None,
+        "with --seed all of their processes draw the same noise and timesteps; here no two samples share any",
+    )
+    done.note(flags.seed is None, "without --seed their run cannot be repeated; here the seed is 0")
+    done.note(
+        (flags.mixed_precision or "no") != "no",
+        "the weights of the forward pass are in 16 bits, with fp32 masters (DeepSpeed); theirs are fp32 under autocast",
+    )
+    done.note(
+        flags.mixed_precision is None,
+        "without --mixed_precision theirs is the precision of `accelerate launch`; here it is fp32: add "
+        "--performance.precision bf16 if theirs is lower",
+    )
+    done.note(
+        flags.variant,
+        f"--variant {flags.variant}: the UNet is taken from that variant too; theirs starts from the plain weights",
+    )
+    done.note(
+        getattr(flags, "validation_prompts", None) or getattr(flags, "validation_prompt", None),
+        "validation images are drawn with DPM-Solver++; theirs with the scheduler of the pipeline",
+    )
+    done.note(
+        flags.dataset_name and flags.train_data_dir,
+        "--train_data_dir is not used beside --dataset_name; theirs hands it to the data set's loading script",
+    )
+    done.note(flags.max_train_samples, "--max_train_samples: the first ones are taken; theirs are shuffled before")
+    done.note(
+        flags.checkpoints_total_limit == 1,
+        "--checkpoints_total_limit 1: two are kept, so that one is intact while the other is written",
+    )
+    done.note(
+        flags.resume_from_checkpoint == "latest",
+        "--resume_from_checkpoint latest: the same command resumes by itself (--resume never forbids it)",
+    )
+    done.note(
+        flags.resume_from_checkpoint not in (None, "latest"),
+        f"--resume_from_checkpoint {flags.resume_from_checkpoint}: a checkpoint of accelerate is pickled, and is not "
+        "read; its unet/ is, as part of the pipeline that --pretrained.path names",
+    )
+    done.note(flags.report_to in ("comet_ml", "all"), f"--report_to {flags.report_to}: comet_ml is not supported")
+    done.note(flags.logging_dir != "logs", "--logging_dir: TensorBoard's files are in tensorboard/ of the run folder")
+    done.note(flags.cache_dir, f"--cache_dir: set the environment variable HF_HOME={flags.cache_dir} instead")
+    done.note(flags.hub_token, "--hub_token: log in with `hf auth login`; a token has no place on a command line")

@@ -1,0 +1,91 @@
+"""The flags of facebookresearch/DiT's train.py; names and defaults are its own."""
+
+from __future__ import annotations
+
+import argparse
+
+from fastdiff.cli.compat.translation import EXPORT_NOTE, Translation, count_images, flag, launcher
+from fastdiff.config.argument_types import count
+from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES
+from fastdiff.errors import ConfigError
+
+_MODELS = [f"DiT-{letter}/{patch}" for letter in DIT_SIZES for patch in DIT_PATCHES]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of train.py."""
+    add = parser.add_argument
+    add("--data-path", required=True)
+    add("--results-dir", default="results")
+    add("--model", choices=_MODELS, default="DiT-XL/2")
+    add("--image-size", type=int, choices=(256, 512), default=256)
+    for name, number in (
+        ("num-classes", 1000), ("epochs", 1400), ("global-batch-size", 256), ("log-every", 100), ("ckpt-every", 50_000),
+    ):  # fmt: skip
+        add(f"--{name}", type=count, default=number)
+    add("--global-seed", type=int, default=0)
+    add("--num-workers", type=int, default=4)
+    add("--vae", choices=("ema", "mse"), default="ema")
+
+
+def translate(flags: argparse.Namespace, gpus: int) -> Translation:
+    """Translate train.py: the images are encoded once, and then a DiT is trained on the latents."""
+    batch = flags.global_batch_size
+    if batch % gpus:
+        raise ConfigError(f"--global-batch-size {batch} does not divide by {gpus} GPUs; their script refuses it too")
+    images = count_images(flags.data_path, "give --data-path of a folder with one folder of images per class")
+    steps = flags.epochs * (images // batch)
+    if not steps:
+        raise ConfigError(f"{flags.data_path} holds {images} images, fewer than --global-batch-size {batch}")
+    latents = f"{flags.results_dir}/latents-{flags.image_size}"
+    model = flags.model.lower().replace("/", "-")
+    run, every = f"{flags.results_dir}/{model}-{flags.image_size}", flags.ckpt_every
+    return Translation(
+        commands=[
+            [
+                "fastdiff", "encode", flags.data_path, latents,
+                "--pretrained", f"stabilityai/sd-vae-ft-{flags.vae}",
+                "--resolution", str(flags.image_size), "--crop", "adm", "--decode", "pillow", "--flip",
+                "--workers", str(max(1, flags.num_workers)),
+            ],
+            [
+                *launcher(gpus),
+                *flag("preset", f"{model}-256"),
+                *flag("samples", steps * batch),
+                *flag("seed", flags.global_seed),
+                *flag("model.size", flags.image_size // 8),
+                *flag("model.classes", flags.num_classes),
+                *flag("model.learn_sigma", True),
+                *flag("data.path", latents),
+                *flag("data.random_flip", True),
+                *flag("batch.samples", batch),
+                *flag("optim.name", "adamw"),
+                *flag("optim.lr", 1e-4),
+                *flag("optim.weight_decay", 0.0),
+                *flag("optim.clip", 0.0),
+                *flag("ema.rates", (0.9999,)),
+                *flag("objective.prediction", "epsilon"),
+                *flag("objective.variance", "learned_range"),
+                *flag("objective.loss", "mse"),
+                *flag("objective.condition_dropout", 0.1),
+                *flag("performance.precision", "fp32"),
+                *flag("performance.allow_tf32", True),
+                *flag("output.folder", run),
+                *flag("output.log_every", flags.log_every),
+                *flag("output.checkpoint_every", every),
+                *flag("output.keep", max(2, steps // every + 1)),
+                *flag("output.sample_every", 0),
+            ],
+            ["fastdiff", "export", run, f"{run}-export", "--format", "dit-training"],
+        ],
+        notes=[
+            "the run is one folder that a second start continues; theirs makes a new numbered folder each time, "
+            "and cannot resume",
+            "noise, timesteps and dropped labels come from the seed and the position in the run, the same on any "
+            "number of GPUs; theirs come from seed * processes + rank",
+            "the posterior of each image, and of its mirror image, is stored as mean and standard deviation in 16 "
+            "bits, and sampled anew at every use, as theirs is",
+            EXPORT_NOTE,
+            "--performance.precision bf16 is several times faster than their fp32",
+        ],
+    )  # fmt: skip

@@ -1,0 +1,359 @@
+"""The flags of openai/improved-diffusion's image_train.py and super_res_train.py.
+
+Names and defaults are theirs; ``translate`` and ``translate_super_resolution`` say what becomes of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import PurePath
+
+from fastdiff.cli.compat.translation import EXPORT_NOTE, Translation, flag, launcher
+from fastdiff.config.argument_types import count, finite
+from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.presets import preset
+from fastdiff.errors import ConfigError
+
+_CHANNEL_MULT = {256: (1, 1, 2, 2, 4, 4), 64: (1, 2, 3, 4), 32: (1, 2, 2, 2)}
+_CLASSES = 1000
+"""Of their class-conditional networks, whatever the data."""
+_DENSITIES = {"uniform": "uniform", "loss-second-moment": "importance"}
+_PRESETS = {256: "iddpm-lsun256", 64: "iddpm-imagenet64", 32: "iddpm-cifar10"}
+"""Published runs of each size; one without --lr_anneal_steps is as long, behind what it resumes."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of image_train.py."""
+    _add_common(parser)
+    parser.add_argument("--image_size", type=int, default=64)
+    parser.add_argument("--sigma_small", type=_truth, default=False)
+
+
+def add_super_resolution_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of super_res_train.py."""
+    _add_common(parser)
+    parser.add_argument("--large_size", type=int, default=256)
+    parser.add_argument("--small_size", type=count, default=64)
+    parser.set_defaults(sigma_small=False)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    for name in ("data_dir", "resume_checkpoint", "timestep_respacing"):
+        add(f"--{name}", default="")
+    add("--schedule_sampler", choices=tuple(_DENSITIES), default="uniform")
+    add("--noise_schedule", choices=("linear", "cosine"), default="linear")
+    add("--ema_rate", type=_rates, default="0.9999")
+    add("--attention_resolutions", type=_resolutions, default="16,8")
+    counts = {
+        "batch_size": 1, "log_interval": 10, "save_interval": 10_000, "num_channels": 128, "num_res_blocks": 2,
+        "num_heads": 4, "diffusion_steps": 1000,
+    }  # fmt: skip
+    for name, number in counts.items():
+        add(f"--{name}", type=count, default=number)
+    for name, number in {"lr_anneal_steps": 0, "microbatch": -1, "num_heads_upsample": -1}.items():
+        add(f"--{name}", type=int, default=number)
+    for name, value in {"lr": 1e-4, "weight_decay": 0.0, "fp16_scale_growth": 1e-3, "dropout": 0.0}.items():
+        add(f"--{name}", type=float, default=value)
+    switches = {
+        "use_fp16": False, "learn_sigma": False, "class_cond": False, "use_kl": False, "predict_xstart": False,
+        "rescale_timesteps": True, "rescale_learned_sigmas": True, "use_checkpoint": False,
+        "use_scale_shift_norm": True,
+    }  # fmt: skip
+    for name, on in switches.items():
+        add(f"--{name}", type=_truth, default=on)
+
+
+def translate(flags: argparse.Namespace, gpus: int) -> Translation:
+    """Translate image_train.py: the images are cropped once, and then a UNet is trained on their pixels."""
+    size = flags.image_size
+    if size not in _PRESETS:
+        raise ConfigError(f"--image_size {size}: their script has networks for 32, 64 and 256 only")
+    published = f"{_PRESETS[size]}-cond" if size == 64 and flags.class_cond else _PRESETS[size]
+    return _translated(flags, gpus, "iddpm", published, _network(flags, size))
+
+
+def translate_super_resolution(flags: argparse.Namespace, gpus: int) -> Translation:
+    """Translate super_res_train.py; the small images are made of the large ones in every step, as theirs are."""
+    large, small = flags.large_size, flags.small_size
+    if large not in (64, 256):
+        raise ConfigError(f"--large_size {large}: their script has networks for 64 and 256 only")
+    if small >= large:
+        raise ConfigError(f"--small_size {small}: smaller than --large_size {large}")
+    return _translated(flags, gpus, "iddpm-sr", "iddpm-upsampler", _network(flags, large, low_res_size=small))
+
+
+def _translated(flags: argparse.Namespace, gpus: int, script: str, published: str, network: AdmConfig) -> Translation:
+    _check(flags)
+    batch = flags.batch_size * gpus
+    steps = flags.lr_anneal_steps or _steps_before(flags) + preset(published).steps
+    name = f"{PurePath(flags.data_dir).name or 'images'}-{network.size}"
+    shards, run = f"data/{name}", f"runs/{script}-{name}"
+    train = [
+        *launcher(gpus),
+        *flag("preset", published),
+        *flag("samples", steps * batch),
+        *flag("seed", 0),
+        *_start(flags),
+        *_model(network),
+        *flag("data.path", shards),
+        *flag("data.random_flip", False),
+        *flag("batch.samples", batch),
+        *flag("batch.micro", _micro(flags)),
+        *_objective(flags),
+        *_optimizer(flags),
+        *flag("ema.rates", flags.ema_rate),
+        *flag("ema.warmup", False),
+        *flag("performance.precision", "fp16" if flags.use_fp16 else "fp32"),
+        *flag("performance.allow_tf32", True),
+        *flag("performance.recompute", flags.use_checkpoint),
+        *flag("output.folder", run),
+        *flag("output.log_every", flags.log_interval),
+        *flag("output.checkpoint_every", flags.save_interval),
+        *flag("output.keep", max(2, steps // flags.save_interval + 1)),
+        *flag("output.sample_every", 0),
+    ]
+    done = Translation([_encode(flags, network.size, shards), train, _export(run), _sample(flags, network, run)])
+    _add_notes(done, flags, network, published, steps)
+    return done
+
+
+def _encode(flags: argparse.Namespace, size: int, shards: str) -> list[str]:
+    return [
+        "fastdiff", "encode", flags.data_dir, shards,
+        "--autoencoder", "identity", "--resolution", str(size), "--crop", "adm", "--decode", "pillow",
+        "--classes-from", "prefix" if flags.class_cond else "none",
+    ]  # fmt: skip
+
+
+def _export(run: str) -> list[str]:
+    return ["fastdiff", "export", run, f"{run}-export", "--format", "iddpm"]
+
+
+def _sample(flags: argparse.Namespace, network: AdmConfig, run: str) -> list[str]:
+    """Their image_sample.py and super_res_sample.py, as they draw by default."""
+    return [
+        "fastdiff", "sample", run,
+        "--scheduler", "ddpm", "--respacing", str(flags.diffusion_steps),
+        *(("--low-res", "base.npz") if network.low_res_size else ("--num", "10000")),
+        "--npz", f"{run}/samples.npz",
+    ]  # fmt: skip
+
+
+def _network(flags: argparse.Namespace, size: int, low_res_size: int = 0) -> AdmConfig:
+    """Their create_model and sr_create_model."""
+    multiples = _CHANNEL_MULT[size]
+    factors = {size // resolution for resolution in flags.attention_resolutions}
+    try:
+        return AdmConfig(
+            channels=3,
+            size=size,
+            width=flags.num_channels,
+            channel_mult=multiples,
+            res_blocks=flags.num_res_blocks,
+            attention_resolutions=tuple(size >> level for level in range(len(multiples)) if 2**level in factors),
+            heads=flags.num_heads,
+            classes=_CLASSES if flags.class_cond else 0,
+            dropout=flags.dropout,
+            scale_shift_norm=flags.use_scale_shift_norm,
+            low_res_size=low_res_size,
+            learn_sigma=flags.learn_sigma,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"these flags describe a network that cannot be built: {error}") from None
+
+
+def _check(flags: argparse.Namespace) -> None:
+    if not flags.data_dir:
+        raise ConfigError("--data_dir is missing: the folder of the images")
+    if flags.num_heads_upsample not in (-1, flags.num_heads):
+        raise ConfigError(
+            f"--num_heads_upsample {flags.num_heads_upsample}: the network has one number of heads, --num_heads "
+            f"{flags.num_heads}; leave it out, or give -1"
+        )
+    if flags.timestep_respacing not in ("", str(flags.diffusion_steps)):
+        raise ConfigError(
+            f"--timestep_respacing {flags.timestep_respacing} would train on these timesteps alone, which is not done "
+            f"here; leave it out, and draw with `fastdiff sample RUN --respacing {flags.timestep_respacing}`"
+        )
+    if flags.batch_size % _micro(flags):
+        raise ConfigError(
+            f"--batch_size {flags.batch_size} does not divide by --microbatch {flags.microbatch}; theirs takes a "
+            "smaller last one, here all are equal: give a --microbatch that divides it"
+        )
+    _check_resumed(flags)
+    if flags.lr_anneal_steps < 0:
+        raise ConfigError(f"--lr_anneal_steps {flags.lr_anneal_steps}: 0 or above")
+    if 0 < flags.lr_anneal_steps <= _steps_before(flags):
+        raise ConfigError(
+            f"--lr_anneal_steps {flags.lr_anneal_steps}: no step is left after those of --resume_checkpoint, whose "
+            f"file numbered {_number(flags)} is after {_steps_before(flags)}; give more, or 0 for a constant learning "
+            "rate"
+        )
+
+
+def _check_resumed(flags: argparse.Namespace) -> None:
+    file, number = flags.resume_checkpoint, _number(flags)
+    if file and not file.endswith(".pt"):
+        raise ConfigError(f"--resume_checkpoint {file}: expected a file of weights, modelNNNNNN.pt")
+    if number and (number < 0 or PurePath(file).name != f"model{number:06d}.pt"):
+        raise ConfigError(
+            f"--resume_checkpoint {file}: theirs reads the step {number} in it, and takes averages and Adam's state of "
+            "that step from beside it; rename it modelNNNNNN.pt, as their script writes it"
+        )
+
+
+def _micro(flags: argparse.Namespace) -> int:
+    size = flags.batch_size if flags.microbatch <= 0 else min(flags.microbatch, flags.batch_size)
+    return int(size)
+
+
+def _number(flags: argparse.Namespace) -> int | None:
+    """The step that their script reads in --resume_checkpoint; None: none. At 0 too it takes the weights alone."""
+    _, found, rest = flags.resume_checkpoint.rpartition("model")
+    try:
+        return int(rest.partition(".")[0]) if found else None
+    except ValueError:
+        return None
+
+
+def _steps_before(flags: argparse.Namespace) -> int:
+    """Steps of the run that is resumed: it has saved after the step of that number, and counts from 0."""
+    number = _number(flags)
+    return number + 1 if number else 0
+
+
+def _start(flags: argparse.Namespace) -> list[str]:
+    if not flags.resume_checkpoint:
+        return []
+    return [
+        *flag("pretrained.path", flags.resume_checkpoint),
+        *flag("pretrained.weights", True),
+        *flag("pretrained.training", _steps_before(flags) > 0),
+    ]
+
+
+def _model(network: AdmConfig) -> list[str]:
+    words = [flag(f"model.{field.name}", getattr(network, field.name)) for field in fields(network)]
+    return [word for some in words for word in some]
+
+
+def _objective(flags: argparse.Namespace) -> list[str]:
+    fixed = "fixed_small" if flags.sigma_small else "fixed_large"
+    hybrid = "rescaled_mse" if flags.rescale_learned_sigmas else "mse"
+    return [
+        *flag("objective.schedule", flags.noise_schedule),
+        *flag("objective.timesteps", flags.diffusion_steps),
+        *flag("objective.rescale_timesteps", flags.rescale_timesteps),
+        *flag("objective.prediction", "x0" if flags.predict_xstart else "epsilon"),
+        *flag("objective.variance", "learned_range" if flags.learn_sigma else fixed),
+        *flag("objective.loss", "rescaled_kl" if flags.use_kl else hybrid),
+        *flag("objective.condition_dropout", 0.0),
+        *flag("timesteps.density", _DENSITIES[flags.schedule_sampler]),
+    ]
+
+
+def _optimizer(flags: argparse.Namespace) -> list[str]:
+    return [
+        *flag("optim.name", "adamw"),
+        *flag("optim.lr", flags.lr),
+        *flag("optim.betas", (0.9, 0.999)),
+        *flag("optim.eps", 1e-8),
+        *flag("optim.weight_decay", flags.weight_decay),
+        *flag("optim.clip", 0.0),
+        *flag("optim.schedule", "linear" if flags.lr_anneal_steps else "constant"),
+        *flag("optim.warmup_steps", 0),
+    ]
+
+
+def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig, published: str, steps: int) -> None:
+    before = f"the {_steps_before(flags)} of --resume_checkpoint and " if _steps_before(flags) else ""
+    done.note(
+        not flags.lr_anneal_steps,
+        f"without --lr_anneal_steps their run never ends; this one ends after {steps} steps, {before}those of "
+        f"{published} (--samples, over --batch.samples), and a second start with more --samples goes on",
+    )
+    done.notes += [
+        "noise, timesteps, dropout and order come from the seed and the position in the run, the same on any number of "
+        "GPUs; theirs have no seed, and give each process its own share of the images",
+        "an epoch has all images; theirs leaves out those that do not fill a last batch",
+        "the images are cropped once, into shards of 8-bit pixels; those that EXIF says are rotated are turned "
+        "upright, those with a palette, with alpha, of 1 bit or in CMYK become RGB before they are resized, in theirs "
+        "afterwards; gray ones of 16 bits are scaled to 8, theirs clipped; GIFs are not read, and WebPs are",
+        "the run is one folder that a second start continues, not $OPENAI_LOGDIR or a new folder each time; its "
+        "checkpoint after N steps holds the weights, all averages and Adam's state, where their files numbered N are "
+        "after N + 1, the first ones after one step",
+        "metrics.jsonl has loss, loss_q0 to loss_q3 and grad_norm; its parts, mse and vb, are what `fastdiff "
+        "evaluate RUN --nll` tells by timestep",
+        "--performance.allow_tf32: theirs is PyTorch's default, which rounds so in convolutions only",
+    ]
+    done.note(
+        network.classes,
+        f"the network has {_CLASSES} classes, as theirs, however many the data have: --model.classes N",
+    )
+    done.note(
+        _micro(flags) < flags.batch_size,
+        f"the gradients of the {flags.batch_size // _micro(flags)} microbatches are averaged; theirs are added up, so "
+        "that their grad_norm is as many times as large, which Adam does not notice but for its epsilon",
+    )
+    done.note(
+        flags.use_fp16,
+        "--use_fp16: all weights of the forward pass are in 16 bits, with fp32 masters (DeepSpeed), in theirs those of "
+        "all convolutions but the last; the loss scale is DeepSpeed's, so that --fp16_scale_growth is not used",
+    )
+    done.note(not flags.use_fp16, "--performance.precision bf16 is faster on a GPU than their fp32")
+    done.note(
+        flags.schedule_sampler != "uniform",
+        "the losses that importance sampling learns from are part of a checkpoint; theirs are gathered anew by a "
+        "resumed run",
+    )
+    done.notes += _notes_of_results(flags, network)
+    factors = {2**level for level in range(len(network.channel_mult))}
+    idle = [side for side in flags.attention_resolutions if network.size // side not in factors]
+    done.note(idle, f"--attention_resolutions: no map has a side of {', '.join(map(str, idle))}; theirs skips it too")
+    done.note(flags.resume_checkpoint, f"--resume_checkpoint {flags.resume_checkpoint}: {_what_is_resumed(flags)}")
+
+
+def _notes_of_results(flags: argparse.Namespace, network: AdmConfig) -> list[str]:
+    """About the commands after the training."""
+    script = "super_res_sample.py" if network.low_res_size else "image_sample.py"
+    notes = [
+        EXPORT_NOTE,
+        f"the last command is their {script} with its defaults, over all {flags.diffusion_steps} timesteps; without "
+        "--scheduler and --respacing it takes 50 steps of DDIM; pixels are rounded, theirs truncated",
+    ]
+    if network.low_res_size:
+        notes.append(
+            "base.npz stands for their --base_samples; each of its images is enlarged once, where theirs begins anew "
+            "with the first until there are --num_samples"
+        )
+    return notes
+
+
+def _what_is_resumed(flags: argparse.Namespace) -> str:
+    if not _number(flags):
+        why = "its name says no step (modelNNNNNN.pt)" if _number(flags) is None else "its number is 0"
+        return f"{why}, so the weights alone are read, as in theirs, and steps count from 0"
+    settings = "--weight_decay is" if flags.lr_anneal_steps else "--lr and --weight_decay are"
+    return (
+        f"weights, averages, Adam's state and the step are read from it and the files beside it; {settings} obeyed, "
+        "where theirs silently goes on with what the opt file was trained with"
+    )
+
+
+def _truth(text: str) -> bool:
+    """Their str2bool."""
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text}: expected True or False")
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(finite(part) for part in text.split(","))
+
+
+def _resolutions(text: str) -> tuple[int, ...]:
+    return tuple(count(part.strip()) for part in text.split(","))

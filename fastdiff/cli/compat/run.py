@@ -1,0 +1,80 @@
+"""The command lines of other training scripts, translated: the same run in fastdiff, and what is not the same."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from fastdiff.cli.compat import diffusers, dit, iddpm
+from fastdiff.cli.compat.translation import TRAINER, Translation
+from fastdiff.config.command_line import parse
+from fastdiff.errors import ConfigError
+
+Translate = Callable[[argparse.Namespace, int], Translation]
+
+SCRIPTS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Translate]] = {
+    "t2i": ("diffusers' train_text_to_image.py", diffusers.add_flags, diffusers.translate),
+    "t2i-lora": ("diffusers' train_text_to_image_lora.py", diffusers.add_lora_flags, diffusers.translate_lora),
+    "dit": ("facebookresearch/DiT's train.py", dit.add_flags, dit.translate),
+    "iddpm": ("openai/improved-diffusion's image_train.py", iddpm.add_flags, iddpm.translate),
+    "iddpm-sr": (
+        "openai/improved-diffusion's super_res_train.py",
+        iddpm.add_super_resolution_flags,
+        iddpm.translate_super_resolution,
+    ),
+}
+"""What each is, its flags, and its translation."""
+
+
+def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
+    """Translate the flags of ``script``.
+
+    Args:
+        script: a key of ``SCRIPTS``.
+        flags: its command line, without the script's own name.
+        gpus: processes that it was started with: its batch size is per process.
+
+    Raises:
+        ConfigError: a flag that the script does not have, that contradicts another one, or that no run can have.
+    """
+    name, add_flags, translated = SCRIPTS[script]
+    parser = _Parser(prog=name, add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    translation = translated(parser.parse_args(list(flags)), gpus)
+    for command in translation.commands:
+        if TRAINER in command:
+            _check(command[command.index(TRAINER) + 1 :])
+    return translation
+
+
+def in_words(translation: Translation) -> str:
+    """The commands, ready for a shell, and then what is different, one line each."""
+    commands = "\n".join(_broken(command) for command in translation.commands)
+    notes = "\n".join(f"# - {note}" for note in translation.notes)
+    return f"{commands}\n\n# Not the same:\n{notes}" if notes else commands
+
+
+def _check(flags: Sequence[str]) -> None:
+    """Refuse now what the trainer would refuse later."""
+    try:
+        parse(flags)
+    except ConfigError as error:
+        raise ConfigError(f"these flags describe a run that cannot be: {error}") from None
+
+
+def _broken(command: Sequence[str]) -> str:
+    """One flag with its values per line."""
+    lines = [[command[0]]]
+    for word in command[1:]:
+        if word.startswith("--"):
+            lines.append([word])
+        else:
+            lines[-1].append(word)
+    return " \\\n    ".join(shlex.join(line) for line in lines)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; give its flags as they are, after --")

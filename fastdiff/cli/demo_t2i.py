@@ -1,0 +1,175 @@
+"""The text-to-image demo: scans of digits with captions in words, and a pipeline small enough for two CPU cores.
+
+``python -m fastdiff.cli.demo_t2i prepare data/digits-t2i`` writes ``images/`` (PNG files and metadata.jsonl) and
+``pipeline/`` (a tiny Stable Diffusion pipeline whose autoencoder is fitted to the digits; its text encoder stays random
+and tells captions apart all the same). ``python -m fastdiff.cli.demo_t2i judge PIPELINE`` draws digits by their
+captions with diffusers and lets a classifier read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from fastdiff.errors import FastdiffError, report
+from fastdiff.evaluation.digits import evaluate_digits, evaluation_labels, real_digits
+from fastdiff.models.pretrained import tiny_pipeline
+from fastdiff.sampling.image_grid import image_grid
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+SIZE = tiny_pipeline.IMAGE_SIZE
+GUIDANCE = 4.0
+_STEPS, _BATCH, _LR = 150, 32, 3e-3
+_KL_WEIGHT = 1e-4
+
+
+def caption(digit: int) -> str:
+    """``a handwritten seven``."""
+    return f"a handwritten {WORDS[digit]}"
+
+
+def write_images(folder: Path) -> None:
+    """Write the 1,797 scans, enlarged to 32 x 32 pixels, with their captions in metadata.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for number, (image, label) in enumerate(_enlarged()):
+        name = f"{number:04d}.png"
+        image.convert("RGB").save(folder / name)
+        lines.append(json.dumps({"file_name": name, "text": caption(label)}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def write_pipeline(folder: Path, *, steps: int = _STEPS) -> float:
+    """Write the tiny pipeline and fit its autoencoder to the digits.
+
+    Returns:
+        Root mean squared error of its reconstructions of every fourth scan, for pixels in [-1, 1].
+    """
+    from diffusers import AutoencoderKL
+
+    unfinished = folder.with_name(folder.name + ".tmp")
+    tiny_pipeline.build(unfinished)
+    vae = AutoencoderKL.from_pretrained(unfinished, subfolder="vae")
+    pixels = _pixels()
+    _fit(vae, pixels, steps)
+    error, std = _reconstruct(vae, pixels[::4])
+    vae.register_to_config(scaling_factor=1.0 / std)
+    vae.save_pretrained(unfinished / "vae")
+    unfinished.rename(folder)
+    return error
+
+
+def judge(pipeline: Path, picture: Path, *, per_class: int = 20, seed: int = 0) -> dict[str, float | int]:
+    """Draw digits by their captions with diffusers' own pipeline, and measure them as ``fastdiff evaluate`` does.
+
+    Args:
+        pipeline: folder that ``fastdiff export --format diffusers`` wrote.
+        picture: PNG to write, one column per digit.
+        per_class: images per digit.
+        seed: of the noise.
+    """
+    from diffusers import DPMSolverMultistepScheduler, StableDiffusionPipeline
+
+    pipe = StableDiffusionPipeline.from_pretrained(pipeline)
+    pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config, timestep_spacing="trailing")
+    pipe.set_progress_bar_config(desc="drawing", leave=False)
+    labels = evaluation_labels(per_class)
+    images = pipe(
+        [caption(int(label)) for label in labels],
+        num_inference_steps=20,
+        guidance_scale=GUIDANCE,
+        height=SIZE,
+        width=SIZE,
+        output_type="pt",
+        generator=torch.Generator().manual_seed(seed),
+    ).images
+    gray = images.float().mean(dim=1, keepdim=True) * 2 - 1
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    image_grid(gray[:80], rows=8, scale=1).save(picture)
+    return evaluate_digits(F.avg_pool2d(gray, SIZE // 8), labels)
+
+
+def _pixels() -> Tensor:
+    """``[1797, 3, 32, 32]`` fp32 in [-1, 1]."""
+    images = np.stack([np.asarray(image) for image, _ in _enlarged()])
+    return torch.from_numpy(images).float()[:, None].expand(-1, 3, -1, -1) / 127.5 - 1
+
+
+def _enlarged() -> Iterator[tuple[Image, int]]:
+    """Every scan as a grey image of 32 x 32 pixels, with its class."""
+    from PIL import Image as pillow
+
+    scans, labels = real_digits()
+    for scan, label in zip(scans, labels, strict=True):
+        gray = pillow.fromarray(np.round(scan.reshape(8, 8) * 255).astype(np.uint8))
+        yield gray.resize((SIZE, SIZE), pillow.Resampling.BICUBIC), int(label)
+
+
+def _fit(vae: Any, pixels: Tensor, steps: int) -> None:
+    """Minimise squared error plus a little KL divergence (Rombach et al. 2022, arXiv:2112.10752, section 3.1)."""
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=_LR, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LR, total_steps=steps)
+    vae.train()
+    for _ in tqdm(range(steps), desc="fitting the autoencoder", unit="step", leave=False, disable=None):
+        batch = pixels[torch.randint(len(pixels), (_BATCH,), generator=generator)]
+        posterior = vae.encode(batch).latent_dist
+        decoded = vae.decode(posterior.sample(generator)).sample
+        loss = F.mse_loss(decoded, batch) + _KL_WEIGHT * posterior.kl().mean() / posterior.mean[0].numel()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    vae.eval()
+
+
+@torch.no_grad()
+def _reconstruct(vae: Any, pixels: Tensor) -> tuple[float, float]:
+    """Root mean squared error of the reconstructions, and standard deviation of the latents."""
+    means = vae.encode(pixels).latent_dist.mean
+    decoded = vae.decode(means).sample
+    return float((decoded - pixels).square().mean().sqrt()), float(means.std())
+
+
+def main() -> int:
+    """Run one of the two commands."""
+    parser = argparse.ArgumentParser(prog="python -m fastdiff.cli.demo_t2i", description=__doc__)
+    parser.add_argument("command", choices=("prepare", "judge"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=Path("digits-t2i.png"),
+        help="judge: PNG to write, with the figures in a JSON beside it",
+    )
+    arguments = parser.parse_args()
+    try:
+        if arguments.command == "judge":
+            result = json.dumps(judge(arguments.folder, arguments.picture))
+            arguments.picture.with_suffix(".json").write_text(result + "\n")
+            print(result)
+        else:
+            write_images(arguments.folder / "images")
+            error = write_pipeline(arguments.folder / "pipeline")
+            print(
+                f"{arguments.folder}: 1797 captioned images and a pipeline; autoencoder's error {error:.3f} of [-1, 1]"
+            )
+    except FastdiffError as error:
+        return report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

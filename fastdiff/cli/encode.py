@@ -1,0 +1,155 @@
+"""``fastdiff encode``: write latent shards."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastdiff.config.argument_types import Subcommands, count, shape
+from fastdiff.errors import ConfigError
+
+_ITSELF = {"digits": ("split",), "synthetic": ("shape", "samples", "classes")}
+"""The sources that need no images, with their options."""
+
+
+def add(commands: Subcommands) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "encode",
+        help="write latent shards",
+        description="Encode images into latent shards with the autoencoder and the text encoder of a pipeline, or into "
+        "shards of pixels. Run it on many GPUs with torchrun, deepspeed --no_python --no_local_rank, or srun. After a "
+        "kill, the same command goes on where it was.",
+        # What is not given is not among the arguments: the defaults are those of the functions that are called, and an
+        # option of another kind of source is noticed.
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "source",
+        help="images: a folder (with metadata.jsonl or .csv, or text files beside them, or one folder per class), tars "
+        "of WebDataset (path or address, braces allowed), or a Hugging Face dataset; or digits (scikit-learn's 1,797 "
+        "real scans) or synthetic, which take no --pretrained",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not hold a data set yet")
+    _add_pipeline(parser)
+    _add_images(parser)
+    _add_work(parser)
+    group = parser.add_argument_group("synthetic")
+    group.add_argument("--shape", type=shape, metavar="C,H,W", help="latent shape")
+    group.add_argument("--samples", type=count, help="number of samples")
+    group.add_argument("--classes", type=count, help="number of classes")
+    parser.set_defaults(run=_encode)
+
+
+def _add_pipeline(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("pipeline")
+    group.add_argument(
+        "--autoencoder",
+        choices=("pipeline", "identity"),
+        help="pipeline: that of --pretrained; identity: none, for training in pixel space (RGB in uint8)",
+    )
+    group.add_argument("--pretrained", metavar="PATH_OR_ID", help="folder or hub id in the layout of diffusers")
+    group.add_argument("--revision", help="branch, tag or commit of the id")
+    group.add_argument("--variant", help="variant of the weight files, for example fp16")
+    group.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="of the autoencoder and the text encoders; fp32 is exact, bf16 several times as fast on a GPU",
+    )
+    group.add_argument("--dtype", choices=("float16", "float32"), help="of what is stored")
+    group.add_argument("--batch", type=count, help="images per pass through the autoencoder")
+
+
+def _add_images(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("images")
+    group.add_argument("--resolution", type=count, help="side of the images in pixels")
+    group.add_argument("--crop", choices=("center", "adm"), help="adm: as ADM, DiT and SiT do it")
+    group.add_argument(
+        "--interpolation",
+        choices=("nearest", "nearest_exact", "bilinear", "bicubic", "box", "hamming", "lanczos"),
+        help="filter of the resize",
+    )
+    group.add_argument(
+        "--buckets", action="store_true", help="keep the aspect ratio: sizes of up to --resolution squared pixels"
+    )
+    group.add_argument(
+        "--bucket-step", type=count, help="what the sides of buckets are multiples of; default: 8 latent positions, 64"
+    )
+    group.add_argument(
+        "--decode",
+        choices=("auto", "dali", "pillow"),
+        help="pillow is the exact reference; auto: DALI where it is installed",
+    )
+    group.add_argument(
+        "--flip",
+        action="store_true",
+        help="store the latents of the mirrored images too; pixels are mirrored by --data.random_flip alone",
+    )
+    group.add_argument(
+        "--classes-from",
+        choices=("auto", "folder", "prefix", "none"),
+        help="classes of a folder of images: the names of its folders; the prefix of a file's name, before the first "
+        "underscore; or none. auto: captions if there are any, else the folders",
+    )
+    group.add_argument(
+        "--captions",
+        choices=("first", "all"),
+        help="which captions of an image are embedded; all counts them first, for which a server sends all of its tars",
+    )
+    group.add_argument("--image-column", help="column of a Hugging Face dataset")
+    group.add_argument("--caption-column", help="column or field of the captions")
+    group.add_argument("--split", help="split of a Hugging Face dataset or a folder; of digits: all, train or test")
+    group.add_argument("--max-samples", type=count, help="only so many images, the first ones")
+
+
+def _add_work(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("work")
+    group.add_argument(
+        "--bad",
+        choices=("fail", "skip"),
+        help="skip: images that cannot be used are left out and listed in OUT/bad_images.jsonl",
+    )
+    group.add_argument("--samples-per-shard", type=count, help="images per shard; a tar is one shard")
+    group.add_argument("--workers", type=count, help="threads that decode, per rank")
+
+
+def _encode(arguments: argparse.Namespace) -> None:
+    given = vars(arguments)
+    source = given["source"]
+    if source in _ITSELF:
+        _require_own(given, _ITSELF[source])
+        _encode_itself(source, given)
+        return
+    from fastdiff.data.encoding.images import encode_images
+    from fastdiff.data.encoding.options import EncodeOptions
+
+    names = EncodeOptions.__dataclass_fields__
+    _require_own(given, names)
+    encode_images(EncodeOptions(**{name: given[name] for name in names if name in given}))
+
+
+def _require_own(given: Mapping[str, Any], own: Collection[str]) -> None:
+    """Refuse options that the source has no use for."""
+    source = given["source"]
+    for name in given:
+        flag = "--" + name.replace("_", "-")
+        if name in (*own, "source", "out", "run"):
+            continue
+        if name in _ITSELF["synthetic"]:
+            instead = "use --max-samples" if name == "samples" and source not in _ITSELF else "leave it out"
+            raise ConfigError(f"{flag} is for the source synthetic, and the source is {source}; {instead}")
+        raise ConfigError(
+            f"{flag} is for images, and {source} is none; leave it out, or for a folder of that name say ./{source}"
+        )
+
+
+def _encode_itself(source: str, given: Mapping[str, Any]) -> None:
+    from fastdiff.data.encoding.builtin import encode_digits, encode_synthetic
+
+    options = {name: given[name] for name in _ITSELF[source] if name in given}
+    if source == "digits":
+        encode_digits(given["out"], **options)
+    else:
+        encode_synthetic(given["out"], **options)

@@ -1,0 +1,144 @@
+"""``fastdiff evaluate``: how good what a run has learned is, in numbers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastdiff.config.argument_types import Subcommands, add_averages, count
+from fastdiff.errors import ConfigError
+
+_OF_RUN = ("ema", "ema_std")
+_OF_NLL = ("samples", "data", "clip_denoised", "png")
+_OF_IMAGES = ("features", "out")
+_OF_BOTH = ("batch", "seed")
+
+
+def add(commands: Subcommands) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="measure the images of a run against real ones, or with --nll its likelihood",
+        description="Of a run: draws digits, or enlarges some, and judges them, into RUN/evaluation.json. With --nll: "
+        "the bound on the negative log-likelihood of data, in bits per dimension, over all timesteps, into "
+        "RUN/nll.json; its terms, with the errors of x0 and of the noise, by timestep into RUN/nll.npz. With "
+        "--reference: FID, KID, precision and recall of images. They are npz files with arr_0 uint8 [N, H, W, C] "
+        "(fastdiff sample RUN --npz) or folders of images of one size; nothing is resized.",
+    )
+    parser.add_argument(
+        "subject",
+        type=Path,
+        metavar="RUN|SAMPLES",
+        help="run folder, of which the newest checkpoint is used; with --reference: npz file or folder of images",
+    )
+    add_averages(parser)
+    parser.add_argument("--batch", type=count, help="images, or samples times timesteps, at a time; default: 64")
+    parser.add_argument("--seed", type=int, help="of the noise, or of the subsets of KID; default: 0")
+    parser.add_argument("--nll", action="store_true", help="measure the likelihood")
+    of_nll = parser.add_argument_group("with --nll")
+    of_nll.add_argument("--samples", type=count, help="samples, spread evenly over the data; default: 1000")
+    of_nll.add_argument("--data", metavar="PATH", help="folder of latent shards; default: what the run was trained on")
+    of_nll.add_argument(
+        "--clip-denoised",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="clamp estimates of x0 to [-1, 1]; default: only for models of pixels",
+    )
+    of_nll.add_argument("--png", type=Path, help="picture of the curves by timestep to write")
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="REAL",
+        help="npz file or folder of real images to measure SAMPLES against; or npz file of their statistics mu and "
+        "sigma, for FID alone",
+    )
+    of_images = parser.add_argument_group("with --reference")
+    of_images.add_argument(
+        "--features",
+        metavar="NAME",
+        help="inception (needs torch-fidelity and its weights), pixels, or PATH.py:FUNCTION, a function from uint8 "
+        "[B, H, W, C] to [B, D]; this runs PATH.py. Default: inception",
+    )
+    of_images.add_argument("--out", type=Path, metavar="JSON", help="file to write the result to as well")
+    parser.set_defaults(run=_evaluate)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    if arguments.nll and arguments.reference:
+        raise ConfigError("--nll is of a run and --reference of images; give one of them")
+    if arguments.reference:
+        _refuse(arguments, _OF_NLL, "needs --nll")
+        _refuse(arguments, _OF_RUN, "is of a run, and with --reference images are given")
+        _evaluate_images(arguments)
+        return
+    _refuse(arguments, _OF_IMAGES, "needs --reference")
+    if not arguments.nll:
+        _refuse(arguments, _OF_NLL, "needs --nll")
+        _refuse(arguments, _OF_BOTH, "needs --nll or --reference")
+    _require_run(arguments.subject)
+    (_evaluate_nll if arguments.nll else _evaluate_digits)(arguments)
+
+
+def _refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} {why}")
+
+
+def _require_run(subject: Path) -> None:
+    from fastdiff.config.run_record import require_run
+
+    try:
+        require_run(subject)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; to measure images, give real ones with --reference") from None
+
+
+def _evaluate_digits(arguments: argparse.Namespace) -> None:
+    from fastdiff.evaluation.digits import evaluate_run
+    from fastdiff.sampling.run import Run
+
+    run = Run(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std)
+    print(json.dumps(evaluate_run(run)))
+
+
+def _evaluate_images(arguments: argparse.Namespace) -> None:
+    from fastdiff.evaluation.image_comparison import FidelityOptions, evaluate_images
+
+    out = arguments.out
+    if out and not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
+    options = FidelityOptions(**_given(arguments, "features", "batch", "seed"))
+    result = evaluate_images(arguments.subject, arguments.reference, options)
+    if out:
+        temporary = out.with_name(f"{out.name}.tmp")
+        temporary.write_text(json.dumps(result, indent=2) + os.linesep)
+        temporary.replace(out)
+    print(json.dumps(result))
+
+
+def _evaluate_nll(arguments: argparse.Namespace) -> None:
+    from fastdiff.evaluation.likelihood import NllOptions, draw, evaluate_nll, require_matplotlib
+    from fastdiff.sampling.run import Run
+
+    if arguments.png:
+        require_matplotlib()
+    options = NllOptions(**_given(arguments, "samples", "data", "batch", "seed"), clip=arguments.clip_denoised)
+    run = Run(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std)
+    result, found = evaluate_nll(run, options, progress=True)
+    print(
+        f"{arguments.subject / 'nll.json'}: {result['total_bpd']:.4f} ± {result['total_bpd_se']:.4f} bits per "
+        f"dimension ({result['prior_bpd']:.1e} of it the prior's), {result['samples']} samples; {run.description}"
+    )
+    if arguments.png:
+        draw(arguments.png, found)
+        print(f"drawn: {arguments.png}")
+
+
+def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Options that have a value; the others keep their defaults."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}

@@ -1,0 +1,58 @@
+"""``fastdiff export``: a run in the formats of other programs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fastdiff.config.argument_types import Subcommands, add_averages, count
+from fastdiff.errors import require
+
+_FORMATS = "diffusers", "lora", "dit", "dit-training", "iddpm", "safetensors"
+
+
+def add(commands: Subcommands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("export", help="write a run in the format of another program")
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="run folder; its newest checkpoint is used")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
+    parser.add_argument(
+        "--format",
+        choices=_FORMATS,
+        required=True,
+        help="diffusers: a pipeline, or the network alone (of a DiT with two lines of code to run after loading, in "
+        "OUT/README.md); lora: pytorch_lora_weights.safetensors; dit: the weights of "
+        "the published DiT, dit.pt; dit-training: all of a training of it, NNNNNNN.pt; iddpm: all of a training of "
+        "improved-diffusion, model*.pt, ema_*.pt and opt*.pt; safetensors: the weights alone. But for lora, an adapter "
+        "is merged into its base",
+    )
+    which = add_averages(parser)
+    which.add_argument("--raw", action="store_true", help="the weights themselves instead of an average")
+    parser.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="of the exported weights")
+    parser.add_argument(
+        "--step", type=count, default=None, metavar="N", help="an earlier checkpoint, or with --ema-std snapshot"
+    )
+    parser.add_argument("--push-to-hub", default=None, metavar="REPO_ID", help="upload OUT to the Hugging Face hub")
+    parser.add_argument("--private", action="store_true", help="a new repository on the hub is private")
+    parser.set_defaults(run=_export)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from fastdiff.export.hub import check_repo_id, push
+    from fastdiff.export.run import Choice, export
+
+    require(not arguments.private or arguments.push_to_hub is not None, "--private needs --push-to-hub")
+    if arguments.push_to_hub is not None:
+        check_repo_id(arguments.push_to_hub)
+    choice = Choice(
+        format=arguments.format,
+        ema=arguments.ema,
+        ema_std=arguments.ema_std,
+        raw=arguments.raw,
+        dtype=arguments.dtype,
+        step=arguments.step,
+    )
+    export(arguments.run_folder, arguments.out, choice, published_as=arguments.push_to_hub)
+    print(f"{arguments.out}: {arguments.format}")
+    if arguments.push_to_hub is not None:
+        print(push(arguments.out, arguments.push_to_hub, private=arguments.private))

@@ -1,0 +1,209 @@
+"""``fastdiff launch``: start a run on this machine, over ssh, by Slurm or on Kubernetes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastdiff.config.argument_types import Subcommands, count
+from fastdiff.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastdiff.cluster.launchers.job import Job
+
+_EXAMPLES = """\
+TRAIN FLAGS are those of fastdiff/train.py, after a --. The same command again resumes the run.
+
+  fastdiff launch local --ranks 8 -- --preset digits
+  fastdiff launch hosts --hostfile hosts --submit -- --preset digits
+  fastdiff launch slurm --nodes 2 --ranks-per-node 8 --time 8:00:00 --sbatch gpus-per-node=8 --submit -- --preset digits
+  fastdiff launch k8s --nodes 2 --ranks-per-node 8 --image registry/fastdiff --pvc data:/data -- --preset digits
+"""
+
+
+def add(commands: Subcommands) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "launch",
+        help="start a run on one or many machines, supervised",
+        description="Start a run under supervisors, one per node: they check the nodes first, watch the ranks, and say "
+        "who failed first and why. Exit code 75: the run was asked to stop and has saved.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    targets = parser.add_subparsers(required=True, metavar="TARGET")
+    _add_local(targets)
+    _add_hosts(targets)
+    _add_slurm(targets)
+    _add_k8s(targets)
+
+
+def _add_target(targets: Subcommands, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = targets.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.add_argument("--no-preflight", dest="preflight", action="store_false", help="do not check the nodes first")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- TRAIN FLAGS", help="of fastdiff/train.py")
+    return parser
+
+
+def _add_local(targets: Subcommands) -> None:
+    parser = _add_target(targets, "local", "run here, now")
+    parser.add_argument("--ranks", type=count, required=True, metavar="K", help="processes, one per GPU")
+    parser.set_defaults(run=_local)
+
+
+def _add_hosts(targets: Subcommands) -> None:
+    parser = _add_target(targets, "hosts", "run on the hosts of a hostfile, over ssh, in the same folder on each")
+    parser.add_argument("--hostfile", type=Path, required=True, metavar="FILE", help="lines `name slots=RANKS`")
+    parser.add_argument("--ssh-config", type=Path, metavar="FILE", help="configuration of ssh; default: the user's")
+    parser.add_argument("--submit", action="store_true", help="start it; it ends with this command")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("fastdiff-hosts.sh"),
+        metavar="FILE",
+        help="without --submit: where the equivalent for DeepSpeed's own launcher is written; default: %(default)s",
+    )
+    parser.set_defaults(run=_hosts)
+
+
+def _add_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=count, required=True, metavar="N", help="machines")
+    parser.add_argument("--ranks-per-node", type=count, required=True, metavar="K", help="processes on each")
+    parser.add_argument("--name", default="fastdiff", help="of the job; default: %(default)s")
+
+
+def _add_slurm(targets: Subcommands) -> None:
+    parser = _add_target(targets, "slurm", "write a script for sbatch, which is queued again after a preemption")
+    _add_size(parser)
+    parser.add_argument("--time", help="limit, as sbatch takes it")
+    parser.add_argument("--partition", help="of the cluster")
+    parser.add_argument("--account", help="that pays")
+    parser.add_argument(
+        "--signal-before",
+        type=count,
+        default=120,
+        metavar="SECONDS",
+        help="save and stop so long before the time limit; default: %(default)s",
+    )
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="KEY[=VALUE]",
+        help="further option of sbatch, for example gpus-per-node=8, cpus-per-task=64 or exclusive",
+    )
+    _add_output(parser, "fastdiff.sbatch", "sbatch")
+    parser.set_defaults(run=_slurm)
+
+
+def _add_k8s(targets: Subcommands) -> None:
+    parser = _add_target(targets, "k8s", "write a manifest for Kubernetes (1.31 or newer)")
+    _add_size(parser)
+    parser.add_argument("--image", required=True, help="with fastdiff installed")
+    parser.add_argument("--namespace", help="default: kubectl's")
+    parser.add_argument(
+        "--pvc",
+        action="append",
+        default=[],
+        metavar="CLAIM:/PATH",
+        help="persistent volume claim and where it is mounted; the run folder must be on one that all nodes can write",
+    )
+    _add_output(parser, "fastdiff.yaml", "kubectl apply")
+    parser.set_defaults(run=_k8s)
+
+
+def _add_output(parser: argparse.ArgumentParser, name: str, command: str) -> None:
+    parser.add_argument(
+        "--output", type=Path, default=Path(name), metavar="FILE", help="where it is written; default: %(default)s"
+    )
+    parser.add_argument("--submit", action="store_true", help=f"and run {command} on it")
+
+
+def _job(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> Job:
+    """Return what to launch, once the flags are known to be right."""
+    from fastdiff.cluster.launchers.job import Job
+
+    flags = arguments.flags
+    if flags[:1] != ["--"]:
+        raise ConfigError(
+            f"{' '.join(flags) or 'no flags'}: the flags of the run go after a --, as in -- --preset digits"
+        )
+    job = Job(nodes=nodes, ranks_per_node=ranks_per_node, preflight=arguments.preflight, flags=tuple(flags[1:]))
+    job.check()
+    return job
+
+
+def _local(arguments: argparse.Namespace) -> None:
+    from fastdiff.cluster.launchers.job import SUPERVISOR
+
+    job = _job(arguments, 1, arguments.ranks)
+    sys.stdout.flush()
+    # Port 0: its supervisor takes one that is free.
+    os.execv(sys.executable, [sys.executable, "-u", "-m", SUPERVISOR, *job.arguments("127.0.0.1", 0)])
+
+
+def _hosts(arguments: argparse.Namespace) -> None:
+    from fastdiff.cluster.launchers import hosts
+    from fastdiff.cluster.launchers.hostfile import read_hostfile
+    from fastdiff.cluster.launchers.job import write
+
+    found = read_hostfile(arguments.hostfile)
+    job = _job(arguments, len(found.names), found.slots)
+    if arguments.submit:
+        sys.exit(hosts.run(job, found, arguments.ssh_config))
+    command = hosts.deepspeed_command(job, arguments.hostfile)
+    start = f"cd -- {shlex.quote(os.getcwd())} || exit 1\nexec {shlex.join(command)}\n"
+    write(arguments.output, f"#!/bin/sh\n# Written by `fastdiff launch hosts`.\n{start}")
+    print(f"{arguments.output}: the job for DeepSpeed's launcher, without supervision")
+    print(f"next: the same command with --submit, or sh {shlex.quote(str(arguments.output))}")
+
+
+def _slurm(arguments: argparse.Namespace) -> None:
+    from fastdiff.cluster.launchers import slurm
+    from fastdiff.cluster.launchers.job import write
+
+    pairs = [option.partition("=") for option in arguments.sbatch]
+    batch = slurm.Batch(
+        name=arguments.name,
+        time=arguments.time,
+        partition=arguments.partition,
+        account=arguments.account,
+        signal_before_s=arguments.signal_before,
+        options=_unique("--sbatch", [(key, value) for key, _, value in pairs]),
+    )
+    job = _job(arguments, arguments.nodes, arguments.ranks_per_node)
+    write(arguments.output, slurm.script(job, batch))
+    if arguments.submit:
+        print(f"submitted job {slurm.submit(arguments.output)}")
+    else:
+        print(f"{arguments.output}: next: {shlex.join(['sbatch', str(arguments.output)])}")
+
+
+def _k8s(arguments: argparse.Namespace) -> None:
+    from fastdiff.cluster.launchers import kubernetes
+    from fastdiff.cluster.launchers.job import write
+
+    pairs = [volume.partition(":") for volume in arguments.pvc]
+    pods = kubernetes.Pods(
+        name=arguments.name,
+        image=arguments.image,
+        namespace=arguments.namespace,
+        volumes=_unique("--pvc", [(claim, mount) for claim, _, mount in pairs]),
+    )
+    job = _job(arguments, arguments.nodes, arguments.ranks_per_node)
+    write(arguments.output, kubernetes.manifest(job, pods))
+    if arguments.submit:
+        print(kubernetes.submit(arguments.output))
+    else:
+        print(f"{arguments.output}: next: {shlex.join(['kubectl', 'apply', '-f', str(arguments.output)])}")
+
+
+def _unique(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:
+    for key, _ in pairs:
+        if [other for other, _ in pairs].count(key) > 1:
+            raise ConfigError(f"{flag} {key}: given twice")
+    return dict(pairs)

@@ -1,0 +1,182 @@
+"""``fastdiff sample``: images from what a run has learned."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastdiff.config.argument_types import Subcommands, add_averages, classes, count, finite
+from fastdiff.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastdiff.sampling.run import Drawing
+
+_OF_SETS = "num", "low_res", "batch", "precision", "autoencoder"
+
+
+def add(commands: Subcommands) -> None:
+    """Register the command."""
+    sample = commands.add_parser(
+        "sample",
+        help="draw images from a run",
+        description="Draw images from a run: a few as a picture (--grid), or any number as an npz (--npz). For an npz, "
+        "run it on many GPUs behind torchrun --no-python --, behind deepspeed --no_python --no_local_rank --, or with "
+        "srun: the file is the same for any number of them, and after a kill the same command goes on where it was.",
+    )
+    sample.add_argument("folder", type=Path, metavar="RUN", help="run folder")
+    _add_solver(sample)
+    _add_content(sample)
+    add_averages(sample)
+    sample.add_argument(
+        "--step", type=count, default=None, metavar="N", help="checkpoint of this step; default: the newest"
+    )
+    sample.add_argument("--seed", type=int, default=0)
+    where = sample.add_mutually_exclusive_group()
+    where.add_argument("--grid", type=Path, default=None, metavar="PNG", help="picture to write; default: grid.png")
+    where.add_argument(
+        "--npz", type=Path, default=None, help="file to write: arr_0 uint8 [N, H, W, C], and arr_1 if there are classes"
+    )
+    _add_set(sample)
+    sample.set_defaults(run=_sample)
+
+
+def _add_solver(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--scheduler", default="ddim", help="ddim, dpmsolver++ or ddpm")
+    levels = parser.add_mutually_exclusive_group()
+    levels.add_argument("--steps", type=count, default=50, help="denoising steps, evenly spaced")
+    levels.add_argument(
+        "--respacing", default=None, metavar="TEXT", help="steps as in improved-diffusion: 250, 10,15,20 or ddim50"
+    )
+    parser.add_argument(
+        "--cfg",
+        type=finite,
+        default=None,
+        help="classifier-free guidance scale, 1: none; default: 1.5, prompts 7.5; if no classes were dropped "
+        "in the training 1, and no other but after --pretrained.weights",
+    )
+    parser.add_argument(
+        "--cfg-channels",
+        type=count,
+        default=None,
+        metavar="N",
+        help="guide only the first N channels of the prediction, as DiT's published code does with 3; needs guidance; "
+        "default: all. A learned variance is not guided",
+    )
+    parser.add_argument(
+        "--clip-denoised",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="clamp every estimate of the image to [-1, 1]; default: only for models of pixels",
+    )
+
+
+def _add_content(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--classes", type=classes, default=None, metavar="0-9", help="classes, as 0-9 or 1,5,7")
+    parser.add_argument("--per-class", type=count, default=None, help="images per class; default: 8")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to draw; may be given several times")
+    parser.add_argument("--negative-prompt", default=None, metavar="TEXT", help="what not to draw")
+    parser.add_argument("--per-prompt", type=count, default=None, help="images per prompt; default: 4")
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("npz")
+    group.add_argument(
+        "--num",
+        type=count,
+        default=None,
+        metavar="N",
+        help="number of images; the class of each is drawn from --classes",
+    )
+    group.add_argument("--low-res", type=Path, default=None, metavar="NPZ", help="images to enlarge (super-resolution)")
+    group.add_argument(
+        "--batch", type=count, default=None, help="images per pass, 64 unless given; another one rounds differently"
+    )
+    group.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        default=None,
+        help="of the model; default: fp32; bf16 is several times as fast on a GPU",
+    )
+    group.add_argument(
+        "--autoencoder",
+        default=None,
+        metavar="PATH_OR_ID",
+        help="decoder of the latents, a pipeline or an autoencoder alone, or identity: they are pixels; default: what "
+        "the run was trained on",
+    )
+
+
+def _sample(arguments: argparse.Namespace) -> None:
+    from fastdiff.sampling.run import Drawing, Run
+
+    _check(arguments)
+    drawing = Drawing(
+        scheduler=arguments.scheduler,
+        steps=arguments.steps,
+        respacing=arguments.respacing,
+        cfg=arguments.cfg,
+        cfg_channels=arguments.cfg_channels,
+        clip=arguments.clip_denoised,
+        seed=arguments.seed,
+    )
+    if arguments.npz is not None:
+        _draw_set(arguments, drawing)
+        return
+    run = Run(arguments.folder, ema=arguments.ema, ema_std=arguments.ema_std, step=arguments.step)
+    grid = arguments.grid or Path("grid.png")
+    if arguments.prompt:
+        run.draw_prompts(
+            grid,
+            arguments.prompt,
+            negative=arguments.negative_prompt,
+            per_prompt=arguments.per_prompt or 4,
+            drawing=drawing,
+        )
+    else:
+        run.draw_classes(grid, arguments.classes, per_class=arguments.per_class or 8, drawing=drawing)
+    print(f"{grid}: {run.description}")
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go together; which of them the model takes, it says itself."""
+    of_prompts = arguments.negative_prompt, arguments.per_prompt
+    of_classes = arguments.classes, arguments.per_class
+    if arguments.prompt and of_classes != (None, None):
+        raise ConfigError("--classes and --per-class are for models of classes, --prompt is for models of text")
+    if not arguments.prompt and of_prompts != (None, None):
+        raise ConfigError("--negative-prompt and --per-prompt need --prompt")
+    for name in _OF_SETS:
+        if arguments.npz is None and getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is for --npz FILE, which is missing")
+    asked = arguments.num, *of_classes, arguments.prompt, arguments.low_res
+    if arguments.npz is not None and not any(value is not None for value in asked):
+        raise ConfigError("--npz: say with --num, --per-class, --prompt or --low-res how many images to draw")
+
+
+def _draw_set(arguments: argparse.Namespace, drawing: Drawing) -> None:
+    from fastdiff.data.encoding.options import Rank
+    from fastdiff.sampling.conditions import Wish
+    from fastdiff.sampling.run import Run
+    from fastdiff.sampling.sample_set import SetOptions, draw_set
+
+    rank = Rank.from_environment()
+    run = Run(
+        arguments.folder,
+        ema=arguments.ema,
+        ema_std=arguments.ema_std,
+        step=arguments.step,
+        device=rank.device(),
+    )
+    wish = Wish(
+        num=arguments.num,
+        classes=arguments.classes,
+        per_class=arguments.per_class,
+        prompts=arguments.prompt or (),
+        negative=arguments.negative_prompt,
+        per_prompt=arguments.per_prompt or 4,
+        low_res=arguments.low_res,
+    )
+    names = "batch", "precision", "autoencoder"
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    draw_set(run, wish, drawing, SetOptions(out=arguments.npz, **given), rank)

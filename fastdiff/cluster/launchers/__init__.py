@@ -1,0 +1,1 @@
+"""Starts of a run on many machines: Slurm, ssh, Kubernetes."""

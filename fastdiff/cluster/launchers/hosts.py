@@ -1,0 +1,204 @@
+"""A job on hosts that are reached by ssh: one connection per host, which its supervisor does not outlive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import fastdiff
+from fastdiff import sanitize
+from fastdiff.cluster.launchers.hostfile import Hosts
+from fastdiff.cluster.launchers.job import SUPERVISOR, Job, random_port
+from fastdiff.cluster.supervisor.signals import heeded
+from fastdiff.errors import ConfigError, Preempted
+
+_FORWARDED = ("CUDA_", "DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRITON_", "WANDB_")
+"""Beginnings of the names of the variables that a remote login would not have set."""
+_ALSO = ("PATH", "LD_LIBRARY_PATH")
+_LOCAL = ("CUDA_VISIBLE_DEVICES",)
+"""Of this machine, which may have other devices, or none."""
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_GRACE_S = 30.0
+"""After the first bad end the others say the same by themselves, which takes the supervisors a few seconds."""
+_BAR_S = 1.0
+_KILL_S = 90.0
+"""After they were asked to stop; they save first."""
+_PLAIN = re.compile(r"[\w@+=:,./ -]*", re.ASCII)
+
+
+def ssh_commands(job: Job, hosts: Hosts, ssh_config: Path | None) -> list[list[str]]:
+    """Return the command that starts the supervisor of each host, in the order of the hosts.
+
+    They run in this working folder and with this interpreter, which must be there under the same paths. What the
+    remote shell gets is one line in which every word is quoted.
+    """
+    port = random_port()
+    options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15"]
+    options += ["-F", str(ssh_config)] if ssh_config else []
+    commands = []
+    for rank, host in enumerate(hosts.names):
+        supervisor = [sys.executable, "-u", "-m", SUPERVISOR, "--end-with-input", "--node-rank", str(rank)]
+        variables = [f"{name}={value}" for name, value in forwarded(os.environ).items()]
+        # A word with "=" before the command would be taken for a variable: the path of an interpreter has none.
+        remote = ["env", "-C", os.getcwd(), *variables, *supervisor, *job.arguments(hosts.names[0], port)]
+        commands.append(["ssh", *options, "--", host, shlex.join(remote)])
+    return commands
+
+
+def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the ranks need on every host.
+
+    Not those that look like secrets: all users of a host see its command lines.
+    """
+    wanted = {
+        name: value
+        for name, value in environment.items()
+        if (name.startswith(_FORWARDED) or name in _ALSO) and name not in _LOCAL and name.isidentifier()
+    }
+    harmless = sanitize.tree(wanted)
+    return {name: value for name, value in wanted.items() if harmless[name] == value}
+
+
+def deepspeed_command(job: Job, hostfile: Path) -> list[str]:
+    """Return the command that starts the same job with DeepSpeed's own launcher.
+
+    Raises:
+        ConfigError: that launcher would give a shell something unquoted.
+    """
+    train = str(Path(fastdiff.__file__).with_name("train.py"))
+    for word in (*job.flags, train, os.getcwd(), sys.executable):
+        if not _PLAIN.fullmatch(word):
+            raise ConfigError(
+                f"{word!r} would reach a shell unquoted in DeepSpeed's launcher; start the job with --submit instead"
+            )
+    launcher = ["deepspeed", "--hostfile", str(hostfile.absolute()), "--master_port", str(random_port())]
+    return [*launcher, train, *job.flags]
+
+
+def run(job: Job, hosts: Hosts, ssh_config: Path | None) -> int:
+    """Start the job on all hosts, show what they say and return its exit code; from the main thread.
+
+    A signal asks all hosts to save and stop; a second one ends the connections.
+
+    Raises:
+        ConfigError: there is no ssh.
+    """
+    try:
+        connections = [
+            _Connection(host, command)
+            for host, command in zip(hosts.names, ssh_commands(job, hosts, ssh_config), strict=True)
+        ]
+    except FileNotFoundError:
+        raise ConfigError("ssh is missing on this machine; install the OpenSSH client") from None
+    stops: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: stops.append(number)) for number in heeded(_STOPPING)}
+    try:
+        return _watch(connections, stops)
+    finally:
+        for connection in connections:
+            connection.end()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(connections: Sequence[_Connection], stops: Sequence[int]) -> int:
+    """Wait for all connections; see that the others end too when one ended badly, or when asked to."""
+    first_bad: int | None = None
+    stop_at = kill_at = float("inf")
+    while True:
+        codes = [connection.code for connection in connections]
+        if all(code is not None for code in codes):
+            break
+        now = time.monotonic()
+        bad = next((code for code in codes if code), None)
+        if bad is not None and first_bad is None:
+            first_bad, stop_at = bad, min(stop_at, now + _GRACE_S)
+        if stops:
+            stop_at = min(stop_at, now)
+        if now >= stop_at and kill_at == float("inf"):
+            kill_at = now + _KILL_S
+            for connection in connections:
+                connection.ask_to_stop()
+        if now >= kill_at or len(stops) > 1:
+            return first_bad or 128 + (stops[-1] if stops else signal.SIGKILL)
+        time.sleep(0.1)
+    return _together([code or 0 for code in codes])
+
+
+def _together(codes: Sequence[int]) -> int:
+    """The exit code of the job: that of what went wrong, else 75 if any host stopped as asked."""
+    wrong = [code for code in codes if code not in (0, Preempted.exit_code)]
+    return wrong[0] if wrong else max(codes)
+
+
+class _Connection:
+    """One ssh, whose output is shown line by line behind the name of its host."""
+
+    def __init__(self, host: str, command: Sequence[str]) -> None:
+        self._host = host
+        # A session of its own: Ctrl-C is for this process, which tells the hosts.
+        self._ssh = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        assert self._ssh.stdout is not None
+        assert self._ssh.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._show, args=(self._ssh.stdout, sys.stdout.buffer), daemon=True),
+            threading.Thread(target=self._show, args=(self._ssh.stderr, sys.stderr.buffer), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        code = self._ssh.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def ask_to_stop(self) -> None:
+        """Close the supervisor's input."""
+        assert self._ssh.stdin is not None
+        self._ssh.stdin.close()
+
+    def end(self) -> None:
+        """Break the connection, if it is still there, and show the rest."""
+        if self._ssh.poll() is None:
+            self._ssh.kill()
+            self._ssh.wait()
+        for reader in self._readers:
+            reader.join(timeout=5)
+        if self._ssh.returncode == 255:
+            sys.stderr.write(f"fastdiff: {self._host}: ssh could not connect, or lost the connection (255)\n")
+
+    def _show(self, source: IO[bytes], target: IO[bytes]) -> None:
+        prefix = f"{self._host}: ".encode()
+        for line in _lines(source):
+            with contextlib.suppress(OSError):  # nobody reads it any more; the host must not block on it
+                target.write(prefix + line + b"\n")
+                target.flush()
+
+
+def _lines(source: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a stream; of one that is written over and over, as a progress bar, one state per second."""
+    rest, shown_s = b"", 0.0
+    while chunk := os.read(source.fileno(), 65536):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)
+        state, end, rest = rest.rpartition(b"\r")
+        if end and time.monotonic() - shown_s >= _BAR_S:
+            shown_s = time.monotonic()
+            yield state.rpartition(b"\r")[2]
+        elif end and not rest:
+            rest = state.rpartition(b"\r")[2] + end
+    if rest:
+        yield rest.rstrip(b"\r")

@@ -1,0 +1,149 @@
+"""A manifest for Kubernetes: an Indexed Job with a pod per node, and a headless Service by which they find node 0."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fastdiff.cluster.launchers.job import SUPERVISOR, Job, require_name
+from fastdiff.errors import ConfigError, DataError, DivergedError, Preempted, StorageError
+
+_PORT = 29500
+_LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+_LABEL_WORDS = "lower-case letters, digits and dashes, a letter or a digit at both ends"
+_FINAL = (ConfigError.exit_code, DataError.exit_code, DivergedError.exit_code, StorageError.exit_code)
+"""What another start would meet again."""
+_RESTARTS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pods:
+    """What Kubernetes is told besides what to run.
+
+    Raises:
+        ConfigError: a value of another form than Kubernetes takes.
+    """
+
+    name: str
+    image: str
+    """Has fastdiff installed."""
+    namespace: str | None = None
+    volumes: Mapping[str, str] = field(default_factory=dict)
+    """Where persistent volume claims are mounted, by claim."""
+    grace_s: int = 120
+    """Time to save between the request to stop and the kill."""
+
+    def __post_init__(self) -> None:
+        # The pods are called NAME-INDEX, which is a label of DNS: at most 63 characters.
+        require_name(
+            "--name", self.name, r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", f"a letter first, {_LABEL_WORDS}, up to 52"
+        )
+        require_name("--image", self.image, r"[a-z0-9][A-Za-z0-9._:/@-]*", "an image such as registry/name:tag")
+        if self.namespace is not None:
+            require_name("--namespace", self.namespace, rf"(?=.{{1,63}}$){_LABEL}", f"{_LABEL_WORDS}, up to 63")
+        for claim, mount in self.volumes.items():
+            require_name(
+                "--pvc", claim, rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*", f"CLAIM:/PATH, CLAIM of {_LABEL_WORDS}"
+            )
+            require_name("--pvc", mount, r"/[^\x00-\x1f\x7f:]*", "CLAIM:/PATH, an absolute path without colons")
+        if len(set(self.volumes.values())) != len(self.volumes):
+            raise ConfigError("--pvc: two claims at the same path; give each its own")
+
+
+def manifest(job: Job, pods: Pods) -> str:
+    """Return the manifest as YAML."""
+    return yaml.safe_dump_all([_service(pods), _job(job, pods)], sort_keys=False)
+
+
+def _metadata(pods: Pods) -> dict[str, Any]:
+    return {"name": pods.name, **({"namespace": pods.namespace} if pods.namespace else {})}
+
+
+def _service(pods: Pods) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(pods),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"batch.kubernetes.io/job-name": pods.name},
+        },
+    }
+
+
+def _job(job: Job, pods: Pods) -> dict[str, Any]:
+    def rule(action: str, codes: list[int]) -> dict[str, Any]:
+        return {
+            "action": action,
+            "onExitCodes": {"containerName": "fastdiff", "operator": "In", "values": sorted(codes)},
+        }
+
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(pods),
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": job.nodes,
+            "parallelism": job.nodes,
+            # When one pod fails the others do.
+            "backoffLimit": _RESTARTS * job.nodes,
+            "podFailurePolicy": {
+                "rules": [
+                    rule("Ignore", [Preempted.exit_code]),
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                    rule("FailJob", list(_FINAL)),
+                ]
+            },
+            "template": {"spec": _pod(job, pods)},
+        },
+    }
+
+
+def _pod(job: Job, pods: Pods) -> dict[str, Any]:
+    mounts = [{"name": f"volume-{i}", "mountPath": mount} for i, mount in enumerate(pods.volumes.values())]
+    claims = [
+        {"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}} for i, claim in enumerate(pods.volumes)
+    ]
+    # $(NAME) is the one thing that Kubernetes replaces in arguments, $$ its way to write a dollar sign.
+    arguments = [word.replace("$", "$$") for word in job.arguments(f"{pods.name}-0.{pods.name}", _PORT)]
+    return {
+        "subdomain": pods.name,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": pods.grace_s,
+        "containers": [
+            {
+                "name": "fastdiff",
+                "image": pods.image,
+                "command": ["python", "-u", "-m", SUPERVISOR],
+                "args": ["--node-rank", "$(JOB_COMPLETION_INDEX)", *arguments],
+                "resources": {"limits": {"nvidia.com/gpu": str(job.ranks_per_node)}},
+                "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}, *mounts],
+            }
+        ],
+        # Ranks on one node talk through it; a container has 64 MiB by default.
+        "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, *claims],
+    }
+
+
+def submit(path: Path) -> str:
+    """Give a manifest to ``kubectl apply`` and return what it says.
+
+    Raises:
+        ConfigError: kubectl is missing, or refuses it.
+    """
+    try:
+        done = subprocess.run(["kubectl", "apply", "-f", str(path)], capture_output=True, text=True, timeout=120)
+    except FileNotFoundError:
+        raise ConfigError(f"kubectl is missing on this machine; copy {path} to one that has it") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError("kubectl did not answer within 120 s; is the cluster reachable?") from None
+    if done.returncode:
+        raise ConfigError(f"kubectl refuses {path}: {done.stderr.strip()}")
+    return done.stdout.strip()

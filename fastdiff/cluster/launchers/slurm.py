@@ -1,0 +1,144 @@
+"""A job of Slurm: a script for ``sbatch`` that starts one supervisor per node and comes back after a preemption."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastdiff.cluster.launchers.job import PORTS, SUPERVISOR, Job, require_name
+from fastdiff.errors import ConfigError, Preempted
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_VALUE = r"[A-Za-z0-9_.,:=/@%+*&|()\[\]-]+"
+_WAIT_S = 180
+"""Between the first node that ends and the last: longer than it takes to find that a node is lost."""
+_OURS = (
+    "nodes", "ntasks", "ntasks-per-node", "requeue", "no-requeue", "open-mode", "signal", "job-name", "time",
+    "partition", "account", "wrap", "parsable", "array", "chdir",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """What Slurm is told besides what to run.
+
+    Raises:
+        ConfigError: a value that could mean something else in the script.
+    """
+
+    name: str
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    signal_before_s: int = 120
+    """So long before the time limit the ranks are asked to save and stop."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Further options of sbatch; an empty value: one without."""
+
+    def __post_init__(self) -> None:
+        words = "letters, digits, dots, dashes and underscores, the first a letter or a digit"
+        for flag, value in (("--name", self.name), ("--partition", self.partition), ("--account", self.account)):
+            if value is not None:
+                require_name(flag, value, _NAME if flag != "--partition" else rf"{_NAME}(,{_NAME})*", words)
+        if self.time is not None:
+            require_name("--time", self.time, r"[0-9]+([:-][0-9]+)*", "a time of Slurm such as 30, 12:00:00 or 2-00")
+        for key, value in self.options.items():
+            require_name("--sbatch", key, r"[a-z][a-z0-9-]*", "KEY or KEY=VALUE, KEY as sbatch --help has it")
+            if key in _OURS:
+                raise ConfigError(f"--sbatch {key}: `fastdiff launch slurm` sets this itself; see its --help")
+            if value:
+                require_name(f"--sbatch {key}", value, _VALUE, "no spaces, quotes or characters such as ; $ # \\")
+
+    def directives(self, nodes: int) -> list[str]:
+        """Return the lines for ``sbatch``."""
+        settings = {
+            "job-name": self.name,
+            "nodes": str(nodes),
+            "ntasks-per-node": "1",
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+            "requeue": "",
+            "open-mode": "append",
+            "signal": f"B:USR1@{self.signal_before_s}",
+            **self.options,
+        }
+        return [
+            f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}"
+            for key, value in settings.items()
+            if value is not None
+        ]
+
+
+# Slurm tells the batch step alone of the time limit and of `scancel --batch`. srun passes SIGUSR1 on to its tasks, at
+# SIGTERM it ends them. It no longer takes --cpus-per-task from sbatch, and would bind a node's ranks to what is left.
+# --kill-on-bad-exit would be SIGKILL for nodes that still save when the first exits with 75; --wait gives them time.
+# Only a job that runs is requeued: one that is cancelled shall stay so, and Slurm requeues those that it preempts.
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+# Written by `fastdiff launch slurm`. Start it with sbatch; it goes on by itself after a preemption or a time limit.
+set -u
+cd -- {folder} || exit 1
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1
+master=${{hosts%%$'\\n'*}}
+port=$(({first_port} + SLURM_JOB_ID % {ports}))
+
+step=
+trap 'told=1; [ -n "$step" ] && kill -USR1 "$step"' USR1 TERM
+[ -z "${{SLURM_CPUS_PER_TASK:-}}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait={wait_s} \\
+    sh -c 'exec "$0" -u -m {supervisor} --node-rank "$SLURM_NODEID" "$@"' \\
+    {command} &
+step=$!
+told=1
+while [ -n "$told" ]; do # a trap ends the wait
+    told=
+    wait "$step"
+    code=$?
+done
+
+if [ "$code" -eq {preempted} ] && [ "$(squeue --noheader --format=%T --job="$SLURM_JOB_ID")" = RUNNING ]; then
+    echo "fastdiff: saved; job $SLURM_JOB_ID is queued again"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def script(job: Job, batch: Batch) -> str:
+    """Return the script for ``sbatch``; it runs in this working folder and with this interpreter."""
+    command = shlex.join([sys.executable, *job.arguments("MASTER", "PORT")])
+    command = command.replace("--master MASTER --port PORT", '--master "$master" --port "$port"', 1)
+    return _SCRIPT.format(
+        directives="\n".join(batch.directives(job.nodes)),
+        folder=shlex.quote(os.getcwd()),
+        first_port=PORTS.start,
+        ports=len(PORTS),
+        supervisor=SUPERVISOR,
+        command=command,
+        preempted=Preempted.exit_code,
+        wait_s=_WAIT_S,
+    )
+
+
+def submit(path: Path) -> str:
+    """Give a script to ``sbatch`` and return the number of the job.
+
+    Raises:
+        ConfigError: sbatch is missing, or refuses it.
+    """
+    try:
+        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=120)
+    except FileNotFoundError:
+        raise ConfigError(f"sbatch is missing on this machine; copy {path} to one that has it") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError("sbatch did not answer within 120 s; is slurmctld running (`scontrol ping`)?") from None
+    if done.returncode:
+        raise ConfigError(f"sbatch refuses {path}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip().partition(";")[0]

@@ -1,0 +1,1 @@
+"""Checks of all nodes before the ranks start."""

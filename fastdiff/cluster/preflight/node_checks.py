@@ -1,0 +1,208 @@
+"""What a node can tell of itself: versions, data and storage."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+import fastdiff
+import fastdiff_kernels
+from fastdiff.checkpoint.manifest import committed, read_manifest
+from fastdiff.cluster.supervisor.waiting import value_of
+from fastdiff.config.run import RunConfig
+from fastdiff.config.run_record import versions
+from fastdiff.data.shards.cache import open_shards_folder
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.data.shards.remote import shown
+from fastdiff.errors import ConfigError, StorageError
+from fastdiff.models import load
+from fastdiff.models.build import build_model
+
+_CHECKPOINTS = 3
+"""Two that are kept and one that is written."""
+_DELAY_S = 10.0
+"""Shared file systems show a new file on other nodes a while later."""
+
+
+def node_versions() -> dict[str, str]:
+    """Return the versions of what decides the numbers, and a digest of fastdiff's own code."""
+    return versions() | _gpus() | {"fastdiff's source": _source_digest()}
+
+
+def examine_devices(ranks_per_node: int) -> None:
+    """Check that each rank has a GPU, where there are any; no CUDA context is made.
+
+    Raises:
+        ConfigError: there are fewer than ranks.
+    """
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks_per_node:
+        raise ConfigError(
+            f"has {torch.cuda.device_count()} GPUs for {ranks_per_node} ranks; ask the scheduler for as many, or start "
+            "fewer ranks per node"
+        )
+
+
+def _gpus() -> dict[str, str]:
+    if not torch.cuda.is_available():
+        return {"the set of GPUs": "none"}
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        found = []
+    rows = [line.split(", ") for line in found if ", " in line]
+    names, drivers = ("/".join(sorted(set(column))) for column in zip(*rows, strict=True)) if rows else ("?", "?")
+    return {
+        "the set of GPUs": f"{torch.cuda.device_count()} x {names}",
+        "the driver of the GPUs": drivers,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+    }
+
+
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    for package in (fastdiff, fastdiff_kernels):
+        folder = Path(package.__path__[0])
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def examine_data(config: RunConfig) -> dict[str, str]:
+    """Read the first sample and the last one of every data set of shards, with their checksums.
+
+    Returns:
+        The digests of the data sets, by path.
+
+    Raises:
+        DataError: one is missing or damaged.
+        StorageError: one cannot be read.
+    """
+    paths = {config.validation.data} if config.validation.every else set()
+    if not config.data.online:
+        paths.add(config.data.path)
+    digests = {}
+    for path in sorted(paths - {""}):
+        folder, fetch = open_shards_folder(path, config.data.cache)
+        with LatentReader(folder, open_shards=1, fetch=fetch) as reader:
+            for sample in (0, len(reader) - 1):
+                reader.read([sample])
+            digests[shown(path)] = reader.info.digest
+    return digests
+
+
+def examine_space(config: RunConfig) -> None:
+    """Check that the disk of the output folder has room for three checkpoints.
+
+    Raises:
+        StorageError: it has not.
+        ConfigError: the pretrained pipeline of the run cannot be read.
+    """
+    folder = Path(config.output.folder)
+    needed, free = _CHECKPOINTS * checkpoint_bytes(config), shutil.disk_usage(folder).free
+    kept = len(committed(folder / "checkpoints"))
+    if free < needed - kept * needed // _CHECKPOINTS:
+        raise StorageError(
+            f"no space on {folder}: {_CHECKPOINTS} checkpoints need {needed / 2**30:.2f} GiB, {kept} are there, "
+            f"{free / 2**30:.2f} GiB are free; free some, or choose another --output.folder"
+        )
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Return the size of a checkpoint: of the newest that the run has, or as its parameters make it.
+
+    Raises:
+        ConfigError: the pretrained pipeline of the run cannot be read.
+    """
+    newest = next(iter(committed(Path(config.output.folder) / "checkpoints")), None)
+    if newest is not None:
+        return sum(int(entry["bytes"]) for entry in read_manifest(newest)["files"].values())
+    averages = len(config.ema.rates) + len(config.ema.power_stds)
+    moments = 8 if config.optim.name == "adamw" else 2
+    return _trained_parameters(load.resolve(config)) * (4 + moments + 4 * averages)
+
+
+def _trained_parameters(config: RunConfig) -> int:
+    with torch.device("meta"):
+        model = build_model(config.model)
+        if config.lora.rank:
+            from fastdiff.models.lora import add_lora  # needs peft, which is optional
+
+            add_lora(model, replace(config.lora, quantize="none"), seed=0)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+class SharedFolder:
+    """Whether the output folder is one and the same on all nodes.
+
+    Args:
+        folder: of the run.
+        keys: where the nodes meet.
+        node: number of this node.
+        deadline: of the monotonic clock, to hear of node 0.
+    """
+
+    def __init__(self, folder: Path, keys: Store, node: int, deadline: float) -> None:
+        self._folder = folder
+        self._keys = keys
+        self._node = node
+        self._deadline = deadline
+        self._probe = folder / f".preflight-{secrets.token_hex(8)}"  # of node 0
+
+    def write(self) -> None:
+        """Leave a file for node 0, beside its own.
+
+        Raises:
+            StorageError: this node cannot write there, or does not see what node 0 wrote.
+        """
+        if self._node == 0:
+            self._make()
+        else:
+            self._find()
+        (self._probe / str(self._node)).touch()
+
+    def _make(self) -> None:
+        try:
+            self._probe.mkdir(parents=True)
+        finally:
+            self._keys.set("probe", self._probe.name)
+
+    def _find(self) -> None:
+        self._probe = self._folder / value_of(self._keys, "probe", self._deadline).decode()
+        if not _appear([self._probe]):
+            raise StorageError(
+                f"does not see in {self._folder} what node 0 writes there; --output.folder must be on storage that all "
+                "nodes share"
+            )
+
+    def unseen(self, nodes: Iterable[int]) -> list[int]:
+        """Return those of ``nodes``, all of which have written, whose files are not here; on node 0."""
+        files = {node: self._probe / str(node) for node in nodes}
+        return [] if _appear(files.values()) else [node for node, file in files.items() if not file.exists()]
+
+    def remove(self) -> None:
+        """Remove all files, and the folder of the run if there is nothing else in it; on node 0."""
+        shutil.rmtree(self._probe, ignore_errors=True)
+        with suppress(OSError):
+            self._folder.rmdir()
+
+
+def _appear(paths: Iterable[Path]) -> bool:
+    """Wait a while for all of ``paths``."""
+    deadline = time.monotonic() + _DELAY_S
+    for path in paths:
+        while not path.exists():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+    return True

@@ -1,0 +1,178 @@
+"""What every node found, compared: the problems, each with its node, and a table."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastdiff.cluster.preflight.bandwidth import Exchange
+from fastdiff.cluster.preflight.clock import Offset
+from fastdiff.errors import ConfigError, DataError, FastdiffError, StorageError
+
+CLOCK_S = 2.0
+"""Clocks may be so far from their median: modification times and logs stay comparable."""
+_ROWS = 16
+_ERRORS: tuple[type[FastdiffError], ...] = (ConfigError, DataError, StorageError)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with one node."""
+
+    node: int
+    name: str
+    exit_code: int
+    """Of the class of error that it is."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"node {self.node} ({self.name}): {self.text}"
+
+
+@dataclass(slots=True)
+class NodeReport:
+    """What one node found."""
+
+    node: int
+    name: str
+    versions: dict[str, str]
+    clock: Offset | None = None
+    """None: not measured."""
+    exchanges: list[Exchange] = field(default_factory=list)
+    data: dict[str, str] = field(default_factory=dict)
+    """Digests of the data sets of the run, by path."""
+    problems: list[Problem] = field(default_factory=list)
+    """What it found by itself."""
+    wrote: bool = False
+    """Whether it could write into the output folder, seeing what node 0 wrote there."""
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> NodeReport:
+        """Return a report that was sent as JSON."""
+        return cls(
+            **dict(content)
+            | {
+                "clock": content["clock"] and Offset(**content["clock"]),
+                "exchanges": [Exchange(**exchange) for exchange in content["exchanges"]],
+                "problems": [Problem(**problem) for problem in content["problems"]],
+            }
+        )
+
+    def note(self, error: FastdiffError) -> None:
+        """Add what went wrong on this node."""
+        self.problems.append(self.problem(str(error), type(error)))
+
+    def problem(self, text: str, kind: type[FastdiffError] = ConfigError) -> Problem:
+        """Return a problem of this node."""
+        return Problem(self.node, self.name, kind.exit_code, text)
+
+
+def compare(reports: Sequence[NodeReport]) -> list[Problem]:
+    """Return all problems of all nodes: those that they found, and how they differ from one another."""
+    found = [*_versions(reports), *(problem for report in reports for problem in report.problems)]
+    return [*found, *_data(reports), *_clocks(reports), *_links(reports)]
+
+
+def as_error(problems: Sequence[Problem], nodes: int) -> FastdiffError:
+    """Return all problems as one error, of the class of the first."""
+    kind = next((kind for kind in _ERRORS if kind.exit_code == problems[0].exit_code), ConfigError)
+    bad = len({problem.node for problem in problems})
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    heading = f"pre-flight: {count} on {bad} of {nodes} nodes"
+    return kind("\n  ".join([heading, *map(str, problems)]), everywhere=True)
+
+
+def table(reports: Sequence[NodeReport], problems: Sequence[Problem]) -> str:
+    """Return one line per node; of many nodes those with problems and the slowest."""
+    bad = Counter(problem.node for problem in problems)
+    best = {report.node: min(_best(report).values(), default=0.0) for report in reports}
+    shown = sorted(reports, key=lambda report: (-bad[report.node], best[report.node]))[:_ROWS]
+    rows = [("node", "name", "clock", "best exchange", "")]
+    for report in sorted(shown, key=lambda report: report.node):
+        clock = f"{report.clock.seconds:+.3f} s" if report.clock else "-"
+        speed = f"{best[report.node] / 1e9:.2f} GB/s"
+        rows.append(
+            (str(report.node), report.name, clock, speed, f"problems: {bad[report.node]}" if bad[report.node] else "ok")
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    left_out = len(reports) - len(shown)
+    return "\n".join(lines + [f"and {left_out} nodes without problems, no slower"] * (left_out > 0))
+
+
+def _versions(reports: Sequence[NodeReport]) -> Iterator[Problem]:
+    for key in dict.fromkeys(key for report in reports for key in report.versions):
+        yield from _minority(
+            {report.node: report.versions.get(key, "unknown") for report in reports},
+            reports,
+            lambda here, there, key=key: f"{key} is {here}, {there}; install the same on all nodes",  # type: ignore[misc]
+            ConfigError,
+        )
+
+
+def _data(reports: Sequence[NodeReport]) -> Iterator[Problem]:
+    for path in sorted({path for report in reports for path in report.data}):
+        yield from _minority(
+            {report.node: report.data[path][:12] for report in reports if path in report.data},
+            reports,
+            lambda here, there, path=path: (  # type: ignore[misc]
+                f"{path} is another data set (digest {here}, {there}); give all nodes the same files"
+            ),
+            DataError,
+        )
+
+
+def _minority(values: Mapping[int, str], reports: Sequence[NodeReport], say: Any, kind: Any) -> Iterator[Problem]:
+    """Name the nodes whose value is not that of the most; all but those of node 0's if no value has most."""
+    counts = Counter(values.values()).most_common()
+    if len(counts) < 2:
+        return
+    usual, most = counts[0]
+    if counts[1][1] == most:
+        usual = next(iter(values.values()))
+    first, *others = [node for node, value in values.items() if value == usual]
+    there = f"{usual} on node {first}" + (f" and {len(others)} others" if others else "")
+    for report in reports:
+        if values.get(report.node, usual) != usual:
+            yield report.problem(say(values[report.node], there), kind)
+
+
+def _clocks(reports: Sequence[NodeReport]) -> Iterator[Problem]:
+    measured = {report.node: report.clock for report in reports if report.clock}
+    if not measured:
+        return
+    median = statistics.median(offset.seconds for offset in measured.values())
+    for report in reports:
+        if (offset := report.clock) and abs(offset.seconds - median) - offset.error_s > CLOCK_S:
+            yield report.problem(
+                f"its clock is {offset.seconds - median:+.1f} s from the median of all nodes, {CLOCK_S:.0f} s are "
+                "allowed; synchronise it (chrony or ntp)"
+            )
+
+
+def _best(report: NodeReport) -> dict[int, float]:
+    """Bytes per second of the best exchange of each device of a node; 0 if none went through."""
+    best: dict[int, float] = {}
+    for exchange in report.exchanges:
+        best[exchange.device] = max(best.get(exchange.device, 0.0), exchange.bytes_per_s)
+    return best
+
+
+def _links(reports: Sequence[NodeReport]) -> Iterator[Problem]:
+    """Name what is slow with every partner: such a node spoils one pair of each of the others, but not their best."""
+    best = {(report.node, device): speed for report in reports for device, speed in _best(report).items()}
+    median = statistics.median(best.values()) if best else 0.0
+    for report in reports:
+        for device, speed in _best(report).items():
+            failed = next((e.failure for e in report.exchanges if e.device == device and e.failure), "")
+            what = f"device {device}: " if len(_best(report)) > 1 else ""
+            if not speed:
+                yield report.problem(f"{what}no exchange with another node went through ({failed})")
+            elif speed < median / 2:
+                yield report.problem(
+                    f"{what}exchanges {speed / 1e9:.3f} GB/s with its best partner, the median of all is "
+                    f"{median / 1e9:.3f} GB/s; leave it out, or check its network"
+                )

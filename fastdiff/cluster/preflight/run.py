@@ -1,0 +1,143 @@
+"""What is wrong with any node is said before the training begins, for all nodes at once."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from tqdm import tqdm
+
+from fastdiff.cluster.preflight import bandwidth, clock
+from fastdiff.cluster.preflight.node_checks import (
+    SharedFolder,
+    examine_data,
+    examine_devices,
+    examine_space,
+    node_versions,
+)
+from fastdiff.cluster.preflight.report import NodeReport, Problem, as_error, compare, table
+from fastdiff.cluster.supervisor.waiting import value_of
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import ConfigError, StorageError
+from fastdiff.parallel.world import attempt
+
+_SLACK_S = 60.0
+"""How much longer than node 0 the other nodes wait: what it says is better than a time-out."""
+
+
+def run(
+    store: TCPStore,
+    node: int,
+    nodes: int,
+    config: RunConfig,
+    *,
+    ranks_per_node: int,
+    name: str | None = None,
+    timeout_s: float = 600.0,
+    now: Callable[[], float] = time.time,
+) -> None:
+    """Check this node and compare it with the others; called by the supervisors of all nodes, before their ranks.
+
+    Only threads and child processes are used: no process group and no CUDA context is left in the supervisor. An
+    exception that is raised in it, for example by a signal handler, ends the child processes.
+
+    Args:
+        store: of the supervisors; node 0 hosts it. Keys begin with ``preflight/``.
+        node: number of this node.
+        nodes: how many there are.
+        config: of the run, as parsed.
+        ranks_per_node: processes that will train on each node.
+        name: of this node in messages; None: the host name.
+        timeout_s: a node that has not come by then is named, and after that one that has not reported by then.
+        now: the clock of this node, in seconds since 1970.
+
+    Raises:
+        FastdiffError: the same on all nodes: all problems of all nodes, with the exit code of the first.
+        torch.distributed.DistError: the store is gone, and with it node 0.
+    """
+    keys = PrefixStore("preflight", store)
+    deadline = time.monotonic() + timeout_s
+    report = NodeReport(node=node, name=name or socket.gethostname(), versions=node_versions())
+    _note(report, lambda: examine_devices(ranks_per_node))
+    if nodes > 1:
+        _meet(keys, report, nodes, deadline)
+        deadline = time.monotonic() + timeout_s
+        report.clock = clock.measure(keys, node, nodes, now)
+        report.exchanges = bandwidth.measure(store, node, nodes, ranks_per_node, deadline)
+    folder = SharedFolder(Path(config.output.folder), keys, node, deadline)
+    try:
+        report.wrote = _note(report, folder.write)
+        _note(report, lambda: report.data.update(examine_data(config)))
+        if node == 0:
+            _note(report, lambda: examine_space(config))
+            verdict = _judge(keys, report, nodes, folder, deadline)
+        else:
+            keys.set(f"report/{node}", json.dumps(asdict(report)))
+            verdict = json.loads(value_of(keys, "verdict", deadline + _SLACK_S))
+    finally:
+        if node == 0:
+            folder.remove()
+    if verdict:
+        raise as_error([Problem(**problem) for problem in verdict], nodes)
+
+
+def _judge(keys: Store, own: NodeReport, nodes: int, folder: SharedFolder, deadline: float) -> list[dict[str, Any]]:
+    """Collect the reports of all nodes, say what is wrong and tell all nodes; on node 0."""
+    reports, problems = [own], []
+    for node in range(1, nodes):
+        try:
+            reports.append(NodeReport.of(json.loads(value_of(keys, f"report/{node}", deadline))))
+        except DistStoreError:
+            problems.append(_silent(keys, node))
+    unseen = folder.unseen(report.node for report in reports if report.wrote)
+    problems = [*compare(reports), *(_apart(report) for report in reports if report.node in unseen), *problems]
+    verdict = [asdict(problem) for problem in problems]
+    keys.set("verdict", json.dumps(verdict))
+    if nodes > 1:
+        tqdm.write(table(reports, problems))
+    return verdict
+
+
+def _meet(keys: Store, report: NodeReport, nodes: int, deadline: float) -> None:
+    """Wait until all nodes are here, so that no later step waits for one that never comes.
+
+    Raises:
+        ConfigError: some did not come; node 0 names them to all others.
+    """
+    keys.set(f"name/{report.node}", report.name)
+    missing: list[int] = []
+    if report.node == 0:
+        for node in range(1, nodes):
+            try:
+                value_of(keys, f"name/{node}", deadline)
+            except DistStoreError:
+                missing.append(node)
+        keys.set("missing", json.dumps(missing))
+    else:
+        missing = json.loads(value_of(keys, "missing", deadline + _SLACK_S))
+    if missing:
+        listed = ", ".join(map(str, missing))
+        raise ConfigError(f"pre-flight: of {nodes} nodes (0 to {nodes - 1}) these did not come: {listed}")
+
+
+def _silent(keys: Store, node: int) -> Problem:
+    return Problem(node, keys.get(f"name/{node}").decode(), 2, "came, and did not report what it found")
+
+
+def _apart(report: NodeReport) -> Problem:
+    what = "writes into an output folder that node 0 does not see; it must be on storage that all nodes share"
+    return report.problem(what, StorageError)
+
+
+def _note(report: NodeReport, action: Callable[[], object]) -> bool:
+    """Run a check; what it raises is a problem of this node, found together with the others."""
+    _, error = attempt(action)
+    if error is not None:
+        report.note(error)
+    return error is None

@@ -1,0 +1,1 @@
+"""The supervisor: one process per node that starts and watches its ranks."""

@@ -1,0 +1,135 @@
+"""What the ranks of a node find in their environment."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from fastdiff.cluster.supervisor.waiting import value_of
+from fastdiff.parallel.heartbeat import NODE_FOLDER
+
+_NCCL = "nccl"
+
+
+def of_rank(
+    base: Mapping[str, str],
+    *,
+    local_rank: int,
+    ranks_per_node: int,
+    node: int,
+    nodes: int,
+    master: tuple[str, int],
+    node_folder: Path,
+    extensions: Path,
+    run: Path,
+) -> dict[str, str]:
+    """Return the environment of one rank.
+
+    Args:
+        base: of the supervisor.
+        local_rank: on this node.
+        ranks_per_node: on every node.
+        node: number of this node.
+        nodes: how many there are.
+        master: host and port of the supervisors' store, where the ranks meet too: its port is taken, not about to be.
+        node_folder: of this run on this node.
+        extensions: where its compiled operators are.
+        run: the run folder; what NCCL's flight recorder knows at a time-out goes to ``nccl/`` in it.
+    """
+    return {
+        **base,
+        "RANK": str(node * ranks_per_node + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(nodes * ranks_per_node),
+        "LOCAL_SIZE": str(ranks_per_node),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        NODE_FOLDER: str(node_folder),
+        "TORCH_EXTENSIONS_DIR": str(extensions),
+        # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+        "TORCH_FR_BUFFER_SIZE": base.get("TORCH_FR_BUFFER_SIZE", "2000"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{run.absolute() / _NCCL}/rank-",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{node_folder / _NCCL}-",
+    }
+
+
+def request_nccl_dumps(node_folder: Path, run: Path) -> None:
+    """Let NCCL's flight recorder write what it knows of every rank of this node; without NCCL do nothing.
+
+    It would at its time-out, which comes after the hang was found.
+    """
+    pipes = list(node_folder.glob(f"{_NCCL}-*.pipe"))
+    if pipes:
+        (run / _NCCL).mkdir(parents=True, exist_ok=True)
+    for pipe in pipes:
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(descriptor, b"1")
+            finally:
+                os.close(descriptor)
+
+
+_VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+_JOIN_S = 300.0
+
+
+def choose(store: Store, master: str, node: int, nodes: int) -> None:
+    """Set ``GLOO_SOCKET_IFNAME`` for what this process starts, if it is needed; called on all nodes.
+
+    Args:
+        store: of the supervisors.
+        master: host of node 0.
+        node: number of this node.
+        nodes: how many there are.
+
+    Raises:
+        torch.distributed.DistError: node 1 did not come, or node 0 is gone.
+    """
+    if node == 1:
+        store.set("address/1", own_address(master))
+    if nodes == 1 or _VARIABLE in os.environ or _is_reachable(socket.gethostname()):
+        return
+    other = master if node else value_of(store, "address/1", time.monotonic() + _JOIN_S).decode()
+    name = _interface_of(own_address(other))
+    if name is not None:
+        os.environ[_VARIABLE] = name
+
+
+def own_address(other: str) -> str:
+    """Return the address of this machine from which it reaches ``other``; nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _is_reachable(host: str) -> bool:
+    try:
+        return not ip_address(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]).is_loopback
+    except OSError:
+        return False
+
+
+def _interface_of(address: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no IPv4 address
+                continue
+            if socket.inet_ntoa(reply[20:24]) == address:
+                return name
+    return None

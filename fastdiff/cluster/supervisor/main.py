@@ -1,0 +1,210 @@
+"""One process per node that starts the ranks of a run, watches them and says who failed first, and why.
+
+``python -m fastdiff.cluster.supervisor.main --nodes N --node-rank R --ranks-per-node K --master HOST --port P --
+FLAGS``, where FLAGS are those of ``fastdiff/train.py``. ``fastdiff launch`` writes that line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from tqdm import tqdm
+
+import fastdiff
+from fastdiff.cluster.preflight import run
+from fastdiff.cluster.supervisor import environment, operators
+from fastdiff.cluster.supervisor.nodes import Nodes, connect, join
+from fastdiff.cluster.supervisor.outcome import Outcome, of_lost_node
+from fastdiff.cluster.supervisor.ranks import Ranks
+from fastdiff.cluster.supervisor.signals import STOP, Interrupted, Signals
+from fastdiff.cluster.supervisor.watch import Limits, Watch
+from fastdiff.config import command_line
+from fastdiff.config.run import RunConfig
+from fastdiff.console import ignoring_closed_output
+from fastdiff.errors import FastdiffError, Preempted, as_storage_error, report, require
+
+_CONTACT_S = 60.0
+"""A node without contact for so long, or for the hang time-out if that is less, is lost."""
+_START_S = 600.0
+"""A rank may take so long to its first batch, or the hang time-out if that is more: it builds and restores."""
+
+
+@ignoring_closed_output()
+def main(argv: Sequence[str]) -> int:
+    """Run the supervisor of one node and return the exit code of the run."""
+    try:
+        with (
+            Signals() as signals,
+            tempfile.TemporaryDirectory(prefix="fastdiff-", ignore_cleanup_errors=True) as folder,
+        ):
+            try:
+                outcome = _supervise(argv, Path(folder), signals)
+            except Interrupted as interrupted:
+                outcome = _stopped_early(interrupted)
+    except FastdiffError as error:
+        return report(error)
+    except OSError as error:
+        return report(as_storage_error(error))
+    if outcome.line:
+        tqdm.write(f"\n{outcome.line}", file=sys.stderr)  # a progress bar of a rank may stand in its line
+    return outcome.exit_code
+
+
+def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
+    job = _parser().parse_args(list(argv))
+    if job.end_with_input:
+        threading.Thread(target=_follow_input, name="input", daemon=True).start()
+    require(0 <= job.node_rank < job.nodes, f"--node-rank {job.node_rank}: expected 0 to {job.nodes - 1}, one per node")
+    require(job.port > 0 or job.nodes == 1, f"--port is missing: the supervisors of {job.nodes} nodes meet there")
+    launch, config = command_line.parse(job.flags)
+    contact_s = min(_CONTACT_S, launch.hang_timeout_s)
+    with signals.raising(_on_stop):
+        store = join(job.master, job.port, job.node_rank, job.nodes)
+        nodes = Nodes(
+            connect(job.master, store.port),
+            job.node_rank,
+            job.nodes,
+            name=socket.gethostname(),
+            limit_s=contact_s,
+            hang_timeout_s=launch.hang_timeout_s,
+            run=Path(config.output.folder),
+            notify=signals.wake,
+        )
+    try:
+        extensions = folder / "torch_extensions"
+        if not _prepare(job, config, store, nodes, signals, extensions):
+            return _told(nodes, signals, contact_s, job)
+        watch = Watch(
+            _start_ranks(job, config, folder, extensions, store.port),
+            nodes,
+            signals,
+            Limits(launch.hang_timeout_s, max(_START_S, launch.hang_timeout_s), contact_s),
+            folder=folder,
+            name=_name(job),
+            master=f"{job.master}:{store.port}",
+            request_dumps=lambda: environment.request_nccl_dumps(folder, Path(config.output.folder)),
+        )
+        return watch.until_end()
+    except Exception as error:
+        code = error.exit_code if isinstance(error, FastdiffError) else 1
+        nodes.propose(Outcome(code, f"fastdiff: {_name(job)} failed first: {type(error).__name__}: {error}"))
+        raise
+    finally:
+        nodes.close()
+
+
+def _prepare(
+    job: argparse.Namespace, config: RunConfig, store: TCPStore, nodes: Nodes, signals: Signals, extensions: Path
+) -> bool:
+    """Return whether this node is ready; if not, the others are told why."""
+
+    def reason(number: int) -> str | None:
+        return "the others" if nodes.outcome is not None or nodes.broken else _on_stop(number)
+
+    try:
+        with signals.raising(reason):
+            environment.choose(store, job.master, job.node_rank, job.nodes)
+            operators.prepare(extensions, _say)
+            if job.preflight:
+                run.run(store, job.node_rank, job.nodes, config, ranks_per_node=job.ranks_per_node)
+    except Interrupted as interrupted:
+        nodes.propose(_stopped_early(interrupted))
+    except FastdiffError as error:
+        nodes.propose(Outcome(error.exit_code, f"fastdiff: error: {error}"))
+    except OSError as error:
+        storage = as_storage_error(error)
+        nodes.propose(Outcome(storage.exit_code, f"fastdiff: error: {_name(job)}: {storage}"))
+    except DistError:
+        pass  # node 0 is gone
+    else:
+        return True
+    return False
+
+
+def _told(nodes: Nodes, signals: Signals, contact_s: float, job: argparse.Namespace) -> Outcome:
+    """Wait for what all nodes hear."""
+    while nodes.outcome is None:
+        if nodes.broken or nodes.silent_s > contact_s:
+            return of_lost_node(f"node 0 ({job.master}:{job.port}), seen from {_name(job)},", nodes.silent_s)
+        signals.take(0.5)
+    return nodes.outcome
+
+
+def _start_ranks(job: argparse.Namespace, config: RunConfig, folder: Path, extensions: Path, port: int) -> Ranks:
+    environments = [
+        environment.of_rank(
+            os.environ,
+            local_rank=local_rank,
+            ranks_per_node=job.ranks_per_node,
+            node=job.node_rank,
+            nodes=job.nodes,
+            master=(job.master, port),
+            node_folder=folder,
+            extensions=extensions,
+            run=Path(config.output.folder),
+        )
+        for local_rank in range(job.ranks_per_node)
+    ]
+    train = Path(fastdiff.__file__).with_name("train.py")
+    return Ranks([sys.executable, str(train), *job.flags], environments, folder)
+
+
+def _on_stop(number: int) -> str | None:
+    return signal.Signals(number).name if number in STOP else None
+
+
+def _stopped_early(interrupted: Interrupted) -> Outcome:
+    line = f"fastdiff: stopped by {interrupted.reason} before the ranks started; the same command starts again"
+    return Outcome(Preempted.exit_code, line, abrupt=True)
+
+
+def _name(job: argparse.Namespace) -> str:
+    return f"node {job.node_rank} on {socket.gethostname()}"
+
+
+def _say(text: str) -> None:
+    tqdm.write(f"fastdiff: {text}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fastdiff.cluster.supervisor.main", description=__doc__)
+    parser.add_argument("--nodes", type=_positive, default=1, metavar="N")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="0 to N - 1; 0 is the one at HOST")
+    parser.add_argument("--ranks-per-node", type=_positive, required=True, metavar="K")
+    parser.add_argument("--master", default="127.0.0.1", metavar="HOST", help="address of node 0")
+    parser.add_argument("--port", type=int, default=0, metavar="P", help="on HOST; 0, with one node: any")
+    parser.add_argument("--end-with-input", action="store_true", help="stop when standard input ends")
+    parser.add_argument("--no-preflight", dest="preflight", action="store_false")
+    parser.add_argument("flags", nargs="*", metavar="FLAGS", help="after --: of fastdiff/train.py")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}, expected at least 1")
+    return number
+
+
+def _follow_input() -> None:
+    """Take the end of standard input for SIGTERM.
+
+    The supervisor then ends with the ssh connection that started it: ssh passes neither signals nor its own end on to
+    the remote command.
+    """
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

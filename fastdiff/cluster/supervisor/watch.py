@@ -1,0 +1,186 @@
+"""The ranks of one node under watch, until the run has ended on all nodes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from fastdiff.cluster.supervisor.nodes import Nodes
+from fastdiff.cluster.supervisor.outcome import UNAVAILABLE, Outcome, of_ends, of_failed_rank, of_lost_node
+from fastdiff.cluster.supervisor.ranks import Rank, Ranks
+from fastdiff.cluster.supervisor.signals import STOP, Signals
+from fastdiff.errors import Preempted
+
+_TICK_S = 0.5
+_GRACE_S = 2.0
+"""Between the first failure and the end of the ranks by force: they may have an error of their own to print."""
+_STOP_S = 60.0
+"""Between the first rank that saved and stopped and the last: all save the same step."""
+_DUMP_S = 3.0
+"""For stacks and NCCL's records to be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long the watch has patience, in seconds."""
+
+    hang_s: float
+    """For the next beat of a rank."""
+    start_s: float
+    """For its first batch."""
+    contact_s: float
+    """For a sign of life of a node."""
+
+
+class Watch:
+    """The watch of one node.
+
+    Args:
+        ranks: of this node, just started.
+        nodes: the tie to the others.
+        signals: what this process is told.
+        limits: of patience.
+        folder: where the ranks leave beats and causes of failure.
+        name: of this node in messages.
+        master: of node 0 in messages.
+        request_dumps: lets NCCL write what it knows.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        nodes: Nodes,
+        signals: Signals,
+        limits: Limits,
+        *,
+        folder: Path,
+        name: str,
+        master: str,
+        request_dumps: Callable[[], None],
+    ) -> None:
+        self._ranks, self._nodes, self._signals, self._limits = ranks, nodes, signals, limits
+        self._folder, self._name, self._master, self._request_dumps = folder, name, master, request_dumps
+        self._gave_up = False
+        """Whether a rank that was asked to stop ended without a save, because nothing moved."""
+        self._codes: list[int] = []
+        self._failure: Outcome | None = None
+        self._stopping = False
+        self._interrupts = 0
+        self._stopped_s = self._lost_s = self._failed_s = self._dumped_s = float("inf")
+        self._overdue = self._finished = False
+
+    def until_end(self) -> Outcome:
+        """Return how the run ended, with no rank of this node left."""
+        while True:
+            for number in self._signals.take(_TICK_S):
+                self._on_signal(number)
+            for rank, code in self._ranks.reap():
+                self._on_end(rank, code)
+            self._finish_if_done()
+            outcome = self._nodes.outcome or self._outcome_without_contact()
+            if outcome is not None:
+                self._end_ranks(outcome)
+                return outcome
+            self._check_stop()
+            self._check_hang()
+
+    def _on_signal(self, number: int) -> None:
+        """Pass it on to all ranks; they save and stop. Who interrupts from the keyboard a second time does not wait."""
+        if number not in STOP:
+            return
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            self._nodes.propose(Outcome(128 + signal.SIGINT, "fastdiff: interrupted twice, not saved", abrupt=True))
+        self._stop(number if number in (signal.SIGTERM, signal.SIGUSR1) else signal.SIGTERM)
+
+    def _stop(self, number: int) -> None:
+        self._stopping = True
+        self._ranks.signal(number)
+
+    def _on_end(self, rank: Rank, code: int) -> None:
+        error = self._folder / f"rank-{rank.number:05d}.error"
+        if self._stopping and -code in (signal.SIGTERM, signal.SIGUSR1):
+            # It had not begun to listen, with nothing to save, or listened no more, because it had failed.
+            code = 1 if error.exists() else Preempted.exit_code
+        if Preempted.exit_code in self._codes and code and not self._ranks.training:
+            code = Preempted.exit_code  # it missed a rank that was stopped before the first step
+        self._gave_up |= code == Preempted.exit_code and error.exists()
+        self._codes.append(code)
+        if code == Preempted.exit_code and self._stopped_s == float("inf"):
+            self._stopped_s = time.monotonic()
+            self._stop(signal.SIGTERM)
+        elif code not in (0, Preempted.exit_code) and self._failure is None:
+            self._failed_s = time.monotonic()
+            self._failure = of_failed_rank(rank.number, rank.process.pid, self._name, code, error)
+            self._nodes.propose(self._failure)
+
+    def _finish_if_done(self) -> None:
+        if not (self._ranks.alive or self._failure or self._finished):
+            self._finished = True
+            self._nodes.finish(max(self._codes))
+
+    def _outcome_without_contact(self) -> Outcome | None:
+        """Ask the ranks to save, once node 0 does not answer: if it alone ended, not its ranks, they still can."""
+        silent_s = self._nodes.silent_s
+        if not self._nodes.broken and silent_s < self._limits.contact_s:
+            return None
+        if self._lost_s == float("inf"):
+            self._lost_s = time.monotonic()
+            self._stop(signal.SIGTERM)
+        if self._finished and not self._gave_up:
+            return of_ends(self._codes)
+        if self._failure is not None and self._failed_s < self._lost_s and not self._failure.consequence:
+            return self._failure
+        if self._failure is not None or self._finished or time.monotonic() - self._lost_s > self._limits.contact_s:
+            return of_lost_node(f"node 0 ({self._master}), seen from {self._name},", silent_s)
+        return None
+
+    def _check_stop(self) -> None:
+        left = self._ranks.alive
+        if left and time.monotonic() - self._stopped_s > _STOP_S:
+            self._stopped_s = float("inf")
+            line = (
+                f"fastdiff: rank {left[0].number} ({self._name}, process {left[0].process.pid}) failed first: "
+                f"it still ran {_STOP_S:.0f} s after another rank had saved and stopped"
+            )
+            self._nodes.propose(Outcome(UNAVAILABLE, line, abrupt=True))
+
+    def _check_hang(self) -> None:
+        """Two looks, because a beat can be read while it is written."""
+        if self._nodes.hang and self._dumped_s == float("inf"):
+            sights = self._ranks.look()
+            self._dump()
+            self._nodes.report(sights)
+        overdue = self._ranks.mute_for_s() > self._limits.hang_s
+        overdue |= self._ranks.starting_for_s() > self._limits.start_s
+        if overdue and self._overdue and not self._nodes.hang:
+            self._nodes.announce_hang()
+        self._overdue = overdue
+
+    def _dump(self) -> None:
+        self._dumped_s = time.monotonic()
+        self._ranks.dump_stacks()
+        self._request_dumps()
+
+    def _end_ranks(self, outcome: Outcome) -> None:
+        if outcome.exit_code == Preempted.exit_code:
+            self._stop(signal.SIGTERM)  # another node was stopped before its ranks had begun
+        if outcome.exit_code == UNAVAILABLE and self._ranks.alive and self._dumped_s == float("inf"):
+            self._dump()
+        now = time.monotonic()
+        deadline = self._dumped_s + _DUMP_S if self._dumped_s <= now else now + (0 if outcome.abrupt else _GRACE_S)
+        while self._ranks.alive and time.monotonic() < deadline:
+            self._signals.take(deadline - time.monotonic())
+            list(self._ranks.reap())
+        for rank in self._ranks.kill():
+            tqdm.write(
+                f"fastdiff: rank {rank.number} ({self._name}, process {rank.process.pid}) cannot be killed: it waits "
+                "in the kernel for a device or for storage, and may hold its GPU until the node is started again",
+                file=sys.stderr,
+            )

@@ -1,0 +1,121 @@
+"""The command line of ``train.py``."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import textwrap
+from collections.abc import Sequence
+from typing import NoReturn
+
+import tyro
+
+from fastdiff import sanitize
+from fastdiff.config import config_file
+from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
+from fastdiff.config.presets import PRESETS, preset
+from fastdiff.config.run import RunConfig
+from fastdiff.config.run_record import as_json
+from fastdiff.errors import ConfigError
+
+
+def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
+    """Return what the command line of ``train.py`` asks for.
+
+    A small pre-pass takes what the ``deepspeed`` launcher adds and what chooses the defaults; tyro takes the rest:
+    preset < ``--config`` file < flags.
+
+    Raises:
+        ConfigError: unknown preset, unreadable file, inconsistent values.
+        SystemExit: 0 after ``--help``, 2 after a wrong flag (tyro names the nearest one).
+    """
+    own, rest = _pre_parser().parse_known_args(list(argv))
+    if own.preset is None and own.config is None and not {"-h", "--help"} & set(rest):
+        raise ConfigError(f"--preset NAME (or --config FILE) is missing; presets: {', '.join(PRESETS)}")
+    default = preset(own.preset) if own.preset else RunConfig()
+    if own.config:
+        default = config_file.overlay(default, own.config)
+    config = tyro.cli(
+        RunConfig,
+        prog="deepspeed fastdiff/train.py",
+        description=_description(own.preset),
+        default=default,
+        args=rest,
+        config=(tyro.conf.AvoidSubcommands,),
+        console_outputs=os.environ.get("RANK", "0") == "0",
+    )
+    if not config.output.folder:
+        raise ConfigError("--output.folder is missing: a run without a preset needs a folder, for example runs/first")
+    path = own.deepspeed_config or (own.deepspeed if isinstance(own.deepspeed, str) else None)
+    raw = deepspeed_config.read(path) if path else deepspeed_config.DEFAULT
+    launch = Launch(
+        deepspeed=raw,
+        resume=own.resume,
+        allow_change=tuple(own.allow_change),
+        dry_run=own.dry_run,
+        hang_timeout_s=own.hang_timeout,
+        argv=tuple(argv),
+    )
+    return launch, config
+
+
+def _description(name: str | None) -> str:
+    """What stands above the fields in ``--help``: what the preset is, if one is given, and the other flags."""
+    about = inspect.getdoc(PRESETS[name]) if name else None
+    flags = _pre_parser().format_help()
+    # Lines that are not indented tyro runs together, two commands into one.
+    return f"{textwrap.indent(about, '  ')}\n\n{flags}" if about else flags
+
+
+def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> None:
+    """Print the resolved configuration and the DeepSpeed JSON as one JSON object, on one rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps({"config": as_json(config), "deepspeed": sanitize.tree(ds_config)}, indent=2))
+
+
+class _QuietParser(argparse.ArgumentParser):
+    """Raises instead of printing, because every rank parses and one should speak."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _pre_parser() -> argparse.ArgumentParser:
+    parser = _QuietParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
+    parser.add_argument("--config", metavar="FILE", help="YAML or JSON with fields of the run, or a run.json")
+    parser.add_argument("--deepspeed_config", metavar="JSON", help="DeepSpeed configuration; default: ZeRO-1")
+    parser.add_argument(
+        "--resume",
+        choices=("auto", "must", "never"),
+        default="auto",
+        help="continue the run in the folder: if there is one, only if there is one, or refuse to",
+    )
+    parser.add_argument(
+        "--allow-change",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="accept that this field differs from the run that is continued",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument(
+        "--hang-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        default=HANG_TIMEOUT_S,
+        help="end the run, with the stacks of the ranks in RUN/stacks, when one makes no progress for so long",
+    )
+    parser.add_argument("--deepspeed", nargs="?", const=True, help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 1 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} seconds, expected at least 1")
+    return seconds

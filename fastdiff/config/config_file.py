@@ -1,0 +1,97 @@
+"""RunConfig from a YAML or JSON file, laid over a preset."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.run import ModelConfig, RunConfig
+from fastdiff.errors import ConfigError
+from fastdiff.files import read_bounded
+
+_KINDS: dict[str, type[ModelConfig]] = {"dit": DiTConfig, "unet": UNetConfig, "adm": AdmConfig}
+_LARGEST = 1 << 20
+"""Bytes of a file of fields."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number, as in JSON (YAML 1.1 wants 1.0e-4), and without aliases.
+
+    A few lines of aliases of aliases stand for gigabytes.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose what comes next; YAMLError if it is an alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias (*name) is not taken, write its value out")
+        return super().compose_node(parent, index)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def overlay(base: RunConfig, path: str) -> RunConfig:
+    """Return ``base`` with the fields of the file in ``path``; a ``run.json`` serves as well.
+
+    Raises:
+        ConfigError: no such file, not YAML or JSON, an unknown field (with the nearest name), or a wrong type.
+    """
+    try:
+        given = yaml.load(read_bounded(Path(path), _LARGEST), Loader=_Loader)  # JSON is YAML
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: not a readable YAML or JSON file ({error})") from None
+    if isinstance(given, dict) and isinstance(given.get("config"), dict):
+        given = given["config"]
+    if not isinstance(given, dict):
+        raise ConfigError(f"--config {path}: expected a mapping of fields, found {type(given).__name__}")
+    return _lay_over(base, given, f"--config {path}")
+
+
+def from_mapping(fields: dict[str, Any], source: str) -> RunConfig:
+    """Return the configuration that a checkpoint's manifest records; ``source`` names it in errors."""
+    return _lay_over(RunConfig(), fields, source)
+
+
+def with_kind(base: RunConfig, given: dict[str, Any]) -> RunConfig:
+    """Return ``base`` with the defaults of the kind of model that is given, if that is another one."""
+    model = given.get("model")
+    other = _KINDS.get(str(model.get("kind"))) if isinstance(model, dict) else None
+    return base if other is None or isinstance(base.model, other) else replace(base, model=other())
+
+
+def _lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
+    base = with_kind(base, given)
+    merged = _merge(asdict(base), given, source)
+    try:
+        return TypeAdapter(RunConfig).validate_json(json.dumps(merged), strict=True)
+    except ValidationError as error:
+        # Of the union of the networks, the errors of the others say only that this is not one of them.
+        kind = type(base.model).__name__
+        found = error.errors()
+        first = next((each for each in found if each["loc"][0] != "model" or kind in each["loc"]), found[0])
+        field = ".".join(str(part) for part in first["loc"] if part != kind)
+        raise ConfigError(f"{source}: {field}: {first['msg']}, given {first['input']!r}") from None
+
+
+def _merge(base: dict[str, Any], given: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in given.items():
+        if key not in base:
+            near = difflib.get_close_matches(str(key), base, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"fields: {', '.join(base)}"
+            raise ConfigError(f"{source}: unknown field {prefix}{key}; {hint}")
+        nested = isinstance(base[key], dict) and isinstance(value, dict)
+        merged[key] = _merge(base[key], value, source, f"{prefix}{key}.") if nested else value
+    return merged

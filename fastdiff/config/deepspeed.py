@@ -1,0 +1,140 @@
+"""The DeepSpeed JSON of a run: every "auto" filled from RunConfig, every contradiction refused.
+
+RunConfig owns batch size, accumulation, precision, clipping and optimizer; the JSON owns ZeRO, offload and
+communication. So there is one source of truth for each number.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import ConfigError
+from fastdiff.files import read_bounded
+
+DsConfig = dict[str, Any]
+
+_LARGEST = 1 << 20  # bytes of the file
+
+DEFAULT: DsConfig = {
+    "zero_optimization": {
+        "stage": 1,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 100_000_000,
+        "allgather_bucket_size": 100_000_000,
+    }
+}
+"""Used when no file is given, and equal to ``deepspeed_configs/zero1.json``: shards the optimizer state; DeepSpeed
+all-reduces the gradients and gathers the parameters, 1.5 times what plain data parallelism sends."""
+
+_FOREIGN = {
+    "optimizer": "--optim.*",
+    "scheduler": "--optim.schedule",
+    "data_types": "--performance.precision",
+}
+
+
+def read(path: str) -> DsConfig:
+    """Return the JSON object in ``path``; ConfigError if there is none."""
+    try:
+        raw = json.loads(read_bounded(Path(path), _LARGEST))
+    except FileNotFoundError:
+        folder = Path(path).parent
+        near = difflib.get_close_matches(Path(path).name, [p.name for p in folder.glob("*.json")], n=1, cutoff=0.4)
+        hint = f"; did you mean {folder / near[0]}?" if near else ""
+        raise ConfigError(f"--deepspeed_config {path}: no such file{hint}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--deepspeed_config {path}: not a readable JSON file ({error})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--deepspeed_config {path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+def resolve(raw: Mapping[str, Any], config: RunConfig, ranks: int) -> DsConfig:
+    """Return ``raw`` with every "auto" filled in for ``ranks`` ranks.
+
+    Raises:
+        ConfigError: a literal that disagrees with RunConfig, a section that RunConfig owns, or an unknown "auto".
+    """
+    for section, flag in _FOREIGN.items():
+        if section in raw:
+            raise ConfigError(f'the DeepSpeed JSON has "{section}", which {flag} decides; remove it from the file')
+    resolved: DsConfig = json.loads(json.dumps(raw))
+    for path, (value, flag) in _owned_by_run_config(config, ranks).items():
+        *parents, key = path.split(".")
+        place = resolved
+        for depth, parent in enumerate(parents, start=1):
+            place = _section(place, parent, ".".join(parents[:depth]))
+        given = place.get(key, "auto")
+        if given not in ("auto", value):
+            raise ConfigError(
+                f'the DeepSpeed JSON has "{path}": {json.dumps(given)}, but {flag} gives {json.dumps(value)}; '
+                f'write "auto" in the file or change the flag'
+            )
+        place[key] = value
+    for path in _autos(resolved):
+        raise ConfigError(f'the DeepSpeed JSON has "{path}": "auto", which fastdiff does not fill; write a value')
+    _check_zero(resolved)
+    return resolved
+
+
+def zero_stage(resolved: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage, 0 to 3."""
+    return int(resolved.get("zero_optimization", {}).get("stage", 0))
+
+
+def offloads_optimizer(resolved: DsConfig) -> bool:
+    """Whether the optimizer steps on the CPU."""
+    offload = resolved.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(offload.get("device", "none") == "cpu")
+
+
+def _owned_by_run_config(config: RunConfig, ranks: int) -> dict[str, tuple[Any, str]]:
+    accumulation = config.batch.accumulation(ranks)
+    precision = config.performance.precision
+    return {
+        "train_batch_size": (config.batch.samples, "--batch.samples"),
+        "train_micro_batch_size_per_gpu": (config.batch.per_rank(ranks), f"--batch.micro with {ranks} ranks"),
+        "gradient_accumulation_steps": (accumulation, "--batch.samples / (--batch.micro x ranks)"),
+        "gradient_clipping": (config.optim.clip, "--optim.clip"),
+        "bf16.enabled": (precision == "bf16", "--performance.precision"),
+        "fp16.enabled": (precision == "fp16", "--performance.precision"),
+        # It would round the time, 0 to 1000 in flow, to 0.5. The model rounds all the rest itself.
+        "fp16.auto_cast": (False, "fastdiff"),
+        # 8-bit optimizers are not on DeepSpeed's list, and offload insists on its own Adam, unless told so.
+        "zero_allow_untested_optimizer": (True, "fastdiff"),
+        "zero_force_ds_cpu_optimizer": (False, "fastdiff"),
+        # Its timer waits for the GPU twice per micro-batch.
+        "timers.throughput.enabled": (False, "fastdiff"),
+    }
+
+
+def _section(tree: DsConfig, key: str, path: str) -> DsConfig:
+    """Return the object ``tree[key]``, made if it is missing."""
+    section = tree.setdefault(key, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f'the DeepSpeed JSON has "{path}": {json.dumps(section)}; expected an object')
+    return section
+
+
+def _autos(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _autos(value, f"{prefix}{key}.")
+        elif value == "auto":
+            yield prefix + key
+
+
+def _check_zero(resolved: DsConfig) -> None:
+    zero = _section(resolved, "zero_optimization", "zero_optimization")
+    stage = zero.setdefault("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f'the DeepSpeed JSON has "zero_optimization.stage": {stage}; expected 0, 1, 2 or 3')
+    for name in ("offload_optimizer", "offload_param"):
+        if (zero.get(name) or {}).get("device", "none") == "nvme":
+            raise ConfigError(f'"zero_optimization.{name}.device": "nvme" is not supported; use "cpu" or "none"')

@@ -1,0 +1,1 @@
+"""Shapes of the networks. Free of torch."""

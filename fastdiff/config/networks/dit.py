@@ -1,0 +1,95 @@
+"""Shape of the diffusion transformer (DiT), with the published sizes. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fastdiff.config.networks.adm import AdmConfig as AdmConfig
+from fastdiff.errors import ConfigError, require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiTConfig:
+    """A diffusion transformer (Peebles & Xie 2023, arXiv:2212.09748)."""
+
+    kind: Literal["dit"] = "dit"
+    """The network; not to be changed."""
+    depth: int = 28
+    """Number of transformer blocks."""
+    hidden: int = 1152
+    """Width of a token."""
+    heads: int = 16
+    """Attention heads."""
+    patch: int = 2
+    """Side of a patch, in latent pixels."""
+    channels: int = 4
+    """Channels of the latents."""
+    size: int = 32
+    """Height and width of the latents."""
+    classes: int = 1000
+    """Number of classes; the null class of classifier-free guidance comes on top."""
+    mlp_ratio: float = 4.0
+    """Width of the MLP over the width of a token."""
+    learn_sigma: bool = False
+    """Twice the output channels, the second half for the variance, as in the published checkpoints."""
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "hidden", "heads", "patch", "channels", "size", "classes"):
+            require(getattr(self, name) >= 1, f"--model.{name} {getattr(self, name)}: at least 1")
+        require(
+            self.hidden % self.heads == 0,
+            f"--model.hidden {self.hidden} is not divisible by --model.heads {self.heads}; "
+            f"choose a multiple, for example {self.hidden // self.heads * self.heads or self.heads}",
+        )
+        require(
+            self.hidden % 4 == 0,
+            f"--model.hidden {self.hidden} must be divisible by 4 (the sin-cos position embedding)",
+        )
+        require(
+            self.size % self.patch == 0,
+            f"--model.size {self.size} is not divisible by --model.patch {self.patch}",
+        )
+
+
+DIT_SIZES: dict[str, tuple[int, int, int]] = {
+    "S": (12, 384, 6),
+    "B": (12, 768, 12),
+    "L": (24, 1024, 16),
+    "XL": (28, 1152, 16),
+}
+"""Depth, hidden width and heads of the published sizes (table 1 of Peebles & Xie 2023)."""
+
+DIT_PATCHES = (2, 4, 8)
+"""Patch sides of the published models."""
+
+
+def dit_config(
+    name: str,
+    *,
+    size: int = 32,
+    channels: int = 4,
+    classes: int = 1000,
+    learn_sigma: bool = False,
+) -> DiTConfig:
+    """Configuration of a published size.
+
+    Args:
+        name: ``"DiT-S/2"`` ... ``"DiT-XL/8"``.
+        size: Height and width of the latents: 32 for images of 256 px, 64 for 512 px.
+        channels: Channels of the latents.
+        classes: Number of classes without the null class.
+        learn_sigma: Twice the output channels, as the published checkpoints have.
+
+    Raises:
+        ConfigError: ``name`` is none of the twelve.
+    """
+    names = {f"DiT-{letter}/{patch}": (letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
+    if name not in names:
+        raise ConfigError(f"model {name!r} is unknown; choose one of {', '.join(names)}")
+    letter, patch = names[name]
+    depth, hidden, heads = DIT_SIZES[letter]
+    return DiTConfig(
+        depth=depth, hidden=hidden, heads=heads, patch=patch,
+        size=size, channels=channels, classes=classes, learn_sigma=learn_sigma,
+    )  # fmt: skip

@@ -1,0 +1,173 @@
+"""Named, complete runs. The docstring of a preset is its command, and its measured or published result."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from fastdiff.config.data import DataConfig
+from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
+from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.presets import digits, iddpm
+from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
+from fastdiff.errors import ConfigError
+
+Preset = Callable[[], RunConfig]
+
+
+FID_400K: dict[str, float] = {
+    "S/8": 153.60, "S/4": 100.41, "S/2": 68.40,
+    "B/8": 122.74, "B/4": 68.38, "B/2": 43.47,
+    "L/8": 118.87, "L/4": 45.64, "L/2": 23.33,
+    "XL/8": 106.41, "XL/4": 43.01, "XL/2": 19.47,
+}  # fmt: skip
+"""FID-50K of the published DiTs on ImageNet at 256 px after 400 K steps, without guidance, 250 DDPM steps, the ft-MSE
+decoder (table 4 of Peebles & Xie 2023)."""
+
+
+def _dit(letter: str, patch: int) -> Preset:
+    """The recipe of a published DiT, with a docstring of its own."""
+    size = f"{letter}/{patch}"
+    name = f"dit-{letter.lower()}-{patch}-256"
+
+    def build() -> RunConfig:
+        objective = DiffusionConfig(schedule="linear", prediction="epsilon", variance="learned_range")
+        return _imagenet(name, dit_config(f"DiT-{size}", learn_sigma=True), objective)
+
+    build.__doc__ = f"""DiT-{size} on ImageNet at 256 px, as published: noise and learned variance, 400 K steps of 256.
+
+    fastdiff encode IMAGENET data/imagenet256 --pretrained stabilityai/sd-vae-ft-ema --resolution 256 --crop adm --flip
+    deepspeed fastdiff/train.py --preset {name} --data.path data/imagenet256
+
+    Source: Peebles & Xie 2023, arXiv:2212.09748, section 4, and the train.py that came with it. bf16 instead of its
+    fp32. Options: --optim.name adamw8bit; EDM2's averages, --ema.power_stds 0.05 0.1 --ema.snapshot_every 10000.
+
+    Expected: FID-50K {FID_400K[size]:.2f} without guidance (table 4 there). Not measured here.
+    """
+    return build
+
+
+def sit_xl_2_256() -> RunConfig:
+    """SiT-XL/2 on ImageNet at 256 px, as published: flow matching on the linear path, otherwise as dit-xl-2-256.
+
+    fastdiff encode IMAGENET data/imagenet256 --pretrained stabilityai/sd-vae-ft-ema --resolution 256 --crop adm --flip
+    deepspeed fastdiff/train.py --preset sit-xl-2-256 --data.path data/imagenet256
+
+    Source: Ma et al. 2024, arXiv:2401.08740, and the train.py that came with it: velocity, uniform t, no weighting. Its
+    network is that of DiT, whose outputs for a variance it does not train. Options: --optim.name adamw8bit; EDM2's
+    averages, --ema.power_stds 0.05 0.1 --ema.snapshot_every 10000.
+
+    Expected: FID-50K 17.2 without guidance, by their SDE sampler. Not measured here.
+    """
+    objective = DiffusionConfig(process="flow", path="linear", prediction="flow")
+    return _imagenet("sit-xl-2-256", dit_config("DiT-XL/2", learn_sigma=True), objective)
+
+
+def _imagenet(name: str, model: DiTConfig, objective: DiffusionConfig) -> RunConfig:
+    """What the runs of DiT and SiT have in common."""
+    batch = 256
+    return RunConfig(
+        samples=400_000 * batch,
+        model=model,
+        objective=objective,
+        data=DataConfig(path="data/imagenet256", random_flip=True),
+        batch=BatchConfig(samples=batch),
+        optim=OptimConfig(name="adamw", lr=1e-4, weight_decay=0.0, clip=0.0),
+        ema=EmaConfig(rates=(0.9999,)),
+        output=OutputConfig(folder=f"runs/{name}", checkpoint_every=10_000, sample_every=10_000),
+    )
+
+
+SD15_UNET = UNetConfig()
+"""859.5 M parameters."""
+
+SD2_UNET = UNetConfig(attention_heads=(5, 10, 20, 20), cross_attention_dim=1024, use_linear_projection=True)
+"""865.9 M parameters."""
+
+
+def sd15_512() -> RunConfig:
+    """Stable Diffusion 1.5's UNet from random weights at 512 px, as it was first trained: 8-bit Adam, batch 2048.
+
+    fastdiff encode IMAGES data/t2i-512 --pretrained stable-diffusion-v1-5/stable-diffusion-v1-5 --resolution 512
+    deepspeed fastdiff/train.py --preset sd15-512 --data.path data/t2i-512
+
+    Not measured yet.
+    """
+    return _from_scratch("sd15-512", SD15_UNET, "stable-diffusion-v1-5/stable-diffusion-v1-5")
+
+
+def sd2_512() -> RunConfig:
+    """Stable Diffusion 2's UNet from random weights at 512 px; otherwise as sd15-512.
+
+    fastdiff encode IMAGES data/t2i-512 --pretrained stabilityai/stable-diffusion-2-base --resolution 512
+    deepspeed fastdiff/train.py --preset sd2-512 --data.path data/t2i-512
+
+    Not measured yet.
+    """
+    return _from_scratch("sd2-512", SD2_UNET, "stabilityai/stable-diffusion-2-base")
+
+
+def _from_scratch(name: str, model: UNetConfig, pipeline: str) -> RunConfig:
+    batch = 2048
+    return RunConfig(
+        samples=500_000 * batch,
+        model=model,
+        pretrained=PretrainedConfig(path=pipeline),
+        objective=DiffusionConfig(schedule="scaled_linear", prediction="epsilon"),
+        data=DataConfig(path="data/t2i-512"),
+        batch=BatchConfig(samples=batch, micro=16),
+        optim=OptimConfig(
+            name="adamw8bit", lr=1e-4, weight_decay=0.01, schedule="constant_with_warmup", warmup_steps=10_000
+        ),
+        output=OutputConfig(folder=f"runs/{name}", checkpoint_every=5_000),
+    )
+
+
+def sd15_finetune() -> RunConfig:
+    """Fine-tune Stable Diffusion 1.5, or another pipeline of 1.x, 2.x or XL by --pretrained.path, all weights.
+
+    fastdiff encode IMAGES data/finetune --pretrained stable-diffusion-v1-5/stable-diffusion-v1-5 --resolution 512
+    deepspeed fastdiff/train.py --preset sd15-finetune --data.path data/finetune
+
+    With --lora.rank 4, LoRA. Not measured yet.
+    """
+    batch = 64
+    return RunConfig(
+        samples=15_000 * batch,
+        model=SD15_UNET,
+        pretrained=PretrainedConfig(path="stable-diffusion-v1-5/stable-diffusion-v1-5", weights=True),
+        objective=DiffusionConfig(schedule="scaled_linear", prediction="auto"),
+        data=DataConfig(path="data/finetune"),
+        batch=BatchConfig(samples=batch, micro=8),
+        optim=OptimConfig(name="adamw8bit", lr=1e-5, weight_decay=0.01),
+        ema=EmaConfig(warmup=True),
+        output=OutputConfig(folder="runs/sd15-finetune"),
+    )
+
+
+PRESETS: dict[str, Preset] = {
+    "digits": digits.digits,
+    "digits-t2i": digits.text_to_image,
+    "digits-adm": digits.adm,
+    "digits-sr": digits.enlarged,
+    "sd15-512": sd15_512,
+    "sd2-512": sd2_512,
+    "sd15-finetune": sd15_finetune,
+    "sit-xl-2-256": sit_xl_2_256,
+    "iddpm-imagenet64": iddpm.imagenet64,
+    "iddpm-imagenet64-cond": iddpm.imagenet64_cond,
+    "iddpm-cifar10": iddpm.cifar10,
+    "iddpm-lsun256": iddpm.lsun256,
+    "iddpm-upsampler": iddpm.upsampler,
+} | {f"dit-{letter.lower()}-{patch}-256": _dit(letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
+
+
+def preset(name: str) -> RunConfig:
+    """Return the preset called ``name``; ConfigError if there is none, with the names it may stand for."""
+    if name not in PRESETS:
+        near = [known for known in PRESETS if known.startswith(name)] or difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {' or '.join(near)}? " if 0 < len(near) <= 4 else ""
+        raise ConfigError(f"--preset {name}: unknown; {hint}presets: {', '.join(PRESETS)}")
+    return PRESETS[name]()

@@ -1,0 +1,375 @@
+"""Everything that decides the result of a run, as frozen dataclasses.
+
+The string below a field is its ``--help`` text. Cross-field checks raise ``ConfigError`` with the remedy. This module
+imports no torch, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, cast, get_args
+
+from fastdiff.config.data import DataConfig
+from fastdiff.config.divergence import DivergenceConfig
+from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.errors import ConfigError, require
+
+Precision = Literal["fp32", "bf16", "fp16"]
+KernelBackend = Literal["triton", "reference", "compile"]
+KERNEL_OPS = ("philox", "noising", "loss", "group_norm", "adaln", "dropout", "adamw8bit")
+"""The ops of ``fastdiff_kernels.dispatch``, without its torch."""
+WIDEST = 12.0**-0.5
+"""Relative width of the plain mean of all weights so far, the widest power-function average that does not favour old
+weights over new ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationConfig:
+    """What is measured and drawn with the averaged weights while training."""
+
+    data: str = ""
+    """Folder of latent shards that are not trained on, also at http(s):// or s3://: their loss is measured under noise
+    that is the same in every run, into validation.jsonl. Empty: none."""
+    samples: int = 1024
+    """How many of them, spread evenly over the data; all, if there are fewer."""
+    prompts: tuple[str, ...] = ()
+    """What to draw; empty: nothing."""
+    every: int = 1000
+    """Optimizer steps between two validations, of the loss and of the prompts, besides one at the end. 0: never."""
+    images_per_prompt: int = 4
+    """Images of each prompt."""
+    steps: int = 20
+    """Denoising steps (DPM-Solver++)."""
+    guidance_scale: float = 7.5
+    """Classifier-free guidance scale; 1: none."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("every", 0), ("images_per_prompt", 1), ("steps", 1)):
+            require(getattr(self, name) >= least, f"--validation.{name} {getattr(self, name)}: at least {least}")
+        require(
+            self.every > 0 or not self.data,
+            f"--validation.data {self.data} with --validation.every 0 is never read; set --validation.every to the "
+            "optimizer steps between two validations, for example 1000",
+        )
+        require(
+            math.isfinite(self.guidance_scale), f"--validation.guidance_scale {self.guidance_scale}: a finite number"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """How many samples make one optimizer step."""
+
+    samples: int = 256
+    """Samples per optimizer step, over all ranks."""
+    micro: int | None = None
+    """Samples per rank per forward pass. None: samples / ranks, without accumulation."""
+
+    def __post_init__(self) -> None:
+        require(self.samples >= 1, f"--batch.samples {self.samples}: at least 1")
+        require(self.micro is None or self.micro >= 1, f"--batch.micro {self.micro}: at least 1, or None")
+
+    def per_rank(self, ranks: int) -> int:
+        """Samples per rank per forward pass with ``ranks`` ranks."""
+        return self.micro if self.micro is not None else max(1, self.samples // ranks)
+
+    def accumulation(self, ranks: int) -> int:
+        """Forward passes per optimizer step with ``ranks`` ranks; ConfigError if the batch does not divide."""
+        micro = self.per_rank(ranks)
+        together = micro * ranks
+        if self.samples % together:
+            below = self.samples // together * together
+            near = [str(n) for n in (below, below + together) if n > 0]
+            given = f"{micro} (--batch.micro) x {ranks} ranks" if self.micro is not None else f"{ranks} ranks"
+            raise ConfigError(
+                f"--batch.samples {self.samples} does not divide by {together} = {given}; "
+                f"nearest values: {', '.join(near)}"
+            )
+        return self.samples // together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """Optimizer and learning rate."""
+
+    name: Literal["adamw", "adamw8bit", "adamw8bit-bnb"] = "adamw"
+    """adamw: torch, 8 bytes of state per parameter; adamw8bit: fastdiff's own, 2 bytes, whose losses and checkpoints
+    do not depend on ranks and ZeRO stage; adamw8bit-bnb: bitsandbytes, 2 bytes, rounded anew for others."""
+    lr: float = 1e-4
+    """Learning rate after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the first and second moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    clip: float = 1.0
+    """Largest norm of the gradient over all parameters; 0: no clipping."""
+    schedule: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
+        "constant"
+    )
+    """Learning-rate schedule of transformers.get_scheduler, counted in optimizer steps."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.lr < math.inf, f"--optim.lr {self.lr}: above 0")
+        require(all(0 <= b < 1 for b in self.betas), f"--optim.betas {self.betas}: each from 0 to below 1")
+        for name in ("eps", "weight_decay", "clip", "warmup_steps"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"--optim.{name} {value}: 0 or above")
+        require(self.eps > 0 or self.name != "adamw8bit", "--optim.eps 0: above 0 with --optim.name adamw8bit")
+        require(
+            self.warmup_steps == 0 or self.schedule != "constant",
+            "--optim.warmup_steps has no effect with --optim.schedule constant; "
+            "use --optim.schedule constant_with_warmup",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmaConfig:
+    """Moving averages of the weights; the first is the one that samples and evaluations use."""
+
+    rates: tuple[float, ...] = (0.9999,)
+    """One exponential average per rate. Empty: none."""
+    warmup: bool = False
+    """Begin with lower rates, (1 + n) / (10 + n) at step n: for fine-tuning, whose few steps would else hardly move an
+    average that starts at the pretrained weights."""
+    power_stds: tuple[float, ...] = ()
+    """One power-function average (EDM2) per relative width, after those of --ema.rates: how far it looks back grows
+    with the training. 0.05 and 0.10 with snapshots give any width in between and around after the training."""
+    snapshot_every: int = 0
+    """Optimizer steps between two snapshots of the power-function averages, kept all, in 16 bits: what `fastdiff
+    sample`, `evaluate` and `export` make the average of another --ema-std from. 0: none."""
+
+    def __post_init__(self) -> None:
+        require(
+            all(0.0 < std <= WIDEST for std in self.power_stds) and len(set(self.power_stds)) == len(self.power_stds),
+            f"--ema.power_stds {self.power_stds}: different widths above 0 and at most {WIDEST:.4f} (the plain mean), "
+            "for example 0.05 0.10",
+        )
+        require(self.snapshot_every >= 0, f"--ema.snapshot_every {self.snapshot_every}: at least 0")
+        require(
+            self.snapshot_every == 0 or len(self.power_stds) > 0,
+            f"--ema.snapshot_every {self.snapshot_every} needs the averages that it keeps: --ema.power_stds 0.05 0.10",
+        )
+        require(
+            all(0.0 < rate < 1.0 for rate in self.rates) and len(set(self.rates)) == len(self.rates),
+            f"--ema.rates {self.rates}: different values between 0 and 1, for example 0.999 0.9999",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerformanceConfig:
+    """How the same numbers are computed."""
+
+    precision: Precision = "bf16"
+    """Weights and activations of the forward and backward pass; master weights are fp32 always."""
+    compile: bool | None = None
+    """torch.compile of each block. None: on with CUDA, off on a CPU."""
+    recompute: bool = False
+    """Activation checkpointing: recompute each block in the backward pass, for memory."""
+    allow_tf32: bool = False
+    """Let fp32 matrix products and convolutions round their inputs to TF32 (Ampere and newer)."""
+    kernels: str = "auto"
+    """Who computes fastdiff's own ops: auto (Triton on a GPU, else plain torch), triton, reference (plain torch) or
+    compile (plain torch by torch.compile), then exceptions: auto,adaln=compile,loss=reference."""
+    attention: Literal["auto", "sdpa", "cudnn", "flash", "xformers", "reference"] = "auto"
+    """Who computes attention: auto (the fastest known for the GPU), sdpa (torch's choice), cudnn, flash, xformers, or
+    reference (matrix products and a softmax)."""
+
+    def __post_init__(self) -> None:
+        self.kernel_backends()
+
+    def kernel_backends(self) -> dict[str, KernelBackend]:
+        """What ``kernels`` forces, by op; an op that is not named has its default.
+
+        Raises:
+            ConfigError: an op or an implementation that does not exist, or an op that is named twice.
+        """
+        default, *exceptions = [part.strip() for part in self.kernels.split(",")]
+        if "=" in default:
+            default, exceptions = "auto", [default, *exceptions]
+        named = [part.partition("=")[::2] for part in exceptions]
+        for op, _ in named:
+            require(op in KERNEL_OPS, f"{self._given()}: {op!r} is none of the ops {', '.join(KERNEL_OPS)}")
+            require([o for o, _ in named].count(op) == 1, f"{self._given()}: {op} is named twice")
+        chosen = dict.fromkeys(KERNEL_OPS, default) | dict(named)
+        for backend in (default, *chosen.values()):
+            require(
+                backend in ("auto", *get_args(KernelBackend)),
+                f"{self._given()}: {backend!r} is none of auto, {', '.join(get_args(KernelBackend))}; "
+                "write for example auto,adaln=compile",
+            )
+        return {op: cast(KernelBackend, backend) for op, backend in chosen.items() if backend != "auto"}
+
+    def _given(self) -> str:
+        return f"--performance.kernels {self.kernels}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputConfig:
+    """What the run writes, where and how often (in optimizer steps; 0: never)."""
+
+    folder: str = ""
+    """Run folder; default: runs/<preset>."""
+    log_every: int = 50
+    """Steps between two lines of metrics.jsonl and TensorBoard."""
+    checkpoint_every: int = 1000
+    """Steps between two checkpoints; one is always written at the end."""
+    keep: int = 2
+    """Checkpoints that are kept, newest first; at least 2."""
+    failed_saves: int = 0
+    """Checkpoints in a row that may fail, for example because a disk is full, before the run stops; likewise
+    snapshots. The last one, at the end or when the run is preempted, must not."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    """Where the numbers and images are shown, besides metrics.jsonl and samples/."""
+    project: str = "fastdiff"
+    """Name of the project in wandb."""
+    sample_every: int = 1000
+    """Steps between two grids of generated samples of a class-conditional model."""
+    sample_steps: int = 20
+    """Denoising steps of a grid (DPM-Solver++)."""
+    sample_cfg: float = 1.5
+    """Classifier-free guidance scale of a grid; 1: none."""
+
+    def __post_init__(self) -> None:
+        require(self.keep >= 2, f"--output.keep {self.keep}: at least 2, so that one verified checkpoint is left")
+        least = {"log_every": 1, "checkpoint_every": 0, "failed_saves": 0, "sample_every": 0, "sample_steps": 1}
+        for name, value in least.items():
+            require(getattr(self, name) >= value, f"--output.{name} {getattr(self, name)}: at least {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One training run."""
+
+    samples: int = 1_024_000
+    """Length of the run, in training samples."""
+    seed: int = 0
+    """Key of every random number: initial weights, order, noise, timesteps, drops."""
+    model: ModelConfig = field(default_factory=DiTConfig)
+    pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    objective: DiffusionConfig = field(default_factory=DiffusionConfig)
+    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    performance: PerformanceConfig = field(default_factory=PerformanceConfig)
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**64, f"--seed {self.seed}: from 0 to 2**64 - 1")
+        if self.output.sample_every and self.model.kind != "unet":
+            require(
+                not self._enlarges(),
+                "--output.sample_every: no grid is drawn of a model that enlarges images; set it to 0, and use "
+                "`fastdiff sample --low-res`",
+            )
+            self._check_sampling("--output.sample_steps", self.output.sample_steps, "--output.sample_every 0")
+        if self.validation.prompts and self.validation.every:
+            self._check_sampling("--validation.steps", self.validation.steps, "--validation.every 0")
+        require(
+            self.divergence.policy != "rewind" or self.output.checkpoint_every > 0,
+            "--divergence.policy rewind goes back to a checkpoint, and --output.checkpoint_every 0 writes none; set it "
+            "to the optimizer steps between two, for example 1000",
+        )
+        self._check_pretrained()
+        self._check_objective()
+        if self.samples < 1 or self.samples % self.batch.samples:
+            steps = max(1, round(self.samples / self.batch.samples))
+            raise ConfigError(
+                f"--samples {self.samples} does not divide by --batch.samples {self.batch.samples}; "
+                f"nearest value: {steps * self.batch.samples} ({steps} steps)"
+            )
+
+    def _check_sampling(self, flag: str, steps: int, without: str) -> None:
+        """Refuse now what would otherwise fail at the first images, hours later."""
+        objective = self.objective
+        require(
+            objective.process != "ddpm" or steps <= objective.timesteps,
+            f"{flag} {steps}: at most --objective.timesteps {objective.timesteps}",
+        )
+        require(
+            not objective.ends_in_noise or objective.predicted != "epsilon" or self._follows_pipeline(),
+            "no image can be drawn from pure noise by predicting it: with --objective.zero_terminal_snr, or schedule "
+            f"jsd, use --objective.prediction v or x0, or draw none with {without}",
+        )
+
+    def _follows_pipeline(self) -> bool:
+        """Whether a pipeline, which is read later, says what is predicted."""
+        return self.objective.prediction == "auto" and bool(self.pretrained.path) and not self.pretrained.is_file
+
+    def _check_objective(self) -> None:
+        self.timesteps.check(self.objective)
+        doubled = not isinstance(self.model, UNetConfig) and self.model.learn_sigma
+        require(
+            doubled or not self.objective.learns_variance,
+            f"--objective.variance {self.objective.variance} needs a model with twice the output channels: a DiT or an "
+            "ADM UNet with --model.learn_sigma",
+        )
+        require(
+            not self.objective.low_res_noise or self._enlarges(),
+            f"--objective.low_res_noise {self.objective.low_res_noise} is noise on the small images of a model that "
+            "enlarges them, an ADM UNet with --model.low_res_size; set it to 0",
+        )
+
+    def _enlarges(self) -> bool:
+        return isinstance(self.model, AdmConfig) and self.model.low_res_size > 0
+
+    def _check_pretrained(self) -> None:
+        wants = {
+            "--data.online": self.data.online,
+            "--validation.prompts": bool(self.validation.prompts and self.validation.every),
+        }
+        for flag, wanted in wants.items():
+            require(
+                not wanted or (bool(self.pretrained.path) and not self.pretrained.is_file),
+                f"{flag} needs --pretrained.path, a pipeline of diffusers; given {self.pretrained.path or 'none'}",
+            )
+        require(
+            self.lora.rank == 0 or self.pretrained.weights,
+            f"--lora.rank {self.lora.rank} needs --pretrained.weights and their --pretrained.path: an adapter is "
+            "added to trained weights",
+        )
+        require(
+            self.lora.rank == 0 or not self.pretrained.training,
+            f"--lora.rank {self.lora.rank} with --pretrained.training: a published training has the state of its whole "
+            "network, not of an adapter; leave out one of them",
+        )
+        require(
+            not (self.pretrained.training and self.ema.power_stds),
+            f"--ema.power_stds {' '.join(map(str, self.ema.power_stds))} with --pretrained.training: such an average "
+            "is one of the whole course of the weights, of which a published training has the end alone; leave it out",
+        )
+        require(
+            self.lora.rank == 0 or self.model.kind != "adm",
+            f"--lora.rank {self.lora.rank} is for a DiT or a UNet of Stable Diffusion, not an ADM UNet; set it to 0",
+        )
+        unet = self.model.kind == "unet" or (self.pretrained.weights and not self.pretrained.is_file)
+        require(
+            not self.data.online or unet,
+            "--data.online is for models of text; encode classes with `fastdiff encode`",
+        )
+        require(
+            not self.validation.prompts or unet,
+            "--validation.prompts is for models of text; others draw grids (--output.sample_every)",
+        )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.samples // self.batch.samples
+
+
+ModelConfig = DiTConfig | UNetConfig | AdmConfig

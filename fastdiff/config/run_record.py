@@ -1,0 +1,98 @@
+"""What a start of the trainer was asked to do, and the run folder it works in."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from fastdiff import sanitize
+from fastdiff.config.deepspeed import DsConfig
+from fastdiff.config.launch_options import Launch
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import ConfigError
+
+_PACKAGES = ("fastdiff", "torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes")
+
+
+def as_json(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration as JSON values, without secrets."""
+    return sanitize.tree(json.loads(json.dumps(asdict(config))))  # type: ignore[no-any-return]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that decide the numbers."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found | {"python": sys.version.split()[0]}
+
+
+def claim(folder: Path) -> Callable[[], None]:
+    """Make the run folder and lock it for this job; return what releases the lock.
+
+    Raises:
+        ConfigError: another job holds it. The lock ends with its process, so there is none to clean up by hand.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file: IO[str] = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise ConfigError(
+            f"the run folder {folder} is in use by another job ({holder}); wait for it, stop it, "
+            "or choose another --output.folder"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return file.close
+
+
+def write_run_json(folder: Path, config: RunConfig, launch: Launch, ds_config: DsConfig, device: str) -> None:
+    """Write ``run.json``: everything needed to tell what ran, and no secret."""
+    content = {
+        "config": as_json(config),
+        "argv": [sanitize.line(argument) for argument in launch.argv],
+        "versions": versions(),
+        "git": _git_state(),
+        "device": device,
+        "deepspeed": sanitize.tree(ds_config),
+    }
+    temporary = folder / "run.json.tmp"
+    temporary.write_text(json.dumps(content, indent=2))
+    temporary.replace(folder / "run.json")
+
+
+def require_run(folder: Path) -> None:
+    """Refuse a folder that is not of a run.
+
+    Raises:
+        ConfigError: it has no ``run.json``; with the names of the runs beside it.
+    """
+    if not (folder / "run.json").is_file():
+        near = sorted(path.parent.name for path in folder.parent.glob("*/run.json"))
+        hint = f"runs there: {', '.join(near)}" if near else "start one with `deepspeed fastdiff/train.py`"
+        raise ConfigError(f"{folder}: no run (no run.json); {hint}")
+
+
+def _git_state() -> str | None:
+    root = Path(__file__).parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

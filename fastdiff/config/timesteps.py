@@ -1,0 +1,153 @@
+"""Which noise levels the training draws, as a frozen dataclass. This module imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from fastdiff.config.objective import DiffusionConfig, Process, set_back
+from fastdiff.errors import require
+
+Density = Literal["uniform", "logit_normal", "mode", "cosmap", "log_normal", "earlier", "later", "range", "importance"]
+
+DENSITIES: dict[Process, tuple[Density, ...]] = {
+    "ddpm": ("uniform", "logit_normal", "mode", "cosmap", "earlier", "later", "range", "importance"),
+    "flow": ("uniform", "logit_normal", "mode", "cosmap"),
+    "edm": ("log_normal",),
+}
+"""How timesteps can be drawn in each process; the first is what ``auto`` means."""
+
+_DRAWN: dict[Process, str] = {"ddpm": "discrete timesteps", "flow": "a time from 0 to 1", "edm": "sigma"}
+
+_BIASED: tuple[Density, ...] = ("earlier", "later", "range")
+
+_OF_DENSITY: dict[str, tuple[Density, ...]] = {
+    "mode_scale": ("mode",),
+    "bias_multiplier": _BIASED,
+    "bias_portion": ("earlier", "later"),
+    "bias_begin": ("range",),
+    "bias_end": ("range",),
+}
+"""Fields of the timesteps that some densities alone read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimestepConfig:
+    """Which noise levels the training draws."""
+
+    density: Literal["auto", Density] = "auto"
+    """uniform; logit_normal, mode or cosmap (Esser et al. 2024, arXiv:2403.03206); log_normal (of sigma, edm); earlier,
+    later or range (those steps bias_multiplier times as often, ddpm); importance (in proportion to the root of the mean
+    squared loss, and weighted so that the mean stays the same: Nichol & Dhariwal 2021, section 3.3; ddpm). auto:
+    uniform, for edm log_normal."""
+    stratified: bool = False
+    """Spread the draws of each optimizer step evenly over the density: the same mean with less noise."""
+    mean: float | None = None
+    """Mean of logit_normal (None: 0) and log_normal (None: -1.2)."""
+    std: float | None = None
+    """Standard deviation of logit_normal (None: 1) and log_normal (None: 1.2)."""
+    mode_scale: float = 1.29
+    """Scale of mode."""
+    shift: float = 1.0
+    """Shift of t towards noise in flow, shift * t / (1 + (shift - 1) * t): 3 for SD3 at 1024 px."""
+    bias_multiplier: float = 1.0
+    """How many times as often biased timesteps are drawn; for earlier, later and range, another number than 1."""
+    bias_portion: float = 0.25
+    """Share of the timesteps that is biased, for earlier (those of low noise) and later."""
+    bias_begin: int = 0
+    """First biased timestep, for range."""
+    bias_end: int | None = None
+    """End of the biased timesteps, not included, for range. None: all from bias_begin on."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.std is None or 0 < self.std <= 10,
+            f"--timesteps.std {self.std}: above 0, at most 10, because levels beyond are all data or all noise",
+        )
+        require(
+            self.mean is None or abs(self.mean) <= 20,
+            f"--timesteps.mean {self.mean}: from -20 to 20, because levels beyond are all data or all noise",
+        )
+        require(
+            (self.mean is None and self.std is None) or self.density in ("auto", "logit_normal", "log_normal"),
+            f"--timesteps.mean and --timesteps.std with --timesteps.density {self.density}: they belong to "
+            "logit_normal and log_normal; set both to None, their default",
+        )
+        # Beyond these the map from the uniform number is no longer monotonous.
+        require(-1.0 <= self.mode_scale <= 1.75, f"--timesteps.mode_scale {self.mode_scale}: from -1 to 1.75")
+        require(0 < self.shift < math.inf, f"--timesteps.shift {self.shift}: above 0")
+        require(0 < self.bias_multiplier < math.inf, f"--timesteps.bias_multiplier {self.bias_multiplier}: above 0")
+        require(0 < self.bias_portion <= 1, f"--timesteps.bias_portion {self.bias_portion}: above 0, at most 1")
+        require(
+            0 <= self.bias_begin < (math.inf if self.bias_end is None else self.bias_end),
+            f"--timesteps.bias_begin {self.bias_begin} and --timesteps.bias_end {self.bias_end}: 0 or above, and the "
+            "begin below the end",
+        )
+        back = set_back(self, "timesteps")
+        for name, densities in _OF_DENSITY.items():
+            require(
+                self.density in densities or name not in back,
+                f"--timesteps.{name} {getattr(self, name)} is for --timesteps.density {', '.join(densities)}, given "
+                f"{self.density}; set {back.get(name)}, its default",
+            )
+        require(
+            self.density not in _BIASED or self.bias_multiplier != 1.0,
+            f"--timesteps.density {self.density} with --timesteps.bias_multiplier 1 draws all timesteps alike; set the "
+            "multiplier to 2 to draw the biased ones twice as often, or the density to uniform",
+        )
+
+    def of(self, objective: DiffusionConfig) -> Density:
+        """The density for this objective."""
+        return DENSITIES[objective.process][0] if self.density == "auto" else self.density
+
+    def biased(self, timesteps: int) -> range:
+        """Which of the timesteps earlier, later or range bias; the portion is rounded down to whole ones."""
+        count = int(self.bias_portion * timesteps)
+        if self.density == "range":
+            return range(self.bias_begin, timesteps if self.bias_end is None else self.bias_end)
+        return range(count) if self.density == "earlier" else range(timesteps - count, timesteps)
+
+    def check(self, objective: DiffusionConfig) -> None:
+        """Refuse what does not go with ``objective``.
+
+        Raises:
+            ConfigError: it does not draw from its process, or biases steps that it has not.
+        """
+        known = DENSITIES[objective.process]
+        require(
+            self.density in ("auto", *known),
+            f"--timesteps.density {self.density} draws {self._drawn()}, and --objective.process {objective.process} "
+            f"has {_DRAWN[objective.process]}; use {', '.join(known)}",
+        )
+        require(
+            (self.mean is None and self.std is None) or self.of(objective) in ("logit_normal", "log_normal"),
+            f"--timesteps.mean and --timesteps.std with --objective.process {objective.process}: use "
+            "--timesteps.density logit_normal",
+        )
+        require(
+            self.shift == 1.0 or objective.process == "flow",
+            f"--timesteps.shift {self.shift} is for --objective.process flow, given {objective.process}; set "
+            "--timesteps.shift 1, its default",
+        )
+        if self.density in _BIASED:
+            self._check_bias(objective.timesteps)
+
+    def _check_bias(self, timesteps: int) -> None:
+        biased = self.biased(timesteps)
+        require(
+            self.density != "range" or biased.start < biased.stop <= timesteps,
+            f"--timesteps.bias_begin {biased.start} to --timesteps.bias_end {biased.stop}: within "
+            f"--objective.timesteps {timesteps}",
+        )
+        require(
+            len(biased) > 0,
+            f"--timesteps.bias_portion {self.bias_portion} of --objective.timesteps {timesteps} is less than one "
+            f"timestep; at least {1 / timesteps:g}",
+        )
+
+    def _drawn(self) -> str:
+        """What the density is over."""
+        if self.density == "importance":
+            return "discrete timesteps by the past losses of each"
+        return "sigma" if self.density == "log_normal" else _DRAWN["ddpm" if self.density in _BIASED else "flow"]

@@ -1,0 +1,1 @@
+"""Encoding: from images to shards of latents."""

@@ -1,0 +1,365 @@
+"""``fastdiff encode SOURCE OUT``: images to latents and text embeddings, or to pixels, by any number of ranks.
+
+Rank r of W encodes the units r, r + W, ... of the source, and unit k becomes the shards number k, so that the files
+depend neither on W nor on which rank was killed how often. The ranks neither wait for one another nor talk except
+through ``encode_plan.EncodeFolder``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any, Literal
+
+import numpy.typing as npt
+import torch
+from tqdm import tqdm
+
+from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible
+from fastdiff.data.encoding.builtin import versions
+from fastdiff.data.encoding.options import EncodeOptions, Rank
+from fastdiff.data.encoding.plan import BAD_IMAGES, BadRecord, EncodeFolder, UnitRecord
+from fastdiff.data.encoding.unit import UnitEncoder
+from fastdiff.data.images.decode import BadImage, Decoder, ImageTransform, open_decoder
+from fastdiff.data.images.geometry import Size, aspect_buckets
+from fastdiff.data.images.items import BadItem, ImageSource
+from fastdiff.data.images.sources import open_source
+from fastdiff.data.images.stream import Chunk, Stopwatch, decoded_images
+from fastdiff.data.images.webdataset_tars import WebDatasetSource
+from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance
+from fastdiff.errors import ConfigError, DataError, require
+from fastdiff.models.pretrained.pipeline import Pretrained
+
+_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def encode_images(options: EncodeOptions, say: Callable[[str], None] = print) -> None:
+    """Encode this rank's part of the source, and publish the data set if nothing else is left to do.
+
+    Args:
+        options: The same on all ranks; ``bad`` and ``workers`` may differ from those of a killed encode that goes on.
+        say: Told in one line what was done and where the time went; before that, what the user should know.
+
+    Raises:
+        ConfigError: Options that do not fit the source or the pipeline; the folder is taken, or was begun otherwise.
+        DataError: The source is damaged, or holds an image that cannot be used and ``bad`` is fail.
+        StorageError: Something cannot be read or written.
+    """
+    _ImageEncode(options, Rank.from_environment(), say).run()
+
+
+class _ImageEncode:
+    """One rank's part."""
+
+    def __init__(self, options: EncodeOptions, rank: Rank, say: Callable[[str], None]) -> None:
+        self._options, self._rank, self._say = options, rank, say
+        self._source: ImageSource = open_source(
+            options.source,
+            samples_per_unit=options.samples_per_shard,
+            image_column=options.image_column,
+            caption_column=options.caption_column,
+            split=options.split,
+            max_samples=options.max_samples,
+            classes_from=options.classes_from,
+        )
+        self._device = rank.device()
+        self._in_pixels = options.autoencoder == "identity"
+        self._embeds_captions = self._source.captioned and not self._in_pixels
+        pretrained = Pretrained(options.pretrained, options.revision, options.variant)
+        self._encoder: LatentEncoder | PixelEncoder = (
+            PixelEncoder()
+            if self._in_pixels
+            else LatentEncoder(pretrained, self._device, _PRECISIONS[options.precision])
+        )
+        self._transform = _transform(options, self._encoder.factor)
+        self._decoder: Decoder = open_decoder(options.decode, self._transform, options.workers)
+        self._autoencoder_digest = None if self._in_pixels else pretrained.digest("vae")
+        self._text_digest = pretrained.digest("text_encoder") if self._embeds_captions else None
+        self._stopwatch = Stopwatch()
+        self._threads = ThreadPoolExecutor(rank.cores(), thread_name_prefix="autoencoder")
+        self._folder = EncodeFolder(
+            options.out, self._plan(), self._source.units, self._captions_per_image, self._say_that_we_wait
+        )
+        self._images = self._unused_captions = 0
+        self._bad: list[BadRecord] = []  # of this rank, in the units of earlier attempts too
+
+    def run(self) -> None:
+        """Do it all."""
+        if self._folder.published:
+            self._say(f"{self._options.out} is complete already")
+            return
+        if self._rank.number == 0:
+            self._warn_of_captions()
+        own = range(self._rank.number, self._source.units, self._rank.ranks)
+        kept = {unit: record for unit in own if (record := self._folder.record(unit)) is not None}
+        for record in kept.values():
+            for bad in record.bad:
+                self._refuse(bad, self._bad)
+        to_do = [unit for unit in own if unit not in kept]
+        with reproducible(), self._threads, self._enough_memory():
+            if to_do:
+                self._encode(to_do, own, kept)
+            missing = self._folder.publish(self._info, lambda: self._null)
+        self._report(missing, sum(record.images for record in kept.values()))
+
+    def _warn_of_captions(self) -> None:
+        if self._in_pixels and self._source.captioned:
+            self._say(
+                f"warning: the captions of {self._source.name} are not embedded: a data set in pixel space has none"
+            )
+        elif not self._in_pixels and not self._source.captioned:
+            self._say(
+                f"warning: {self._source.name} has no captions: the data set has no text embeddings, which a UNet "
+                "needs; a DiT trains on the classes"
+            )
+
+    def _encode(self, to_do: list[int], own: range, kept: dict[int, UnitRecord]) -> None:
+        self._encoder.load(text=self._embeds_captions)
+        expected = _Expectation(self._source, self._options.samples_per_shard, own, kept)
+        device, info = self._device, self._info()
+        on_gpu = device.type == "cuda"
+        stream = decoded_images(
+            self._source,
+            self._decoder,
+            to_do,
+            self._stopwatch,
+            start=lambda: torch.cuda.set_device(device) if on_gpu else None,  # each thread has a device of its own
+        )
+        description = "encode" if self._rank.ranks == 1 else f"encode, rank {self._rank.number}"
+        bar = tqdm(
+            desc=description,
+            total=expected.images,
+            initial=expected.done,
+            unit="image",
+            position=self._rank.local,
+            disable=None,
+        )
+        with closing(stream), bar, self._stopwatch.measure("all"):
+            for unit, chunks in itertools.groupby(stream, key=lambda chunk: chunk.unit):
+                with self._folder.claimed(unit) as still_to_do:
+                    if still_to_do:
+                        record = self._encode_unit(unit, info, chunks, bar)
+                        self._folder.finish(unit, record)
+                        expected.add(record)
+                        bar.total = expected.images
+
+    @contextmanager
+    def _enough_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"--batch {self._options.batch} needs more memory than {self._encoder.device} has "
+                f"({str(error).splitlines()[0]}); delete {self._options.out} and use a smaller --batch, or --precision "
+                "bf16",
+                everywhere=False,
+            ) from None
+
+    def _encode_unit(self, unit: int, info: DatasetInfo, chunks: Iterable[Chunk], bar: Any) -> UnitRecord:
+        bad: list[BadRecord] = []
+
+        def leave_out(name: str, reason: str) -> None:
+            self._refuse(BadRecord(name, reason), bad)
+
+        shards = UnitEncoder(
+            self._options.out,
+            info,
+            unit,
+            encoder=self._encoder,
+            threads=self._threads,
+            batch=self._options.batch,
+            stopwatch=self._stopwatch,
+            bad=leave_out,
+        )
+        try:
+            for chunk in chunks:
+                for item, decoded in chunk.images:
+                    if isinstance(item, BadItem) or isinstance(decoded, BadImage):
+                        leave_out(item.name, decoded.reason if isinstance(decoded, BadImage) else "")
+                    else:
+                        self._unused_captions += self._embeds_captions and len(item.captions) > info.captions
+                        with self._folder.storage():
+                            shards.add(item, decoded)
+                    self._images += 1
+                    bar.update()
+            with self._folder.storage():
+                published = shards.finish()
+        finally:
+            shards.abandon()
+        self._bad += bad
+        return UnitRecord(published, tuple(bad))
+
+    def _refuse(self, bad: BadRecord, found: list[BadRecord]) -> None:
+        """Follow the policy for bad images."""
+        if self._options.bad == "fail":
+            raise DataError(
+                f"{bad.name} cannot be used: {bad.reason}. Repair it and run the same command again, or leave bad "
+                f"images out with --bad skip, which lists them in {self._options.out / BAD_IMAGES}"
+            )
+        found.append(bad)
+
+    def _captions_per_image(self) -> int:
+        """How many captions the image with the most of them has, of those that are to be embedded."""
+        if self._options.captions == "first" or not self._embeds_captions:
+            return 1
+        units = tqdm(range(self._source.units), desc="counting captions", unit="shard", disable=None)
+        return max(1, *map(self._source.most_captions, units))
+
+    def _say_that_we_wait(self) -> None:
+        if self._options.captions == "all":
+            self._say(f"rank {self._rank.number}: waiting for the rank that counts the captions of {self._source.name}")
+
+    def _plan(self) -> dict[str, Any]:
+        """Everything that decides the bytes, apart from versions and hardware."""
+        options = self._options
+        return {
+            "source": self._source.name,
+            "source_listing": self._source.digest,
+            "samples_per_shard": options.samples_per_shard,
+            "image_column": options.image_column,
+            "caption_column": options.caption_column,
+            "split": options.split,
+            "max_samples": options.max_samples,
+            "pretrained": options.pretrained,
+            "autoencoder_digest": self._autoencoder_digest,
+            "text_encoder_digest": self._text_digest,
+            "resolution": options.resolution,
+            "crop": options.crop,
+            "interpolation": options.interpolation,
+            "buckets": self._transform.buckets,
+            "decode": self._decoder.name,
+            "flip": options.flip,
+            "captions": options.captions,
+            "batch": options.batch,
+            "precision": options.precision,
+            "dtype": self._dtype,
+        }
+
+    @property
+    def _dtype(self) -> Literal["float16", "float32", "uint8"]:
+        """Of the latents as they are stored."""
+        return "uint8" if self._in_pixels else self._options.dtype
+
+    @property
+    def _null(self) -> dict[str, npt.NDArray[Any]]:
+        """The embedding of the empty prompt, as it is stored; empty without captions."""
+        if not self._embeds_captions:
+            return {}
+        return {
+            name: value.float().cpu().numpy().astype(self._options.dtype)
+            for name, value in self._encoder.null().items()
+        }
+
+    def _info(self) -> DatasetInfo:
+        """What dataset.json says besides the shards."""
+        options, encoder = self._options, self._encoder
+        pixels = self._transform.buckets or ((options.resolution, options.resolution),)
+        sizes = tuple((height // encoder.factor, width // encoder.factor) for height, width in pixels)
+        columns = {LATENT: Column(dtype=self._dtype, shape=(len(encoder.normalisation.shift), *sizes[0]))}
+        columns |= {name: Column(dtype=options.dtype, shape=value.shape) for name, value in self._null.items()}
+        if "pooled" in columns:
+            columns["time_ids"] = Column(dtype="float32", shape=(6,))
+        packages = ("pillow",) if self._in_pixels else ("torch", "diffusers", "transformers", "pillow")
+        return DatasetInfo(
+            columns=columns,
+            normalisation=encoder.normalisation,
+            provenance=Provenance(
+                source=self._source.name,
+                transform=self._described_transform(),
+                autoencoder=options.pretrained or "identity",
+                autoencoder_digest=self._autoencoder_digest,
+                text_encoder=options.pretrained if self._embeds_captions else None,
+                text_encoder_digest=self._text_digest,
+                versions=versions(*packages),
+            ),
+            classes=self._source.classes,
+            class_names=self._source.class_names,
+            kind="mean" if self._in_pixels else "posterior",
+            buckets=sizes if options.buckets else (),
+            flipped=options.flip,
+            captions=self._folder.captions,
+        )
+
+    def _described_transform(self) -> str:
+        """What was done to the images, in words, with the digest of the plan at the end."""
+        options = self._options
+        buckets = f"{len(self._transform.buckets)} buckets of " if options.buckets else ""
+        filters = "box and bicubic" if options.crop == "adm" else options.interpolation
+        latents = "pixels in uint8, x0 = pixel / 127.5 - 1"
+        if not self._in_pixels:
+            latents = (
+                f"pixel / 127.5 - 1; posterior's mean and standard deviation in {options.precision}, batches of "
+                f"{options.batch}"
+            )
+        return (
+            f"resize to {buckets}{options.resolution} pixels ({filters}), {options.crop} crop, decoded by "
+            f"{self._decoder.name}; {latents}; plan {self._folder.plan_digest}"
+        )
+
+    def _report(self, missing: int, kept: int) -> None:
+        seconds = dict(self._stopwatch.seconds)
+        total = seconds.pop("all", 0.0)
+        text = f"rank {self._rank.number}: {self._images} images in {total:.1f} s"
+        if total:
+            stages = ("read", "decode", "write") if self._in_pixels else ("read", "decode", "VAE", "text", "write")
+            busy = ", ".join(
+                f"{stage} {seconds.get(stage, 0.0):.1f} s ({seconds.get(stage, 0.0) / total:.0%})" for stage in stages
+            )
+            text += f", {self._images / total:.1f} images/s; busy, side by side: {busy}"
+        if kept:
+            text += f"; {kept} more were there already"
+        if self._bad:
+            text += f"; {len(self._bad)} bad images left out, listed in {self._options.out / BAD_IMAGES}"
+        if self._unused_captions:
+            text += f"; {self._unused_captions} images have more captions, which --captions all embeds"
+        if missing:
+            text += f"; {missing} shards are still missing, other ranks write them; if all have ended, run it once more"
+        self._say(text)
+        if not missing:
+            samples = DatasetInfo.read(self._options.out).samples
+            self._say(f"{self._options.out} is complete: {samples} samples; check it with `fastdiff verify`")
+
+
+class _Expectation:
+    """How many images this rank has, from what is known so far."""
+
+    def __init__(self, source: ImageSource, per_unit: int, own: range, kept: dict[int, UnitRecord]) -> None:
+        self._units = len(own)
+        self._finished = len(kept)
+        self.done = sum(record.images for record in kept.values())
+        self._exact: int | None = None
+        if not isinstance(source, WebDatasetSource):  # which would have to look at every image
+            self._exact = sum(min(per_unit, len(source) - unit * per_unit) for unit in own)
+
+    @property
+    def images(self) -> int | None:
+        """The number; None: nothing is known yet."""
+        if self._exact is not None or not self._finished:
+            return self._exact
+        return round(self.done / self._finished * self._units)
+
+    def add(self, record: UnitRecord) -> None:
+        """Count another unit that is finished."""
+        self._finished += 1
+        self.done += record.images
+
+
+def _transform(options: EncodeOptions, factor: int) -> ImageTransform:
+    """Resize and crop to sizes that the autoencoder takes."""
+    if not options.buckets:
+        if wrong := options.resolution % factor:
+            near = max(options.resolution - wrong, factor)
+            raise ConfigError(
+                f"--resolution {options.resolution} does not divide by {factor}, the autoencoder's factor; use "
+                f"{near} or {near + factor}"
+            )
+        return ImageTransform(options.resolution, options.crop, options.interpolation)
+    step = options.bucket_step or 8 * factor
+    require(step % factor == 0, f"--bucket-step {step} does not divide by {factor}, the autoencoder's factor")
+    try:
+        buckets: tuple[Size, ...] = aspect_buckets(options.resolution, step)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return ImageTransform(options.resolution, options.crop, options.interpolation, buckets)

@@ -1,0 +1,222 @@
+"""The images of one unit on their way through the autoencoder, or past it, into its shards."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, time_ids
+from fastdiff.data.images.decode import Decoded
+from fastdiff.data.images.items import ImageItem
+from fastdiff.data.images.stream import Stopwatch
+from fastdiff.data.shards.format import CAPTIONED, FLIPPED, LATENT, DatasetInfo, ShardInfo
+from fastdiff.data.shards.sample_files import components
+from fastdiff.data.shards.tar_writer import ShardTar
+from fastdiff.errors import DataError
+
+_CPU_IMAGES = 4
+_KEPT_EMBEDDINGS = 1024
+"""Captions that need not be embedded again; of SDXL 0.3 GiB in 16 bits."""
+
+Images = Sequence[tuple[ImageItem, Decoded]]
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass
+class _Batch:
+    """What the device is computing."""
+
+    images: Images
+    bucket: int
+    captions: list[str]
+    """Those whose embeddings are not kept from earlier batches."""
+    latents: dict[str, Tensor] = field(default_factory=dict)
+    embeddings: dict[str, Tensor] = field(default_factory=dict)
+    events: list[tuple[str, Any, Any]] = field(default_factory=list)
+    """Stage, begin and end, with CUDA."""
+
+
+class UnitEncoder:
+    """Encodes one unit in batches, each of one bucket, into one shard per bucket.
+
+    The batches are cut in the order of the images, so that the shards depend on nothing but the unit. While the device
+    computes a batch, the one before it is written.
+
+    Args:
+        out: Folder of the shards.
+        info: What dataset.json will say, without shards.
+        unit: Number of the unit.
+        encoder: The models, or none.
+        threads: On a CPU, parts of a batch are computed in these.
+        batch: Images per batch.
+        stopwatch: Gets the stages ``VAE``, ``text`` and ``write``.
+        bad: Called with the name of an image that cannot be used and the reason.
+
+    Raises:
+        DataError: From every method: the embedding of a caption is not finite.
+        OSError: A shard cannot be written.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        info: DatasetInfo,
+        unit: int,
+        *,
+        encoder: LatentEncoder | PixelEncoder,
+        threads: Executor,
+        batch: int,
+        stopwatch: Stopwatch,
+        bad: Callable[[str, str], None],
+    ) -> None:
+        self._out, self._info, self._unit = out, info, unit
+        self._encoder, self._threads, self._batch = encoder, threads, batch
+        self._stopwatch, self._bad = stopwatch, bad
+        self._on_cuda = encoder.device.type == "cuda"
+        self._pending: defaultdict[int, list[tuple[ImageItem, Decoded]]] = defaultdict(list)  # by bucket
+        self._computing: _Batch | None = None
+        # By caption, the one that was used last at the end. Which ones are kept depends on nothing but the unit, and
+        # so do the batches in which captions are embedded, and their bytes.
+        self._embeddings: OrderedDict[str, Arrays] = OrderedDict()
+        self._tars: dict[int, ShardTar] = {}  # by bucket
+
+    def add(self, item: ImageItem, decoded: Decoded) -> None:
+        """Append an image."""
+        pending = self._pending[decoded.bucket]
+        pending.append((item, decoded))
+        if len(pending) == self._batch:
+            self._compute(decoded.bucket)
+
+    def finish(self) -> tuple[ShardInfo, ...]:
+        """Encode what is left and publish the shards; there are none if no image could be used."""
+        for bucket in sorted(bucket for bucket, images in self._pending.items() if images):
+            self._compute(bucket)
+        self._write()
+        with self._stopwatch.measure("write"):
+            shards = tuple(self._tars[bucket].publish() for bucket in sorted(self._tars))
+        self._tars.clear()
+        return shards
+
+    def abandon(self) -> None:
+        """Remove what is not published."""
+        for tar in self._tars.values():
+            tar.abandon()
+
+    def _captions(self, item: ImageItem) -> tuple[str, ...]:
+        """The captions of an image that are embedded."""
+        return (item.captions or ("",))[: self._info.captions] if "context" in self._info.columns else ()
+
+    def _compute(self, bucket: int) -> None:
+        images = self._pending.pop(bucket)
+        captions = dict.fromkeys(caption for item, _ in images for caption in self._captions(item))
+        batch = _Batch(images, bucket, [caption for caption in captions if caption not in self._embeddings])
+        for caption in captions:
+            self._embeddings[caption] = self._embeddings.pop(caption, {})  # filled when the batch is written
+        with self._device_stage("VAE", batch):
+            pixels = torch.from_numpy(np.stack([decoded.pixels for _, decoded in images]))
+            if self._on_cuda:
+                pixels = pixels.pin_memory().to(self._encoder.device, non_blocking=True)
+            batch.latents[LATENT] = self._to_host(self._encode(pixels))
+            if self._info.flipped:
+                batch.latents[FLIPPED] = self._to_host(self._encode(pixels.flip(2)))
+        if batch.captions:
+            with self._device_stage("text", batch):
+                parts = [
+                    self._encoder.embed(batch.captions[start : start + self._batch])
+                    for start in range(0, len(batch.captions), self._batch)
+                ]
+                batch.embeddings = {name: self._to_host(torch.cat([part[name] for part in parts])) for name in parts[0]}
+        self._write()
+        while len(self._embeddings) > max(_KEPT_EMBEDDINGS, len(captions)):
+            self._embeddings.popitem(last=False)
+        self._computing = batch
+
+    def _encode(self, pixels: Tensor) -> Tensor:
+        """The latents of a batch; on a CPU in parts that do not depend on the number of threads."""
+        if self._on_cuda:
+            return self._encoder.encode(pixels)
+        return torch.cat(list(self._threads.map(self._encoder.encode, torch.split(pixels, _CPU_IMAGES))))
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        """Start the copy of a result in the dtype in which it is stored."""
+        values = values.to(getattr(torch, self._info.latent.dtype))
+        if not values.is_cuda:
+            return values
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+    @contextmanager
+    def _device_stage(self, stage: str, batch: _Batch) -> Iterator[None]:
+        """Measure what the device is busy with; with CUDA, it is not waited for."""
+        if not self._on_cuda:
+            with self._stopwatch.measure(stage):
+                yield
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        yield
+        end.record()
+        batch.events.append((stage, begin, end))
+
+    def _write(self) -> None:
+        """Wait for the batch that is computed and append it to its shard."""
+        batch, self._computing = self._computing, None
+        if batch is None:
+            return
+        for stage, begin, end in batch.events:
+            end.synchronize()
+            self._stopwatch.seconds[stage] += begin.elapsed_time(end) / 1000
+        with self._stopwatch.measure("write"):
+            self._keep_embeddings(batch)
+            for number, (item, decoded) in enumerate(batch.images):
+                latents = {name: values[number].numpy() for name, values in batch.latents.items()}
+                if all(np.isfinite(latent).all() for latent in latents.values()):
+                    self._append(batch.bucket, item, decoded, latents)
+                else:
+                    self._bad(
+                        item.name, "its latent is not finite; an autoencoder that overflows needs --precision fp32"
+                    )
+
+    def _keep_embeddings(self, batch: _Batch) -> None:
+        for number, caption in enumerate(batch.captions):
+            # Copies: a view would keep the page-locked memory of its whole batch.
+            found = {name: values[number].numpy().copy() for name, values in batch.embeddings.items()}
+            self._embeddings[caption] = found
+            if not all(np.isfinite(value).all() for value in found.values()):
+                raise DataError(
+                    f"the text encoder overflows for the caption {caption[:80]!r}; use --precision fp32 and --dtype "
+                    "float32"
+                )
+
+    def _append(self, bucket: int, item: ImageItem, decoded: Decoded, latents: Arrays) -> None:
+        captions, info = self._captions(item), self._info
+        arrays = dict(latents)
+        for column in CAPTIONED:
+            if column in info.columns:
+                names = info.variants(column)
+                arrays.update(
+                    (name, self._embeddings[caption][column]) for name, caption in zip(names, captions, strict=False)
+                )
+        if "time_ids" in info.columns:
+            size = decoded.pixels.shape[0], decoded.pixels.shape[1]
+            arrays["time_ids"] = np.array(time_ids(decoded.original_size, decoded.crop, size), np.float32)
+        meta = {
+            "name": item.name,
+            "captions": captions,
+            "original_size": decoded.original_size,
+            "crop": decoded.crop,
+        }
+        count = len(captions) if info.captions > 1 else None
+        content = components(info, bucket, item.key, arrays, item.label, captions=count, meta=meta)
+        if bucket not in self._tars:
+            self._tars[bucket] = ShardTar(self._out / info.shard_name(self._unit, bucket), bucket)
+        self._tars[bucket].add(item.key, content)

@@ -1,0 +1,354 @@
+"""Images in a folder: with a metadata file, with text files beside them, or with classes."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import errno
+import io
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fastdiff.data.images.items import (
+    IMAGE_EXTENSIONS,
+    LARGEST_IMAGE,
+    LARGEST_TEXT,
+    BadCaptionError,
+    BadItem,
+    ClassesFrom,
+    ImageItem,
+    clean_captions,
+    digest_of,
+    runs,
+)
+from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.sanitize import escape
+
+METADATA = ("metadata.jsonl", "metadata.csv")
+
+_SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One image: its path below the folder, and what the listing says about it."""
+
+    path: str
+    captions: list[Any] | None = None
+    """As the metadata has them, not yet checked; None: they stand in the text file beside it, if anywhere."""
+    label: int | None = None
+
+
+class ImageFolder:
+    """A folder of images; what is in it decides where captions or classes come from, unless ``classes_from`` does.
+
+    With ``metadata.jsonl`` or ``metadata.csv`` (Hugging Face's imagefolder): its rows, sorted by ``file_name``; several
+    rows of one file are several captions. Otherwise, if any image has a text file beside it (``a.jpg``, ``a.txt``): one
+    caption per line that is not empty. Otherwise one folder per class, numbered in the order of their sorted names.
+    Hidden files and files that are no images are left out.
+
+    Without captions, whatever describes the images: ``folder``, as above; ``prefix``, what comes before the first ``_``
+    of a file's own name, numbered in sorted order, in whatever folders the files lie (as improved-diffusion does it,
+    Nichol and Dhariwal 2021, arXiv:2102.09672); ``none``, no classes at all.
+
+    Args:
+        folder: The folder, or one that holds it as ``split`` beside other splits.
+        samples_per_unit: Images per unit.
+        caption_column: Column of the metadata that holds a caption or a list of them.
+        split: See ``folder``.
+        max_samples: Only so many, the first ones.
+        classes_from: See above.
+
+    Raises:
+        ConfigError: The metadata has no such column, or the folder holds other splits only.
+        DataError: The folder holds no images, or nothing says what is on them, or the metadata is not readable.
+        StorageError: A folder or file cannot be read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        samples_per_unit: int,
+        caption_column: str = "text",
+        split: str = "train",
+        max_samples: int | None = None,
+        classes_from: ClassesFrom = "auto",
+    ) -> None:
+        self.root = _root(folder, split)
+        self.name = f"images in {escape(str(self.root))}"
+        self.class_names: tuple[str, ...] = ()
+        self.captioned = False
+        self._per_unit = samples_per_unit
+        entries = self._described(caption_column) if classes_from == "auto" else self._classified(classes_from)
+        self.classes = len(self.class_names) or None
+        self._entries = sorted(entries, key=lambda entry: entry.path)[:max_samples]
+        facts = ([entry.path, entry.captions, entry.label] for entry in self._entries)
+        kind = "" if self.captioned or self.classes else ", no captions"
+        self.digest = digest_of(f"folder, {samples_per_unit} per unit, {self.classes} classes{kind}", facts)
+
+    @property
+    def units(self) -> int:
+        """Number of units."""
+        return runs(len(self), self._per_unit)
+
+    def __len__(self) -> int:
+        """Number of images, with those that turn out to be missing."""
+        return len(self._entries)
+
+    def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
+        """The images of one unit (StorageError if the storage fails)."""
+        for index in range(unit * self._per_unit, min((unit + 1) * self._per_unit, len(self))):
+            yield self.item(index)
+
+    def item(self, index: int) -> ImageItem | BadItem:
+        """One image by number (StorageError if the storage fails)."""
+        entry, key = self._entries[index], f"{index:09d}"
+        path = self.root / entry.path
+        name = escape(str(path))
+        try:
+            _require_inside(entry.path)
+            image = _read(path, LARGEST_IMAGE)
+            captions = self._captions(entry)
+        except (BadCaptionError, _BadFileError) as error:
+            return BadItem(key, name, str(error))
+        return ImageItem(key, name, image, captions, entry.label)
+
+    def most_captions(self, unit: int) -> int:
+        """How many captions the image with the most of them has; no image is read."""
+        most = 0
+        for entry in self._entries[unit * self._per_unit : (unit + 1) * self._per_unit]:
+            with contextlib.suppress(BadCaptionError, _BadFileError):  # of which ``item`` tells
+                most = max(most, len(self._captions(entry)))
+        return most
+
+    def _captions(self, entry: _Entry) -> tuple[str, ...]:
+        if not self.captioned:
+            return ()
+        text = (self.root / entry.path).with_suffix(".txt")
+        return clean_captions(_lines(text) if entry.captions is None else entry.captions)
+
+    def _described(self, caption_column: str) -> list[_Entry]:
+        """The images with captions if there are any, else with the classes of their folders."""
+        described = [name for name in METADATA if (self.root / name).is_file()]
+        if len(described) > 1:
+            raise DataError(f"{self.root} holds {' and '.join(described)}: keep the one that is meant")
+        if described:
+            self.captioned = True
+            return _rows(self.root / described[0], caption_column)
+        files, images = self._walk()
+        if nested := [file for file in files if PurePosixPath(file).name in METADATA]:
+            inner = (self.root / nested[0]).parent
+            raise DataError(f"{inner} has metadata of its own; give one such folder as the source: {inner}")
+        texts = {os.path.splitext(file)[0] for file in files if file.endswith(".txt")}
+        if any(os.path.splitext(image)[0] in texts for image in images):
+            self.captioned = True
+            return [_Entry(image) for image in images]
+        return self._by_folder(images)
+
+    def _classified(self, classes_from: ClassesFrom) -> list[_Entry]:
+        """All images, with classes from their folders, from their names or from nothing."""
+        _, images = self._walk()
+        if classes_from == "folder":
+            return self._by_folder(images)
+        return self._by_prefix(images) if classes_from == "prefix" else [_Entry(image) for image in images]
+
+    def _walk(self) -> tuple[list[str], list[str]]:
+        """All files, and those that are images; there is at least one of these."""
+        files = sorted(walk_files(self.root))
+        images = [file for file in files if is_image(file)]
+        if not images:
+            kinds = ", ".join(sorted(IMAGE_EXTENSIONS))
+            raise DataError(f"{self.root} holds no images ({kinds}) among its {len(files)} files")
+        return files, images
+
+    def _by_prefix(self, images: list[str]) -> list[_Entry]:
+        prefixes = []
+        for image in images:
+            prefix, underscore, _ = os.path.basename(image).partition("_")
+            if not underscore:
+                raise DataError(
+                    f"{escape(str(self.root / image))} has no class before an underscore in its name, as cat_17.png "
+                    "has; rename it, take it away, or use --classes-from folder or none"
+                )
+            prefixes.append(prefix)
+        names = sorted(set(prefixes))
+        numbers = {name: number for number, name in enumerate(names)}
+        self.class_names = tuple(map(escape, names))
+        return [_Entry(image, label=numbers[prefix]) for image, prefix in zip(images, prefixes, strict=True)]
+
+    def _by_folder(self, images: list[str]) -> list[_Entry]:
+        names = sorted(entry.name for entry in _visible(self.root) if _is_folder(entry))
+        numbers = {name: number for number, name in enumerate(names)}
+        alone = [image for image in images if "/" not in image]
+        if alone:
+            raise DataError(
+                f"nothing says what is on {escape(str(self.root / alone[0]))}: expected metadata.jsonl or "
+                "metadata.csv in the folder, or text files beside the images, or the images in one folder per class; "
+                "or --classes-from prefix (of the file's name) or none"
+            )
+        entries = [_Entry(image, label=numbers[image.partition("/")[0]]) for image in images]
+        if empty := set(numbers.values()) - {entry.label for entry in entries}:
+            name = escape(names[min(empty)])
+            raise DataError(f"{self.root} has one folder per class, but {name} holds no images; fill or remove it")
+        self.class_names = tuple(map(escape, names))
+        return entries
+
+
+class _BadFileError(Exception):
+    """A file cannot be an image or a caption; the text says why."""
+
+
+def _require_inside(path: str) -> None:
+    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
+        raise _BadFileError("the metadata points out of its folder")
+
+
+def is_image(path: str) -> bool:
+    """Whether the extension is that of an image."""
+    return os.path.splitext(path)[1][1:].lower() in IMAGE_EXTENSIONS
+
+
+def walk_files(root: Path) -> Iterator[str]:
+    """Paths of all files below a folder, in any order, without hidden ones; links are followed, but not in circles.
+
+    Raises:
+        StorageError: A folder cannot be read.
+    """
+    folders: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]  # with the identities of those above
+    while folders:
+        prefix, above = folders.pop()
+        status = (root / prefix).stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity in above:
+            continue
+        for entry in _visible(root / prefix):
+            if _is_folder(entry):
+                folders.append((f"{prefix}{entry.name}/", above | {identity}))
+            else:
+                yield prefix + entry.name
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False  # a link to itself
+
+
+def _visible(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _root(folder: Path, split: str) -> Path:
+    """The folder itself, or its sub-folder ``split`` if nothing but splits are in it.
+
+    Raises:
+        ConfigError: Nothing but other splits are in it.
+    """
+    entries = _visible(folder)
+    folders = {entry.name for entry in entries if _is_folder(entry)}
+    if not folders or not folders <= _SPLITS | {split} or {entry.name for entry in entries} & set(METADATA):
+        return folder
+    if split not in folders:
+        if any(is_image(entry.name) for entry in entries):
+            return folder
+        raise ConfigError(
+            f"{folder} has no split {split!r}; it has {', '.join(sorted(folders))}: choose one of them, or give its "
+            "folder as the source"
+        )
+    return folder / split
+
+
+def _rows(path: Path, caption_column: str) -> list[_Entry]:
+    """The entries of a metadata file, one per ``file_name``."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    rows = list((_json_rows if path.suffix == ".jsonl" else _csv_rows)(path, text))
+    columns = list(dict.fromkeys(name for _, row in rows for name in row if name is not None))
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    if caption_column not in columns:
+        raise ConfigError(f"{path} has no column {caption_column!r} of captions; its columns: {', '.join(columns)}")
+    captions: dict[str, list[Any]] = {}
+    for line, row in rows:
+        name = row.get("file_name")
+        if not isinstance(name, str) or not name.strip():
+            raise DataError(f"{path}, line {line}: file_name is {name!r}, expected the path of an image")
+        value = row.get(caption_column)
+        captions.setdefault(str(PurePosixPath(name)), []).extend(value if isinstance(value, list) else [value])
+    return [_Entry(name, values) for name, values in captions.items()]
+
+
+def _json_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}, line {number}: no JSON ({str(error)[:200]})") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}, line {number}: expected an object with file_name, found {line[:80]!r}")
+            yield number, row
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    # A caption beyond csv's limit shall cost its image, not the data set.
+    limit = csv.field_size_limit(max(len(text), 1))
+    try:
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: no CSV ({error})") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _lines(path: Path) -> list[str]:
+    """The captions in a text file beside an image: its lines that are not empty."""
+    try:
+        text = _read(path, LARGEST_TEXT).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _BadFileError(f"{path.name} is not UTF-8 ({error.reason} at byte {error.start})") from error
+    lines = [line for line in re.split(r"\r\n|\r|\n", text) if line.strip()]
+    if not lines:
+        raise _BadFileError(f"{path.name} holds no caption")
+    return lines
+
+
+def _read(path: Path, most: int) -> bytes:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise _BadFileError(f"{escape(path.name)} is not a file")
+        if status.st_size > most:
+            raise _BadFileError(f"{escape(path.name)} has {status.st_size} bytes; at most {most}")
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _BadFileError(f"{escape(path.name)} is missing") from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _BadFileError(f"{escape(path.name)} is a link to itself") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> StorageError:
+    where = escape(str(error.filename or path))
+    return StorageError(
+        f"cannot read {where}: {error.strerror}; check its permissions and the disk or network it is on"
+    )

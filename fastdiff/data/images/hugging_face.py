@@ -1,0 +1,232 @@
+"""Images from a data set of Hugging Face's ``datasets``: a local folder or an id of the hub."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdiff.data.images.items import (
+    LARGEST_IMAGE,
+    BadCaptionError,
+    BadItem,
+    ImageItem,
+    clean_captions,
+    digest_of,
+    runs,
+)
+from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.files import read_bounded
+from fastdiff.sanitize import escape
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_LABEL = "label"
+
+
+class HuggingFaceSource:
+    """One split of a data set with an image column, and a caption column or else a ``label`` column of classes.
+
+    Args:
+        path: A folder that ``save_to_disk`` wrote, a folder of parquet, arrow, JSON or CSV files, or an id of the hub.
+        samples_per_unit: Images per unit.
+        image_column: Column of the images, as bytes or paths; they are not decoded here.
+        caption_column: Column of captions or of lists of them.
+        split: Which one, where there are several.
+        max_samples: Only so many, the first ones.
+
+    Raises:
+        ConfigError: ``datasets`` is not installed, or the split or a column does not exist.
+        DataError: There is no such data set, or it cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        samples_per_unit: int,
+        image_column: str = "image",
+        caption_column: str = "text",
+        split: str = "train",
+        max_samples: int | None = None,
+    ) -> None:
+        self.name = f"data set {path}, split {split}"
+        found = _load(path, split)
+        import datasets
+
+        if len(found) == 0:
+            raise DataError(f"{self.name} holds no rows")
+        self._image, self._caption = image_column, caption_column
+        # What rows may point to: what came with them or lies beside their folder, not what else is on this machine.
+        self._folders = [*_around(Path(path)), *(Path(str(each)).resolve() for each in _downloads(datasets.config))]
+        self.captioned = caption_column in found.column_names
+        label = found.features.get(_LABEL)
+        self.classes: int | None = None
+        self.class_names: tuple[str, ...] = ()
+        if not self.captioned and isinstance(label, datasets.ClassLabel):
+            self.classes = label.num_classes
+            self.class_names = tuple(map(escape, label.names))
+        self._require_columns(found.column_names)
+        used = [image_column, caption_column if self.captioned else _LABEL]
+        if max_samples is not None:
+            found = found.select(range(min(max_samples, len(found))))
+        try:
+            self._rows = found.select_columns(used).cast_column(image_column, datasets.Image(decode=False))
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise DataError(
+                f"{self.name}: column {image_column!r} is no column of images ({str(error)[:200]}); expected "
+                "datasets.Image, bytes or paths"
+            ) from error
+        self._per_unit = samples_per_unit
+        self.digest = digest_of(f"datasets, {split}, {image_column}, {samples_per_unit} per unit", self._facts(used[1]))
+
+    @property
+    def units(self) -> int:
+        """Number of units."""
+        return runs(len(self), self._per_unit)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
+        """The rows of one unit (StorageError if they cannot be read)."""
+        for index in range(unit * self._per_unit, min((unit + 1) * self._per_unit, len(self))):
+            yield self.item(index)
+
+    def item(self, index: int) -> ImageItem | BadItem:
+        """One row by number (StorageError if it cannot be read)."""
+        key, name = f"{index:09d}", f"{self.name}, row {index}"
+        try:
+            row: dict[str, Any] = self._rows[index]
+        except OSError as error:
+            raise StorageError(f"cannot read {name}: {error}; check the disk or network it is on") from error
+        try:
+            image = self._bytes_of(row[self._image])
+            if self.captioned:
+                return ImageItem(key, name, image, clean_captions(row[self._caption]))
+            label = row[_LABEL]
+            if label is None or not 0 <= label < (self.classes or 0):
+                raise _NoImageError(f"its class is {label}, expected one of {self.classes} from 0")
+            return ImageItem(key, name, image, label=int(label))
+        except (BadCaptionError, _NoImageError) as error:
+            return BadItem(key, name, str(error))
+
+    def most_captions(self, unit: int) -> int:
+        """How many captions the row of a unit with the most of them has; images are not read."""
+        if not self.captioned:
+            return 0
+        rows = slice(unit * self._per_unit, (unit + 1) * self._per_unit)
+        try:
+            cells = self._rows.select_columns([self._caption])[rows][self._caption]
+        except OSError as error:
+            raise StorageError(f"cannot read {self.name}: {error}; check the disk or network it is on") from error
+        most = 0
+        for cell in cells:
+            with contextlib.suppress(BadCaptionError):  # of which ``item`` tells
+                most = max(most, len(clean_captions(cell)))
+        return most
+
+    def _bytes_of(self, cell: dict[str, Any] | None) -> bytes:
+        """The image file in a cell: its bytes, or what its path names."""
+        content, path = (None, "") if cell is None else (cell.get("bytes"), cell.get("path") or "")
+        if content is None and not path:
+            raise _NoImageError("its image is missing")
+        if content is None:
+            content = self._file(path)
+        if len(content) > LARGEST_IMAGE:
+            raise _NoImageError(f"its image has more than {LARGEST_IMAGE} bytes")
+        return bytes(content)
+
+    def _file(self, name: str) -> bytes:
+        try:
+            path = Path(name).resolve()
+            if not any(path.is_relative_to(folder) for folder in self._folders):
+                raise _NoImageError(f"its image {escape(name)} is outside of the data set")
+            return read_bounded(path, LARGEST_IMAGE)
+        except FileNotFoundError as error:
+            raise _NoImageError(f"its image {escape(name)} is missing") from error
+        except OSError as error:
+            where = escape(name)
+            raise StorageError(f"cannot read {where}: {error.strerror}; check the disk or network it is on") from error
+        except ValueError as error:
+            raise _NoImageError(f"its image {escape(name)} is not read: {error}") from error
+
+    def _require_columns(self, columns: list[str]) -> None:
+        if self._image == self._caption:
+            raise ConfigError(f"captions and images cannot both be in the column {self._image!r} of {self.name}")
+        given = f"{self.name} has the columns {', '.join(columns)}"
+        if self._image not in columns:
+            raise ConfigError(f"{given}, and no {self._image!r} with the images")
+        if not self.captioned and self.classes is None:
+            raise ConfigError(
+                f"{given}, and neither {self._caption!r} with captions nor a ClassLabel column {_LABEL!r}"
+            )
+
+    def _facts(self, column: str) -> Iterator[object]:
+        """What the digest covers: captions or classes of all rows, read in blocks without the images."""
+        yield [str(self._rows.features[column]), len(self)]
+        for block in self._rows.select_columns([column]).iter(batch_size=10_000):
+            yield block[column]
+
+
+class _NoImageError(Exception):
+    """A row cannot be used; the text says why."""
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether ``save_to_disk`` of ``datasets`` wrote this folder."""
+    return (folder / "dataset_dict.json").is_file() or all(
+        (folder / name).is_file() for name in ("dataset_info.json", "state.json")
+    )
+
+
+def holds_rows(file: str) -> bool:
+    """Whether the extension is that of a file of rows."""
+    return file.lower().endswith((".parquet", ".arrow", ".jsonl", ".json", ".csv"))
+
+
+def _load(path: str, split: str) -> Dataset:
+    """One split of a data set, without downloading it again if it is in the cache of ``datasets``.
+
+    Raises:
+        ConfigError: ``datasets`` is not installed, or there is no such split.
+        DataError: There is no such data set, or it cannot be read.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"reading the data set {path} needs the package datasets; pip install 'fastdiff[hf]'"
+        ) from error
+    folder = Path(path)
+    try:
+        found = datasets.load_from_disk(path) if is_saved_dataset(folder) else datasets.load_dataset(path)
+    except Exception as error:  # of whatever kind: hub, network, parquet, JSON
+        what = (
+            "the files in it are no data set" if folder.is_dir() else "it is no path here, and no id of the hub either"
+        )
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise DataError(f"cannot load the data set {path}: {what} ({reason})") from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise ConfigError(f"{path} has no split {split!r}; it has {', '.join(found)}")
+        found = found[split]
+    return found
+
+
+def _around(folder: Path) -> list[Path]:
+    """A local data set's folder, or the one above, unless somebody's home is in that."""
+    if not folder.is_dir():
+        return []
+    own = folder.resolve()
+    return [own if Path.home().resolve().is_relative_to(own.parent) else own.parent]
+
+
+def _downloads(config: Any) -> tuple[Any, ...]:
+    """Folders in which ``datasets`` keeps what it has downloaded or unpacked; not the one of the hub's token."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, HF_HUB_CACHE

@@ -1,0 +1,131 @@
+"""The images of many units, read and decoded ahead of their use in two threads."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fastdiff.data.images.decode import BadImage, Decoded, Decoder
+from fastdiff.data.images.items import BadItem, ImageItem, ImageSource
+
+# What is read and decoded at once: enough to keep all threads busy, and a bound on the memory.
+_IMAGES = 64
+_BYTES = 128 << 20
+_DEPTH = 2
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some images of a unit, in order; every unit has at least one chunk, which may be empty."""
+
+    unit: int
+    images: list[tuple[ImageItem | BadItem, Decoded | BadImage]]
+
+
+def decoded_images(
+    source: ImageSource, decoder: Decoder, units: Iterable[int], stopwatch: Stopwatch, start: Callable[[], None]
+) -> Generator[Chunk, None, None]:
+    """Read and decode ``units`` one after the other.
+
+    Args:
+        source: Used by one thread only, as is the decoder.
+        decoder: Decodes.
+        units: Which ones.
+        stopwatch: Gets the stages ``read`` and ``decode``.
+        start: Called first in the thread that decodes, for example to choose the GPU.
+
+    Yields:
+        The chunks; an error of the source is raised in its place.
+    """
+    read = read_ahead(_read(source, units, stopwatch), _DEPTH)
+    return read_ahead(_decode(read, decoder, stopwatch), _DEPTH, start=start)
+
+
+def _read(
+    source: ImageSource, units: Iterable[int], stopwatch: Stopwatch
+) -> Generator[tuple[int, list[ImageItem | BadItem]], None, None]:
+    for unit in units:
+        chunks = _chunks(source.items(unit))
+        while True:
+            with stopwatch.measure("read"):
+                chunk = next(chunks, None)
+            if chunk is None:
+                break
+            yield unit, chunk
+
+
+def _chunks(items: Iterator[ImageItem | BadItem]) -> Iterator[list[ImageItem | BadItem]]:
+    chunk: list[ImageItem | BadItem] = []
+    size = 0
+    for item in items:
+        chunk.append(item)
+        size += len(item.image) if isinstance(item, ImageItem) else 0
+        if len(chunk) == _IMAGES or size >= _BYTES:
+            yield chunk
+            chunk, size = [], 0
+    yield chunk
+
+
+def _decode(
+    chunks: Generator[tuple[int, list[ImageItem | BadItem]], None, None], decoder: Decoder, stopwatch: Stopwatch
+) -> Generator[Chunk, None, None]:
+    try:
+        for unit, items in chunks:
+            with stopwatch.measure("decode"):
+                decoded = iter(decoder.decode([item.image for item in items if isinstance(item, ImageItem)]))
+            yield Chunk(
+                unit,
+                [(item, next(decoded) if isinstance(item, ImageItem) else BadImage(item.reason)) for item in items],
+            )
+    finally:
+        chunks.close()
+
+
+T = TypeVar("T")
+
+_END = object()
+
+
+def read_ahead(
+    items: Generator[T, None, None], depth: int, *, start: Callable[[], None] | None = None
+) -> Generator[T, None, None]:
+    """Run a generator in a thread of its own, at most ``depth`` items ahead.
+
+    Args:
+        items: What it raises is raised here in its place. It is closed at the end, or when the result is closed.
+        depth: At least 1.
+        start: Called first in that thread.
+
+    Yields:
+        The items, in order.
+    """
+    with ThreadPoolExecutor(1, initializer=start) as thread:
+        try:
+            waiting = deque(thread.submit(next, items, _END) for _ in range(depth))
+            while (item := waiting.popleft().result()) is not _END:
+                waiting.append(thread.submit(next, items, _END))
+                yield item  # type: ignore[misc]
+        finally:
+            thread.shutdown(cancel_futures=True)
+            items.close()
+
+
+class Stopwatch:
+    """Seconds by stage; each stage belongs to one thread."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Add the seconds that the context lasts."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - begin

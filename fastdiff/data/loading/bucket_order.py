@@ -1,0 +1,124 @@
+"""The order of samples of several sizes: every batch of an optimizer step is of one size.
+
+A step whose ranks had batches of different sizes would wait for the slowest of them, and a batch of several sizes
+cannot be stacked; so the unit that is shuffled is the global batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdiff.data.loading.order import BATCHES, Int64, Order, cached, shuffle
+from fastdiff.errors import ConfigError
+
+
+class BucketOrder:
+    """Which sample stands at which position of the run, if samples are of several sizes.
+
+    The samples [s * G, (s + 1) * G) of step s are of one bucket. An epoch takes from every bucket, in the order of its
+    own shards (``Order``), as many global batches as it fills; the batches of all buckets are shuffled. What does not
+    fill a batch is left out; since the order of a bucket changes with every epoch, so do the samples that are left out.
+    A bucket that fills no batch at all is left out altogether. Usable from several threads.
+
+    Args:
+        seed: Seed of the run, any integer; its low 64 bits count.
+        shard_sizes: Samples per shard.
+        buckets: Bucket of each shard.
+        window_shards: Shards of one bucket that are mixed with each other.
+        global_batch: G, samples per optimizer step.
+        sizes: Latent height and width of each bucket, for messages.
+
+    Attributes:
+        left_out: Number of samples of each bucket that fills no batch.
+
+    Raises:
+        ConfigError: No bucket fills a batch, or ``window_shards`` is below 1.
+        DataError: A shard is empty.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        shard_sizes: Sequence[int],
+        buckets: Sequence[int],
+        window_shards: int,
+        global_batch: int,
+        sizes: Sequence[tuple[int, int]],
+    ) -> None:
+        self._seed, self._global_batch = seed, global_batch
+        all_sizes, of_shard = np.asarray(shard_sizes, np.int64), np.asarray(buckets, np.int64)
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(all_sizes)])
+        totals = {bucket: int(all_sizes[of_shard == bucket].sum()) for bucket in np.unique(of_shard).tolist()}
+        used = [bucket for bucket, samples in totals.items() if samples >= global_batch]
+        self.left_out = {bucket: samples for bucket, samples in totals.items() if samples < global_batch}
+        if not used:
+            fullest = max(totals, key=totals.__getitem__)
+            height, width = sizes[fullest]
+            raise ConfigError(
+                f"no bucket fills a batch: {fullest} ({height}x{width} latents) has the most samples, "
+                f"{totals[fullest]}, fewer than --batch.samples {global_batch}, and every batch is of one bucket; use "
+                "a smaller batch, or encode with fewer buckets"
+            )
+        self._shards = [np.flatnonzero(of_shard == bucket) for bucket in used]
+        self._orders = [
+            Order(seed, all_sizes[shards].tolist(), window_shards, bucket)
+            for bucket, shards in zip(used, self._shards, strict=True)
+        ]
+        self._batches = [len(order) // global_batch for order in self._orders]
+        self._epochs: OrderedDict[tuple[int, ...], tuple[Int64, Int64]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Samples of one epoch, without those that fill no batch."""
+        return sum(self._batches) * self._global_batch
+
+    def samples(self, positions: npt.ArrayLike) -> Int64:
+        """Sample ids at positions of the run.
+
+        Args:
+            positions: ``[B]`` int64, not negative.
+
+        Returns:
+            ``[B]`` int64: the shards' samples counted through in the order of dataset.json.
+        """
+        n = np.asarray(positions, np.int64)
+        if n.size and n.min() < 0:
+            raise ValueError("positions count from 0")
+        ids = np.empty_like(n)
+        epochs, within = np.divmod(n, len(self))
+        batches, offsets = np.divmod(within, self._global_batch)
+        for epoch in np.unique(epochs).tolist():
+            with self._lock:
+                which, number = cached(self._epochs, (epoch,), partial(self._epoch, epoch))
+            of_epoch = epochs == epoch
+            for bucket in np.unique(which[batches[of_epoch]]).tolist():
+                chosen = of_epoch & (which[batches] == bucket)
+                place = number[batches[chosen]] * self._global_batch + offsets[chosen]
+                order, shards = self._orders[bucket], self._shards[bucket]
+                shard, row = order.locate(order.samples(epoch * len(order) + place))
+                ids[chosen] = self._starts[shards[shard]] + row
+        return ids
+
+    def locate(self, ids: npt.ArrayLike) -> tuple[Int64, Int64]:
+        """Shard and row in the shard of sample ids; ``[B]`` int64 each."""
+        ids = np.asarray(ids, np.int64)
+        shard = np.searchsorted(self._starts, ids, side="right") - 1
+        return shard, ids - self._starts[shard]
+
+    def _epoch(self, epoch: int) -> tuple[Int64, Int64]:
+        """Of every batch of an epoch: its bucket, and its number among the batches of that bucket.
+
+        Only the buckets are shuffled. Each is read from its beginning to its end, so that reads stay within few files.
+        """
+        which = np.repeat(np.arange(len(self._batches)), self._batches)
+        which = which[shuffle(self._seed, len(which), BATCHES, epoch, 0)]
+        number = np.empty_like(which)
+        for bucket, count in enumerate(self._batches):
+            number[which == bucket] = np.arange(count)
+        return which, number

@@ -1,0 +1,109 @@
+"""The loader on NVIDIA DALI: our reader is its external source, DALI does the transfer and the prefetching.
+
+DALI's own WebDataset reader is not used: it takes a stale index without a word, has no checksums and dies of
+SIGBUS when a mapped shard shrinks (design 8.11).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from nvidia.dali import Pipeline, fn, types
+from torch.utils.dlpack import from_dlpack
+
+from fastdiff.data.loading.batches import ShardBatches, Tensors
+from fastdiff.data.loading.order import RankPositions, SampleOrder
+from fastdiff.data.shards.reader import LatentReader
+
+_TYPES = {"float16": types.FLOAT16, "float32": types.FLOAT, "uint8": types.UINT8, "int64": types.INT64}
+
+
+class DaliBatches(ShardBatches):
+    """Micro-batches that come out of a DALI pipeline, on the CPU or, with CUDA, on the device.
+
+    DALI calls its source from the thread that runs the pipeline, so the pipeline runs in the thread of
+    ``Batches``.
+    """
+
+    name: ClassVar[str] = "dali"
+
+    def __init__(
+        self,
+        reader: LatentReader,
+        order: SampleOrder,
+        own: RankPositions,
+        *,
+        seed: int,
+        random_flip: bool,
+        device: torch.device,
+        prefetch: int,
+    ) -> None:
+        # A pipeline of depth d holds d - 1 micro-batches when run returns; the thread's slots are the rest.
+        self._depth = min(2, prefetch)
+        slots = prefetch - self._depth + 1
+        super().__init__(reader, order, own, seed=seed, random_flip=random_flip, device=device, prefetch=slots)
+        self._columns = ["position", *reader.empty(0)]
+        self._source_failure: tuple[int, BaseException] | None = None
+        self._pipeline: Any = None
+
+    def load(self, index: int) -> Tensors:
+        """Run the pipeline once and copy what it gives: DALI uses its buffers again."""
+        if self._pipeline is None:
+            self._pipeline = self._build()
+        outputs = self._pipeline.run()
+        if self._source_failure is not None and index >= self._source_failure[0]:
+            raise self._source_failure[1]
+        tensors = {
+            name: from_dlpack(output.as_tensor()).clone() for name, output in zip(self._columns, outputs, strict=True)
+        }
+        if self.on_cuda:
+            torch.cuda.current_stream(self.device).synchronize()  # the copies end before the buffers go back
+        return tensors
+
+    def release(self) -> None:
+        """Drop the pipeline in the thread that ran it."""
+        self._pipeline = None
+
+    def _build(self) -> Any:
+        pipeline = Pipeline(
+            batch_size=self.own.micro,
+            num_threads=1,
+            device_id=(self.device.index or 0) if self.on_cuda else None,
+            prefetch_queue_depth=self._depth,
+            exec_async=True,
+            exec_pipelined=True,
+        )
+        shapes = self._arrays_without_data()
+        with pipeline:
+            outputs = fn.external_source(
+                source=self._source,
+                num_outputs=len(self._columns),
+                batch=True,
+                dtype=[_TYPES[str(shapes[name].dtype)] for name in self._columns],
+                ndim=[shapes[name].ndim - 1 for name in self._columns],
+            )
+            pipeline.set_outputs(*[output.gpu() if self.on_cuda else output for output in outputs])
+        pipeline.build()
+        return pipeline
+
+    def _source(self, index: int) -> tuple[npt.NDArray[Any], ...]:
+        """The arrays of micro-batch number ``index``.
+
+        An exception in here would break the pipeline with good micro-batches still inside, so it is kept and
+        raised by ``load`` when its turn comes; the zeros in its place are never handed on.
+        """
+        positions = self.positions(index)
+        if self._source_failure is None:
+            try:
+                arrays = {"position": positions, **self.read(positions, self.order.samples(positions))}
+                return tuple(arrays[name] for name in self._columns)
+            except Exception as error:
+                self._source_failure = (index, error)
+        empty = self._arrays_without_data()
+        return tuple(np.zeros((len(positions), *empty[n].shape[1:]), empty[n].dtype) for n in self._columns)
+
+    def _arrays_without_data(self) -> dict[str, npt.NDArray[Any]]:
+        return {"position": np.empty(0, np.int64), **self.reader.empty(0)}

@@ -1,0 +1,192 @@
+"""Images that are decoded and encoded while training.
+
+Crops and flips are random, at the price of a frozen autoencoder and text encoder in every step.
+The batches are those of shards that were encoded with the same transform, autoencoder and text encoder: what varies is
+a function of the seed and the position, and posteriors and embeddings are rounded to 16 bits as in a shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fastdiff.config.data import DataConfig
+from fastdiff.data.encoding.autoencoder import LatentEncoder, time_ids
+from fastdiff.data.images.decode import BadImage, Crop, Decoded, ImageTransform, open_decoder
+from fastdiff.data.images.items import BadItem, ImageItem
+from fastdiff.data.images.sources import open_source
+from fastdiff.data.loading.batches import Batches, Tensors
+from fastdiff.data.loading.order import RankPositions, SampleOrder
+from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance, ShardInfo, canonical_json
+from fastdiff.data.shards.remote import is_remote, shown
+from fastdiff.errors import ConfigError, DataError
+from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.rng import Stream
+from fastdiff_kernels import philox
+
+_SHUFFLED_TOGETHER = 4096
+_STORED = torch.float16
+
+
+class OnlineImages:
+    """A source of images with what encodes them; stands where a reader of shards does.
+
+    Args:
+        config: source, transform and threads.
+        pretrained: the pipeline whose autoencoder and text encoders are used.
+        device: where they compute.
+        dtype: of their weights and activations.
+
+    Raises:
+        ConfigError: the source has no captions, cannot be read out of order, or the resolution does not fit the
+            autoencoder.
+        DataError: there is no such source.
+    """
+
+    def __init__(self, config: DataConfig, pretrained: Pretrained, device: torch.device, dtype: torch.dtype) -> None:
+        self.folder = shown(config.path) if is_remote(config.path) else config.path
+        self.encoder = LatentEncoder(pretrained, device, dtype)
+        if config.resolution % self.encoder.factor:
+            raise ConfigError(
+                f"--data.resolution {config.resolution} does not divide by {self.encoder.factor}, the pixels per "
+                f"latent of {pretrained.path}"
+            )
+        self.source = open_source(
+            config.path,
+            samples_per_unit=_SHUFFLED_TOGETHER,
+            image_column=config.image_column,
+            caption_column=config.caption_column,
+            max_samples=config.max_samples,
+        )
+        if not self.source.captioned:
+            raise ConfigError(f"{self.folder} has no captions in {config.caption_column!r}; see --data.caption_column")
+        crop: Crop = "center" if config.center_crop else "random"
+        transform = ImageTransform(config.resolution, crop, config.image_interpolation_mode)
+        self.decoder = open_decoder(config.decode, transform, config.workers)
+        self.readers = ThreadPoolExecutor(config.workers, thread_name_prefix="fastdiff-images")
+        null = self.encoder.null()
+        self._null = {name: value.to(_STORED).cpu().numpy() for name, value in null.items()}
+        self.info = self._describe(config, pretrained, transform)
+
+    def null(self) -> dict[str, npt.NDArray[Any]]:
+        """The embedding of no caption, by column."""
+        return self._null
+
+    def keys(self, sample_ids: npt.ArrayLike) -> list[str]:
+        """Names of samples, for messages."""
+        return [self.source.item(int(number)).name for number in np.asarray(sample_ids)]
+
+    def close(self) -> None:
+        """End the threads."""
+        self.readers.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _describe(self, config: DataConfig, pretrained: Pretrained, transform: ImageTransform) -> DatasetInfo:
+        """What a data set of these samples would say of itself; its shards are runs of samples."""
+        side = config.resolution // self.encoder.factor
+        provenance = Provenance(
+            source=self.source.name,
+            transform=f"{transform}, decoded by {self.decoder.name}, flip {config.random_flip}",
+            autoencoder=pretrained.path,
+            autoencoder_digest=pretrained.digest("vae"),
+            text_encoder=pretrained.path,
+            text_encoder_digest=pretrained.digest("text_encoder"),
+        )
+        facts = [
+            self.source.digest, provenance.transform, provenance.autoencoder_digest, provenance.text_encoder_digest,
+        ]  # fmt: skip
+        digest = hashlib.sha256(canonical_json(facts)).hexdigest()
+        columns = {LATENT: Column(dtype="float16", shape=(2 * self.encoder.channels, side, side))}
+        columns |= {name: Column(dtype="float16", shape=value.shape) for name, value in self._null.items()}
+        if "pooled" in columns:
+            columns["time_ids"] = Column(dtype="float32", shape=(6,))
+        count = len(self.source)
+        runs = [min(_SHUFFLED_TOGETHER, count - start) for start in range(0, count, _SHUFFLED_TOGETHER)]
+        return DatasetInfo(
+            columns=columns,
+            normalisation=self.encoder.normalisation,
+            provenance=provenance,
+            kind="posterior",
+            shards=tuple(
+                ShardInfo(name=f"{number}", samples=size, bytes=1, sha256=digest, index_sha256="")
+                for number, size in enumerate(runs)
+            ),
+            samples=count,
+        )
+
+
+class OnlineBatches(Batches):
+    """Micro-batches that a thread decodes and encodes ahead of the training step."""
+
+    name: ClassVar[str] = "online"
+
+    def __init__(self, images: OnlineImages, order: SampleOrder, own: RankPositions, **options: Any) -> None:
+        super().__init__(images, order, own, **options)
+        self.images = images
+
+    def load(self, index: int) -> Tensors:
+        """Read, decode and encode one micro-batch."""
+        positions = self.positions(index)
+        position = torch.from_numpy(positions)
+        items = list(self.images.readers.map(self._item, self.order.samples(positions).tolist()))
+        corners = philox.uniform(self.seed, int(Stream.CROP), position, 2, backend="reference")
+        offsets = [(top, left) for top, left in corners.tolist()]
+        decoded = self.images.decoder.decode([item.image for item in items], offsets)
+        images = [_good(item, found) for item, found in zip(items, decoded, strict=True)]
+        flips = self.random_flip & (self.uniform(Stream.FLIP, position) < 0.5)
+        mirrored = [image.pixels[:, ::-1] if flip else image.pixels for image, flip in zip(images, flips, strict=True)]
+        pixels = np.stack(mirrored)
+        tensors = {LATENT: self.images.encoder.encode(torch.from_numpy(pixels)).to(_STORED).contiguous()}
+        tensors |= self._embed(items, position)
+        self._require_finite(items, tensors)
+        if "pooled" in tensors:
+            sizes = [time_ids(image.original_size, image.crop, image.pixels.shape[:2]) for image in images]
+            tensors["time_ids"] = torch.tensor(sizes, dtype=torch.float32).to(self.device)
+        return {"position": position.to(self.device), **tensors}
+
+    def _require_finite(self, items: Sequence[ImageItem], tensors: Tensors) -> None:
+        """Refuse what would spoil the weights; this thread may wait for the device, the training does not."""
+        finite = torch.stack([value.isfinite().flatten(1).all(1) for value in tensors.values()], 1)
+        if not bool(finite.all()):
+            row, column = (~finite).nonzero()[0].tolist()
+            raise DataError(
+                f"{items[row].name}: its {list(tensors)[column]} is not finite, as the autoencoder or the text encoder "
+                "overflows; use --performance.precision bf16 or fp32"
+            )
+
+    def _item(self, number: int) -> ImageItem:
+        item = self.images.source.item(number)
+        if isinstance(item, BadItem):
+            raise DataError(f"{item.name}: {item.reason}; mend it or take it out of {self.images.folder}")
+        return item
+
+    def _embed(self, items: Sequence[ImageItem], position: Tensor) -> Tensors:
+        """Embed one caption of each image; what several images say is embedded once."""
+        shares = self.uniform(Stream.CAPTION, position)
+        # In fp64, as the reader of shards: below the number of captions for every share below 1.
+        numbers = [int(share * len(item.captions)) for item, share in zip(items, shares.tolist(), strict=True)]
+        chosen = [item.captions[number] for item, number in zip(items, numbers, strict=True)]
+        unique = list(dict.fromkeys(chosen))
+        row = torch.tensor([unique.index(caption) for caption in chosen], device=self.device)
+        return {name: value.to(_STORED)[row] for name, value in self.images.encoder.embed(unique).items()}
+
+
+def _good(item: ImageItem, found: Decoded | BadImage) -> Decoded:
+    if isinstance(found, BadImage):
+        raise DataError(f"{item.name}: {found.reason}; mend it or take it away, or encode with `--bad skip`")
+    return found

@@ -1,0 +1,153 @@
+"""The samples of a run, checked against its model and its pretrained pipeline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from fastdiff.batch import Condition
+from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.data.shards.cache import open_shards_folder
+from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.errors import ConfigError
+from fastdiff.models.kernel_choice import DTYPES
+from fastdiff.models.load import null_label, pretrained
+from fastdiff.sanitize import address
+
+if TYPE_CHECKING:
+    from fastdiff.data.loading.online import OnlineImages
+
+CONTEXT = "context"
+
+Data: TypeAlias = "LatentReader | OnlineImages"
+
+
+def open_data(config: RunConfig, device: torch.device) -> Data:
+    """Open the shards of a run, on this machine or through the cache of those that are elsewhere, or its images.
+
+    Args:
+        config: the run, resolved.
+        device: where images are encoded, if they are.
+
+    Raises:
+        ConfigError: they are not made for the model.
+        DataError: they are damaged.
+        StorageError: they cannot be read.
+    """
+    if config.data.online:
+        data = _open_images(config, device)
+        _check(config, data.info)
+        return data
+    if not config.data.path:
+        raise ConfigError("--data.path is missing: the folder that `fastdiff encode` wrote")
+    folder, fetch = open_shards_folder(config.data.path, config.data.cache)
+    # One window of shards is read at a time, and two at its border.
+    reader = LatentReader(
+        folder,
+        open_shards=2 * config.data.shuffle_shards,
+        fetch=fetch,
+        substitute=config.data.damaged == "skip",
+    )
+    _check(config, reader.info)
+    return reader
+
+
+def null_condition(config: RunConfig, reader: Data) -> Condition:
+    """The condition of no class or no caption, one sample of each input, on the CPU.
+
+    Raises:
+        ConfigError: captions are to be dropped, and the data do not say what stands for none.
+    """
+    if not isinstance(config.model, UNetConfig):
+        return {"label": null_label(config)}
+    null = {name: torch.from_numpy(value) for name, value in reader.null().items()}
+    if config.objective.condition_dropout and CONTEXT not in null:
+        raise ConfigError(
+            f"{address(config.data.path)} has no embedding of the empty caption, which --objective.condition_dropout "
+            f"{config.objective.condition_dropout} needs; encode again, or use --objective.condition_dropout 0"
+        )
+    return null
+
+
+def _open_images(config: RunConfig, device: torch.device) -> OnlineImages:
+    from fastdiff.data.loading.online import OnlineImages
+
+    return OnlineImages(config.data, pretrained(config), device, DTYPES[config.performance.precision])
+
+
+def _check(config: RunConfig, info: DatasetInfo) -> None:
+    _check_latents(config, info)
+    if isinstance(config.model, UNetConfig):
+        _check_text(config, config.model, info)
+    else:
+        _check_classes(config, config.model, info)
+
+
+def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
+    channels, height, width = info.latent.shape
+    channels //= 2 if info.kind == "posterior" else 1
+    if isinstance(config.model, UNetConfig):
+        sizes, factor = info.buckets or ((height, width),), config.model.smallest_factor
+        wrong = [size for size in sizes if size[0] % factor or size[1] % factor]
+        if channels != config.model.channels or wrong:
+            raise ConfigError(
+                f"{address(config.data.path)} holds latents of {channels} channels and sizes {sizes}, the model takes "
+                f"{config.model.channels} channels and sizes that divide by {factor}; encode with another --resolution"
+            )
+    elif info.buckets or (channels, height, width) != (config.model.channels, config.model.size, config.model.size):
+        square = height == width and not info.buckets
+        remedy = f"--model.channels {channels} --model.size {height}" if square else "square latents of one size"
+        raise ConfigError(
+            f"{address(config.data.path)} holds latents of shape {(channels, height, width)}, the model takes "
+            f"{(config.model.channels, config.model.size, config.model.size)}; use {remedy}"
+        )
+
+
+def _check_classes(config: RunConfig, model: DiTConfig | AdmConfig, info: DatasetInfo) -> None:
+    if info.classes is None and isinstance(model, AdmConfig) and model.classes:
+        raise ConfigError(
+            f"{address(config.data.path)} has no classes, the model {model.classes}, which would never be trained; "
+            "encode with --classes-from, or use --model.classes 0"
+        )
+    if info.classes is not None and 0 < model.classes < info.classes:
+        raise ConfigError(
+            f"{address(config.data.path)} has {info.classes} classes, the model {model.classes}; use --model.classes"
+        )
+
+
+def _check_text(config: RunConfig, model: UNetConfig, info: DatasetInfo) -> None:
+    expected = {CONTEXT: model.cross_attention_dim} | ({"pooled": model.pooled_dim} if model.pooled_dim else {})
+    found = {name: info.columns[name].shape[-1] for name in (CONTEXT, "pooled") if name in info.columns}
+    if found != expected:
+        raise ConfigError(
+            f"{address(config.data.path)} holds text embeddings of widths {found or 'none'}, the model takes "
+            f"{expected}; encode captions with `fastdiff encode --pretrained` of the pipeline that the model belongs to"
+        )
+
+
+def check_provenance(config: RunConfig, info: DatasetInfo) -> None:
+    """Refuse latents of another autoencoder, or embeddings of another text encoder, than the pipeline's.
+
+    Their weights are read for this, all of them.
+
+    Raises:
+        ConfigError: the digests differ, or a part of the pipeline cannot be read.
+    """
+    if not config.pretrained.path or config.pretrained.is_file or config.data.online:
+        return
+    pipeline = pretrained(config)
+    for part, name, made in (
+        ("vae", "autoencoder", info.provenance.autoencoder_digest),
+        ("text_encoder", "text encoder", info.provenance.text_encoder_digest),
+    ):
+        if made is not None and made != (here := pipeline.digest(part)):
+            raise ConfigError(
+                f"{address(config.data.path)} was encoded with another {name} than that of --pretrained.path "
+                f"{config.pretrained.path} (digest {made[:12]}, here {here[:12]}); encode again with "
+                "it, or name the pipeline that the data were encoded with"
+            )

@@ -1,0 +1,1 @@
+"""The shard format: written, read and verified."""

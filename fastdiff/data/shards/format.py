@@ -1,0 +1,390 @@
+"""The format of a folder of latent shards: ``dataset.json`` and the names of the files beside it.
+
+``dataset.json`` is written last, so a folder that has one is complete; its ``sha256`` is that of the canonical JSON
+of all its other fields. Each shard is ``train-000000.tar``
+(plain WebDataset), ``train-000000.idx`` (the index of DALI's ``wds2idx`` v1.2) and
+``train-000000.index.json`` (ours: offset, length and crc32 of every component, see ``index.py``).
+
+All samples of a shard have latents of one size, that of the shard's bucket; buckets are sizes, for images of several
+aspect ratios. A sample may have variants of an array: its latent also flipped, and the embeddings of several captions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import tarfile
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from fastdiff.errors import DataError, StorageError
+from fastdiff.files import publish, read_bounded
+from fastdiff.sanitize import escape
+
+INFO_FILE = "dataset.json"
+LATENT, FLIPPED = "latent", "latent_flipped"
+CAPTIONED = ("context", "pooled")
+"""Columns that a sample has once per caption."""
+COLUMNS = (LATENT, *CAPTIONED, "time_ids")
+"""Every column there is, in the order of the tar."""
+
+# Bounds on what a foreign dataset.json can make a reader allocate; far above what is of use.
+MAX_INFO_BYTES = 2**27
+MAX_SAMPLE_BYTES = 2**30
+MAX_SHARD_SAMPLES = 2**20
+MAX_VARIANTS = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One npy component that every sample has."""
+
+    dtype: Literal["float16", "float32", "uint8"]
+    """uint8: the latents of a data set in pixel space."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values of one sample, without the npy header."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @property
+    def header(self) -> bytes:
+        """The npy header (format 1.0) of one sample.
+
+        Written here and not by ``numpy.save``, so that a data set has the same bytes with every numpy.
+        """
+        descr = np.dtype(self.dtype).newbyteorder("<").str
+        text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {self.shape}, }}"
+        length = math.ceil((len(text) + 11) / 64) * 64
+        return b"\x93NUMPY\x01\x00" + (length - 10).to_bytes(2, "little") + text.ljust(length - 11).encode() + b"\n"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Normalisation:
+    """How stored latents become x0: ``(stored - shift) * scale``, one number per channel.
+
+    For a posterior the channels are those of the mean, then those of the standard deviation, whose shift is 0. Of
+    pixels the shift is 127.5 and the scale 1 / 127.5.
+    """
+
+    shift: tuple[float, ...]
+    scale: tuple[float, ...]
+
+    @classmethod
+    def of_pixels(cls, channels: int) -> Normalisation:
+        """That of levels from 0 to 255, which ``fastdiff_kernels.noising.dequantised`` applies."""
+        return cls(shift=(127.5,) * channels, scale=(1 / 127.5,) * channels)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """Where the samples come from."""
+
+    source: str
+    transform: str
+    autoencoder: str = "identity"
+    autoencoder_digest: str | None = None
+    text_encoder: str | None = None
+    text_encoder_digest: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardInfo:
+    """One shard as it was published."""
+
+    name: str
+    samples: int
+    bytes: int
+    sha256: str
+    index_sha256: str
+    bucket: int = 0
+    """Position of its latents' size in ``DatasetInfo.buckets``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NullInfo:
+    """The embedding of the empty prompt for one column, in ``null.COLUMN.npy`` beside dataset.json."""
+
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetInfo:
+    """The contents of ``dataset.json``."""
+
+    columns: dict[str, Column]
+    normalisation: Normalisation
+    provenance: Provenance
+    classes: int | None = None
+    """Number of classes of the ``cls`` component; None: the samples have none."""
+    class_names: tuple[str, ...] = ()
+    """What the classes are called, in the order of their numbers; empty: nobody knows."""
+    kind: Literal["mean", "posterior"] = "mean"
+    """What the latent column holds: the mean of the autoencoder's posterior, or mean and standard deviation, stacked
+    on channels."""
+    buckets: tuple[tuple[int, int], ...] = ()
+    """Latent heights and widths; the first one stands in ``columns``. Empty: all latents have that of ``columns``."""
+    flipped: bool = False
+    """Whether every sample has a second latent, that of the mirrored image."""
+    captions: int = 1
+    """Embeddings per sample and column. A sample with fewer captions repeats them in turn and says how many it has."""
+    null: dict[str, NullInfo] = field(default_factory=dict)
+    """By column: the embedding of the empty prompt."""
+    shards: tuple[ShardInfo, ...] = ()
+    samples: int = 0
+    format: Literal["fastdiff-latents"] = "fastdiff-latents"
+    version: Literal[1] = 1
+
+    @property
+    def latent(self) -> Column:
+        """The column of the latents; its shape is ``(C, H, W)``, ``(2C, H, W)`` for posteriors."""
+        return self.columns[LATENT]
+
+    @property
+    def in_pixels(self) -> bool:
+        """Whether the latents are pixels in uint8, which ``Batch.latents`` holds as they are stored."""
+        return self.latent.dtype == "uint8"
+
+    def columns_of(self, bucket: int) -> dict[str, Column]:
+        """The columns of the samples of a bucket, in the order of the tar."""
+        columns = {name: self.columns[name] for name in COLUMNS if name in self.columns}
+        if self.buckets:
+            shape = (self.latent.shape[0], *self.buckets[bucket])
+            columns[LATENT] = dataclasses.replace(self.latent, shape=shape)
+        return columns
+
+    def variants(self, column: str) -> tuple[str, ...]:
+        """Names of the arrays that every sample has for a column: ``context``, ``context1``, ``context2``, ..."""
+        if column == LATENT:
+            return (LATENT, FLIPPED) if self.flipped else (LATENT,)
+        count = self.captions if column in CAPTIONED else 1
+        return (column, *(f"{column}{number}" for number in range(1, count)))
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """What every sample consists of, in the order of the tar; ``json`` may come on top."""
+        arrays = [f"{name}.npy" for column in COLUMNS if column in self.columns for name in self.variants(column)]
+        return (*arrays, *(["cls"] if self.classes is not None else []), *(["captions"] if self.captions > 1 else []))
+
+    def shard_name(self, number: int, bucket: int = 0) -> str:
+        """``train-000012.tar``, with buckets ``train-000012-64x48.tar`` (latent height and width)."""
+        size = "-{}x{}".format(*self.buckets[bucket]) if self.buckets else ""
+        return f"train-{number:06d}{size}.tar"
+
+    @cached_property
+    def digest(self) -> str:
+        """Sha256 of what a run reads; it identifies the data set in a checkpoint.
+
+        Without the provenance: the same bytes, encoded with another numpy, are the same data set.
+        """
+        content = {
+            "columns": {name: dataclasses.asdict(column) for name, column in self.columns.items()},
+            "normalisation": dataclasses.asdict(self.normalisation),
+            "classes": self.classes,
+            "kind": self.kind,
+            "shards": [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in self.shards],
+        }
+        added = {name: value for name, value in self._fields().items() if name in _ADDED and name != "class_names"}
+        if self.buckets:
+            added["shard_buckets"] = [shard.bucket for shard in self.shards]
+        return _sha256_of(content | added)
+
+    def _fields(self) -> dict[str, Any]:
+        """What stands in ``dataset.json``; a data set without a later addition to the format has its first form."""
+        fields = dataclasses.asdict(self)
+        for name, default in _ADDED.items():
+            if fields[name] == default:
+                del fields[name]
+        if not self.buckets:
+            for shard in fields["shards"]:
+                del shard["bucket"]
+        if self.provenance.text_encoder_digest is None:
+            del fields["provenance"]["text_encoder_digest"]
+        return fields
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> DatasetInfo:
+        """Read and check ``dataset.json`` of a folder.
+
+        Raises:
+            DataError: There is none, or it is not what `fastdiff encode` writes.
+            StorageError: The file is there and cannot be read.
+        """
+        path = Path(folder) / INFO_FILE
+        try:
+            text = read_bounded(path, MAX_INFO_BYTES)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DataError(
+                f"{path} is missing: the folder is no complete data set; run `fastdiff encode` first"
+            ) from error
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise _broken(path, str(error)) from error
+        try:
+            info = TypeAdapter(cls).validate_json(text, strict=True)
+        except ValidationError as error:
+            raise _broken(path, _first_problem(error)) from error
+        if problem := info.problem() or _problem_of_digest(text):
+            raise _broken(path, problem)
+        return info
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Write ``dataset.json``; raises OSError."""
+        fields = self._fields()
+        publish(Path(folder) / INFO_FILE, canonical_json(fields | {"sha256": _sha256_of(fields)}) + b"\n")
+
+    def problem(self) -> str | None:
+        """What in here contradicts itself, or None."""
+        return self.problem_of_layout() or self._problem_of_shards()
+
+    def problem_of_layout(self) -> str | None:
+        """What contradicts itself apart from the shards, or None."""
+        return self._problem_of_columns() or self._problem_of_scales() or self._problem_of_variants()
+
+    def _problem_of_columns(self) -> str | None:
+        if LATENT not in self.columns or len(self.latent.shape) != 3:
+            return f"there is no column {LATENT!r} of shape [C, H, W]"
+        if unknown := self.columns.keys() - set(COLUMNS):
+            return f"a column {min(unknown)!r}; there are {', '.join(COLUMNS)}"
+        sizes = [size for column in self.columns.values() for size in column.shape]
+        if any(min(column.shape, default=0) < 1 for column in self.columns.values()):
+            return "a column has no dimensions, or one below 1"
+        for name, dimensions, text in (("context", 2, "[L, D]"), ("pooled", 1, "[P]")):
+            if name in self.columns and len(self.columns[name].shape) != dimensions:
+                return f"{name} has the shape {list(self.columns[name].shape)}, expected {text}"
+        if self.columns.get("time_ids", _TIME_IDS) != _TIME_IDS:
+            return "time_ids is not float32 of shape [6]"
+        if any(column.dtype == "uint8" for name, column in self.columns.items() if name != LATENT):
+            return "a column in uint8 besides the latents"
+        if self.classes is not None and self.classes < 1:
+            return f"classes is {self.classes}"
+        if self.class_names and len(self.class_names) != self.classes:
+            return f"{len(self.class_names)} names of {self.classes} classes"
+        if len(self.buckets) > MAX_VARIANTS or min(itertools.chain(*self.buckets), default=1) < 1:
+            return f"buckets are up to {MAX_VARIANTS} heights and widths from 1"
+        if len(set(self.buckets)) != len(self.buckets):
+            return "two buckets have the same size"
+        if self.buckets and self.buckets[0] != self.latent.shape[1:]:
+            return f"the latent column is {self.latent.shape[1:]}, the first bucket {self.buckets[0]}"
+        largest = max(sizes + list(itertools.chain(*self.buckets)))
+        if largest > MAX_SAMPLE_BYTES or self._sample_bytes() > MAX_SAMPLE_BYTES:
+            return f"the arrays of a sample have more than {MAX_SAMPLE_BYTES} bytes"
+        return None
+
+    def _sample_bytes(self) -> int:
+        """Bytes of the columns of one sample of the largest bucket."""
+        buckets = range(max(1, len(self.buckets)))
+        return max(sum(column.nbytes for column in self.columns_of(bucket).values()) for bucket in buckets)
+
+    def _problem_of_scales(self) -> str | None:
+        channels, shift, scale = self.latent.shape[0], self.normalisation.shift, self.normalisation.scale
+        if (len(shift), len(scale)) != (channels, channels):
+            return f"normalisation needs {channels} shifts and {channels} scales, one per channel"
+        if not all(map(math.isfinite, (*shift, *scale))) or 0.0 in scale:
+            return "normalisation holds a value that is not finite or a scale of 0"
+        half = channels // 2
+        if self.kind == "posterior" and (channels % 2 or any(shift[half:]) or scale[:half] != scale[half:]):
+            return "a posterior has as many channels of mean as of deviation, of equal scales, the latter without shift"
+        if self.in_pixels and (self.kind, self.normalisation) != ("mean", Normalisation.of_pixels(channels)):
+            return "latents in uint8 are pixels: they have no posterior, a shift of 127.5 and a scale of 1 / 127.5"
+        if self.in_pixels and self.flipped:
+            return "pixels are mirrored when they are read, and not stored twice"
+        return None
+
+    def _problem_of_variants(self) -> str | None:
+        captioned = {name for name in CAPTIONED if name in self.columns}
+        if not 1 <= self.captions <= MAX_VARIANTS or (self.captions > 1 and not captioned):
+            return f"captions is {self.captions}: 1 to {MAX_VARIANTS}, and 1 without embeddings of captions"
+        if self.null and self.null.keys() != captioned:
+            return f"null is of {sorted(self.null)}, the captions are embedded in {sorted(captioned)}"
+        return None
+
+    def _problem_of_shards(self) -> str | None:
+        # A name is joined to the folder: only a plain file name, or a foreign dataset.json could point
+        # anywhere.
+        wrong = [shard.name for shard in self.shards if not re.fullmatch(r"[A-Za-z0-9_-]+\.tar", shard.name)]
+        if wrong:
+            return f"{wrong[0]!r} is no name of a shard"
+        if len({shard.name for shard in self.shards}) != len(self.shards):
+            return "two shards have the same name"
+        if any(shard.samples < 1 or shard.bytes < 1 for shard in self.shards):
+            return "a shard holds no samples"
+        buckets = range(max(1, len(self.buckets)))
+        array = [max(column.nbytes for column in self.columns_of(bucket).values()) for bucket in buckets]
+        for shard in self.shards:
+            if shard.bucket not in buckets:
+                return f"{shard.name}: bucket {shard.bucket} of {len(self.buckets)} buckets"
+            least = shard.samples * len(self.components) * tarfile.BLOCKSIZE + array[shard.bucket]
+            if shard.samples > MAX_SHARD_SAMPLES or least > shard.bytes:
+                return (
+                    f"{shard.name}: {shard.samples} samples in {shard.bytes} bytes; at most {MAX_SHARD_SAMPLES} "
+                    f"samples, which take at least {least} bytes"
+                )
+        total = sum(shard.samples for shard in self.shards)
+        if total != self.samples or not self.shards:
+            return f"samples is {self.samples}, but the {len(self.shards)} shards hold {total}"
+        return None
+
+
+# Later additions to the format, which are left out where they say nothing.
+_ADDED: dict[str, Any] = {"buckets": (), "flipped": False, "captions": 1, "null": {}, "class_names": ()}
+_TIME_IDS = Column(dtype="float32", shape=(6,))
+
+
+def idx_path(shard: Path) -> Path:
+    """DALI's index of a shard."""
+    return shard.with_suffix(".idx")
+
+
+def index_path(shard: Path) -> Path:
+    """Our index of a shard."""
+    return shard.with_suffix(".index.json")
+
+
+def null_path(folder: Path, column: str) -> Path:
+    """File of the embedding of the empty prompt."""
+    return folder / f"null.{column}.npy"
+
+
+def canonical_json(value: object) -> bytes:
+    """The one JSON text of a value: sorted keys, no spaces, ASCII, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _sha256_of(value: object) -> str:
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def _problem_of_digest(text: bytes) -> str | None:
+    """Compare the digest in a ``dataset.json`` with its other fields, also with those that nobody reads."""
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        declared = fields.pop("sha256", None)
+        found = _sha256_of(fields)
+    except (ValueError, RecursionError) as error:  # a number that JSON does not have, or objects in objects without end
+        return str(error)
+    return None if declared == found else f"sha256 is {declared!r}, its other fields have {found!r}: it was changed"
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'JSON'}: {first['msg']}"
+
+
+def _broken(path: Path, problem: str) -> DataError:
+    return DataError(
+        f"{path} is not usable ({escape(problem)}); restore it, or run `fastdiff encode` into a new folder"
+    )

@@ -1,0 +1,73 @@
+"""The embedding of the empty prompt, which takes the place of a dropped caption: one npy file per column."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdiff.data.shards.format import CAPTIONED, Column, DatasetInfo, NullInfo, null_path
+from fastdiff.data.shards.integrity import unreadable
+from fastdiff.errors import DataError
+from fastdiff.files import publish
+
+
+def write_null(folder: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, NullInfo]:
+    """Write ``null.context.npy`` and ``null.pooled.npy``.
+
+    Args:
+        folder: That of dataset.json.
+        arrays: By column, float16 or float32, of the column's dtype and shape.
+
+    Returns:
+        What ``DatasetInfo.null`` says.
+
+    Raises:
+        DataError: An array is not of a captioned column, or is not finite.
+        OSError: A file cannot be written.
+    """
+    written = {}
+    for name, array in arrays.items():
+        if name not in CAPTIONED or array.dtype not in (np.float16, np.float32) or not np.isfinite(array).all():
+            raise DataError(
+                f"the empty prompt's {name} is {array.dtype} {array.shape}, or has values that are not finite"
+            )
+        column = Column(dtype="float16" if array.dtype == np.float16 else "float32", shape=array.shape)
+        content = column.header + array.tobytes()
+        publish(null_path(folder, name), content)
+        written[name] = NullInfo(sha256=hashlib.sha256(content).hexdigest())
+    return written
+
+
+def read_null(folder: Path, info: DatasetInfo, name: str) -> npt.NDArray[Any]:
+    """Read the embedding of the empty prompt for one column of ``info.null``.
+
+    Returns:
+        The column's shape and dtype.
+
+    Raises:
+        DataError: The file is missing, or not the one that dataset.json knows.
+        StorageError: It cannot be read.
+    """
+    path, column = null_path(folder, name), info.columns[name]
+    size = len(column.header) + column.nbytes
+    try:
+        with path.open("rb") as file:
+            content = file.read(size + 1)
+    except FileNotFoundError as error:
+        raise _damaged(path, "it is missing") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if len(content) != size or not content.startswith(column.header):
+        raise _damaged(path, f"it is no npy file of {column.dtype} {column.shape}, {size} bytes")
+    if hashlib.sha256(content).hexdigest() != info.null[name].sha256:
+        raise _damaged(path, "its sha256 differs from dataset.json")
+    return np.frombuffer(content, column.dtype, offset=len(column.header)).reshape(column.shape).copy()
+
+
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(f"{path}: {what}; restore it from its source or encode again")

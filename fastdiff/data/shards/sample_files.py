@@ -1,0 +1,79 @@
+"""One sample as the files of a shard, checked against the data set that it goes into."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdiff.data.shards.format import CAPTIONED, Column, DatasetInfo, canonical_json
+from fastdiff.errors import DataError
+
+
+def components(
+    info: DatasetInfo,
+    bucket: int,
+    key: str,
+    arrays: Mapping[str, npt.NDArray[Any]],
+    label: int | None = None,
+    captions: int | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> dict[str, bytes]:
+    """Turn a sample into what ``ShardTar.add`` takes.
+
+    Args:
+        info: The data set, of which ``shards`` and ``samples`` do not matter.
+        bucket: Which size the latents have.
+        key: Letters, digits, ``_`` and ``-``.
+        arrays: By name (``DatasetInfo.variants``), of the column's dtype and shape; of a column with an array per
+            caption as many as the sample has captions.
+        label: Class of the sample, if the data set has classes.
+        captions: How many captions the sample has, if the data set has several.
+        meta: Goes into ``<key>.json``; give it for all samples or for none.
+
+    Returns:
+        The contents by component, in the order of the tar.
+
+    Raises:
+        DataError: The sample does not fit the data set.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,80}", key):
+        raise DataError(f"key {key!r}: 1 to 80 letters, digits, _ and - (a dot would end the key in a tar)")
+    if (captions is None) != (info.captions == 1) or captions not in (None, *range(1, info.captions + 1)):
+        raise DataError(f"key {key}: {captions} captions, the data set has 1 to {info.captions} per sample")
+    own = {column: _own_variants(info, column, captions) for column in info.columns}
+    expected = {name for names in own.values() for name in names}
+    if arrays.keys() != expected:
+        raise DataError(f"key {key}: columns {sorted(arrays)}, expected {sorted(expected)}")
+    content: dict[str, bytes] = {}
+    for name, column in info.columns_of(bucket).items():
+        npy = [_npy(key, variant, arrays[variant], column) for variant in own[name]]
+        for number, variant in enumerate(info.variants(name)):
+            content[f"{variant}.npy"] = npy[number % len(npy)]
+    if (label is None) != (info.classes is None) or not 0 <= (label or 0) < (info.classes or 1):
+        raise DataError(f"key {key}: class {label}, expected one of {info.classes} classes")
+    if label is not None:
+        content["cls"] = str(int(label)).encode()
+    if captions is not None:
+        content["captions"] = str(int(captions)).encode()
+    if meta is not None:
+        content["json"] = canonical_json(dict(meta))
+    return content
+
+
+def _own_variants(info: DatasetInfo, column: str, captions: int | None) -> tuple[str, ...]:
+    """The arrays that a sample itself has; the others repeat them in turn."""
+    variants = info.variants(column)
+    return variants[:captions] if column in CAPTIONED else variants
+
+
+def _npy(key: str, name: str, values: npt.NDArray[Any], column: Column) -> bytes:
+    array = np.asarray(values)
+    if (array.dtype, array.shape) != (np.dtype(column.dtype), column.shape):
+        raise DataError(f"key {key}: {name} is {array.dtype} {array.shape}, expected {column.dtype} {column.shape}")
+    if not np.isfinite(array).all():
+        raise DataError(f"key {key}: {name} holds values that are not finite")
+    return column.header + array.tobytes()

@@ -1,0 +1,110 @@
+"""One shard on its way to disk: the tar, DALI's idx and our index, each there completely or not at all.
+
+Bytes are deterministic: USTAR headers without times and owners, no compression. An array that the shard holds already
+becomes a hard link to the first one: many images have the same caption, or none. ``tar`` and ``tarfile.extractfile``
+follow such links; the webdataset package passes over them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import tarfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from fastdiff.data.shards.format import ShardInfo, idx_path, index_path
+from fastdiff.data.shards.index import Place, ShardIndex
+from fastdiff.errors import DataError
+from fastdiff.files import publish, rename, temporary
+
+
+class ShardTar:
+    """One shard while it is written.
+
+    Args:
+        path: Where the shard will be; it is written to a temporary name beside it, a different one in every process.
+        bucket: What its samples' size is, see ``DatasetInfo.buckets``.
+
+    Raises:
+        OSError: From every method but ``abandon``.
+    """
+
+    def __init__(self, path: Path, bucket: int = 0) -> None:
+        self._path, self._bucket = path, bucket
+        self._file = temporary(path).open("wb", buffering=1 << 20)
+        self._sha256 = hashlib.sha256()
+        self._size = 0
+        self._places: list[Place] = []
+        self._stored: dict[bytes, Place] = {}  # by sha256
+        self.keys: set[str] = set()
+
+    def add(self, key: str, components: Mapping[str, bytes]) -> None:
+        """Append the components of one sample; DataError if the key is already there."""
+        if key in self.keys:
+            raise DataError(f"key {key} comes twice in {self._path.name}; keys must be unique")
+        self.keys.add(key)
+        for name, content in components.items():
+            if not name.endswith(".npy"):
+                self._places.append(self._store(key, name, content))
+                continue
+            digest = hashlib.sha256(content).digest()
+            first = self._stored.get(digest)
+            if first is None:
+                self._stored[digest] = first = self._store(key, name, content)
+            else:
+                self._link(f"{key}.{name}", f"{first.key}.{first.component}")
+            self._places.append(dataclasses.replace(first, key=key, component=name))
+
+    def _store(self, key: str, name: str, content: bytes) -> Place:
+        member = tarfile.TarInfo(f"{key}.{name}")
+        member.size = len(content)
+        self._write(member.tobuf(tarfile.USTAR_FORMAT))
+        place = Place(key, name, self._size, len(content), zlib.crc32(content))
+        self._write(content + bytes(-len(content) % tarfile.BLOCKSIZE))
+        return place
+
+    def _link(self, name: str, first: str) -> None:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = tarfile.LNKTYPE, first
+        self._write(member.tobuf(tarfile.USTAR_FORMAT))
+
+    def publish(self) -> ShardInfo:
+        """End the tar and put it, its idx and its index, in this order, under their final names."""
+        try:
+            index = ShardIndex.collect(self._places)
+        except ValueError as error:
+            raise DataError(f"{self._path.name}: {error}") from error
+        end = 2 * tarfile.BLOCKSIZE
+        self._write(bytes(end + -(self._size + end) % tarfile.RECORDSIZE))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        rename(temporary(self._path), self._path)
+        publish(idx_path(self._path), index.wds2idx().encode())
+        content = index.to_bytes()
+        publish(index_path(self._path), content)
+        return ShardInfo(
+            name=self._path.name,
+            samples=len(index.keys),
+            bytes=self._size,
+            sha256=self._sha256.hexdigest(),
+            index_sha256=hashlib.sha256(content).hexdigest(),
+            bucket=self._bucket,
+        )
+
+    def abandon(self) -> None:
+        """Remove what is not published; closing may fail again where writing did."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        for path in (self._path, idx_path(self._path), index_path(self._path)):
+            with contextlib.suppress(OSError):
+                temporary(path).unlink(missing_ok=True)
+
+    def _write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._sha256.update(content)
+        self._size += len(content)

@@ -1,0 +1,167 @@
+"""``fastdiff verify``: read every byte of a data set and list all damage, not only the first."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from fastdiff.data.shards.format import Column, DatasetInfo, ShardInfo, idx_path, null_path
+from fastdiff.data.shards.index import Place, ShardIndex
+from fastdiff.data.shards.integrity import Problem, check_index, check_size, crc32_of, difference, unreadable
+from fastdiff.data.shards.null_embedding import read_null
+from fastdiff.errors import DataError, StorageError
+
+_DIGITS = 19  # of the largest class or number of captions
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found."""
+
+    folder: Path
+    samples: int
+    """Samples that dataset.json declares."""
+    bytes: int
+    """Bytes of shards that were read."""
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.folder}: {self.samples} samples, {self.bytes} bytes, no problems"
+        lines = [f"{self.folder}: {len(self.problems)} problems", *map(str, self.problems)]
+        return "\n".join([*lines, "restore these shards from their source, or run `fastdiff encode` again"])
+
+
+def verify(folder: str | os.PathLike[str]) -> VerifyReport:
+    """Check sizes, sha256 of shards and indices, crc32 and contents of components, idx files and the empty prompt.
+
+    Raises:
+        DataError: dataset.json is missing or not usable.
+        StorageError: dataset.json cannot be read. A shard that cannot be read is a problem like any other.
+    """
+    folder = Path(folder)
+    info = DatasetInfo.read(folder)
+    problems: list[Problem] = []
+    count = 0
+    for shard in tqdm(info.shards, desc="verify", unit="shard", disable=None):
+        path = folder / shard.name
+        try:
+            count += path.stat().st_size if path.exists() else 0
+            problems.extend(_check_shard(path, shard, info))
+        except OSError as error:
+            problems.append(Problem(shard.name, str(unreadable(path, error))))
+        except StorageError as error:
+            problems.append(Problem(shard.name, str(error)))
+    problems.extend(_check_null(folder, info))
+    return VerifyReport(folder, info.samples, count, tuple(problems))
+
+
+def _check_null(folder: Path, info: DatasetInfo) -> Iterator[Problem]:
+    for name in info.null:
+        try:
+            read_null(folder, info, name)
+        except (DataError, StorageError) as error:
+            yield Problem(null_path(folder, name).name, str(error))
+
+
+def _check_shard(path: Path, shard: ShardInfo, info: DatasetInfo) -> Iterator[Problem]:
+    if not path.exists():
+        yield Problem(shard.name, "the file is missing")
+        return
+    with path.open("rb") as file:
+        intact = hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
+    index, problem = check_index(path, shard)
+    if index is None:
+        # Without its index, no crc32 is known; the sha256 still says whether the tar itself is the right one.
+        yield from [problem] if problem else []
+        if not intact:
+            yield Problem(shard.name, "sha256 of the shard differs from dataset.json")
+        return
+    found = [*_check_size(path, shard), *_check_samples(path, shard, index, info)]
+    yield from found
+    if not intact and not found:
+        yield _outside_of_samples(path, shard, index)
+    yield from _check_idx(path, shard, index)
+
+
+def _check_size(path: Path, shard: ShardInfo) -> Iterator[Problem]:
+    problem = check_size(path, shard)
+    if problem is not None:
+        yield problem
+
+
+def _check_idx(path: Path, shard: ShardInfo, index: ShardIndex) -> Iterator[Problem]:
+    """Compare DALI's index, line by line, with what wds2idx would write."""
+    idx = idx_path(path)
+    if not idx.exists():
+        yield Problem(shard.name, f"{idx.name} is missing")
+        return
+    wanted_text = index.wds2idx().encode()
+    with idx.open("rb") as file:
+        lines, expected = file.read(len(wanted_text) + 1).split(b"\n"), wanted_text.split(b"\n")
+    for number, (line, wanted) in enumerate(itertools.zip_longest(lines, expected)):
+        if line != wanted:
+            row = min(max(number - 1, 0), shard.samples - 1)  # the first line is the header
+            what = f"line {number + 1} of {idx.name} is {line!r}, DALI's wds2idx writes {wanted!r}"
+            yield Problem(shard.name, what, next(index.places_of(row)))
+            return
+
+
+def _check_samples(path: Path, shard: ShardInfo, index: ShardIndex, info: DatasetInfo) -> Iterator[Problem]:
+    for component in info.components:
+        if component not in index.components:
+            yield Problem(shard.name, f"there are no {component} components")
+    columns = info.columns_of(shard.bucket)
+    arrays = {f"{variant}.npy": column for name, column in columns.items() for variant in info.variants(name)}
+    with path.open("rb") as file:
+        for place in index.places():
+            column = arrays.get(place.component)
+            what = _damage(file, place) or _misfit(file, place, column, info)
+            if what is not None:
+                yield Problem(shard.name, what, place)
+
+
+def _damage(file: BinaryIO, place: Place) -> str | None:
+    found, length = crc32_of(file, place.offset, place.length)
+    if length != place.length:
+        return f"the file ends after {length} of {place.length} bytes; it was truncated"
+    return None if found == place.crc32 else f"crc32 {found:08x}, expected {place.crc32:08x}"
+
+
+def _misfit(file: BinaryIO, place: Place, column: Column | None, info: DatasetInfo) -> str | None:
+    """What an intact component has against dataset.json."""
+    file.seek(place.offset)
+    if column is not None:
+        header, size = column.header, len(column.header) + column.nbytes
+        begins = file.read(min(len(header), place.length))
+        if begins != header or place.length != size:
+            return f"{place.length} bytes from {begins!r}, expected {column.dtype} {column.shape} in {size} bytes"
+    numbers = {"cls": range(info.classes or 0), "captions": range(1, info.captions + 1)}.get(place.component)
+    if numbers is not None:
+        text = file.read(min(place.length, _DIGITS + 1))
+        if not (text.isdigit() and len(text) <= _DIGITS and int(text) in numbers):
+            of_classes = place.component == "cls"
+            known = f"none of the {info.classes} classes" if of_classes else f"not from 1 to {info.captions}"
+            return f"{text!r} is {known}"
+    return None
+
+
+def _outside_of_samples(path: Path, shard: ShardInfo, index: ShardIndex) -> Problem:
+    """The sha256 is wrong though every sample is intact: a tar header, or the padding."""
+    different = difference(index, path, shard)
+    what = "sha256 of the shard differs from dataset.json"
+    if different is None:
+        return Problem(shard.name, f"{what}, in the tar headers or the padding; all samples are intact")
+    return Problem(shard.name, f"{what}; {different.what}", different.place)

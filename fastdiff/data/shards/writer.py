@@ -1,0 +1,172 @@
+"""Write a folder of shards so that a reader never sees half of it.
+
+Shards go to temporary names, are fsynced and renamed (``tar.py``); dataset.json comes at the very end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import io
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy.typing as npt
+
+from fastdiff.data.shards.format import INFO_FILE, MAX_SHARD_SAMPLES, DatasetInfo, ShardInfo
+from fastdiff.data.shards.null_embedding import write_null
+from fastdiff.data.shards.sample_files import components
+from fastdiff.data.shards.tar_writer import ShardTar
+from fastdiff.errors import ConfigError, DataError, StorageError
+
+# Present while an encode is at work or was killed: whatever shards lie beside it are its own and may be
+# replaced.
+_MARKER = ".encoding"
+
+
+class ShardWriter:
+    """Context manager that writes a new folder of shards; leaving it without an exception publishes it.
+
+    Args:
+        folder: Made if it is missing.
+        template: What dataset.json will say, without ``shards`` and ``samples``.
+        samples_per_shard: Size of every shard but the last of each bucket.
+        null: By column: the embedding of the empty prompt.
+
+    Raises:
+        ConfigError: The folder is taken, or the shards are too large or small.
+        DataError: A sample or the template does not fit.
+        StorageError: No space, no permission or an input/output error, from any method. What was written so far is no
+            data set, and the next run into this folder replaces it.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        template: DatasetInfo,
+        *,
+        samples_per_shard: int,
+        null: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> None:
+        if not 1 <= samples_per_shard <= MAX_SHARD_SAMPLES:
+            raise ConfigError(f"samples per shard is {samples_per_shard}: at least 1, at most {MAX_SHARD_SAMPLES}")
+        if problem := template.problem_of_layout():
+            raise DataError(f"no data set can be written to {folder}: {problem}")
+        self.folder = Path(folder)
+        self._template = template
+        self._samples_per_shard = samples_per_shard
+        self._shards: list[ShardInfo] = []
+        self._tars: dict[int, ShardTar] = {}  # by bucket
+        self._numbers: Counter[int] = Counter()
+        self._null = null or {}
+        self._marker: io.FileIO | None = None
+
+    def __enter__(self) -> Self:
+        with _storage(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._claim()
+        return self
+
+    def add(
+        self,
+        key: str,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        label: int | None = None,
+        meta: Mapping[str, Any] | None = None,
+        *,
+        bucket: int = 0,
+        captions: int | None = None,
+    ) -> None:
+        """Append one sample, whose key comes once per shard; for the arguments see ``components``.
+
+        Raises:
+            DataError: The sample does not fit the data set.
+        """
+        content = components(self._template, bucket, key, arrays, label, captions, meta)
+        path = self.folder / self._template.shard_name(self._numbers[bucket], bucket)
+        with _storage(path):
+            if bucket not in self._tars:
+                self._tars[bucket] = ShardTar(path, bucket)
+            self._tars[bucket].add(key, content)
+            if len(self._tars[bucket].keys) == self._samples_per_shard:
+                self._finish_shard(bucket)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._publish()
+        finally:
+            for tar in self._tars.values():
+                tar.abandon()
+            if self._marker is not None:
+                self._marker.close()
+
+    def _claim(self) -> None:
+        """Make sure that nothing of value is in the folder, and lock it against a second encode."""
+        self._refuse_published()
+        marker = self.folder / _MARKER
+        if marker.is_dir():
+            raise ConfigError(
+                f"{self.folder} holds an encode of images that has not ended; go on with it, choose another folder, or "
+                "delete this one"
+            )
+        if not marker.exists() and (found := sorted(self.folder.glob("train-*"))):
+            raise ConfigError(
+                f"{self.folder} holds {found[0].name}, which is not ours to replace; choose another folder"
+            )
+        self._marker = open(marker, "wb", buffering=0)  # noqa: SIM115  (held, with its lock, until __exit__)
+        try:
+            fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._marker.close()
+            raise ConfigError(f"another `fastdiff encode` is writing to {self.folder}; wait for it") from error
+        self._refuse_published()  # again: the other encode may have ended between the first look and the lock
+        for pattern in ("train-*", "null.*.npy*", f"{INFO_FILE}.*"):
+            for leftover in self.folder.glob(pattern):
+                leftover.unlink(missing_ok=True)
+
+    def _refuse_published(self) -> None:
+        if (self.folder / INFO_FILE).exists():
+            raise ConfigError(f"{self.folder} already holds a data set; choose another folder, or delete this one")
+
+    def _finish_shard(self, bucket: int) -> None:
+        self._shards.append(self._tars[bucket].publish())
+        del self._tars[bucket]
+        self._numbers[bucket] += 1
+
+    def _publish(self) -> None:
+        with _storage(self.folder):
+            for bucket in sorted(self._tars):
+                self._finish_shard(bucket)
+            if not self._shards:
+                raise DataError(f"the source has no samples; {self.folder} is not a data set")
+            null = write_null(self.folder, self._null)
+            total = sum(shard.samples for shard in self._shards)
+            info = dataclasses.replace(self._template, null=null, shards=tuple(self._shards), samples=total)
+            if problem := info.problem():
+                raise DataError(f"{self.folder} is not published: {problem}")
+            info.write(self.folder)
+            (self.folder / _MARKER).unlink()
+
+
+@contextlib.contextmanager
+def _storage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        free = "unknown"
+        with contextlib.suppress(OSError):
+            free = str(shutil.disk_usage(path if path.is_dir() else path.parent).free)
+        raise StorageError(
+            f"cannot write to {error.filename or path}: {error.strerror or error} ({free} bytes free); "
+            "make room or choose another folder, then run the same command again: it starts anew and replaces what "
+            "was written so far"
+        ) from error

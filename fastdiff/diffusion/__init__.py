@@ -1,0 +1,1 @@
+"""The mathematics of diffusion: schedules, processes, objective and losses."""

@@ -1,0 +1,75 @@
+"""Discrete denoising diffusion (Ho et al. 2020, arXiv:2006.11239): T steps, whose coefficients are tables."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastdiff.config.objective import DiffusionConfig, Prediction
+from fastdiff.diffusion.levels import Levels, snr_weights
+from fastdiff.diffusion.schedules import Schedule
+from fastdiff_kernels.noising import uniform_time
+
+_USUAL_STEPS = 1000.0
+"""On the scale of which improved-diffusion tells its models the time, whatever T is."""
+
+
+class Ddpm:
+    """The tables of a run; ``native`` levels are timesteps, int64 in [0, T).
+
+    Args:
+        config: schedule, prediction and weighting.
+        device: where the tables are placed, once.
+
+    Raises:
+        ConfigError: a schedule that does not exist.
+    """
+
+    def __init__(self, config: DiffusionConfig, device: torch.device | str) -> None:
+        schedule = Schedule.build(config, "cpu", torch.float64)
+        rows = coefficients(schedule, config.predicted)
+        kind = config.weighted
+        weights = torch.ones_like(schedule.snr)
+        if kind != "none":
+            gamma = config.p2_gamma if kind == "p2" else config.min_snr_gamma
+            weights = snr_weights(kind, rows, schedule.snr, gamma)
+        self._config = config
+        depth = torch.arange(len(rows), dtype=torch.float64) / len(rows)
+        self.table, self.weights, self.log_snr, self.depth = (
+            table.to(device=device, dtype=torch.float32) for table in (rows, weights, schedule.snr.log(), depth)
+        )
+
+    def draw(self, share: Tensor) -> Tensor:
+        """``[B]`` fp32 shares in [0, 1) ``-> [B]`` int64 timesteps, each equally often."""
+        return uniform_time(share, len(self.table))
+
+    def levels(self, native: Tensor) -> Levels:
+        """The rows of ``[B]`` int64 timesteps."""
+        return Levels(told(self._config, native), native, self.table, self.weights, self.log_snr, self.depth)
+
+
+def told(config: DiffusionConfig, timestep: Tensor) -> Tensor:
+    """What the model is told of ``[B]`` int64 timesteps: these, or fp32 numbers on the scale of a thousand steps."""
+    return timestep.float() * (_USUAL_STEPS / config.timesteps) if config.rescale_timesteps else timestep
+
+
+def coefficients(schedule: Schedule, prediction: Prediction) -> Tensor:
+    """``[T, 4]`` rows (alpha, sigma, a, b) of ``noise.levels``.
+
+    Args:
+        schedule: in float64.
+        prediction: epsilon, x0, v (Salimans & Ho 2022, arXiv:2202.00512, section 4) or previous_x, the mean of
+            q(x_{t-1} | x_t, x0) (Ho et al. 2020, eq. 7), as Nichol & Dhariwal 2021 can predict it.
+    """
+    alpha, sigma = schedule.alpha, schedule.sigma
+    zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
+    targets = {
+        "epsilon": (zero, one),
+        "x0": (one, zero),
+        "v": (-sigma, alpha),
+        "previous_x": (
+            schedule.posterior_clean + schedule.posterior_noisy * alpha,
+            schedule.posterior_noisy * sigma,
+        ),
+    }
+    return torch.stack([alpha, sigma, *targets[prediction]], dim=1)

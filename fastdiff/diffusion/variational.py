@@ -1,0 +1,178 @@
+"""The variational bound of ddpm in bits per dimension, and the variances of its steps back.
+
+The bound on -log p(x0) is a sum over the timesteps (Ho et al. 2020, arXiv:2006.11239, eq. 5). With q the posterior of
+the noising, N(mean, var), and p the step back of the model, N(mean', var'), the terms per dimension are::
+
+    t = 0:  -log p(x0 | x_1), of the 8-bit bin around x0
+    t > 0:  KL(q || p) = ((var + (mean - mean')^2) / var' - 1 + log(var' / var)) / 2
+
+``mean - mean'`` is not computed as a difference of two almost equal means. Both are linear in what is predicted, so
+that it is ``k * (target - prediction)`` with a factor k per timestep. At t = 0 the posterior has the mean x0, so that
+the same expression is ``x0 - mean'``. Likewise ``log(var' / var)`` comes from tables made in float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastdiff.config.objective import DiffusionConfig
+from fastdiff.diffusion.ddpm import coefficients
+from fastdiff.diffusion.levels import clean_per_error
+from fastdiff.diffusion.schedules import Schedule
+
+_HALF_BIN = 1.0 / 255.0
+"""Half of the distance of two of the 256 values from -1 to 1."""
+_EDGE = 0.999
+"""Beyond it a value is in the first or the last bin, which reach to infinity."""
+_SMALLEST_PROBABILITY = 1e-12
+_CDF_SLOPE, _CDF_CUBIC = math.sqrt(8.0 / math.pi), 0.044715
+_FAR = 30.0
+"""Standard deviations beyond which the cdf is 0 or 1 for every purpose, and its cube still finite."""
+_SMALL = 0.25
+_LARGEST_LOG_VARIANCE = 80.0
+"""Beyond plus or minus this a bin has the probability 0 or 1 in fp32; its exponential is finite."""
+
+
+class Variational:
+    """Terms of the bound on the negative log-likelihood.
+
+    Args:
+        config: of the process ddpm; schedule, prediction, variance and loss are read.
+        device: where the tables are placed, once.
+
+    Raises:
+        ConfigError: a schedule that does not exist.
+    """
+
+    def __init__(self, config: DiffusionConfig, device: torch.device | str) -> None:
+        self.config = config
+        schedule = Schedule.build(config, "cpu", torch.float64)
+        rows = coefficients(schedule, config.predicted)
+        mean_per_error = schedule.posterior_clean * clean_per_error(rows)
+        variance = schedule.posterior_variance.clone()
+        variance[0] = variance[1]  # that of t = 0 is 0, which has no logarithm
+        smallest = variance.log()
+        range_ = schedule.beta.log() - smallest
+        columns = (rows[:, 2], rows[:, 3], mean_per_error, smallest, range_, 1.0 / variance)
+        self._columns = [column.to(device=device, dtype=torch.float32) for column in columns]
+        factors = {"mse": 1.0, "rescaled_mse": config.timesteps / 1000.0, "kl": 1.0, "rescaled_kl": config.timesteps}
+        self._factor = factors[config.loss]
+
+    def loss(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """The part of ``config.loss`` that is a bound.
+
+        With ``mse`` and ``rescaled_mse`` it trains the variance alone, its mean is detached (Nichol & Dhariwal 2021,
+        arXiv:2102.09672, eq. 16): the term of its timestep as it is, or times T / 1000, which is the hybrid loss of
+        that paper, 0.001 times the T terms together. ``kl`` is the whole term, ``rescaled_kl`` T times it, which is an
+        unbiased estimate of the bound.
+
+        Args:
+            prediction: ``[B, C, H, W]`` or, if the variance is learned, ``[B, 2C, H, W]``; fp32, bf16 or fp16.
+            clean: ``[B, C, H, W]`` fp32 x0.
+            noise: ``[B, C, H, W]`` fp32; the model saw ``alpha * clean + sigma * noise``.
+            time: ``[B]`` int64 timesteps.
+
+        Returns:
+            ``[B]`` fp32, bits per dimension times the factor.
+        """
+        error = self.error(prediction, clean, noise, time)
+        if "kl" not in self.config.loss:
+            error = error.detach()
+        _, _, mean_per_error, *_ = self._at(time)
+        return self._factor * self.bits(mean_per_error * error, prediction, clean, time)
+
+    def error(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """Target minus prediction, ``[B, C, H, W]`` fp32; arguments as those of ``loss``."""
+        a, b, *_ = self._at(time)
+        return a * clean + b * noise - prediction[:, : clean.shape[1]].float()
+
+    def bits(self, mean_error: Tensor, prediction: Tensor, clean: Tensor, time: Tensor) -> Tensor:
+        """The term of each sample's timestep, in bits per dimension, mean over the dimensions.
+
+        Args:
+            mean_error: ``[B, C, H, W]`` fp32, mean of the posterior minus mean of the step back.
+            prediction: as for ``loss``; its second half, if there is one that counts, is the variance.
+            clean: ``[B, C, H, W]`` fp32.
+            time: ``[B]`` int64.
+
+        Returns:
+            ``[B]`` fp32.
+        """
+        *_, smallest, range_, precision = self._at(time)
+        first = (time == 0).view(-1, 1, 1, 1)
+        above = self._log_variance_above_smallest(prediction[:, clean.shape[1] :].float(), smallest, range_, first)
+        decoded = -log_probability(clean, mean_error, smallest + above)
+        # A branch that is not taken gets inputs at which it and its gradient are finite: 0 times inf is not 0.
+        above = torch.where(first, 0.0, above)
+        square = mean_error.square() * torch.where(first, 0.0, precision)
+        divergence = 0.5 * (_exp_beyond_linear(-above) + torch.exp(-above) * square)
+        return torch.where(first, decoded, divergence).mean(dim=(1, 2, 3)) / math.log(2.0)
+
+    def _log_variance_above_smallest(self, given: Tensor, smallest: Tensor, range_: Tensor, first: Tensor) -> Tensor:
+        """Logarithm of the variance of the step back over that of the posterior, the smallest.
+
+        ``fixed_small``: that of the posterior; ``fixed_large``: beta. At t = 0, where the former is 0, both take that
+        of the posterior at t = 1. ``learned``: ``given`` is the logarithm. ``learned_range``: between the logarithms of
+        those two, ``f * log(beta) + (1 - f) * log(posterior)`` with ``f = (given + 1) / 2`` (Nichol & Dhariwal 2021,
+        eq. 15).
+        """
+        if self.config.variance == "fixed_small":
+            return torch.zeros_like(smallest)
+        if self.config.variance == "fixed_large":
+            return torch.where(first, 0.0, range_)
+        return given - smallest if self.config.variance == "learned" else 0.5 * (given + 1.0) * range_
+
+    def _at(self, time: Tensor) -> list[Tensor]:
+        """The tables at ``[B]`` timesteps, ``[B, 1, 1, 1]`` each.
+
+        a and b of the target, error of the mean per error of the prediction, logarithm of the smallest variance, that
+        of the largest over the smallest, and one over the smallest.
+        """
+        return [column[time].view(-1, 1, 1, 1) for column in self._columns]
+
+
+def log_probability(value: Tensor, error: Tensor, log_variance: Tensor) -> Tensor:
+    """Logarithm of the probability that a Gaussian gives to the 8-bit bin around a value in [-1, 1].
+
+    Ho et al. 2020, eq. 13: the bin reaches 1/255 to both sides, the first and the last one to infinity. For the same
+    numbers as Nichol & Dhariwal's, and DiT's, the cdf is the approximation ``sigmoid(sqrt(8 / pi) * (x + 0.044715 *
+    x^3))``, and a probability is at least 1e-12, below which there is no gradient. The logarithm of a difference of two
+    such sigmoids is a sum of three terms, none of which cancels, so that fp32 is exact in the tails too. Of latents,
+    which have no bins, this is no likelihood; it is the loss of DiT all the same.
+
+    Args:
+        value: ``[...]`` fp32.
+        error: ``[...]`` fp32, value minus mean of the Gaussian.
+        log_variance: broadcastable; however large, the result and its gradient are finite.
+
+    Returns:
+        ``[...]`` fp32, natural logarithm.
+    """
+    limit = _LARGEST_LOG_VARIANCE
+    per_deviation = torch.exp(-0.5 * log_variance.clamp(-limit, limit))
+    upper = (per_deviation * (error + _HALF_BIN)).clamp(-_FAR, _FAR)
+    lower = (per_deviation * (error - _HALF_BIN)).clamp(-_FAR, _FAR)
+    below_upper = F.logsigmoid(_cdf_logit(upper))
+    above_lower = F.logsigmoid(-_cdf_logit(lower))
+    width = (2.0 * _HALF_BIN * per_deviation).clamp(_SMALLEST_PROBABILITY**2, 2.0 * _FAR)
+    logits = _CDF_SLOPE * width * (1.0 + _CDF_CUBIC * (upper**2 + upper * lower + lower**2))
+    inside = below_upper + above_lower + torch.log(-torch.expm1(-logits))
+    result = torch.where(value < -_EDGE, below_upper, torch.where(value > _EDGE, above_lower, inside))
+    return result.clamp(min=math.log(_SMALLEST_PROBABILITY))
+
+
+def _exp_beyond_linear(x: Tensor) -> Tensor:
+    """``exp(x) - 1 - x``, in fp32 exact for small ``x`` too: beta and the variance of the posterior differ little."""
+    small = x.clamp(-_SMALL, _SMALL)
+    series = torch.ones_like(small)
+    for n in range(8, 2, -1):  # x^2 / 2 * (1 + x / 3 * (1 + x / 4 * ...
+        series = 1.0 + small / n * series
+    return torch.where(x.abs() < _SMALL, 0.5 * small.square() * series, torch.expm1(x) - x)
+
+
+def _cdf_logit(deviations: Tensor) -> Tensor:
+    return _CDF_SLOPE * (deviations + _CDF_CUBIC * deviations**3)

@@ -1,0 +1,1 @@
+"""Measures of a run: validation loss, likelihood, FID, and the digits."""

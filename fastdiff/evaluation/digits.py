@@ -1,0 +1,222 @@
+"""What a run on digits has learned, measured: the digits that it draws, or those that it enlarges."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastdiff.data.encoding.builtin import DIGITS_SOURCE, DIGITS_SPLITS, digits_source
+from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.diffusion.noise_shaping import small_images
+from fastdiff.errors import ConfigError
+from fastdiff.evaluation.image_metrics import frechet_distance
+from fastdiff.models.load import null_label
+from fastdiff.sampling.image_grid import image_grid
+from fastdiff.sampling.run import CLASS_CFG, Drawing, Run
+
+_DRAWS = 8
+"""Images that are drawn for each small one."""
+_COLUMNS = 16
+
+
+def evaluate_run(run: Run) -> dict[str, Any]:
+    """Draw with the averaged weights, judge, and write ``evaluation.json`` into the folder of the run.
+
+    Of a run with classes 500 digits (``evaluate_digits``); of one that enlarges, 8 enlargements of each of the 382
+    scans of the split ``test`` (``evaluate_enlarged``), some of them also into ``enlarged.png``.
+
+    Raises:
+        ConfigError: the run was trained on something else, or in a way that has no measure.
+    """
+    source = DatasetInfo.read(run.config.data.path).provenance.source
+    if not source.startswith(DIGITS_SOURCE):
+        raise ConfigError(
+            f"{run.folder}: there is no built-in evaluation for data from {source!r}, only for digits; "
+            "`fastdiff sample` draws images for your own"
+        )
+    result = _evaluate_enlarged(run, source) if run.model.low_res_size else _evaluate_drawn(run)
+    temporary = run.folder / "evaluation.json.tmp"
+    temporary.write_text(json.dumps(result, indent=2) + os.linesep)
+    temporary.replace(run.folder / "evaluation.json")
+    return result
+
+
+def _evaluate_drawn(run: Run) -> dict[str, Any]:
+    if not run.known_classes:
+        raise ConfigError(
+            f"{run.folder}: a model without classes has no digits to be asked for; measure its samples with `fastdiff "
+            "evaluate SAMPLES --reference REAL`"
+        )
+    labels = evaluation_labels()
+    cfg = CLASS_CFG if run.config.objective.condition_dropout else 1.0
+    images = run.draw(labels, scheduler="dpmsolver++", steps=20, cfg=cfg, seed=0, progress=True)
+    return evaluate_digits(images, labels)
+
+
+def _evaluate_enlarged(run: Run, source: str) -> dict[str, Any]:
+    if source != digits_source("train"):
+        raise ConfigError(
+            f"{run.folder} was trained on {source!r}, also on the scans that its enlargements are measured on; encode "
+            "the others for training: fastdiff encode digits FOLDER --split train"
+        )
+    real, labels = scans("test")
+    small = small_images(real, run.model.low_res_size, noise=0.0, seed=0, position=torch.arange(len(real)))
+    condition, null = {"low_res": small.repeat_interleave(_DRAWS, 0)}, {}
+    if run.known_classes:
+        condition["label"] = labels.repeat_interleave(_DRAWS)
+        null = {"label": null_label(run.config)}
+    drawing = Drawing(scheduler="dpmsolver++", steps=20, cfg=1.0)
+    drawn = run.sample(condition, null, drawing).view(len(small), _DRAWS, *real.shape[1:])
+    result = evaluate_enlarged(drawn, real, small, labels)
+    _picture(small, drawn, real).save(run.folder / "enlarged.png")
+    return result
+
+
+def _picture(small: Tensor, drawn: Tensor, real: Tensor) -> Any:
+    """Row by row: the small images, bicubic, one drawn, the mean of all drawn, the scans."""
+    rows = [F.interpolate(small, size=8), enlarged_bicubic(small), drawn[:, 0], drawn.mean(1), real]
+    return image_grid(torch.cat([row[:_COLUMNS] for row in rows]), rows=len(rows))
+
+
+Array = npt.NDArray[np.float64]
+
+CLASSES = 10
+"""The digits 0 to 9."""
+
+
+def evaluation_labels(per_class: int = 50) -> Tensor:
+    """``[10 * per_class]`` int64 labels, 0 ... 9 repeated, for ``evaluate_digits``; 500 is the usual number.
+
+    The classes alternate, so that any part of the list is balanced.
+    """
+    return torch.arange(CLASSES).repeat(per_class)
+
+
+def evaluate_digits(images: Tensor, labels: Tensor) -> dict[str, float | int]:
+    """Judges generated 8 x 8 digits.
+
+    Args:
+        images: ``[N, 1, 8, 8]`` floating point in [-1, 1] (white ink is 1); values outside are clipped.
+        labels: ``[N]`` int64 class that each image was asked to show.
+
+    Returns:
+        ``accuracy``: share of the images in which the SVM, trained on all real scans, sees the label;
+        ``frechet_distance``: ``fidelity.frechet_distance`` between the 64 pixels in [0, 1] of the images and of all
+        real scans; ``samples``: N. For scale: 500 real scans drawn at random score 0.04 to 0.06.
+
+    Raises:
+        ConfigError: The images are not ``[N, 1, 8, 8]``, N is below 2, or a value is not finite.
+    """
+    if images.shape[1:] != (1, 8, 8) or len(images) < 2 or labels.shape != images.shape[:1]:
+        raise ConfigError(
+            f"images {tuple(images.shape)} with labels {tuple(labels.shape)} are not digits; "
+            "expected [N, 1, 8, 8] with [N], N at least 2"
+        )
+    _require_finite(images)
+    pixels = to_pixels(images)
+    real, _ = real_digits()
+    return {
+        "accuracy": float(np.mean(_classifier("all").predict(pixels) == labels.cpu().numpy())),
+        "frechet_distance": frechet_distance(pixels, real),
+        "samples": len(images),
+    }
+
+
+def _require_finite(images: Tensor) -> None:
+    if not bool(images.isfinite().all()):
+        raise ConfigError("the images hold values that are not finite; the model has diverged")
+
+
+def to_pixels(images: Tensor) -> Array:
+    """``[N, ...]`` in [-1, 1] (clipped) ``-> [N, D]`` float64 in [0, 1]."""
+    unit = (images.detach().double().cpu().flatten(1) + 1) / 2
+    return np.asarray(unit.clamp(0, 1).numpy(), dtype=np.float64)
+
+
+def evaluate_enlarged(drawn: Tensor, real: Tensor, small: Tensor, labels: Tensor) -> dict[str, float | int]:
+    """Judges digits that a model has enlarged, beside bicubic interpolation of the same small ones.
+
+    Args:
+        drawn: ``[N, K, 1, 8, 8]`` fp32 in [-1, 1], clipped: K images drawn for each small one.
+        real: ``[N, 1, 8, 8]`` fp32 in [-1, 1]: the scans of the split ``test``, which neither the model nor the
+            classifier has seen.
+        small: ``[N, 1, h, w]`` fp32 what was enlarged.
+        labels: ``[N]`` int64 classes.
+
+    Returns:
+        ``psnr_of_mean``, ``psnr_of_bicubic``: decibels, 10 log10(1 / mean squared error) of the mean of the K images,
+        and of the interpolation, for pixels in [0, 1]; ``accuracy``, ``accuracy_of_bicubic``, ``accuracy_of_real``:
+        share of the drawn images, the interpolations and the scans in which an SVM that was fitted to the split
+        ``train`` sees the class; ``images``: N; ``draws``: K.
+
+    Raises:
+        ConfigError: other shapes, or a value is not finite.
+    """
+    digits = len(labels), 1, 8, 8
+    if (*drawn.shape[:1], *drawn.shape[2:]) != digits or real.shape != digits or small.shape[:2] != digits[:2]:
+        raise ConfigError(
+            f"drawn {tuple(drawn.shape)} of small {tuple(small.shape)}, real {tuple(real.shape)}, labels "
+            f"{tuple(labels.shape)}: expected [N, K, 1, 8, 8] of [N, 1, h, w], [N, 1, 8, 8] and [N]"
+        )
+    _require_finite(drawn)
+    bicubic = enlarged_bicubic(small)
+    judge, classes = _classifier("train"), labels.cpu().numpy()
+
+    def accuracy(images: Tensor) -> float:
+        return float(np.mean(judge.predict(to_pixels(images)) == classes))
+
+    return {
+        "psnr_of_mean": _psnr(drawn.clamp(-1, 1).mean(1), real),
+        "psnr_of_bicubic": _psnr(bicubic, real),
+        "accuracy": float(np.mean([accuracy(images) for images in drawn.unbind(1)])),
+        "accuracy_of_bicubic": accuracy(bicubic),
+        "accuracy_of_real": accuracy(real),
+        "images": len(real),
+        "draws": drawn.shape[1],
+    }
+
+
+def enlarged_bicubic(small: Tensor) -> Tensor:
+    """``[N, 1, h, w] -> [N, 1, 8, 8]``: what a model that enlarges digits must beat."""
+    return F.interpolate(small, size=8, mode="bicubic")
+
+
+def scans(split: str) -> tuple[Tensor, Tensor]:
+    """``[N, 1, 8, 8]`` fp32 real scans in [-1, 1], and ``[N]`` int64 classes."""
+    pixels, classes = real_digits(split)
+    return torch.from_numpy(pixels).float().view(-1, 1, 8, 8) * 2 - 1, torch.from_numpy(classes)
+
+
+def _psnr(images: Tensor, real: Tensor) -> float:
+    return float(-10 * np.log10(np.mean((to_pixels(images) - to_pixels(real)) ** 2)))
+
+
+@cache
+def real_digits(split: str = "all") -> tuple[Array, npt.NDArray[np.int64]]:
+    """Real scans: pixels ``[N, 64]`` float64 in [0, 1] and classes ``[N]`` int64; N is 1,797 for all.
+
+    Source: the test part of "Optical Recognition of Handwritten Digits" (Alpaydin & Kaynak 1998, UCI), which
+    scikit-learn installs; its pixels are whole numbers from 0 to 16.
+    """
+    from sklearn.datasets import load_digits
+
+    pixels, classes = load_digits(return_X_y=True)
+    chosen = DIGITS_SPLITS[split]
+    return np.asarray(pixels[chosen], dtype=np.float64) / 16, np.asarray(classes[chosen], dtype=np.int64)
+
+
+@cache
+def _classifier(split: str) -> Any:
+    """An SVM with an RBF kernel, fitted to real scans; with those of ``train`` it gets 96.1 % of ``test`` right."""
+    from sklearn.svm import SVC
+
+    pixels, classes = real_digits(split)
+    return SVC(kernel="rbf", C=10.0, gamma="scale").fit(pixels, classes)

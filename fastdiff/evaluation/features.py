@@ -1,0 +1,239 @@
+"""What turns images into the features by which sets of them are compared.
+
+- ``pixels``: the pixels themselves in [0, 1]; for small images, and where nothing else is at hand.
+- ``inception``: the pooled layer of the Inception that FID is defined with (Heusel et al. 2017, arXiv:1706.08500), by
+  the package torch-fidelity, from a file of weights that the user has put in place. Nothing is downloaded.
+- ``PATH.py:FUNCTION``: a function of the user, whose file is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import io
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tqdm import tqdm
+
+from fastdiff.errors import ConfigError, DataError, require
+from fastdiff.evaluation.image_metrics import MOST_FEATURES
+from fastdiff.evaluation.image_sets import ImageSet, Pixels
+from fastdiff.files import read_bounded
+
+_LARGEST_SOURCE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Extractor:
+    """A function from images to features, and which one it is.
+
+    Attributes:
+        name: As it was asked for.
+        sha256: Of the weights or of the user's file; None where the name says it all.
+        function: ``[B, H, W, C]`` uint8, C 1 or 3, to ``[B, D]`` numbers.
+    """
+
+    name: str
+    sha256: str | None
+    function: Callable[[Pixels], Any]
+
+
+def open_extractor(name: str) -> Extractor:
+    """Make an extractor ready.
+
+    Args:
+        name: ``pixels``, ``inception`` or ``PATH.py:FUNCTION``.
+
+    Raises:
+        ConfigError: Another name, or something that it needs is missing or not what it should be.
+        OSError: A file cannot be read.
+    """
+    if name == "pixels":
+        return Extractor(name, None, _pixels)
+    if name == "inception":
+        return Extractor(name, WEIGHTS_SHA256, open_inception())
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py") or not function.isidentifier():
+        raise ConfigError(f"--features {name}: expected pixels, inception or PATH.py:FUNCTION")
+    return _of_user(name, Path(path), function)
+
+
+def features_of(images: ImageSet, extractor: Extractor, batch: int, what: str) -> npt.NDArray[np.float32]:
+    """Features of all images, ``[N, D]`` float32, batch by batch.
+
+    Args:
+        images: N images.
+        extractor: Called with ``batch`` images at a time, the last time with the rest.
+        batch: At least 1.
+        what: What the progress bar says.
+
+    Raises:
+        ConfigError: The extractor gives something else than ``[B, D]`` numbers, D the same each time and at most
+            ``MOST_FEATURES``.
+        DataError: A feature is not finite in float32, or an image is damaged.
+        OSError: An image cannot be read.
+    """
+    found: npt.NDArray[np.float32] | None = None
+    done = 0
+    with tqdm(total=len(images), desc=what, unit="image", leave=False) as bar:
+        for pixels in images.batches(batch):
+            features = _checked(extractor.function(pixels), len(pixels), extractor.name)
+            if found is None:
+                found = np.empty((len(images), features.shape[1]), np.float32)
+            if features.shape[1:] != found.shape[1:]:
+                raise ConfigError(f"{extractor.name} gave {found.shape[1]} features, then {features.shape[1]}")
+            if len(wrong := np.flatnonzero(~np.isfinite(features).all(axis=1))):
+                raise DataError(f"{images.name_of(done + int(wrong[0]))}: {extractor.name} gives features not finite")
+            found[done : done + len(pixels)] = features
+            done += len(pixels)
+            bar.update(len(pixels))
+    assert found is not None, "no set of images is empty"
+    return found
+
+
+def _checked(result: Any, images: int, name: str) -> npt.NDArray[np.float32]:
+    try:
+        features = np.asarray(result)
+    except Exception as error:
+        raise ConfigError(f"{name} returned {type(result).__name__}, which is no array on the CPU ({error})") from error
+    if features.ndim != 2 or len(features) != images or features.dtype.kind not in "fiu" or not features.shape[1]:
+        raise ConfigError(
+            f"{name} returned {features.dtype} {features.shape} for {images} images; expected numbers [{images}, D]"
+        )
+    if features.shape[1] > MOST_FEATURES:
+        raise ConfigError(
+            f"{name} gives {features.shape[1]} features per image, and the covariance has the square of that; at most "
+            f"{MOST_FEATURES}: use --features inception, one of your own, or smaller images"
+        )
+    with np.errstate(over="ignore"):  # what overflows is found as not finite
+        return features.astype(np.float32)
+
+
+def _pixels(images: Pixels) -> npt.NDArray[np.float32]:
+    return images.reshape(len(images), -1).astype(np.float32) / np.float32(255)
+
+
+def _of_user(name: str, path: Path, function: str) -> Extractor:
+    try:
+        source = read_bounded(path, _LARGEST_SOURCE)
+    except (ValueError, FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"--features {name}: {path} cannot be read ({error}); expected PATH.py:FUNCTION") from error
+    # Under a name that no other module has; classes and functions of the file look it up in sys.modules.
+    spec = importlib.util.spec_from_file_location("features_of_user", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    _run(path, spec.loader.exec_module, module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise ConfigError(f"--features {name}: {path} has no function {function}")
+    return Extractor(name, hashlib.sha256(source).hexdigest(), lambda images: _run(path, found, images))
+
+
+def _run(path: Path, function: Callable[..., Any], argument: Any) -> Any:
+    """Call code of the user; what it raises becomes one message with the line of the file."""
+    try:
+        return function(argument)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename) == path.absolute()]
+        where = f"{path}:{lines[-1]}" if lines else path
+        raise ConfigError(f"--features: {where}: {type(error).__name__}: {error}") from error
+
+
+WEIGHTS_BYTES, WEIGHTS_SHA256 = 95_628_359, "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+_FILE = "weights-inception-2015-12-05-6726825d.pth"
+_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{_FILE}"
+_OTHERWISE = "--features pixels and --features PATH.py:FUNCTION work without"
+
+Extract = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.float32]]
+
+
+def open_inception() -> Extract:
+    """What makes ``[B, 2048]`` fp32 features of ``[B, H, W, C]`` uint8 images, C 1 or 3, on the GPU if there is one.
+
+    Raises:
+        ConfigError: The package or the weights are missing, or the weights are others.
+        OSError: They cannot be read.
+    """
+    if importlib.util.find_spec("torch_fidelity") is None:
+        raise ConfigError(
+            "--features inception needs the package torch-fidelity: pip install --no-deps torch-fidelity (of what it "
+            f"depends on, torchvision is not needed here), and its weights, {_URL}, as {_weights_path()}; {_OTHERWISE}"
+        )
+    return inception_of(published_weights())
+
+
+def published_weights() -> dict[str, torch.Tensor]:
+    """The weights, from the file in its place.
+
+    Raises:
+        ConfigError: It is missing, or another file.
+        OSError: It cannot be read.
+    """
+    path = _weights_path()
+    if not path.is_file():
+        raise ConfigError(
+            f"--features inception needs weights that are not there: download {_URL} ({WEIGHTS_BYTES} bytes, sha256 "
+            f"{WEIGHTS_SHA256}) and put the file at {path}; {_OTHERWISE}"
+        )
+    try:
+        content = read_bounded(path, WEIGHTS_BYTES)
+    except ValueError as error:
+        raise ConfigError(_other_file(path)) from error
+    require(hashlib.sha256(content).hexdigest() == WEIGHTS_SHA256, _other_file(path))
+    state: dict[str, torch.Tensor] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return state
+
+
+def _weights_path() -> Path:
+    return Path(torch.hub.get_dir()) / "checkpoints" / _FILE
+
+
+def _other_file(path: Path) -> str:
+    what = f"its sha256 is not {WEIGHTS_SHA256}; download it again: {_URL}"
+    return f"{path} is damaged or another file: {what}; {_OTHERWISE}"
+
+
+def inception_of(state: dict[str, torch.Tensor]) -> Extract:
+    """torch-fidelity's Inception with these weights, by their names there."""
+    # It unpickles whatever it is given, so it is given tensors, packed anew.
+    packed = io.BytesIO()
+    torch.save(state, packed)
+    packed.seek(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network = _inception_class()("inception-v3-compat", ["2048"], feature_extractor_weights_path=packed).to(device)
+
+    @torch.no_grad()
+    def features(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        rgb = np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images
+        pixels = torch.from_numpy(rgb).to(device).permute(0, 3, 1, 2).contiguous()
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+            (pooled,) = network(pixels)
+        return np.asarray(pooled.cpu().numpy(), dtype=np.float32)
+
+    return features
+
+
+def _inception_class() -> Any:
+    """The class, from the package without its ``__init__``, which imports torchvision for other extractors."""
+    name = "torch_fidelity"
+    known = name in sys.modules
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    try:
+        return importlib.import_module("torch_fidelity.feature_extractor_inceptionv3").FeatureExtractorInceptionV3
+    finally:
+        if not known:
+            del sys.modules[name]

@@ -1,0 +1,132 @@
+"""Samples measured against real images: ``fastdiff evaluate SAMPLES --reference REAL``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from fastdiff.errors import ConfigError, require
+from fastdiff.evaluation.features import Extractor, features_of, open_extractor
+from fastdiff.evaluation.image_metrics import NEIGHBOURS, Features, Gaussian, kernel_distance, precision_recall
+from fastdiff.evaluation.image_sets import ImageSet, Reference, open_images, open_reference
+
+_PACKAGES = ("fastdiff", "numpy", "torch", "pillow", "torch-fidelity")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FidelityOptions:
+    """How sets of images are compared."""
+
+    features: str = "inception"
+    """As ``feature_extractors.open_extractor`` takes it."""
+    batch: int = 64
+    """Images at a time."""
+    seed: int = 0
+    """Of the subsets of the kernel distance."""
+
+
+def evaluate_images(samples: Path, reference: Path, options: FidelityOptions) -> dict[str, Any]:
+    """Measure samples against real images; warnings and progress go to stderr.
+
+    Args:
+        samples: npz file or folder of images.
+        reference: npz file or folder of images, or npz file of statistics.
+        options: see there.
+
+    Returns:
+        ``fid``, ``kid``, ``kid_std``, ``precision``, ``recall``; how many images there were of both; the extractor with
+        its digest, the seed and versions. A figure is None where it is not defined: of statistics there is only the
+        FID, of fewer than 4 images no precision and recall, and KID without subsets has no deviation.
+
+    Raises:
+        ConfigError: The inputs are not of these kinds or do not fit each other, or the extractor is not usable.
+        DataError: An input is damaged, or a feature not finite.
+        OSError: An input cannot be read.
+    """
+    require(0 <= options.seed < 2**64, f"--seed {options.seed}: from 0 to 2**64 - 1")
+    drawn, real = open_images(samples), open_reference(reference)
+    for path, images in ((samples, drawn), (reference, real.images)):
+        if images is not None and len(images) < 2:
+            raise ConfigError(f"{path} holds {len(images)} image; a distribution needs at least 2")
+    if real.images is not None and drawn.size != real.images.size:
+        _warn(f"{samples} has images of {_size(drawn)} pixels, {reference} of {_size(real.images)}")
+    extractor = open_extractor(options.features)
+    of_samples = features_of(drawn, extractor, options.batch, "features of samples")
+    of_reference = None
+    if real.images is not None:
+        of_reference = features_of(real.images, extractor, options.batch, "features of reference")
+    _check_dimension(of_samples, of_reference, real, extractor)
+    for path, features in ((samples, of_samples), (reference, of_reference)):
+        if features is not None and len(features) <= features.shape[1]:
+            _warn(
+                f"{path}: the covariance of {len(features)} images in {features.shape[1]} dimensions is singular, and "
+                "FID of so few is too high by much; compare with FID of equally many images only"
+            )
+    return _measures(of_samples, of_reference, real.statistics, options.seed) | {
+        "samples": len(drawn),
+        "reference": None if real.images is None else len(real.images),
+        "fid_reference": "images" if real.statistics is None else "statistics",
+        "extractor": extractor.name,
+        "extractor_sha256": extractor.sha256,
+        "seed": options.seed,
+        "versions": _versions(),
+    }
+
+
+def _measures(
+    samples: Features, reference: Features | None, statistics: Gaussian | None, seed: int
+) -> dict[str, float | None]:
+    """The figures; of the reference there are features, statistics or both, and statistics go before for FID."""
+    kid = kid_std = precision = recall = None
+    if reference is not None:
+        kid, kid_std = kernel_distance(samples, reference, seed=seed)
+        if min(len(samples), len(reference)) > NEIGHBOURS:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            precision, recall = precision_recall(samples, reference, device=device)
+        statistics = statistics or Gaussian.of(reference)
+    assert statistics is not None, "a reference has images or statistics"
+    fid = Gaussian.of(samples).distance(statistics)
+    assert math.isfinite(fid), "features are finite in float32"
+    return {"fid": fid, "kid": kid, "kid_std": kid_std, "precision": precision, "recall": recall}
+
+
+def _check_dimension(samples: Features, reference: Features | None, real: Reference, extractor: Extractor) -> None:
+    """Refuse features that are not of one space."""
+    mine = samples.shape[1]
+    if reference is not None and reference.shape[1] != mine:
+        raise ConfigError(
+            f"{extractor.name} gives {mine} features of a sample and {reference.shape[1]} of a reference image; "
+            "give both the same size and number of channels"
+        )
+    if real.statistics is not None and len(real.statistics.mean) != mine:
+        raise ConfigError(
+            f"the statistics of the reference are of {len(real.statistics.mean)} features, {extractor.name} gives "
+            f"{mine}: they were made with another extractor; give the one they were made with, or images instead"
+        )
+
+
+def _size(images: ImageSet) -> str:
+    height, width = images.size
+    return f"{width}x{height}"
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that decide the numbers."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _warn(text: str) -> None:
+    tqdm.write(f"warning: {text}", file=sys.stderr)

@@ -1,0 +1,358 @@
+"""The variational bound of a trained ddpm on data, over all of its timesteps: ``fastdiff evaluate RUN --nll``.
+
+For each sample and each timestep the term of the bound in bits per dimension (``variational``), under noise of its own;
+their sum over the timesteps plus that of the prior is an upper bound of -log2 p(x0) per dimension (Ho et al. 2020,
+arXiv:2006.11239, eq. 5), as Nichol & Dhariwal 2021 (arXiv:2102.09672) report it. Which samples and which noise is a
+function of the data and the seed alone, so that the results of two runs can be compared sample by sample.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fastdiff.batch import Batch
+from fastdiff.config.data import DataConfig
+from fastdiff.config.objective import DiffusionConfig
+from fastdiff.data.loading.batches import per_channel
+from fastdiff.data.loading.training_set import check_provenance, open_data
+from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.diffusion.ddpm import coefficients, told
+from fastdiff.diffusion.levels import clean_per_error
+from fastdiff.diffusion.noise_shaping import small_images
+from fastdiff.diffusion.schedules import Schedule
+from fastdiff.diffusion.variational import Variational
+from fastdiff.errors import ConfigError, require
+from fastdiff.evaluation.validation_set import batches_of, read_batch, spread
+from fastdiff.rng import Stream, normal
+from fastdiff.sampling.pixels import may_be_pixels
+from fastdiff.sampling.run import Run
+from fastdiff_kernels.noising import dequantised
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NllOptions:
+    """What is measured, and how."""
+
+    samples: int = 1000
+    """Number of samples, spread evenly over the data; all, if there are fewer."""
+    data: str = ""
+    """Folder of latent shards, also at http(s):// or s3://; empty: the data of the run."""
+    clip: bool | None = None
+    """Clamp estimates of x0 to [-1, 1]. None: for models of pixels, whose x0 is there, as where they draw."""
+    seed: int = 0
+    """Of the noise."""
+    batch: int = 64
+    """Samples times timesteps in a forward pass; it does not change the result, but for rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """The bound of N samples and its parts, in bits per dimension."""
+
+    vb: Floats
+    """``[T]`` term of each timestep, mean over the samples."""
+    xstart_mse: Floats
+    """``[T]`` squared error of the estimate of x0."""
+    mse: Floats
+    """``[T]`` squared error of the noise that this estimate stands for."""
+    terms: Floats
+    """``[N]`` sum over the timesteps, of each sample."""
+    prior: Floats
+    """``[N]`` KL(q(x_T | x0) || N(0, 1)) of each sample."""
+
+    def summary(self) -> dict[str, float]:
+        """Means over the samples, with standard errors."""
+        named = {"total_bpd": self.terms + self.prior, "vb_bpd": self.terms, "prior_bpd": self.prior}
+        found: dict[str, float] = {}
+        for name, values in named.items():
+            found[name] = float(values.mean())
+            found[f"{name}_se"] = float(values.std(ddof=1) / math.sqrt(len(values)))
+        return found
+
+
+class Steps:
+    """What is measured of a prediction at a timestep.
+
+    Args:
+        config: of the process ddpm.
+        device: of the tensors.
+        clip: clamp estimates of x0. The mean of the step back is then that of the clamped x0, unless the mean itself is
+            what the model predicts.
+    """
+
+    def __init__(self, config: DiffusionConfig, device: torch.device | str, *, clip: bool) -> None:
+        self.clip, self._config = clip, config
+        self.predicts_mean = config.predicted == "previous_x"
+        self.timesteps = config.timesteps
+        self.variational = Variational(config, device)
+        schedule = Schedule.build(config, "cpu", torch.float64)
+        columns = schedule.alpha, schedule.sigma, clean_per_error(coefficients(schedule, config.predicted))
+        self._columns = [column.to(device, torch.float32) for column in (*columns, schedule.posterior_clean)]
+        self._last_abar = float(schedule.alpha[-1]) ** 2
+
+    def noisy(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """``[B, C, H, W]`` x_t of ``[B]`` int64 timesteps."""
+        alpha, sigma, *_ = self._at(time)
+        return alpha * clean + sigma * noise
+
+    def told(self, time: Tensor) -> Tensor:
+        """What the model is told of ``[B]`` int64 timesteps."""
+        return told(self._config, time)
+
+    def measure(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """``[3, B]`` fp32: term of the bound, squared errors of x0 and of the noise; as ``Variational.loss``."""
+        alpha, sigma, clean_per, mean_per_clean = self._at(time)
+        error = self.variational.error(prediction, clean, noise, time)
+        clean_error = clean_per * error
+        if self.clip:
+            clean_error = clean - (clean - clean_error).clamp(-1.0, 1.0)
+        mean_error = error if self.predicts_mean else mean_per_clean * clean_error
+        squares = [e.square().mean(dim=(1, 2, 3)) for e in (clean_error, alpha / sigma * clean_error)]
+        return torch.stack([self.variational.bits(mean_error, prediction, clean, time), *squares])
+
+    def prior(self, clean: Tensor) -> Tensor:
+        """``[B]`` float64: KL(N(sqrt(abar) x0, 1 - abar) || N(0, 1)) at the last timestep, in bits per dimension."""
+        abar = self._last_abar
+        divergence = 0.5 * (abar * clean.double().square() - abar - math.log1p(-abar))
+        return divergence.mean(dim=(1, 2, 3)) / math.log(2.0)
+
+    def _at(self, time: Tensor) -> list[Tensor]:
+        return [column[time].view(-1, 1, 1, 1) for column in self._columns]
+
+
+@torch.no_grad()
+def measure(
+    model: Callable[..., Tensor],
+    config: DiffusionConfig,
+    batches: Iterable[Batch],
+    options: NllOptions,
+    bar: tqdm[Any] | None = None,
+) -> Likelihood:
+    """Measure the bound.
+
+    Args:
+        model: called with ``[B, C, H, W]`` fp32 noisy latents, ``[B]`` timesteps as it is told them, and the condition
+            by name.
+        config: of the process ddpm, resolved.
+        batches: of clean x0 in fp32; ``position`` is the number of the sample, which keys its noise.
+        options: clip, seed and batch are read; a clip of None is False here, where no data are known.
+        bar: is told how many samples times timesteps are done.
+    """
+    steps: Steps | None = None
+    sums, terms, priors = torch.zeros(3, config.timesteps, dtype=torch.float64), [], []
+    for batch in batches:
+        device = batch.latents.device
+        steps = steps or Steps(config, device, clip=bool(options.clip))
+        at_once = max(1, options.batch // len(batch.latents))
+        found = []
+        for first in range(0, config.timesteps, at_once):
+            time = torch.arange(first, min(first + at_once, config.timesteps), device=device)
+            found.append(_measure_at(time, model, steps, batch, options.seed))
+            if bar is not None:
+                bar.update(found[-1][0].numel())
+        of_batch = torch.cat(found, dim=1)
+        sums += of_batch.sum(dim=2).cpu()
+        terms.append(of_batch[0].sum(dim=0).cpu())
+        priors.append(steps.prior(batch.latents).cpu())
+    means = sums / sum(map(len, terms))
+    return Likelihood(*(part.numpy() for part in (*means, torch.cat(terms), torch.cat(priors))))
+
+
+def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tuple[dict[str, Any], Likelihood]:
+    """Measure a run and write ``nll.json`` and ``nll.npz``: ``vb``, ``xstart_mse``, ``mse`` ``[T]``, ``total`` ``[N]``.
+
+    Returns:
+        What is in ``nll.json``, and all of it.
+
+    Raises:
+        ConfigError: the run has no such bound, or the data are not made for it.
+        DataError: they are damaged.
+        StorageError: they cannot be read.
+    """
+    check(run)
+    require(0 <= options.seed < 2**64, f"--seed {options.seed}: from 0 to 2**64 - 1")
+    with _open(run, options.data) as reader:
+        if options.clip is None:
+            made_by = reader.info.provenance.autoencoder
+            options = replace(options, clip=may_be_pixels(made_by, run.config.model.channels))
+        index = spread(len(reader), options.samples)
+        require(len(index) >= 2, f"{len(index)} samples have no standard error; at least 2")
+        total = len(index) * run.config.objective.timesteps
+        with tqdm(total=total, disable=not progress, desc="nll", unit="step", leave=False) as bar:
+            batches = read_clean(reader, index, run.model.inputs, run.device, options.seed, run.model.low_res_size)
+            found = measure(run.model, run.config.objective, batches, options, bar)
+    result = found.summary() | {
+        "samples": len(index),
+        "clip_denoised": options.clip,
+        "seed": options.seed,
+        "data": reader.info.digest,
+        "step": run.step,
+        "weights": run.description,
+    }
+    _write(run.folder, result, found)
+    return result, found
+
+
+def read_clean(
+    reader: LatentReader,
+    index: npt.NDArray[np.int64],
+    inputs: Iterable[str],
+    device: torch.device,
+    seed: int,
+    low_res_size: int = 0,
+) -> Iterator[Batch]:
+    """Read samples in small batches of one size of image each.
+
+    Args:
+        reader: of the data.
+        index: ``[N]`` numbers of the samples in the data; their positions are 0 to N - 1.
+        inputs: names of the conditions that are kept.
+        device: where the batches shall be.
+        seed: of the samples of posteriors.
+        low_res_size: height and width of the small images that the model enlarges; 0: none.
+
+    Yields:
+        Batches with x0 in fp32 as latents: of a posterior one sample, keyed by the position.
+    """
+    scales = per_channel(reader.info.normalisation, device)
+    for rows in batches_of(reader.info, index):
+        batch = read_batch(reader, index, rows, scales)
+        clean = dequantised(batch.latents, torch.float32)
+        if reader.info.kind == "posterior":
+            mean, deviation = clean.chunk(2, dim=1)
+            clean = mean + deviation * normal(seed, Stream.POSTERIOR, batch.position, mean.shape[1:])
+        condition = {name: value for name, value in batch.condition.items() if name in inputs}
+        if low_res_size:
+            condition["low_res"] = small_images(clean, low_res_size, noise=0.0, seed=seed, position=batch.position)
+        yield replace(batch, latents=clean, condition=condition)
+
+
+def check(run: Run) -> None:
+    """Refuse a run that has no bound.
+
+    Raises:
+        ConfigError: its process has no steps, or its bound is infinite.
+    """
+    objective = run.config.objective
+    require(
+        objective.process == "ddpm",
+        f"{run.folder} was trained with --objective.process {objective.process}, which goes back by a differential "
+        "equation and not by Gaussian steps: the variational bound is of ddpm only",
+    )
+    require(
+        not objective.ends_in_noise or objective.predicted != "epsilon",
+        f"{run.folder} predicts the noise, and its schedule ends in pure noise "
+        f"({'zero_terminal_snr' if objective.zero_terminal_snr else objective.schedule}): the bound of the first step "
+        "back from there is infinite; measure a run with --objective.prediction v or x0",
+    )
+
+
+def _measure_at(time: Tensor, model: Callable[..., Tensor], steps: Steps, batch: Batch, seed: int) -> Tensor:
+    """``[3, t, B]`` float64, what ``Steps.measure`` finds of all samples at each of ``[t]`` timesteps."""
+    count = len(time)
+    clean = batch.latents.repeat(count, 1, 1, 1)
+    condition = {name: value.repeat(count, *(1 for _ in value.shape[1:])) for name, value in batch.condition.items()}
+    key = (batch.position * steps.timesteps + time[:, None]).flatten()
+    time = time.repeat_interleave(len(batch.latents))
+    noise = normal(seed, Stream.LIKELIHOOD, key, clean.shape[1:])
+    prediction = model(steps.noisy(clean, noise, time), steps.told(time), **condition)
+    return steps.measure(prediction, clean, noise, time).double().view(3, count, -1)
+
+
+def _open(run: Run, path: str) -> LatentReader:
+    """The data of the run, or others that were encoded alike."""
+    config = run.config
+    require(
+        bool(path) or not config.data.online,
+        f"{run.folder} was trained on images that are encoded while training; encode some with `fastdiff encode` and "
+        "give their folder as --data",
+    )
+    own = replace(config, data=DataConfig(path=path or config.data.path, cache=config.data.cache))
+    reader = open_data(own, torch.device("cpu"))
+    assert isinstance(reader, LatentReader)
+    check_provenance(own, reader.info)
+    if path and not config.data.online:
+        with open_data(config, torch.device("cpu")) as training:
+            alike = _encoding(reader.info) == _encoding(training.info)
+        require(alike, f"--data {path} was encoded otherwise than {config.data.path}; encode both alike")
+    return reader
+
+
+def _encoding(info: DatasetInfo) -> tuple[object, ...]:
+    """What the numbers of a model's input depend on besides the image."""
+    made = info.provenance
+    return info.kind, info.normalisation, made.autoencoder_digest, made.text_encoder_digest
+
+
+def _write(folder: Path, result: dict[str, Any], found: Likelihood) -> None:
+    """Each file is there as a whole, or not at all."""
+    temporary = folder / "nll.npz.tmp"
+    with temporary.open("wb") as file:
+        np.savez(file, vb=found.vb, xstart_mse=found.xstart_mse, mse=found.mse, total=found.terms + found.prior)
+    temporary.replace(folder / "nll.npz")
+    temporary = folder / "nll.json.tmp"
+    temporary.write_text(json.dumps(result, indent=2) + os.linesep)
+    temporary.replace(folder / "nll.json")
+
+
+_STYLE = {
+    "font.size": 10, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e3e3e3",
+    "grid.linewidth": 0.7, "figure.constrained_layout.use": True,
+}  # fmt: skip
+_COLOURS = "#0072B2", "#D55E00", "#009E73"
+
+
+def require_matplotlib() -> None:
+    """Refuse before anything is measured what could not be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError("--png needs matplotlib; pip install 'fastdiff[bench]', or leave it out") from None
+
+
+def draw(path: Path, found: Likelihood) -> None:
+    """Write the picture as a PNG: bound, error of x0 and error of the noise by timestep, both axes logarithmic.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    curves = {
+        f"variational bound, bits per dimension: {found.vb.sum():.3f} in all": found.vb,
+        "squared error of x0": found.xstart_mse,
+        "squared error of the noise": found.mse,
+    }
+    time = np.arange(1, len(found.vb) + 1)  # from 1, for the logarithm
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(7.0, 7.5))
+        for axes, colour, (title, curve) in zip(
+            figure.subplots(len(curves), 1, sharex=True), _COLOURS, curves.items(), strict=True
+        ):
+            axes.plot(time, curve, color=colour, linewidth=1.5)
+            axes.set(title=title, xscale="log", yscale="log")
+        axes.set_xlabel("timestep t + 1:  less noise  ←   →  more noise")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)

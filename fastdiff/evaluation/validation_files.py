@@ -1,0 +1,95 @@
+"""The losses of every validation sample, as files of the run folder: ``validation/step-N.npz``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdiff.diffusion.snr_bins import Floats
+from fastdiff.errors import StorageError
+
+_FOLDER = "validation"
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.npz")
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """One validation of one run; arrays ``[N]`` by sample."""
+
+    index: npt.NDArray[np.int64]
+    """Number of the sample in the data set."""
+    log_snr: npt.NDArray[np.float32]
+    """Of its noise level."""
+    loss: Floats
+    x0_mse: Floats
+    """Mean squared error of the estimate of x0 that the prediction stands for, of normalised latents; infinite where
+    none can be told from the noise."""
+    about: dict[str, Any]
+    """What was measured with what: ``data`` (digest of the data set), ``seed`` of the noise, ``objective``, its
+    ``unit``, ``precision``, which ``weights`` and the ``step`` of the run."""
+
+
+def write(run: Path, validated: Validated) -> None:
+    """Write the file of the step that ``about`` names; it is there as a whole, or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = _path(run, validated.about["step"])
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        np.savez(
+            file,
+            index=validated.index,
+            log_snr=validated.log_snr,
+            loss=validated.loss,
+            x0_mse=validated.x0_mse,
+            about=np.array(json.dumps(validated.about)),
+        )
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read(run: Path, step: int) -> Validated:
+    """Read the file of a step.
+
+    Raises:
+        StorageError: it is damaged.
+        OSError: it cannot be read.
+    """
+    path = _path(run, step)
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            about = json.loads(str(found["about"]))
+            return Validated(found["index"], found["log_snr"], found["loss"], found["x0_mse"], about)
+    except (BadZipFile, EOFError, KeyError, ValueError) as error:
+        raise StorageError(f"{path}: not a file of losses that fastdiff wrote ({error})") from None
+
+
+def steps_of(run: Path) -> list[int]:
+    """The steps that were validated, ascending."""
+    names = (_NAME.fullmatch(path.name) for path in (run / _FOLDER).glob("step-*.npz"))
+    return sorted(int(name[1]) for name in names if name is not None)
+
+
+def drop_after(run: Path, step: int) -> None:
+    """Remove the files of later steps, which a resumed run writes again, and what a kill left half-written."""
+    for leftover in (run / _FOLDER).glob("step-*.tmp"):
+        leftover.unlink()
+    for known in steps_of(run):
+        if known > step:
+            _path(run, known).unlink()
+
+
+def _path(run: Path, step: int) -> Path:
+    return run / _FOLDER / f"step-{step:08d}.npz"

@@ -1,0 +1,112 @@
+"""Which samples the validation loss is measured on, at which noise levels, and in which batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fastdiff.batch import Batch
+from fastdiff.config.data import DataConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.data.loading.batches import normalised
+from fastdiff.data.loading.training_set import open_data
+from fastdiff.data.shards.format import LATENT, DatasetInfo
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.errors import require
+
+_BATCH, _AREA = 16, 64 * 64
+"""Samples per forward pass, of latents up to this area in elements; of larger ones fewer in proportion. Without a
+gradient that takes less memory than a training step of a few. The batches are the same on any number of ranks and for
+any micro-batch, and so is what equal weights give."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+Int64 = npt.NDArray[np.int64]
+
+
+def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
+    """Open ``--validation.data``.
+
+    Args:
+        config: the run, resolved.
+        training: the data that it trains on.
+
+    Raises:
+        ConfigError: they are not made for the model, or otherwise than the training data, or they are these.
+        DataError: they are damaged.
+        StorageError: they cannot be read.
+    """
+    path = config.validation.data
+    own = replace(config, data=DataConfig(path=path, cache=config.data.cache))
+    reader = open_data(own, torch.device("cpu"))
+    assert isinstance(reader, LatentReader)
+    here, there = reader.info, training
+    require(
+        here.digest != there.digest,
+        f"--validation.data {path} is the training data: their loss does not tell how well the model does on what it "
+        "has not seen; keep samples out of the training and encode them into a folder of their own",
+    )
+    for name, found, expected in (
+        ("autoencoder", here.provenance.autoencoder_digest, there.provenance.autoencoder_digest),
+        ("text encoder", here.provenance.text_encoder_digest, there.provenance.text_encoder_digest),
+        ("scale of the latents", _of_mean(here), _of_mean(there)),
+        ("list of classes", here.class_names or None, there.class_names or None),
+    ):
+        require(
+            found is None or expected is None or found == expected,
+            f"--validation.data {path} was encoded with another {name} than the training data; encode both alike",
+        )
+    return reader
+
+
+def spread(available: int, wanted: int) -> Int64:
+    """Numbers of the samples that are validated, spread evenly over data that may be sorted: ``[N]`` ascending."""
+    count = min(available, wanted)
+    return np.arange(count, dtype=np.int64) * available // count
+
+
+def even_shares(count: int) -> Tensor:
+    """``[count]`` fp32: the middles of equal parts of [0, 1), dealt so that samples side by side get distant ones."""
+    stride = max(1, round(_GOLDEN * count))
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    order = np.arange(count, dtype=np.int64) * stride % count
+    return torch.from_numpy((order + 0.5) / count).float()
+
+
+def batches_of(info: DatasetInfo, index: Int64) -> list[Int64]:
+    """Places in ``index``, in batches of one bucket each; a function of the data alone."""
+    bucket = np.repeat([shard.bucket for shard in info.shards], [shard.samples for shard in info.shards])[index]
+    places = np.arange(len(index), dtype=np.int64)
+    runs = np.split(places, np.flatnonzero(np.diff(bucket)) + 1)
+    sizes = [_batch_size(info, int(bucket[run[0]])) for run in runs]
+    return [run[n : n + size] for run, size in zip(runs, sizes, strict=True) for n in range(0, len(run), size)]
+
+
+def _batch_size(info: DatasetInfo, bucket: int) -> int:
+    _, height, width = info.columns_of(bucket)[LATENT].shape
+    return max(1, min(_BATCH, _BATCH * _AREA // (height * width)))
+
+
+def read_batch(reader: LatentReader, index: Int64, rows: Int64, scales: tuple[Tensor, Tensor]) -> Batch:
+    """Read samples, with their places in ``index`` as their positions.
+
+    Args:
+        reader: of the data.
+        index: ``[N]`` numbers of the samples in the data.
+        rows: ``[B]`` places in it, of samples of one size.
+        scales: of the latents (``data.batches.per_channel``), on the device where the batch shall be.
+    """
+    device = scales[0].device
+    tensors = {name: torch.from_numpy(value).to(device) for name, value in reader.read(index[rows]).items()}
+    return normalised(tensors | {"position": torch.from_numpy(rows).to(device)}, *scales)
+
+
+def _of_mean(info: DatasetInfo) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Shift and scale of latents, or of the means of posteriors."""
+    channels = info.latent.shape[0] // (2 if info.kind == "posterior" else 1)
+    return info.normalisation.shift[:channels], info.normalisation.scale[:channels]

@@ -1,0 +1,92 @@
+"""The state of a run's optimizer as that of ``torch.optim.AdamW``, read from a checkpoint one moment at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastdiff.checkpoint.bitsandbytes_state import BlockwiseState
+from fastdiff.checkpoint.reader import FRAGMENTS, Checkpoint
+from fastdiff.config.run import RunConfig
+from fastdiff.parallel.fragments import Fragment
+from fastdiff.progress import Progress
+from fastdiff.training.optim import lr_after
+from fastdiff_kernels.companding import BLOCK, decode_m_reference, decode_root_v_reference
+
+Moment = Literal["exp_avg", "exp_avg_sq"]
+MOMENTS: tuple[Moment, Moment] = ("exp_avg", "exp_avg_sq")
+Read = Callable[[Moment, str], Tensor]
+"""Given a moment and a parameter, fp32 of its shape on the CPU."""
+
+
+def moments(saved: Checkpoint, config: RunConfig) -> Read | str:
+    """How the moments of every parameter are read, or why there are none.
+
+    Those of 8 bits are decoded.
+
+    Args:
+        saved: a checkpoint, not a snapshot.
+        config: the run's.
+    """
+    if config.lora.rank:
+        return "it is the state of an adapter, not of the merged weights"
+    if not saved.optimizer_steps:
+        return "no step was taken"
+    if config.optim.name == "adamw":
+        return lambda moment, name: saved.slice(moment, _whole(saved, name)).view(_shape(saved, name)).float()
+    if config.optim.name == "adamw8bit":
+        return lambda moment, name: _decoded(saved, moment, name).view(_shape(saved, name))
+    if not any(True for _ in saved.keys(FRAGMENTS)):
+        return "the checkpoint does not tell which parameters lie where in it"
+    state = BlockwiseState(saved)
+    numbers = dict(zip(MOMENTS, "12", strict=True))
+    return lambda moment, name: state.moment(numbers[moment], _whole(saved, name)).view(_shape(saved, name))
+
+
+def adamw_state(
+    saved: Checkpoint, config: RunConfig, state: dict[int, dict[str, Tensor]], parameters: int
+) -> dict[str, Any]:
+    """A state dict of ``torch.optim.AdamW``.
+
+    Args:
+        saved: the checkpoint, which says the learning rate of the next step.
+        config: the run's.
+        state: the two moments by number of the parameter; one that is not trained has none.
+        parameters: how many there are.
+    """
+    applied, optim = Progress(**saved.manifest["progress"]).applied, config.optim
+    adamw = torch.optim.AdamW(
+        [torch.zeros(1) for _ in range(parameters)],
+        lr=lr_after(optim, config.steps, applied),
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+    )
+    steps = {number: {"step": torch.tensor(float(saved.optimizer_steps)), **found} for number, found in state.items()}
+    return {**adamw.state_dict(), "state": steps}
+
+
+def _shape(saved: Checkpoint, name: str) -> list[int]:
+    found: list[int] = saved.manifest["parameters"][name]
+    return found
+
+
+def _whole(saved: Checkpoint, name: str) -> Fragment:
+    return Fragment(name, 0, math.prod(_shape(saved, name)), 0)
+
+
+def _decoded(saved: Checkpoint, moment: Moment, name: str) -> Tensor:
+    """``[N]`` fp32 of codes in blocks of the parameter, the last of which may be shorter."""
+    whole = _whole(saved, name)
+    codes = saved.slice(f"{moment}_codes", whole)
+    scales = saved.slice(f"{moment}_scales", whole.blocks(BLOCK, 0))
+    blocks = torch.nn.functional.pad(codes, (0, -len(codes) % BLOCK)).view(-1, BLOCK)
+    if moment == "exp_avg":
+        values = decode_m_reference(blocks, scales[:, None])
+    else:
+        values = decode_root_v_reference(blocks, scales[:, None]).square_()
+    return values.view(-1)[: len(codes)]

@@ -1,0 +1,88 @@
+"""A network as a folder that ``from_pretrained`` of a class of diffusers reads: a configuration and renamed weights."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastdiff.checkpoint.safetensors_writer import write_tensors
+from fastdiff.export.weights import ExportedWeights
+
+_WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+class Source(NamedTuple):
+    """What a weight of theirs is made of."""
+
+    name: str
+    """Of our parameter."""
+    change: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    """Cuts it, or brings it into another shape."""
+
+
+Sources = dict[str, Source]
+"""By the name of their weight."""
+
+
+def layer(theirs: str, ours: str, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Sources:
+    """The weight and the bias of a layer, both changed alike."""
+    return {f"{theirs}.{part}": Source(f"{ours}.{part}", change) for part in ("weight", "bias")}
+
+
+def projections(theirs: str, ours: str, heads: int, packing: tuple[str, str]) -> Sources:
+    """Queries, keys and values of a packed projection, each on its own.
+
+    Args:
+        theirs: name of the attention.
+        ours: name of the projection, whose outputs are laid out as ``packing`` says.
+        heads: of the attention.
+        packing: ``("qkv", "heads")``, the queries of all heads first, or ``("heads", "qkv")``.
+    """
+    axis = packing.index("qkv")
+
+    def cut(number: int) -> Callable[[Tensor], Tensor]:
+        def change(packed: Tensor) -> Tensor:
+            packed = packed.flatten(1) if packed.dim() > 1 else packed  # of a convolution of single positions
+            sizes = (3, heads) if axis == 0 else (heads, 3)
+            return packed.view(*sizes, -1, *packed.shape[1:]).select(axis, number).flatten(0, 1)
+
+        return change
+
+    return {
+        name: source
+        for number, letter in enumerate("qkv")
+        for name, source in layer(f"{theirs}.to_{letter}", ours, cut(number)).items()
+    }
+
+
+def write_model(
+    folder: Path, kind: str, config: Mapping[str, Any], sources: Sources, weights: ExportedWeights, dtype: torch.dtype
+) -> None:
+    """Write ``config.json`` and the weights, one tensor at a time.
+
+    Args:
+        folder: is made.
+        kind: the class of diffusers.
+        config: its arguments.
+        sources: of all its weights.
+        weights: ours.
+        dtype: of the file.
+
+    Raises:
+        OSError: the disk is full, or something else is wrong with it.
+    """
+    folder.mkdir()
+    content = {"_class_name": kind, "_diffusers_version": importlib.metadata.version("diffusers"), **config}
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    read = weights.reader(dtype)
+    shapes = {
+        name: tuple(change(torch.empty(weights.shapes[ours], device="meta")).shape)
+        for name, (ours, change) in sources.items()
+    }
+    write_tensors(folder / _WEIGHTS, shapes, dtype, lambda name: sources[name].change(read(sources[name].name)))

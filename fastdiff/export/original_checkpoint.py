@@ -1,0 +1,189 @@
+"""A run in the files of improved-diffusion and of DiT.
+
+A pickle is written from tensors that are all there at once: they lie in a scratch file, mapped into memory, so that
+this takes the room twice on the disk and not in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fastdiff.checkpoint.power_function import constant_name
+from fastdiff.checkpoint.reader import Checkpoint
+from fastdiff.checkpoint.safetensors_writer import write_tensors
+from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import StorageError
+from fastdiff.export.adamw_state import MOMENTS, Moment, Read, adamw_state, moments
+from fastdiff.export.weights import ExportedWeights, exported_weights
+from fastdiff.models.embeddings import position_table
+from fastdiff.sanitize import address
+
+_POSITIONS = "pos_embed"
+
+
+def write_dit(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
+    """Write ``dit.pt`` with the state dict under ``ema``, all that DiT's sampling reads.
+
+    Raises:
+        StorageError: it could not be written.
+    """
+    with _state_dict(folder / "scratch", weights, config, dtype) as state:
+        _save(folder / "dit.pt", {"ema": state})
+
+
+def write_dit_training(folder: Path, saved: Checkpoint, config: RunConfig, average: ExportedWeights) -> None:
+    """Write ``NNNNNNN.pt`` of ``model``, ``ema``, ``opt`` and ``args``, as DiT's train.py does, in fp32.
+
+    Args:
+        folder: exists and is empty.
+        saved: the checkpoint.
+        config: the run's, of a DiT.
+        average: what stands under ``ema``.
+
+    Raises:
+        StorageError: it could not be written.
+    """
+    step, fp32 = saved.manifest["progress"]["steps"], torch.float32
+    raw = _as_trained(saved, config)
+    read = _moments_or_say(saved, config)
+    with (
+        _state_dict(folder / "model.scratch", raw, config, fp32) as model,
+        _state_dict(folder / "ema.scratch", average, config, fp32) as ema,
+        _optimizer(folder / "opt.scratch", saved, config, raw, read) as opt,
+    ):
+        content = {"model": model, "ema": ema, "opt": opt, "args": _arguments(config)}
+        if opt is None:
+            del content["opt"]
+        _save(folder / f"{step:07d}.pt", content)
+
+
+def write_iddpm(folder: Path, saved: Checkpoint, config: RunConfig) -> None:
+    """Write ``modelNNNNNN.pt``, ``ema_RATE_NNNNNN.pt`` and ``optNNNNNN.pt``, as improved-diffusion does, in fp32.
+
+    Averages of another kind than a constant rate have no such file.
+
+    Args:
+        folder: exists and is empty.
+        saved: the checkpoint.
+        config: the run's, of an ADM UNet.
+
+    Raises:
+        StorageError: a file could not be written.
+    """
+    step, raw = saved.manifest["progress"]["steps"], _as_trained(saved, config)
+    if saved.ema_stds:
+        tqdm.write(f"the averages of the widths {list(saved.ema_stds)} are left out: only rates are in names of files")
+    averages = {
+        f"ema_{constant_name(rate)}_": exported_weights(saved, config, ema=rate, raw=False, merge=True)
+        for rate in saved.ema_rates
+    }
+    for name, weights in {"model": raw, **averages}.items():
+        with _state_dict(folder / "scratch", weights, config, torch.float32) as state:
+            _save(folder / f"{name}{step:06d}.pt", state)
+    with _optimizer(folder / "scratch", saved, config, raw, _moments_or_say(saved, config)) as opt:
+        if opt is not None:
+            _save(folder / f"opt{step:06d}.pt", opt)
+
+
+def _as_trained(saved: Checkpoint, config: RunConfig) -> ExportedWeights:
+    return exported_weights(saved, config, ema=None, raw=True, merge=True)
+
+
+def _moments_or_say(saved: Checkpoint, config: RunConfig) -> Read | None:
+    found = moments(saved, config)
+    if isinstance(found, str):
+        tqdm.write(f"the state of the optimizer is left out: {found}")
+        return None
+    return found
+
+
+@contextmanager
+def _state_dict(
+    scratch: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype
+) -> Iterator[dict[str, Tensor]]:
+    """The weights in the order of their model; of a DiT with its table of positions, a parameter there."""
+    first = {}
+    if isinstance(config.model, DiTConfig):
+        first[_POSITIONS] = position_table(config.model.hidden, config.model.size // config.model.patch).to(dtype)
+    with _mapped(scratch, weights.shapes, dtype, weights.reader(dtype)) as state:
+        yield first | state
+
+
+@contextmanager
+def _optimizer(
+    scratch: Path, saved: Checkpoint, config: RunConfig, weights: ExportedWeights, read: Read | None
+) -> Iterator[dict[str, Any] | None]:
+    """State dict of ``torch.optim.AdamW`` with the parameters in their order, or None without moments."""
+    if read is None:
+        yield None
+        return
+    first = 1 if isinstance(config.model, DiTConfig) else 0  # its table of positions is never trained
+    places: dict[str, tuple[Moment, str]] = {
+        f"{moment}/{name}": (moment, name) for name in weights.shapes for moment in MOMENTS
+    }
+    shapes = {key: weights.shapes[name] for key, (_, name) in places.items()}
+    with _mapped(scratch, shapes, torch.float32, lambda key: read(*places[key])) as found:
+        state: dict[int, dict[str, Tensor]] = {
+            number: {moment: found[f"{moment}/{name}"] for moment in MOMENTS}
+            for number, name in enumerate(weights.shapes, first)
+        }
+        yield adamw_state(saved, config, state, first + len(weights.shapes))
+
+
+@contextmanager
+def _mapped(
+    scratch: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Callable[[str], Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors in a scratch file, mapped into memory, in the order of ``shapes``."""
+    from safetensors import safe_open
+
+    write_tensors(scratch, shapes, dtype, read)
+    with safe_open(scratch, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in shapes}
+    yield tensors
+    scratch.unlink()
+
+
+def _save(path: Path, content: dict[str, Any]) -> None:
+    try:
+        with path.open("wb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise StorageError(
+            f"{path}: could not be written ({str(error).splitlines()[0]}); make room, twice the size of the weights, "
+            "or export to another disk"
+        ) from None
+
+
+def _arguments(config: RunConfig) -> argparse.Namespace:
+    """The command line of DiT's train.py, None for what a run does not know; of folders the names alone."""
+    model, output = config.model, config.output
+    assert isinstance(model, DiTConfig)
+    shapes = {
+        (depth, hidden, heads, patch): f"DiT-{letter}/{patch}"
+        for letter, (depth, hidden, heads) in DIT_SIZES.items()
+        for patch in DIT_PATCHES
+    }
+    return argparse.Namespace(
+        data_path=Path(address(config.data.path)).name,
+        results_dir=Path(output.folder).name,
+        model=shapes.get((model.depth, model.hidden, model.heads, model.patch)),
+        image_size=8 * model.size,
+        num_classes=model.classes,
+        epochs=None,
+        global_batch_size=config.batch.samples,
+        global_seed=config.seed,
+        vae=None,
+        num_workers=config.data.workers,
+        log_every=output.log_every,
+        ckpt_every=output.checkpoint_every,
+    )

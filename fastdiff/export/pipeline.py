@@ -1,0 +1,164 @@
+"""A trained UNet as a pipeline in the layout of diffusers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdiff.checkpoint.safetensors_writer import write_tensors
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.objective import PREDICTION_TYPES, DiffusionConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.diffusion.schedules import betas
+from fastdiff.errors import ConfigError
+from fastdiff.export.weights import ExportedWeights
+from fastdiff.models.load import pretrained
+from fastdiff.models.pretrained.pipeline import Pretrained
+
+_WEIGHTS = "diffusion_pytorch_model.safetensors"
+_OPTIONAL = ("safety_checker", "feature_extractor", "image_encoder")
+"""Parts that a pipeline works without."""
+_TEXT = (".json", ".txt", ".model")
+
+
+def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
+    """Write ``unet/`` and, if the run has a pretrained pipeline, all that makes it one again.
+
+    The other parts are copied from there as they are, in their dtype; the scheduler is set to the noise and the
+    prediction of the run.
+
+    Args:
+        folder: exists and is empty.
+        weights: of the UNet.
+        config: the run's.
+        dtype: of the UNet's weights.
+
+    Raises:
+        ConfigError: the pretrained pipeline, or a part that it cannot work without, is not there any more, or no
+            pipeline can draw with what the run has learned.
+        OSError: the disk is full, or something else is wrong with it.
+    """
+    assert isinstance(config.model, UNetConfig)
+    version = importlib.metadata.version("diffusers")
+    pipeline = pretrained(config) if config.pretrained.path else None
+    scheduler = scheduler_config(pipeline.scheduler_config(), config.objective) if pipeline else {}
+    (folder / "unet").mkdir()
+    unet = {"_class_name": "UNet2DConditionModel", "_diffusers_version": version, **config.model.to_diffusers()}
+    _write_json(folder / "unet" / "config.json", unet)
+    write_tensors(folder / "unet" / _WEIGHTS, weights.shapes, dtype, weights.reader(dtype))
+    if pipeline is None:
+        return
+    (folder / "scheduler").mkdir()
+    _write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
+    index = dict(pipeline.json("model_index.json"))
+    index |= {
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "scheduler": ["diffusers", scheduler["_class_name"]],
+    }
+    for part, kind in index.items():
+        own = part in ("unet", "scheduler") or not isinstance(kind, list) or kind[0] is None
+        if not own and not _copy_part(pipeline, part, folder / part):
+            index[part] = [None, None]
+    _write_json(folder / "model_index.json", index)
+
+
+def scheduler_config(base: Mapping[str, Any], objective: DiffusionConfig) -> dict[str, Any]:
+    """A ``scheduler_config.json`` with the noise and the prediction of a run.
+
+    The scheduler stays that of the pretrained pipeline, but for DDIM where many have no right answer: for a schedule
+    that ends in pure noise, which must also be sampled from its last step (Lin et al. 2023, arXiv:2305.08891, sections
+    3.1 and 3.3), and for the prediction of x0.
+
+    Args:
+        base: that of the pretrained pipeline.
+        objective: the run's.
+
+    Raises:
+        ConfigError: no scheduler of such a pipeline has the process or the prediction of the run.
+    """
+    if objective.process != "ddpm" or objective.predicted not in PREDICTION_TYPES:
+        raise ConfigError(
+            "--format diffusers: its pipelines of text to image count whole timesteps and know epsilon, v and x0; "
+            f"the run has --objective.process {objective.process} --objective.prediction {objective.predicted}; use "
+            "--format safetensors, or `fastdiff sample`"
+        )
+    noise = {
+        "num_train_timesteps": objective.timesteps,
+        **_noise(objective),
+        "prediction_type": PREDICTION_TYPES[objective.predicted],
+    }
+    zero = objective.zero_terminal_snr or objective.schedule == "jsd"
+    if not zero and objective.predicted != "x0":
+        return {**base, **noise} | ({"rescale_betas_zero_snr": False} if "rescale_betas_zero_snr" in base else {})
+    return {
+        "_class_name": "DDIMScheduler",
+        "_diffusers_version": importlib.metadata.version("diffusers"),
+        **noise,
+        "clip_sample": False,
+        "set_alpha_to_one": False,
+        "steps_offset": 1,
+        "rescale_betas_zero_snr": objective.zero_terminal_snr,
+        "timestep_spacing": "trailing" if zero else "leading",
+    }
+
+
+def _noise(objective: DiffusionConfig) -> dict[str, Any]:
+    """The betas of a run (``diffusion.schedules.betas``): diffusers' name of the schedule and its ends, or all of them.
+
+    Diffusers has sigmoid and laplace, too, but in DDPMScheduler alone, and an unknown name is an error in the others.
+    Zero-terminal SNR is left to the scheduler.
+    """
+    known = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}
+    scale = 1000.0 / objective.timesteps
+    start, end = (0.00085, 0.012) if objective.schedule == "scaled_linear" else (1e-4 * scale, 0.02 * scale)
+    table = None if objective.schedule in known else betas(replace(objective, zero_terminal_snr=False)).tolist()
+    kind = known.get(objective.schedule, "linear")
+    return {"beta_schedule": kind, "beta_start": start, "beta_end": end, "trained_betas": table}
+
+
+def _copy_part(pipeline: Pretrained, part: str, target: Path) -> bool:
+    """Copy the configuration and the weights of one part, under the names that need no variant to be loaded.
+
+    Returns:
+        Whether it was there; a part that a pipeline works without may be missing, or have no safetensors files.
+    """
+    source, variant, required = pipeline.folder / part, pipeline.variant, part not in _OPTIONAL
+    if not source.is_dir():
+        if required:
+            raise ConfigError(f"{source} is missing, without which {pipeline.path} is no pipeline; put it back")
+        return False
+    weights = pipeline.weight_files(part, required=required) if pipeline.has_weights(part) else []
+    if pipeline.has_weights(part) and not weights:
+        return False
+    target.mkdir()
+    for path in weights:
+        shutil.copyfile(path, target / _plain(path.name, variant))
+    in_several = any("-of-" in path.name for path in weights)
+    of_variant = any(_is_of(variant, path.name) for path in weights)
+    for path in sorted(source.iterdir()):
+        if ".index." in path.name:  # says which of several files a weight is in
+            if in_several and "safetensors" in path.name and _is_of(variant, path.name) == of_variant:
+                (target / _plain(path.name, variant)).write_text(_plain(path.read_text(), variant))
+        elif path.suffix in _TEXT:
+            shutil.copyfile(path, target / path.name)
+    return True
+
+
+def _is_of(variant: str | None, name: str) -> bool:
+    """Whether a file is ``model.VARIANT.safetensors``, ``model.VARIANT-00001-of-00002.safetensors`` or the index."""
+    return variant is not None and (f".{variant}." in name or f".{variant}-" in name)
+
+
+def _plain(text: str, variant: str | None) -> str:
+    return text.replace(f".{variant}.", ".").replace(f".{variant}-", "-") if variant else text
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,108 @@
+"""The weights that an export writes, read one tensor at a time from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from fastdiff.checkpoint.reader import Checkpoint
+from fastdiff.checkpoint.weights import select
+from fastdiff.config.networks.pretrained import LoraConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import ConfigError
+from fastdiff.models.load import build_network, check_base, pretrained
+from fastdiff.models.pretrained.pipeline import readable
+
+Shapes = dict[str, tuple[int, ...]]
+Read = Callable[[str], Tensor]
+
+_DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedWeights:
+    """Names and shapes of the parameters, and how to read one of them."""
+
+    shapes: Shapes
+    read: Read
+    """Returns a parameter, fp32 on the CPU."""
+    description: str = "weights as trained"
+    """Or which average of them."""
+
+    def reader(self, dtype: torch.dtype) -> Read:
+        """``read`` that refuses a weight which ``dtype`` has no number for.
+
+        Raises:
+            ConfigError: when it reads one.
+        """
+        return lambda name: _representable(name, self.read(name), dtype)
+
+
+def exported_weights(
+    saved: Checkpoint, config: RunConfig, *, ema: float | None, raw: bool, merge: bool, ema_std: float | None = None
+) -> ExportedWeights:
+    """Choose the weights of a checkpoint.
+
+    Args:
+        saved: the checkpoint.
+        config: the run's.
+        ema: decay rate of the average; without it and ``ema_std`` the first one, or the weights if there is none.
+        raw: the weights instead of an average.
+        merge: with LoRA, the whole network with the adapter added to it; else the adapter alone.
+        ema_std: relative width of a power-function average, of the checkpoint or made from the snapshots of its run.
+
+    Raises:
+        ConfigError: there is no such average, or the weights that the adapter was trained on are not there any more.
+    """
+    chosen = select(saved, rate=ema, std=ema_std, raw=raw)
+    trained: Shapes = {name: tuple(shape) for name, shape in saved.manifest["parameters"].items()}
+    if not (config.lora.rank and merge):
+        return ExportedWeights(trained, chosen.read, chosen.description)
+    check_base(config, saved.manifest.get("base"))
+    shapes, base = _base(config)
+    return ExportedWeights(shapes, _merged(base, chosen.read, trained, config.lora), chosen.description)
+
+
+def _merged(base: Read, adapter: Read, trained: Mapping[str, object], config: LoraConfig) -> Read:
+    """``W + alpha / rank * B A`` where there is an adapter (Hu et al. 2021, arXiv:2106.09685, section 4.1)."""
+    scale = config.numerator / config.rank
+
+    def read(name: str) -> Tensor:
+        weight, layer = base(name), name.removesuffix(".weight")
+        if layer + _DOWN not in trained:
+            return weight
+        up, down = adapter(layer + _UP), adapter(layer + _DOWN)
+        return weight + scale * (up.flatten(1) @ down.flatten(1)).view(weight.shape)
+
+    return read
+
+
+def _base(config: RunConfig) -> tuple[Shapes, Read]:
+    """The frozen weights of a run with LoRA, one by one from safetensors files, or from memory."""
+    path = Path(config.pretrained.path)
+    if path.suffix == ".pt":
+        plain = replace(config, lora=LoraConfig())
+        found = {name: value.detach() for name, value in build_network(plain).named_parameters()}
+        return {name: tuple(value.shape) for name, value in found.items()}, found.__getitem__
+    files = [path] if path.suffix == ".safetensors" else pretrained(config).weight_files("unet")
+    handles: dict[str, Any] = {}
+    for file in files:
+        with readable(file):
+            handle: Any = safe_open(file, framework="pt")
+        handles |= {name: handle for name in handle.keys() if name != "pos_embed"}  # noqa: SIM118 (not a mapping)
+    shapes = {name: tuple(handle.get_slice(name).get_shape()) for name, handle in handles.items()}
+    return shapes, lambda name: handles[name].get_tensor(name).float()
+
+
+def _representable(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float16 and not value.to(dtype).isfinite().all() and value.isfinite().all():
+        raise ConfigError(
+            f"--dtype fp16: {name} has entries up to {value.abs().max():.3g}, fp16 ends at 65504; use bf16"
+        )
+    return value

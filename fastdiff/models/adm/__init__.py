@@ -1,0 +1,1 @@
+"""The UNet of IDDPM and ADM."""

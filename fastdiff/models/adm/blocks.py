@@ -1,0 +1,243 @@
+"""The parts of the UNet of IDDPM and ADM, named as in the published checkpoints.
+
+Each layer takes a map as a pair (branch, base), of which it is the sum; a base of None is zero. It returns the pair of
+its output, and the map that it took, summed up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastdiff.config.networks.adm import QkvOrder
+from fastdiff.models.blockwise import run_block
+from fastdiff.models.unet.blocks import Conv2d, GroupNorm, block_choice, doubled, in_order
+from fastdiff_kernels import attention as attention_op
+from fastdiff_kernels import dispatch
+from fastdiff_kernels.attention import AttentionBackend
+from fastdiff_kernels.dropout import dropout
+from fastdiff_kernels.group_norm import group_norm
+
+Resize = Literal["down", "up"]
+Maps: TypeAlias = "tuple[Tensor, Tensor | None, Tensor]"
+_Convolution = TypeVar("_Convolution", bound=nn.Conv1d | nn.Conv2d)
+
+
+def summed(branch: Tensor, base: Tensor | None) -> Tensor:
+    """The map that a pair stands for."""
+    return in_order(branch if base is None else branch + base)
+
+
+def zeroed(layer: _Convolution) -> _Convolution:
+    """The layer with weights of 0, so that what it ends begins as nothing."""
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(cast(Tensor, layer.bias))
+    return layer
+
+
+class ResBlock(nn.Module):
+    """Two convolutions, with time and class between them, around a shortcut.
+
+    Args:
+        channels: of the input.
+        out_channels: of the output.
+        time_dim: width of the embedding.
+        groups: of the norms.
+        scale_shift: the embedding scales and shifts the second norm (Nichol & Dhariwal 2021, appendix A); else it is
+            added before.
+        resize: halve (by means) or double (by repetition) height and width, within both paths; None: neither.
+        dropout: what is dropped before the last convolution.
+    """
+
+    def __init__(
+        self, channels: int, out_channels: int, time_dim: int, groups: int, *, scale_shift: bool,
+        resize: Resize | None, dropout: Dropout,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.scale_shift, self.resize = scale_shift, resize
+        self.in_layers = nn.ModuleList(
+            [GroupNorm(groups, channels), nn.Identity(), Conv2d(channels, out_channels, kernel_size=3, padding=1)]
+        )
+        width = 2 * out_channels if scale_shift else out_channels
+        self.emb_layers = nn.ModuleList([nn.Identity(), nn.Linear(time_dim, width)])
+        norm = ModulatedGroupNorm(groups, out_channels) if scale_shift else GroupNorm(groups, out_channels)
+        last = zeroed(Conv2d(out_channels, out_channels, kernel_size=3, padding=1))
+        self.out_layers = nn.ModuleList([norm, nn.Identity(), dropout, last])
+        changes = channels != out_channels
+        self.skip_connection = Conv2d(channels, out_channels, kernel_size=1) if changes else None
+
+    def forward(
+        self, branch: Tensor, base: Tensor | None, embedding: Tensor, position: Tensor | None = None,
+        stream: Tensor | None = None,
+    ) -> Maps:  # fmt: skip
+        """The block on a map ``[B, C, H, W]``, see the module; the output is ``[B, C_out, H', W']``.
+
+        Args:
+            branch: of the map.
+            base: of the map.
+            embedding: ``[B, D]`` of time and class, after its SiLU.
+            position: ``[B]`` int64 positions in the run, which say what is dropped; None: nothing.
+            stream: int64 without axes: that of its dropout, as ``Dropout.drawn`` gives it.
+        """
+        out, x = self.in_layers[0](branch, residual=base)
+        out = self.in_layers[2](self._resized(out))
+        condition = self.emb_layers[1](embedding)
+        out, _ = self.out_layers[0](out, condition) if self.scale_shift else self.out_layers[0](out, shift=condition)
+        out = self.out_layers[3](self.out_layers[2](out, position, stream))
+        shortcut = self._resized(x)
+        return out, shortcut if self.skip_connection is None else self.skip_connection(shortcut), x
+
+    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
+        """Both of its norms, which run alike, and its dropout; see ``fastdiff_kernels.dispatch.Explains``."""
+        yield block_choice(self, "group_norm", example)
+        if self.dropout.p:
+            yield block_choice(self, "dropout", example)
+
+    @property
+    def dropout(self) -> Dropout:
+        """What drops before the last convolution."""
+        return cast(Dropout, self.out_layers[2])
+
+    def _resized(self, x: Tensor) -> Tensor:
+        if self.resize is None:
+            return x
+        return doubled(x) if self.resize == "up" else F.avg_pool2d(in_order(x), 2)
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a function of the position in the run; see ``fastdiff_kernels.dropout``."""
+
+    def __init__(self, p: float, seed: int, stream: int) -> None:
+        super().__init__()
+        self.p, self.seed, self.stream = p, seed, stream
+
+    def drawn(self, position: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What ``forward`` takes for these positions ``[B]``: them and its stream, or nothing if it drops nothing.
+
+        For callers of a block that may be compiled: within it the stream would be a number, of which each has a graph.
+        """
+        if position is None or not self.p:
+            return None, None
+        return position, position.new_full((), self.stream)
+
+    def forward(self, x: Tensor, position: Tensor | None, stream: Tensor | None) -> Tensor:
+        """``[B, C, H, W]`` and what ``drawn`` gave ``-> [B, C, H, W]``; without it nothing is dropped."""
+        if position is None or stream is None:
+            return x
+        return dropout(x, self.p, seed=self.seed, stream=stream, position=position)
+
+
+class ModulatedGroupNorm(GroupNorm):
+    """``silu(norm(x) * (1 + scale) + shift)``, where the norm has a weight and a bias of its own."""
+
+    def forward(self, x: Tensor, modulation: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """``x [B, C, H, W]``, ``modulation [B, 2C]`` scales, then shifts; returns the result and ``x``."""
+        x = in_order(x)
+        # In at least fp32, as the kernel has it: of 16 bits, 1 + scale would lose most of a small scale.
+        exact = torch.promote_types(torch.float32, x.dtype)
+        scale, shift = modulation.to(exact).chunk(2, dim=1)
+        weight, bias = self.weight.to(exact) * (1 + scale), torch.addcmul(shift, self.bias.to(exact), 1 + scale)
+        return cast(Tensor, group_norm(x, self.groups, weight, bias, eps=self.eps, silu=self.silu)), x
+
+
+class AttentionBlock(nn.Module):
+    """Self-attention over the positions of a map, around a shortcut.
+
+    Args:
+        channels: of the map.
+        heads: attention heads.
+        length: positions of the map that ``choices`` is asked about.
+        groups: of the norm.
+        backend: implementation of attention.
+        qkv_order: of the output channels of ``qkv``.
+    """
+
+    def __init__(
+        self, channels: int, heads: int, length: int, groups: int, backend: AttentionBackend, *, qkv_order: QkvOrder
+    ) -> None:
+        super().__init__()
+        self.qkv_order = qkv_order
+        self.heads, self.head_dim, self.length, self.backend = heads, channels // heads, length, backend
+        self.norm = GroupNorm(groups, channels, silu=False)
+        self.qkv = Pointwise(channels, 3 * channels, kernel_size=1)
+        self.proj_out = zeroed(Pointwise(channels, channels, kernel_size=1))
+
+    def forward(self, branch: Tensor, base: Tensor | None) -> Maps:
+        """``[B, C, H, W] -> [B, C, H, W]``; see the module."""
+        out, x = self.norm(branch, residual=base)
+        batch, channels, height, width = x.shape
+        tokens = out.permute(0, 2, 3, 1).flatten(1, 2)
+        packed = self.qkv(tokens)
+        if self.qkv_order == "head_major":
+            packed = packed.view(batch, -1, self.heads, 3, self.head_dim).transpose(2, 3)
+        else:
+            packed = packed.view(batch, -1, 3, self.heads, self.head_dim)
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        # Of the paper's scale, d**(-1/4) of queries and of keys, this has the product; the softmax is in fp32.
+        mixed = attention_op.attention(query, key, value, backend=self.backend)
+        projected = self.proj_out(mixed.transpose(1, 2).flatten(2))
+        return projected.view(batch, height, width, channels).permute(0, 3, 1, 2), x, x
+
+    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
+        """Its norm and its attention; see ``fastdiff_kernels.dispatch.Explains``."""
+        yield dispatch.choice("group_norm", example)
+        yield attention_op.choice(self.head_dim, self.length, self.length, example, self.backend)
+
+
+class Pointwise(nn.Conv1d):
+    """A convolution of single positions."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[B, T, C] -> [B, T, C_out]``."""
+        return F.linear(tokens, self.weight.squeeze(-1), self.bias)
+
+
+class Downsample(nn.Module):
+    """Half the height and width by a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.op = Conv2d(channels, channels, kernel_size=3, stride=2, padding=1)
+
+    def forward(self, branch: Tensor, base: Tensor | None) -> Maps:
+        """``[B, C, H, W] -> [B, C, H / 2, W / 2]``; see the module."""
+        x = summed(branch, base)
+        return self.op(x), None, x
+
+
+class Upsample(nn.Module):
+    """Twice the height and width, each value four times, and a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = Conv2d(channels, channels, kernel_size=3, padding=1)
+
+    def forward(self, branch: Tensor, base: Tensor | None) -> Maps:
+        """``[B, C, H, W] -> [B, C, 2H, 2W]``; see the module."""
+        x = summed(branch, base)
+        return self.conv(doubled(x)), None, x
+
+
+Layer: TypeAlias = ResBlock | AttentionBlock | Downsample | Upsample
+
+
+class Stage(nn.ModuleList):
+    """The layers between two maps that are kept, or joined in; with ``recompute`` its blocks are run twice."""
+
+    def __init__(self, layers: Sequence[Layer], *, recompute: bool) -> None:
+        super().__init__(layers)
+        self.recompute = recompute
+
+    def forward(self, branch: Tensor, base: Tensor | None, embedding: Tensor, position: Tensor | None) -> Maps:
+        """As a ``ResBlock``; the map that it took is that of its first layer."""
+        entered = None
+        for layer in self:
+            condition = (embedding, *layer.dropout.drawn(position)) if isinstance(layer, ResBlock) else ()
+            recompute = self.recompute and isinstance(layer, ResBlock | AttentionBlock)
+            branch, base, x = run_block(layer, branch, base, *condition, recompute=recompute)
+            entered = x if entered is None else entered
+        return branch, base, cast(Tensor, entered)

@@ -1,0 +1,199 @@
+"""The diffusion transformer DiT (Peebles & Xie 2023, "Scalable Diffusion Models with Transformers").
+
+Parameter names and shapes are those of the published checkpoints (github.com/facebookresearch/DiT), so such
+a file loads with ``strict=True`` as it is. Under ZeRO-3 a parameter is whole only while the forward of its
+own module runs; nothing here reads one at any other time, except its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.models.blockwise import BlockwiseModel, is_compiled, run_block
+from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedder, position_table
+from fastdiff_kernels import attention as attention_op
+from fastdiff_kernels import dispatch
+from fastdiff_kernels.adaln import gated_modulated_norm, modulated_norm, residual_modulated_norm
+from fastdiff_kernels.attention import AttentionBackend
+
+_NORM_EPS = 1e-6
+
+
+class DiTBlock(nn.Module):
+    """Attention and MLP, each modulated and gated by the condition (adaLN-Zero, figure 3 of the paper).
+
+    The unit of ``torch.compile``, of recomputation and of ZeRO-3's gathering.
+    """
+
+    def __init__(self, config: DiTConfig, attention: AttentionBackend = "auto") -> None:
+        super().__init__()
+        self.attn = Attention(config.hidden, config.heads, (config.size // config.patch) ** 2, attention)
+        self.mlp = Mlp(config.hidden, int(config.hidden * config.mlp_ratio))
+        self.adaLN_modulation = AdaLNModulation(config.hidden, 6)
+
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        """``tokens [B, T, D], condition [B, D] -> [B, T, D]``."""
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(6, dim=1)
+        tokens, normed = residual_modulated_norm(tokens, shift_a, scale_a, eps=_NORM_EPS)
+        tokens, normed = gated_modulated_norm(tokens, self.attn(normed), gate_a, shift_m, scale_m, eps=_NORM_EPS)
+        return cast(Tensor, tokens + gate_m.unsqueeze(1) * self.mlp(normed))
+
+    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
+        """Both of its adaLN ops, which run alike; see ``fastdiff_kernels.dispatch.Explains``."""
+        chosen = dispatch.choice("adaln", example)
+        if is_compiled(self):
+            compiled, why = "compile (Inductor)", f"{chosen.why}; in a compiled block"
+            backward = "triton" if chosen.backward == "triton" else compiled
+            chosen = replace(chosen, forward=compiled, backward=backward, why=why)
+        yield chosen
+
+
+class DiT(BlockwiseModel):
+    """Predicts noise, velocity or clean latents from noisy latents, a time and a class.
+
+    A fresh network outputs exactly 0 and each of its blocks is the identity (adaLN-Zero, section 3.2).
+    Initial weights are drawn from torch's global generator; ``fastdiff.models.build.build_model`` makes them a
+    function of a seed.
+
+    Args:
+        config: Shape of the network.
+        recompute: Recompute each block in the backward pass instead of storing its activations.
+        attention: Implementation of attention, see ``fastdiff_kernels.attention``.
+    """
+
+    block_classes = (DiTBlock,)
+    inputs = ("label",)
+    pos_embed: Tensor
+    """``[1, T, D]``, a buffer: part of every checkpoint, never trained."""
+
+    def __init__(self, config: DiTConfig, *, recompute: bool = False, attention: AttentionBackend = "auto") -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = recompute
+        self.x_embedder = PatchEmbed(config)
+        self.t_embedder = TimestepEmbedder(config.hidden)
+        self.y_embedder = LabelEmbedder(config.classes, config.hidden)
+        self.register_buffer("pos_embed", position_table(config.hidden, config.size // config.patch))
+        self.blocks = nn.ModuleList(DiTBlock(config, attention) for _ in range(config.depth))
+        self.final_layer = FinalLayer(config)
+        self._initialise()
+
+    def forward(self, noisy: Tensor, time: Tensor, label: Tensor | None = None) -> Tensor:
+        """One evaluation of the network.
+
+        Args:
+            noisy: ``[B, C, H, W]``, any floating dtype; cast to the dtype of the weights.
+            time: ``[B]`` int64 or float timesteps in [0, T).
+            label: ``[B]`` int64 classes, ``classes`` being the null class; None: the null class for all.
+
+        Returns:
+            ``[B, C, H, W]``, with ``learn_sigma`` ``[B, 2C, H, W]``, in the dtype of the weights.
+        """
+        dtype = self.x_embedder.proj.weight.dtype
+        tokens = self.x_embedder(noisy.to(dtype)) + self.pos_embed.to(dtype)
+        condition = self.t_embedder(time, dtype) + self.y_embedder(label, noisy.shape[0], noisy.device)
+        for block in self.blocks:
+            tokens = run_block(block, tokens, condition, recompute=self.recompute)
+        return self._unpatchify(self.final_layer(tokens, condition))
+
+    def _unpatchify(self, tokens: Tensor) -> Tensor:
+        """``[B, T, p * p * C_out] -> [B, C_out, H, W]``."""
+        batch, patch, size = tokens.shape[0], self.config.patch, self.config.size
+        side = size // patch
+        pixels = tokens.reshape(batch, side, side, patch, patch, -1)
+        return pixels.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, size, size)
+
+    def _initialise(self) -> None:
+        """Initial weights as published: Xavier, normal(0.02) embeddings, zeros where a block joins."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                _xavier(module)
+        _xavier(self.x_embedder.proj)
+        nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
+        for layer in self.t_embedder.mlp:
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=0.02)
+        for module in self.modules():
+            if isinstance(module, AdaLNModulation):
+                _zero(cast(nn.Linear, module[1]))
+        _zero(self.final_layer.linear)
+
+
+class FinalLayer(nn.Module):
+    """Modulated norm and the linear map from tokens to patches."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        channels = config.channels * (2 if config.learn_sigma else 1)
+        self.linear = nn.Linear(config.hidden, config.patch**2 * channels)
+        self.adaLN_modulation = AdaLNModulation(config.hidden, 2)
+
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        """``tokens [B, T, D], condition [B, D] -> [B, T, p * p * C_out]``."""
+        shift, scale = self.adaLN_modulation(condition).chunk(2, dim=1)
+        return cast(Tensor, self.linear(modulated_norm(tokens, shift, scale, eps=_NORM_EPS)))
+
+    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
+        """Its adaLN; see ``fastdiff_kernels.dispatch.Explains``."""
+        yield dispatch.choice("adaln", example)
+
+
+class AdaLNModulation(nn.Sequential):
+    """``parts`` vectors of shift, scale or gate from the condition: ``[B, D] -> [B, parts * D]``."""
+
+    def __init__(self, hidden: int, parts: int) -> None:
+        super().__init__(nn.SiLU(), nn.Linear(hidden, parts * hidden))
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over all ``length`` tokens; query, key and value come from one packed projection."""
+
+    def __init__(self, hidden: int, heads: int, length: int, backend: AttentionBackend = "auto") -> None:
+        super().__init__()
+        self.heads, self.length, self.backend = heads, length, backend
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.proj = nn.Linear(hidden, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[B, T, D] -> [B, T, D]``."""
+        batch, length, hidden = tokens.shape
+        packed = self.qkv(tokens).view(batch, length, 3, self.heads, hidden // self.heads)
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = attention_op.attention(query, key, value, backend=self.backend)
+        return cast(Tensor, self.proj(mixed.transpose(1, 2).reshape(batch, length, hidden)))
+
+    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
+        """Its attention; see ``fastdiff_kernels.dispatch.Explains``."""
+        head_dim = self.proj.in_features // self.heads
+        yield attention_op.choice(head_dim, self.length, self.length, example, self.backend)
+
+
+class Mlp(nn.Module):
+    """Two linear layers with the tanh form of GELU between them."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(hidden, inner)
+        self.fc2 = nn.Linear(inner, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[B, T, D] -> [B, T, D]``."""
+        return cast(Tensor, self.fc2(F.gelu(self.fc1(tokens), approximate="tanh")))
+
+
+def _xavier(layer: nn.Linear | nn.Conv2d) -> None:
+    nn.init.xavier_uniform_(layer.weight.data.flatten(1))
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
+def _zero(layer: nn.Linear) -> None:
+    nn.init.zeros_(layer.weight)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)

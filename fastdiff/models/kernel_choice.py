@@ -1,0 +1,79 @@
+"""Which implementation computes each op of a run on the machine at hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import ConfigError
+from fastdiff.models.build import build_model
+from fastdiff_kernels import dispatch
+from fastdiff_kernels.dispatch import Choice
+
+Row = tuple[str, Choice]
+"""The name of a layer, or of another part of the run, and one of its ops."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LIBRARIES = {"adamw": "torch", "adamw8bit-bnb": "bitsandbytes"}
+
+
+def compiles(config: RunConfig, device: torch.device) -> bool:
+    """Whether the blocks of the model go through ``torch.compile``."""
+    compiled = config.performance.compile
+    return device.type == "cuda" if compiled is None else compiled
+
+
+def choices(config: RunConfig, device: torch.device, *, optimizer_device: torch.device | None = None) -> list[Row]:
+    """Which implementation a run uses for each op, forward and backward, and why.
+
+    The model is built without memory, so this can be asked before anything else is done.
+
+    Args:
+        config: the run.
+        device: where the run computes.
+        optimizer_device: where the optimizer steps; None: on ``device`` too.
+
+    Raises:
+        ConfigError: something is forced that cannot run there; the message says why.
+    """
+    performance = config.performance
+    flags = {"--performance.kernels": performance.kernels, "--performance.attention": performance.attention}
+    given = " ".join(f"{flag} {value}" for flag, value in flags.items() if value != "auto")
+    try:
+        with dispatch.forced(**performance.kernel_backends()):
+            return list(_choices(config, device, optimizer_device or device))
+    except RuntimeError as error:
+        if not given:
+            raise
+        raise ConfigError(f"{given}: {error}") from None
+
+
+def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> Iterator[Row]:
+    with torch.device("meta"):
+        model = build_model(config.model, attention=config.performance.attention)
+    if compiles(config, device):
+        model.compile_blocks()
+    # The model has no device, so a tensor tells where it will be.
+    explained = dispatch.explain(model, torch.empty(0, device=device, dtype=DTYPES[config.performance.precision]))
+    yield from ((name or "last norm", choice) for name, choice in explained)
+    latents = torch.empty(0, device=device)
+    for op in ("philox", "noising"):
+        yield "objective", dispatch.choice(op, latents, differentiated=False)
+    yield "objective", dispatch.choice("loss", latents)
+    name = config.optim.name
+    if name == "adamw8bit":
+        yield "optimizer", dispatch.choice(name, torch.empty(0, device=optimizer_device), differentiated=False)
+    else:
+        yield "optimizer", Choice(name, _LIBRARIES[name], "-", "not an op of fastdiff")
+
+
+def in_words(rows: Iterable[Row]) -> str:
+    """``adaln, loss, noising by triton (on CUDA); attention by sdpa (cudnn) (first choice on sm_90)``."""
+    ops: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for _, choice in rows:
+        by = choice.forward if choice.backward in ("-", choice.forward) else f"{choice.forward}/{choice.backward}"
+        ops[by, choice.why][choice.op] = None
+    return "; ".join(f"{', '.join(names)} by {by} ({why})" for (by, why), names in ops.items())

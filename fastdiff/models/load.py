@@ -1,0 +1,205 @@
+"""The network of a run: from its seed, from pretrained weights, or from a checkpoint; with LoRA, if it is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.objective import PREDICTION_TYPES, PREDICTIONS, Prediction
+from fastdiff.config.run import RunConfig
+from fastdiff.diffusion.schedules import alpha_bar_of, betas
+from fastdiff.errors import ConfigError
+from fastdiff.files import file_digest
+from fastdiff.models.build import Model, build_model, load_model
+from fastdiff.models.embeddings import position_table
+from fastdiff.models.pretrained.pickles import load_published
+from fastdiff.models.pretrained.pipeline import TEXT_ENCODERS, Pretrained, readable
+from fastdiff.models.pretrained.training_state import read_published_training
+
+_ROUNDED = 5e-3
+"""How far a table of positions may be from the exact one: bf16 rounds it by 2e-3, and an average of it, which DiT's
+training makes as of any weight, drifts by 2e-4."""
+
+
+def pretrained(config: RunConfig) -> Pretrained:
+    """The pipeline that the run names."""
+    return Pretrained(config.pretrained.path, config.pretrained.revision, config.pretrained.variant)
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Fill in what the pretrained pipeline decides: the shape of its network, and what it predicts.
+
+    A branch of a pipeline on the hub is replaced by the commit that it stands for now, so that all of the run, its
+    resumes and its export, is of the same one.
+
+    Raises:
+        ConfigError: there is no such pipeline, or its noise schedule is not that of the run.
+    """
+    if not config.pretrained.path or config.pretrained.is_file:
+        return _explicit(config, config.objective.predicted)
+    found = pretrained(config)
+    if found.commit is not None:
+        config = replace(config, pretrained=replace(config.pretrained, revision=found.commit))
+    if config.pretrained.weights:
+        config = replace(config, model=found.unet_config())
+    if config.objective.process != "ddpm":
+        return _explicit(config, config.objective.predicted)
+    if config.pretrained.weights or config.objective.prediction == "auto":
+        scheduler = found.scheduler_config()
+        if config.objective.prediction == "auto":
+            config = _explicit(config, _predicted(scheduler))
+        _check_schedule(config, scheduler)
+    return config
+
+
+def _explicit(config: RunConfig, prediction: Prediction) -> RunConfig:
+    """What ``auto`` means for this run, so that its record says it."""
+    return replace(config, objective=replace(config.objective, prediction=prediction))
+
+
+def download(config: RunConfig) -> None:
+    """Bring the weights that every rank reads onto this machine, or see that they are there.
+
+    Raises:
+        ConfigError: a part of the pipeline of the run is missing or cannot be reached.
+    """
+    if not config.pretrained.path or config.pretrained.is_file:
+        return
+    found = pretrained(config)
+    parts = ["unet"] if config.pretrained.weights else []
+    if config.data.online:
+        parts += ["vae", *(name for name in TEXT_ENCODERS if found.folder_of(name).is_dir())]
+    for part in parts:
+        found.weight_files(part)
+
+
+def base_digest(config: RunConfig) -> str | None:
+    """Digest of the frozen weights that a LoRA is added to; None if all weights are trained.
+
+    Raises:
+        ConfigError: they are missing or cannot be read.
+    """
+    if not config.lora.rank:
+        return None
+    if not config.pretrained.is_file:
+        return pretrained(config).digest("unet")
+    with readable(path := Path(config.pretrained.path)):
+        return file_digest(path)
+
+
+def check_base(config: RunConfig, recorded: str | None) -> None:
+    """Refuse frozen weights other than those that the adapter of a run was trained on.
+
+    Args:
+        config: the run's.
+        recorded: their digest, as the checkpoint has it.
+
+    Raises:
+        ConfigError: they differ, or cannot be read.
+    """
+    if recorded is not None and (here := base_digest(config)) != recorded:
+        raise ConfigError(
+            f"{config.pretrained.path} has other weights now (digest {str(here)[:12]}) than those that the adapter was "
+            f"trained on ({recorded[:12]}); put these back"
+        )
+
+
+def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Model:
+    """Build the network of a run whose configuration is resolved, in fp32 on the CPU.
+
+    Args:
+        config: the run.
+        weights: its trained parameters, all of them or, with LoRA, the added ones; None: at the start of the run.
+
+    Raises:
+        ConfigError: the weights, or the pretrained ones, are those of another network.
+    """
+    performance = config.performance
+    options = {"recompute": performance.recompute, "attention": performance.attention, "seed": config.seed}
+    lora = config.lora.rank > 0
+    try:
+        if weights is not None and not lora:
+            return load_model(config.model, weights, **options)  # type: ignore[arg-type]
+        if config.pretrained.weights:
+            model = load_model(config.model, _pretrained_weights(config), **options)  # type: ignore[arg-type]
+        else:
+            model = build_model(config.model, **options)  # type: ignore[arg-type]
+        if lora:
+            from fastdiff.models.lora import add_lora  # needs peft, which is optional
+
+            add_lora(model, config.lora, seed=config.seed, weights=weights)
+    except RuntimeError as error:
+        # The library lists every weight, one per line, under a heading.
+        first, *others = [line.strip() for line in str(error).splitlines()][1:] or [str(error)]
+        more = f" (and {len(others)} more)" if others else ""
+        raise ConfigError(f"the weights are those of another network: {first.rstrip('.')}{more}") from None
+    return model
+
+
+def null_label(config: RunConfig) -> Tensor:
+    """``[]`` int64: the class that stands for none."""
+    assert not isinstance(config.model, UNetConfig)
+    return torch.tensor(config.model.classes)
+
+
+def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
+    if not config.pretrained.is_file:
+        return pretrained(config).unet_weights()
+    path = Path(config.pretrained.path)
+    if not path.is_file():
+        raise ConfigError(f"--pretrained.path {path}: no such file")
+    with readable(path):
+        if config.pretrained.training:
+            found = read_published_training(path).weights
+        else:
+            found = load_file(path) if path.suffix == ".safetensors" else load_published(path)
+    if (table := found.get("pos_embed")) is not None:
+        _check_positions(path, table.float())
+    return {name: value.float() for name, value in found.items() if name != "pos_embed"}
+
+
+def _check_positions(path: Path, table: Tensor) -> None:
+    """Refuse weights that were trained with other positions than those of ``DiT``, which no file replaces.
+
+    Those of another grid are not refused: a DiT may go on with larger or smaller images.
+    """
+    tokens, hidden = table.shape[1:] if table.dim() == 3 else (0, 0)
+    side = math.isqrt(tokens)
+    possible = table.numel() > 0 and table.shape == (1, side**2, hidden) and hidden % 4 == 0
+    if not possible or not torch.allclose(table, position_table(hidden, side), rtol=0, atol=_ROUNDED):
+        raise ConfigError(
+            f"{path}: its pos_embed, of shape {tuple(table.shape)}, is not the fixed sine-cosine table of a DiT, the "
+            "only one that this network has; give weights that were trained with that table"
+        )
+
+
+def _predicted(scheduler: Mapping[str, object]) -> Prediction:
+    """What a pipeline of discrete steps predicts."""
+    given = scheduler.get("prediction_type", "epsilon")
+    known = {PREDICTION_TYPES[ours]: ours for ours in PREDICTIONS["ddpm"] if ours in PREDICTION_TYPES}
+    if given not in known:
+        raise ConfigError(
+            f"scheduler_config.json has prediction_type {given!r}, expected {', '.join(known)}; or say "
+            "--objective.prediction epsilon, v or x0"
+        )
+    return known[str(given)]
+
+
+def _check_schedule(config: RunConfig, scheduler: Mapping[str, object]) -> None:
+    """Refuse to fine-tune under another noise than the weights were trained with."""
+    theirs, ours = alpha_bar_of(scheduler), torch.cumprod(1.0 - betas(config.objective), 0)
+    if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-7):
+        raise ConfigError(
+            f"the scheduler of {config.pretrained.path} has beta_schedule {scheduler.get('beta_schedule')} from "
+            f"{scheduler.get('beta_start')} to {scheduler.get('beta_end')}, rescale_betas_zero_snr "
+            f"{scheduler.get('rescale_betas_zero_snr', False)}: not the noise of --objective.schedule "
+            f"{config.objective.schedule} --objective.zero_terminal_snr {config.objective.zero_terminal_snr}; "
+            "use the ones that it was trained with"
+        )

@@ -1,0 +1,1 @@
+"""Weights and trainings of others, opened safely."""

@@ -1,0 +1,213 @@
+"""A whole training as published: weights, averages and the state of AdamW.
+
+openai/improved-diffusion and openai/guided-diffusion write ``model000100.pt``, ``ema_0.9999_000100.pt`` and
+``opt000100.pt`` beside each other, facebookresearch/DiT one file ``0000100.pt`` of ``model``, ``ema``, ``opt`` and
+``args``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdiff.errors import ConfigError
+from fastdiff.models.pretrained.pickles import check_size, read_published, state_dict
+from fastdiff.models.pretrained.pipeline import readable
+
+DIT_EMA_RATE = 0.9999
+"""That of DiT's train.py, whose files do not say it."""
+_IDDPM = re.compile(r"model(\d{6,})\.pt")
+_DIT = re.compile(r"(\d{7,})\.pt")
+_EXPECTED = "expected modelNNNNNN.pt of improved-diffusion or guided-diffusion, or NNNNNNN.pt of DiT"
+_INSTEAD = "give the files of one training, or start from the weights alone, without --pretrained.training"
+_UNNAMED = 100
+"""Most steps that AdamW may have taken beyond the name of a file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamState:
+    """The state of AdamW by name of the parameter; a parameter that was never trained has none."""
+
+    applied: int
+    """Steps."""
+    exp_avg: dict[str, Tensor]
+    """First moments, fp32, of the shapes of the parameters."""
+    exp_avg_sq: dict[str, Tensor]
+    """Second moments."""
+    lr: float
+    """Learning rate that the next step would have had."""
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedTraining:
+    """What the files of a training hold, on the CPU."""
+
+    step: int
+    """Taken so far: what the name of the file says, or AdamW's own count if that is larger.
+
+    improved-diffusion counts from 0 in names, so that its file numbered 100 has seen 101 steps, and each of its resumed
+    runs takes the step of the name once more.
+    """
+    weights: dict[str, Tensor]
+    """State dict of the network; that of a DiT has ``pos_embed``."""
+    averages: dict[float, dict[str, Tensor]] = field(default_factory=dict)
+    """State dicts by decay rate."""
+    optimizer: AdamState | None = None
+    """None: it was not saved."""
+
+
+def read_published_training(path: Path) -> PublishedTraining:
+    """Read a training of improved-diffusion, guided-diffusion or DiT, without running what is in its files.
+
+    Args:
+        path: ``modelNNNNNN.pt``, whose averages and optimizer lie beside it, or ``NNNNNNN.pt``.
+
+    Raises:
+        ConfigError: there is no such file, or one holds something else, is of another step, or is hostile.
+    """
+    if path.is_file():
+        if found := _IDDPM.fullmatch(path.name):
+            return _read_iddpm(path, found[1])
+        if found := _DIT.fullmatch(path.name):
+            return _read_dit(path, int(found[1]))
+    raise ConfigError(f"{path}: {_EXPECTED}")
+
+
+def _read_iddpm(file: Path, digits: str) -> PublishedTraining:
+    _require_same_step(file, digits)
+    weights = _weights(file)
+    averages = {}
+    for path in sorted(file.parent.glob(f"ema_*_{digits}.pt")):
+        rate = path.name.removeprefix("ema_").removesuffix(f"_{digits}.pt")
+        with readable(path):
+            averages[float(rate)] = _like(weights, _weights(path), path)
+    optimizer, path = None, file.with_name(f"opt{digits}.pt")
+    if path.exists():
+        with readable(path):
+            optimizer = _adam(read_published(path), weights, path)
+    step = _step(int(digits), optimizer, file)
+    return PublishedTraining(step=step, weights=weights, averages=averages, optimizer=optimizer)
+
+
+def _require_same_step(file: Path, digits: str) -> None:
+    """Refuse averages or a state of AdamW of other steps alone: theirs would be taken for not saved."""
+    for pattern, own in (("ema_*_[0-9]*.pt", f"_{digits}.pt"), ("opt[0-9]*.pt", f"opt{digits}.pt")):
+        names = sorted(path.name for path in file.parent.glob(pattern))
+        if names and not any(name.endswith(own) for name in names):
+            raise ConfigError(f"{file}: beside it lies {names[-1]}, and none of its kind is of its step; {_INSTEAD}")
+
+
+def _step(named: int, optimizer: AdamState | None, file: Path) -> int:
+    """See ``PublishedTraining.step``."""
+    applied = optimizer.applied if optimizer is not None else 0
+    if applied > named + _UNNAMED:
+        raise ConfigError(f"{file}: its name says step {named}, and its AdamW has taken {applied} steps; {_INSTEAD}")
+    return max(named, applied)
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    with readable(path):
+        found = state_dict(read_published(path), "expected a state dict")
+        check_size(found.values(), path)
+    return found
+
+
+def _read_dit(file: Path, step: int) -> PublishedTraining:
+    with readable(file):
+        content = read_published(file)
+        weights = state_dict(content.get("model"), "expected a state dict under 'model'")
+        averages = {}
+        if "ema" in content:
+            average = state_dict(content["ema"], "expected a state dict under 'ema'")
+            averages[DIT_EMA_RATE] = _like(weights, average, file)
+        check_size(chain(weights.values(), *(average.values() for average in averages.values())), file)
+        optimizer = _adam(content["opt"], weights, file) if "opt" in content else None
+    step = _step(step, optimizer, file)
+    return PublishedTraining(step=step, weights=weights, averages=averages, optimizer=optimizer)
+
+
+def _like(weights: dict[str, Tensor], average: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    if {name: value.shape for name, value in average.items()} != {name: value.shape for name, value in weights.items()}:
+        raise ConfigError(f"{path}: the average is one of other weights; {_INSTEAD}")
+    return average
+
+
+def _adam(state: Any, weights: dict[str, Tensor], path: Path) -> AdamState | None:
+    """The state dict of ``torch.optim.AdamW``; None: of no step."""
+    try:
+        moments = {
+            key: {i: each[key].detach() for i, each in state["state"].items()} for key in ("exp_avg", "exp_avg_sq")
+        }
+        steps = {int(each["step"]) for each in state["state"].values()}  # before PyTorch 1.12 a number, now a tensor
+        numbers = [i for group in state["param_groups"] for i in group["params"]]
+        strange = moments["exp_avg"].keys() - set(numbers)
+        options = _options(state["param_groups"][0])
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError, ValueError):
+        raise ConfigError(f"{path}: its optimizer is not an AdamW; {_INSTEAD}") from None
+    check_size(chain(*(values.values() for values in moments.values())), path)
+    if strange:
+        raise ConfigError(f"{path}: its optimizer has a state of parameters that are not its own; {_INSTEAD}")
+    if not steps:
+        return None
+    if len(steps) > 1:
+        raise ConfigError(f"{path}: its AdamW has taken {sorted(steps)} steps, expected one number; {_INSTEAD}")
+    if min(steps) < 0:
+        raise ConfigError(f"{path}: its AdamW has taken {min(steps)} steps, expected 0 or more; {_INSTEAD}")
+    places = _places(numbers, weights)
+    if places is None:
+        raise ConfigError(
+            f"{path}: its optimizer is one of other weights: it has {len(numbers)} parameters, expected "
+            f"{len(weights)}, or of a training in 16 bits 1 (improved-diffusion) or 2 (guided-diffusion); {_INSTEAD}"
+        )
+    exp_avg, exp_avg_sq = (_by_name(moments[key], places, weights, path) for key in ("exp_avg", "exp_avg_sq"))
+    return AdamState(applied=steps.pop(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **options)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """What ``AdamState`` has of a parameter group; of several groups here the first one speaks for all."""
+    numbers = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
+    return {"betas": (float(group["betas"][0]), float(group["betas"][1])), **numbers}
+
+
+def _places(numbers: list[int], weights: dict[str, Tensor]) -> dict[int, list[str]] | None:
+    """The weights that each parameter of an optimizer is made of, one after another; None: it is one of others.
+
+    In 16 bits improved-diffusion trains all weights as one parameter, guided-diffusion its vectors as a first one and
+    all others as a second.
+    """
+    if len(numbers) == len(weights):
+        parts = [[name] for name in weights]
+    elif len(numbers) == 1:
+        parts = [list(weights)]
+    elif len(numbers) == 2:
+        parts = [[name for name in weights if (weights[name].dim() > 1) == matrices] for matrices in (False, True)]
+    else:
+        return None
+    return dict(zip(numbers, parts, strict=True))
+
+
+def _by_name(
+    moments: dict[int, Tensor], places: dict[int, list[str]], weights: dict[str, Tensor], path: Path
+) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for number, moment in moments.items():
+        names = places[number]
+        sizes = [weights[name].numel() for name in names]
+        if moment.numel() != sum(sizes) or (len(names) == 1 and moment.shape != weights[names[0]].shape):
+            shape = tuple(weights[names[0]].shape) if len(names) == 1 else f"({sum(sizes)},)"
+            raise ConfigError(
+                f"{path}: its optimizer is one of other weights: parameter {number} has the shape "
+                f"{tuple(moment.shape)}, expected {shape}; {_INSTEAD}"
+            )
+        for name, part in zip(names, torch.split(moment.flatten(), sizes), strict=True):
+            found[name] = part.view(weights[name].shape)
+    return found

@@ -1,0 +1,283 @@
+"""The parts of the UNet of Stable Diffusion, named as in diffusers.
+
+Feature maps are channels_last: ``[B, C, H, W]`` whose memory runs as ``[B, H, W, C]``, so the tokens ``[B, H * W, C]``
+of a map are a view of it. A map that the next norm can add up itself travels as a pair (branch, base) instead of their
+sum; a base of None is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastdiff.config.networks.pretrained import CAPTION_TOKENS
+from fastdiff.models.blockwise import is_compiled, run_block
+from fastdiff_kernels import attention as attention_op
+from fastdiff_kernels import dispatch
+from fastdiff_kernels.attention import AttentionBackend
+from fastdiff_kernels.group_norm import group_norm
+
+_TRANSFORMER_NORM_EPS = 1e-6
+_MLP_RATIO = 4
+
+
+def in_order(x: Tensor) -> Tensor:
+    """``x [B, C, H, W]``, channels_last also to those who read the stride of its first axis.
+
+    ZeRO-3's hooks pass every tensor through ``view_as``, which gives the axis of a single sample another stride; torch
+    then takes the map for a contiguous one.
+    """
+    return x if x.shape[0] != 1 else x.permute(0, 2, 3, 1).reshape(1, *x.shape[2:], -1).permute(0, 3, 1, 2)
+
+
+def doubled(x: Tensor) -> Tensor:
+    """``[B, C, H, W] -> [B, C, 2H, 2W]``, channels_last, each value four times.
+
+    Not ``F.interpolate``: its backward pass on CUDA goes through contiguous copies, and a map of one pixel, whose order
+    is both, comes out contiguous.
+    """
+    batch, channels, height, width = x.shape
+    repeated = x.permute(0, 2, 3, 1)[:, :, None, :, None].expand(-1, -1, 2, -1, 2, -1)
+    return repeated.contiguous().view(batch, 2 * height, 2 * width, channels).permute(0, 3, 1, 2)
+
+
+def block_choice(block: nn.Module, op: str, example: Tensor) -> dispatch.Choice:
+    """``dispatch.choice`` within a block: one that is compiled compiles a reference along."""
+    chosen = dispatch.choice(op, example)
+    if not is_compiled(block) or chosen.forward == "triton":
+        return chosen
+    by = "compile (Inductor)"
+    return replace(chosen, forward=by, backward=by, why=f"{chosen.why}; in a compiled block")
+
+
+class Conv2d(nn.Conv2d):
+    """A convolution of channels_last maps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, C, H, W] -> [B, C_out, H_out, W_out]``."""
+        return super().forward(in_order(x))
+
+
+class GroupNorm(nn.Module):
+    """Group normalisation, and SiLU behind it, of channels_last maps; see ``fastdiff_kernels.group_norm``."""
+
+    def __init__(self, groups: int, channels: int, *, eps: float = 1e-5, silu: bool = True) -> None:
+        super().__init__()
+        self.groups, self.eps, self.silu = groups, eps, silu
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(
+        self, x: Tensor, *, shift: Tensor | None = None, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise ``x + shift + residual``; return the result and ``x``, with a residual the sum instead of ``x``."""
+        x, residual = in_order(x), None if residual is None else in_order(residual)
+        out = group_norm(
+            x, self.groups, self.weight, self.bias, eps=self.eps, silu=self.silu, shift=shift, residual=residual
+        )
+        return out if isinstance(out, tuple) else (out, x)
+
+
+class ResBlock(nn.Module):
+    """Two convolutions, with the time between them, around a shortcut."""
+
+    def __init__(self, channels: int, out_channels: int, time_dim: int, groups: int) -> None:
+        super().__init__()
+        self.norm1 = GroupNorm(groups, channels)
+        self.conv1 = Conv2d(channels, out_channels, kernel_size=3, padding=1)
+        self.time_emb_proj = nn.Linear(time_dim, out_channels)
+        self.norm2 = GroupNorm(groups, out_channels)
+        self.conv2 = Conv2d(out_channels, out_channels, kernel_size=3, padding=1)
+        changes = channels != out_channels
+        self.conv_shortcut = Conv2d(channels, out_channels, kernel_size=1) if changes else None
+
+    def forward(self, branch: Tensor, base: Tensor | None, time: Tensor) -> tuple[Tensor, Tensor]:
+        """The block on ``x = branch + base``.
+
+        Args:
+            branch: ``[B, C, H, W]``.
+            base: like ``branch``, or None.
+            time: ``[B, D]`` embedding, after its SiLU.
+
+        Returns:
+            Branch and base of the output, ``[B, C_out, H, W]``; without a change of channels this base is ``x``.
+        """
+        out, x = self.norm1(branch, residual=base)
+        out, _ = self.norm2(self.conv1(out), shift=self.time_emb_proj(time))
+        return self.conv2(out), x if self.conv_shortcut is None else self.conv_shortcut(x)
+
+    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
+        """Both of its norms, which run alike; see ``fastdiff_kernels.dispatch.Explains``."""
+        yield block_choice(self, "group_norm", example)
+
+
+class Transformer(nn.Module):
+    """Transformer blocks over the positions of a map, around a shortcut.
+
+    Args:
+        channels: of the map.
+        heads: of every attention.
+        layers: transformer blocks.
+        length: positions of the map that ``choices`` is asked about.
+        context_dim: width of the text embeddings.
+        groups: of the norm.
+        linear: linear layers instead of 1x1 convolutions around the transformer blocks.
+        attention: implementation of attention.
+        recompute: recompute each transformer block in the backward pass.
+    """
+
+    def __init__(
+        self, channels: int, heads: int, layers: int, length: int, *, context_dim: int, groups: int, linear: bool,
+        attention: AttentionBackend, recompute: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.linear, self.recompute = linear, recompute
+        self.norm = GroupNorm(groups, channels, eps=_TRANSFORMER_NORM_EPS, silu=False)
+        self.proj_in = _projection(channels, linear)
+        self.transformer_blocks = nn.ModuleList(
+            TransformerBlock(channels, heads, length, context_dim, attention) for _ in range(layers)
+        )
+        self.proj_out = _projection(channels, linear)
+
+    def forward(self, branch: Tensor, base: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        """Branch and base of the output, both ``[B, C, H, W]``; this base is ``branch + base``, what came in."""
+        out, x = self.norm(branch, residual=base)
+        size = x.shape[2:]
+        tokens = self.proj_in(_tokens(out)) if self.linear else _tokens(self.proj_in(out))
+        for block in self.transformer_blocks:
+            tokens = run_block(block, tokens, context, recompute=self.recompute)
+        return (_map(self.proj_out(tokens), size) if self.linear else self.proj_out(_map(tokens, size))), x
+
+    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
+        """Its norm; see ``fastdiff_kernels.dispatch.Explains``."""
+        yield dispatch.choice("group_norm", example)
+
+
+def _projection(channels: int, linear: bool) -> nn.Module:
+    return nn.Linear(channels, channels) if linear else Conv2d(channels, channels, kernel_size=1)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """``[B, C, H, W] -> [B, H * W, C]``, a view."""
+    return x.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def _map(tokens: Tensor, size: torch.Size) -> Tensor:
+    """``[B, H * W, C] -> [B, C, H, W]``, a view."""
+    return tokens.view(tokens.shape[0], *size, -1).permute(0, 3, 1, 2)
+
+
+class TransformerBlock(nn.Module):
+    """Self-attention, attention to the text and a gated feed-forward layer, each around a shortcut."""
+
+    def __init__(self, width: int, heads: int, length: int, context_dim: int, attention: AttentionBackend) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attn1 = Attention(width, width, heads, (length, length), attention)
+        self.norm2 = nn.LayerNorm(width)
+        self.attn2 = Attention(width, context_dim, heads, (length, CAPTION_TOKENS), attention)
+        self.norm3 = nn.LayerNorm(width)
+        self.ff = FeedForward(width)
+
+    def forward(self, tokens: Tensor, context: Tensor) -> Tensor:
+        """``tokens [B, T, C], context [B, L, D] -> [B, T, C]``."""
+        normed = self.norm1(tokens)
+        tokens = tokens + self.attn1(normed, normed)
+        tokens = tokens + self.attn2(self.norm2(tokens), context)
+        return cast(Tensor, tokens + self.ff(self.norm3(tokens)))
+
+
+class Attention(nn.Module):
+    """Multi-head attention of tokens to a context, without biases before it."""
+
+    def __init__(
+        self, width: int, context_dim: int, heads: int, lengths: tuple[int, int], backend: AttentionBackend
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.lengths, self.backend = heads, width // heads, lengths, backend
+        self.to_q = nn.Linear(width, width, bias=False)
+        self.to_k = nn.Linear(context_dim, width, bias=False)
+        self.to_v = nn.Linear(context_dim, width, bias=False)
+        # What diffusers has second is a dropout; it has no weights.
+        self.to_out = nn.ModuleList([nn.Linear(width, width)])
+
+    def forward(self, tokens: Tensor, context: Tensor) -> Tensor:
+        """``tokens [B, T, C], context [B, L, D] -> [B, T, C]``."""
+        query, key, value = (
+            projected.view(*projected.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+            for projected in (self.to_q(tokens), self.to_k(context), self.to_v(context))
+        )
+        mixed = attention_op.attention(query, key, value, backend=self.backend)
+        return cast(Tensor, self.to_out[0](mixed.transpose(1, 2).flatten(2)))
+
+    def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
+        """Its attention; see ``fastdiff_kernels.dispatch.Explains``."""
+        yield attention_op.choice(self.head_dim, *self.lengths, example, self.backend)
+
+
+class FeedForward(nn.Module):
+    """GEGLU (Shazeer 2020, arXiv:2002.05202, eq. 6) and a linear layer back to the width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = _MLP_RATIO * width
+        self.net = nn.ModuleList([GEGLU(width, inner), nn.Identity(), nn.Linear(inner, width)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[B, T, C] -> [B, T, C]``."""
+        return cast(Tensor, self.net[2](self.net[0](tokens)))
+
+
+class GEGLU(nn.Module):
+    """A linear layer whose second half, through GELU, multiplies the first."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 2 * inner)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[B, T, C] -> [B, T, inner]``."""
+        value, gate = self.proj(tokens).chunk(2, dim=-1)
+        return cast(Tensor, value * F.gelu(gate))
+
+
+class Downsample(nn.Module):
+    """Half the height and width by a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = Conv2d(channels, channels, kernel_size=3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, C, H, W] -> [B, C, H / 2, W / 2]``."""
+        return cast(Tensor, self.conv(x))
+
+
+class Upsample(nn.Module):
+    """Twice the height and width, each value four times, and a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = Conv2d(channels, channels, kernel_size=3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, C, H, W] -> [B, C, 2H, 2W]``."""
+        return cast(Tensor, self.conv(doubled(x)))
+
+
+class TimestepEmbedding(nn.Module):
+    """A two-layer SiLU MLP of features: ``[B, F] -> [B, D]``."""
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(features, width)
+        self.linear_2 = nn.Linear(width, width)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """``[B, F] -> [B, D]``, both in the dtype of the weights."""
+        return cast(Tensor, self.linear_2(F.silu(self.linear_1(features))))

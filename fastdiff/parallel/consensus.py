@@ -1,0 +1,88 @@
+"""What all ranks must know at the same step: that one was asked to stop, that a save failed, what the loss was.
+
+One all-reduce of four numbers per step, on the device, queued before the optimizer step and read after it: the
+optimizer step waits for the gradients anyway, to read its one flag, and these numbers are there by then. Every rank
+acts on the same numbers at the same boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from fastdiff.parallel.preemption import StopRequest
+from fastdiff.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlags:
+    """The sum of all ranks' votes of one step."""
+
+    stop: bool = False
+    """A rank was asked to stop."""
+    failed_save: bool = False
+    """A rank could not write its part of the save that ran beside the steps."""
+    loss_sum: float = 0.0
+    """Sum of the finite losses of the step, over all samples."""
+    loss_count: float = 0.0
+    """Their number."""
+
+
+class Consensus:
+    """The votes of this rank.
+
+    Args:
+        world: the ranks.
+        stop: requests that reached this rank; None: none ever will.
+    """
+
+    def __init__(self, world: World, stop: StopRequest | None = None) -> None:
+        self._world = world
+        self._stop = stop
+        self._votes = torch.zeros(4, dtype=torch.float64)
+        self._work: torch.distributed.Work | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """What asked this rank to stop; None if nothing did."""
+        return None if self._stop is None else self._stop.reason
+
+    def cast(self, losses: Iterable[Tensor], *, failed_save: bool) -> None:
+        """Start adding up the votes of the ranks, without waiting.
+
+        Args:
+            losses: ``[micro]`` each, of the micro-batches of this step.
+            failed_save: this rank could not write its part of a save.
+        """
+        flags = torch.tensor([self.reason is not None, failed_save], dtype=torch.float64)
+        every = torch.cat([micro.detach() for micro in losses])
+        finite = torch.isfinite(every)
+        loss = torch.stack([torch.where(finite, every, 0.0).sum(dtype=torch.float64), finite.sum().double()])
+        self._votes = torch.cat([flags.to(self._world.device, non_blocking=True), loss])
+        if self._world.size > 1:
+            self._work = torch.distributed.all_reduce(self._votes, async_op=True)
+        if self._votes.is_cuda:
+            self._copy_to_host()
+
+    def tally(self) -> StepFlags:
+        """Wait for what ``cast`` started, and return it; the same on every rank."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+        stop, failed_save, loss_sum, loss_count = self._votes.tolist()
+        return StepFlags(stop > 0, failed_save > 0, loss_sum, loss_count)
+
+    def _copy_to_host(self) -> None:
+        """Queue the copy now: one that is asked for after the optimizer step would wait for that step's kernels."""
+        if self._work is not None:
+            self._work.wait()  # of the stream, not of this thread
+        on_host = torch.empty(self._votes.shape, dtype=self._votes.dtype, pin_memory=True)
+        self._votes = on_host.copy_(self._votes, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()

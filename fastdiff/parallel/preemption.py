@@ -1,0 +1,168 @@
+"""How a run is asked to stop: save at the next step, exit with 75, and the same command goes on.
+
+Schedulers announce a preemption by a signal, to whatever process they know: a rank, a launcher, a batch script. One
+rank that hears of it is enough (``votes``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from fastdiff.errors import Preempted, report
+from fastdiff.parallel.heartbeat import Heartbeat, note_failure
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
+_LAUNCHERS = (b"deepspeed", b"fastdiff", b"torchrun")
+"""In the command line of whoever starts ranks; in a container it may be process 1."""
+NOTICE_S = 25.0
+"""What schedulers give at least between a signal and the kill."""
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by what."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        """What asked; None: nothing did."""
+        self.answered = False
+        """Whether what was to be saved is saved."""
+        self._heart: Heartbeat | None = None
+        self._lock = threading.Lock()
+
+    def arm(self, heart: Heartbeat) -> None:
+        """From now on requests wait for the next step, as long as ``heart`` beats: there is something to save."""
+        with self._lock:
+            self._heart = heart
+
+    def disarm(self) -> None:
+        """From now on requests end the process at once, also one that came before: there is nothing new to save."""
+        with self._lock:
+            self._heart = None
+            if self.reason is not None:
+                self._exit("after a spike of the loss")
+
+    def make(self, reason: str) -> None:
+        """Ask to stop: at the next step or, if there is nothing to save, now. From any thread."""
+        with self._lock:
+            asked, self.reason = self.reason is not None, self.reason or reason
+            if self._heart is None:
+                self._exit("before the first step")
+        if not asked:
+            threading.Thread(target=self._give_up, name="notice", daemon=True).start()
+
+    def _give_up(self) -> None:
+        """End a rank that waits for others that will never come: a collective of NCCL does not notice."""
+        while self._heart is not None and not self.answered:
+            left_s = self._heart.at_s + NOTICE_S - time.monotonic()
+            if left_s <= 0:
+                note_failure(Preempted.exit_code, f"nothing moved for {NOTICE_S:.0f} s after {self.reason}")
+                self._exit(f"in a step that does not end ({NOTICE_S:.0f} s)")
+            time.sleep(left_s)
+
+    def _exit(self, when: str) -> NoReturn:
+        # The main thread may be in a collective with a rank that will never come: it cannot be asked.
+        error = Preempted(f"{self.reason} {when}, nothing saved; the same command goes on", everywhere=False)
+        os._exit(report(error))
+
+
+@contextlib.contextmanager
+def listening(request: StopRequest | None = None) -> Iterator[StopRequest]:
+    """Turn SIGTERM, SIGUSR1 and the end of the launcher into a request to stop; from the main thread.
+
+    Signals are taken from the wakeup descriptor by a thread of its own, because Python's handlers run in the main
+    thread and not while it waits in a collective. Without a launcher (RANK is not set) there is none to end: a command
+    in the background may outlive its shell.
+    """
+    request = request or StopRequest()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = {number: signal.signal(number, _let_the_thread_see_it) for number in SIGNALS}
+    descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    ended = threading.Event()
+    threads = [threading.Thread(target=_take_signals, args=(reader, request), name="signals", daemon=True)]
+    if "RANK" in os.environ:
+        _set_parent_death_signal(signal.SIGTERM)
+        links = (_launcher(), request, ended)
+        threads.append(threading.Thread(target=_watch_launcher, args=links, name="launcher", daemon=True))
+    for thread in threads:
+        thread.start()
+    try:
+        yield request
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(descriptor)
+        for number, handler in before.items():
+            # Those who ask to stop ask again: by then this process is at its end, and its exit code is to tell why.
+            signal.signal(number, handler if request.reason is None else signal.SIG_IGN)
+        os.close(writer)  # the thread reads the end of the pipe
+        for thread in threads:
+            thread.join()
+        os.close(reader)
+
+
+def _let_the_thread_see_it(number: int, frame: object) -> None:
+    """Do nothing here: only a signal with a handler is written to the wakeup descriptor."""
+
+
+def _take_signals(reader: int, request: StopRequest) -> None:
+    while numbers := os.read(reader, 16):
+        for number in numbers:
+            if number in SIGNALS:
+                request.make(signal.Signals(number).name)
+
+
+def _set_parent_death_signal(number: int) -> None:
+    """Ask the kernel for a signal when the process that started this one ends, however it does (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _launcher() -> list[tuple[int, int]]:
+    """Return (process, its parent) of this process and of the parent, where that is DeepSpeed's launcher.
+
+    The ``deepspeed`` command starts a launcher of its own, which starts the ranks; it passes no signal on to it.
+    """
+    links = [(os.getpid(), os.getppid())]
+    if b"deepspeed.launcher.launch" in _command(os.getppid()):
+        links.append((os.getppid(), _parent(os.getppid())))
+    return links
+
+
+def _watch_launcher(links: list[tuple[int, int]], request: StopRequest, ended: threading.Event) -> None:
+    while not any(_lost(process, parent) for process, parent in links):
+        if ended.wait(_POLL_S):
+            return
+    request.make("the launcher ended")
+
+
+def _lost(process: int, parent: int) -> bool:
+    """Whether a process has another parent than it had, or had lost it before anybody looked."""
+    if parent == 1 and not any(word in _command(1) for word in _LAUNCHERS):
+        return True
+    return _parent(process) != parent
+
+
+def _parent(process: int) -> int:
+    """Return the parent of a process; 0 if it is gone."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return 0
+    return int(status.rpartition(")")[2].split()[1])
+
+
+def _command(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""

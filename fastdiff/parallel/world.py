@@ -1,0 +1,159 @@
+"""The ranks of a run: who am I, and how do all ranks agree."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed
+
+from fastdiff.errors import FastdiffError, StorageError
+from fastdiff.parallel import rendezvous
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among the ``size`` processes of the run."""
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout_s: float = 1800.0
+    """Time-out of the process groups."""
+    group: torch.distributed.ProcessGroup | None = None
+    """Through which they talk; None: the default one. A thread beside the training needs one of its own."""
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes shared files."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order, on every rank."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            torch.distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add ``tensor`` over all ranks, in place."""
+        if self.size > 1:
+            torch.distributed.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def concatenate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, all of one shape, joined in rank order along the first dimension."""
+        if self.size == 1:
+            return tensor
+        joined = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
+        torch.distributed.all_gather_into_tensor(joined, tensor, group=self.group)
+        return joined
+
+    def new_cpu_group(self) -> torch.distributed.ProcessGroup:
+        """Return a new group of all ranks for tensors on the CPU; called by all ranks, in the same order."""
+        timeout = timedelta(seconds=self.timeout_s)
+        return torch.distributed.new_group(backend="gloo", timeout=timeout)  # type: ignore[no-any-return]
+
+    def agree(self, error: FastdiffError | None) -> None:
+        """Raise on every rank the first error that any rank has; return when none has one."""
+        found = next((e for e in self.gather(error) if e is not None), None)
+        if found is not None:
+            found.everywhere = True
+            raise found
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on rank 0 and return its value, or raise its error, on every rank."""
+        result: list[Any] = [None, None]
+        if self.is_first:
+            result[1], result[0] = attempt(action)
+        if self.size > 1:
+            torch.distributed.broadcast_object_list(result, src=0, group=self.group)
+        if result[0] is not None:
+            result[0].everywhere = True
+            raise result[0]
+        return result[1]  # type: ignore[no-any-return]
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, FastdiffError | None]:
+    """Return ``(value, None)`` or ``(None, error)``; an OSError becomes a StorageError."""
+    try:
+        return action(), None
+    except FastdiffError as error:
+        return None, error
+    except OSError as error:
+        return None, StorageError(f"{error.filename or 'storage'}: {error.strerror or error}")
+
+
+def start_world(timeout_s: float = 1800.0) -> World:
+    """Join the run that the launcher describes in the environment; alone, if there was no launcher.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Uses NCCL with CUDA devices and gloo without.
+    A second call in one process returns the same world. A collective that waits for ``timeout_s`` fails.
+
+    Raises:
+        ConfigError: on rank 0: the port is taken, or the host is unknown.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(free_port())
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    else:
+        _share_cores()
+    if not torch.distributed.is_initialized():
+        _record_collectives()
+        store = rendezvous.meet(rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
+        torch.distributed.init_process_group(
+            "nccl" if on_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    return World(rank=rank, size=size, device=device, timeout_s=timeout_s)
+
+
+def _record_collectives() -> None:
+    """Let NCCL keep its last collectives and write them to a file when one times out (PyTorch's flight recorder)."""
+    for name, value in (("TORCH_FR_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")):
+        os.environ.setdefault(name, value)
+    dump = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+    if dump:
+        Path(dump).parent.mkdir(parents=True, exist_ok=True)
+
+
+def world_size() -> int:
+    """Return the number of ranks that the launcher started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def stop_world() -> None:
+    """Leave the run; only after a run that ended well, because it waits for the other ranks."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _share_cores() -> None:
+    """Give each rank its share of the cores: ranks that each take all of them slow one another down."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        local_size = int(os.environ.get("LOCAL_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))

@@ -1,0 +1,167 @@
+"""What each image of a large set of samples shows: its class, its prompt, or the small image that it enlarges."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fastdiff.batch import Condition
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.data.shards.format import canonical_json
+from fastdiff.errors import ConfigError, require
+from fastdiff.files import file_digest
+from fastdiff.models.load import null_label
+from fastdiff.sampling.npz import read_npz
+from fastdiff.sampling.run import Run
+from fastdiff.sampling.solvers import uniform_labels
+
+_LONGEST = 1000
+"""Characters of a list that a plan holds as it is."""
+_PER_CLASS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What the images shall show; the fields are the options of ``fastdiff sample``."""
+
+    num: int | None = None
+    """Number of images; None: as many as the others ask for."""
+    classes: Sequence[int] | None = None
+    """None: all."""
+    per_class: int | None = None
+    """None: with ``num`` each image's class is drawn, without it 8."""
+    prompts: Sequence[str] = ()
+    negative: str | None = None
+    per_prompt: int = 4
+    low_res: Path | None = None
+    """npz of the images to enlarge."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """What N images show."""
+
+    count: int
+    """N."""
+    of: Callable[[range], Condition]
+    """The inputs of the model, of the images with these numbers, ``[n, ...]`` each on the CPU."""
+    null: Condition
+    """One sample of each input that guidance replaces."""
+    labels: npt.NDArray[np.int64] | None
+    """``[N]`` classes; None: the images have none."""
+    plan: dict[str, Any]
+    """JSON values that decide all of this."""
+
+
+def conditions(run: Run, wish: Wish, seed: int) -> Conditions:
+    """Decide what the images show.
+
+    Args:
+        run: whose model draws them.
+        wish: what they shall show.
+        seed: decides the classes that are drawn.
+
+    Raises:
+        ConfigError: the model cannot be asked for that, or the number of images is not given.
+        DataError: the npz of small images cannot be read.
+    """
+    if isinstance(run.config.model, UNetConfig):
+        return _of_prompts(run, wish)
+    require(not wish.prompts, f"{run.folder} was trained with classes, not captions; use --classes")
+    require(
+        wish.num is None or wish.per_class is None, "--num and --per-class both say how many images to draw; give one"
+    )
+    if wish.low_res is not None or run.model.low_res_size:
+        return _of_small_images(run, wish)
+    run.check_classes(wish.classes or ())
+    known = run.known_classes
+    if not known:
+        require(wish.per_class is None, f"--per-class: {run.folder} was trained with no classes; use --num")
+        require(
+            wish.num is not None, f"{run.folder} was trained with no classes: say with --num how many images to draw"
+        )
+        return _of_labels(run, wish.num or 0, None, "none")
+    chosen = torch.tensor(wish.classes) if wish.classes else torch.arange(known)
+    of_which = _shortly(list(wish.classes)) if wish.classes else f"all {known}"
+    if wish.num is None:
+        each = wish.per_class or _PER_CLASS
+        return _of_labels(run, each * len(chosen), chosen.repeat(each), f"{each} of each class of {of_which}")
+    drawn = chosen[uniform_labels(seed, range(wish.num), len(chosen))]
+    return _of_labels(run, wish.num, drawn, f"drawn from {of_which}")
+
+
+def _of_labels(run: Run, count: int, labels: Tensor | None, how: str) -> Conditions:
+    null = null_label(run.config)
+
+    def of(index: range) -> Condition:
+        return {"label": null.expand(len(index)) if labels is None else labels[index.start : index.stop]}
+
+    return Conditions(
+        count=count,
+        of=of,
+        null={"label": null},
+        labels=None if labels is None else labels.numpy(),
+        plan={"images": count, "classes": how},
+    )
+
+
+def _of_small_images(run: Run, wish: Wish) -> Conditions:
+    side = run.model.low_res_size
+    if wish.low_res is None:
+        raise ConfigError(
+            f"{run.folder} was trained to enlarge images of {side} x {side}; give them with --low-res NPZ"
+        )
+    require(side > 0, f"--low-res: {run.folder} was not trained to enlarge images; leave it out")
+    require(
+        wish.classes is None and wish.per_class is None,
+        f"--classes and --per-class do not go with --low-res: the classes are those in {wish.low_res}",
+    )
+    small, labels = read_npz(wish.low_res)
+    expected = side, side, run.config.model.channels
+    require(
+        small.shape[1:] == expected, f"{wish.low_res} has images of {small.shape[1:]}, the model enlarges {expected}"
+    )
+    count = len(small) if wish.num is None else wish.num
+    require(count <= len(small), f"--num {count}: {wish.low_res} has {len(small)} images; leave it out")
+    known = run.known_classes
+    if known and labels is None:
+        raise ConfigError(f"{wish.low_res} has no labels (arr_1), and the model was trained with {known} classes")
+    if known and labels is not None and (labels.min() < 0 or labels.max() >= known):
+        raise ConfigError(f"{wish.low_res} has labels from {labels.min()} to {labels.max()}, the model 0-{known - 1}")
+    given = torch.from_numpy(labels[:count]) if known and labels is not None else None
+    found = _of_labels(run, count, given, "of the small images" if known else "none")
+
+    def of(index: range) -> Condition:
+        pixels = torch.from_numpy(small[index.start : index.stop]).permute(0, 3, 1, 2)
+        return {**found.of(index), "low_res": pixels.float() / 127.5 - 1}
+
+    return replace(found, of=of, plan={**found.plan, "low_res": file_digest(wish.low_res)})
+
+
+def _of_prompts(run: Run, wish: Wish) -> Conditions:
+    require(bool(wish.prompts), f"{run.folder} was trained with captions; say what to draw with --prompt")
+    for flag, value in (("num", wish.num), ("low-res", wish.low_res)):
+        require(value is None, f"--{flag} is not for models of text; say with --per-prompt how many images to draw")
+    embedded, null = run.embedded(wish.prompts, negative=wish.negative)
+
+    def of(index: range) -> Condition:
+        chosen = torch.tensor(index) % len(wish.prompts)
+        return {name: value[chosen] for name, value in embedded.items()}
+
+    count = wish.per_prompt * len(wish.prompts)
+    plan = {"images": count, "prompts": _shortly(list(wish.prompts)), "negative_prompt": wish.negative}
+    return Conditions(count=count, of=of, null=null, labels=None, plan=plan)
+
+
+def _shortly(values: list[Any]) -> Any:
+    """A list as a plan holds it: a long one as its digest."""
+    text = canonical_json(values)
+    return values if len(text) <= _LONGEST else f"{len(values)} of sha256 {hashlib.sha256(text).hexdigest()}"

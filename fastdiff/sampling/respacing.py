@@ -1,0 +1,112 @@
+"""Which noise levels sampling visits, of those that the training knew: all lists ascend in noise.
+
+* ``trailing``: evenly, from the noisiest level on (Lin et al. 2023, arXiv:2305.08891, table 2). The usual one.
+* ``spaced``: the texts of improved-diffusion and DiT (Nichol & Dhariwal 2021, arXiv:2102.09672, section 4).
+* ``flow_shares`` and ``karras_sigmas``: the same for processes whose time has no steps.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate, repeat
+
+import torch
+from torch import Tensor
+
+from fastdiff.diffusion import densities
+from fastdiff.errors import ConfigError
+
+SIGMA_MIN, SIGMA_MAX, _RHO = 0.002, 80.0, 7
+"""Ends and curvature of the sigmas of EDM (Karras et al. 2022, arXiv:2206.00364, table 1)."""
+
+
+def trailing(timesteps: int, steps: int) -> list[int]:
+    """``steps`` of ``timesteps`` levels, the last of which is ``timesteps - 1``.
+
+    Raises:
+        ConfigError: ``steps`` is not in 1 to ``timesteps``.
+    """
+    if not 1 <= steps <= timesteps:
+        raise ConfigError(f"{steps} sampling steps; choose 1 to {timesteps}, the levels of the training")
+    return [-(-timesteps * k // steps) - 1 for k in range(1, steps + 1)]
+
+
+def spaced(timesteps: int, text: str) -> list[int]:
+    """The levels that improved-diffusion's ``timestep_respacing`` chooses, to the last one.
+
+    Args:
+        timesteps: levels of the training.
+        text: ``250`` takes that many levels evenly, the first and the last among them; ``10,15,20`` so many of each
+            third; ``ddim50`` every 20th of 1000, from the first on (Song et al. 2021, arXiv:2010.02502).
+
+    Raises:
+        ConfigError: another text, more levels than there are, or no whole stride that gives so many.
+    """
+    number = text.removeprefix("ddim")
+    if number != text and number.isdecimal():
+        return _strided(timesteps, int(number))
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise ConfigError(
+            f"--respacing {text}: expected a number of steps as 250, numbers for equal sections as 10,15,20, or a "
+            "whole stride as ddim50"
+        )
+    counts = [int(part) for part in text.split(",")]
+    if not any(counts):
+        raise ConfigError(f"--respacing {text}: no steps at all; expected at least 1")
+    size, longer = divmod(timesteps, len(counts))
+    chosen: list[int] = []
+    start = 0
+    for i, count in enumerate(counts):
+        end = start + size + (i < longer)
+        if count > end - start:
+            raise ConfigError(
+                f"--respacing {text}: {count} steps from levels {start} to {end - 1}; choose at most {end - start}, "
+                "which the training has there"
+            )
+        chosen += _section(start, end - 1, count)
+        start = end
+    return chosen
+
+
+def flow_shares(steps: int, shift: float) -> Tensor:
+    """``[steps]`` float64 shares of the way to pure noise, evenly up to 1 and then shifted as in the training.
+
+    Raises:
+        ConfigError: no steps.
+    """
+    return densities.shift(torch.arange(1, _some(steps) + 1, dtype=torch.float64) / steps, shift)
+
+
+def karras_sigmas(steps: int) -> Tensor:
+    """``[steps]`` float64 from 0.002 (of one step: 80) to 80 (Karras et al. 2022, eq. 5).
+
+    Raises:
+        ConfigError: no steps.
+    """
+    share = torch.arange(_some(steps), dtype=torch.float64) / max(1, steps - 1)
+    most, least = math.pow(SIGMA_MAX, 1 / _RHO), math.pow(SIGMA_MIN, 1 / _RHO)
+    return ((most + share * (least - most)) ** _RHO).flip(0)
+
+
+def _some(steps: int) -> int:
+    if steps < 1:
+        raise ConfigError(f"{steps} sampling steps; choose 1 or more")
+    return steps
+
+
+def _section(first: int, last: int, count: int) -> list[int]:
+    """``count`` levels evenly from ``first`` to ``last``; one: the first."""
+    stride = (last - first) / (count - 1) if count > 1 else 1.0
+    # A running sum, as there: a product would be rounded another way now and then.
+    return [first + round(offset) for offset in accumulate(repeat(stride, count - 1), initial=0.0)] if count else []
+
+
+def _strided(timesteps: int, count: int) -> list[int]:
+    for stride in range(1, timesteps):
+        levels = list(range(0, timesteps, stride))
+        if len(levels) == count:
+            return levels
+    raise ConfigError(
+        f"--respacing ddim{count}: no whole stride takes {count} of {timesteps} levels; use --respacing {count}, or a "
+        f"divisor of {timesteps}"
+    )

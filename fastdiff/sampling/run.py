@@ -1,0 +1,289 @@
+"""A finished (or running) run, opened for sampling and evaluation by one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fastdiff.batch import Condition
+from fastdiff.checkpoint.manifest import committed, digest_of, step_of, verify
+from fastdiff.checkpoint.reader import Checkpoint, snapshot_folder
+from fastdiff.checkpoint.weights import select
+from fastdiff.config.config_file import from_mapping
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.run_record import require_run
+from fastdiff.errors import ConfigError, StorageError
+from fastdiff.models.load import build_network, check_base, null_label, pretrained
+from fastdiff.sampling.image_grid import image_grid
+from fastdiff.sampling.pixels import IDENTITY, autoencoder_of
+from fastdiff.sampling.solvers import SchedulerName, grid_classes, sample
+
+CLASS_CFG, PROMPT_CFG = 1.5, 7.5
+"""Usual scales of classifier-free guidance."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawing:
+    """How images are drawn; the fields are those of ``fastdiff.sampling.solvers.sample``."""
+
+    scheduler: SchedulerName = "ddim"
+    steps: int = 50
+    respacing: str | None = None
+    cfg: float | None = None
+    """None: what is usual for the kind of model, and none for one that has not learned to do without its condition."""
+    cfg_channels: int | None = None
+    clip: bool | None = None
+    """None: for models of pixels; of a set of samples, where identity decodes it."""
+    seed: int = 0
+
+
+class Run:
+    """A checkpoint of a run: the newest intact one, or that of a step.
+
+    Args:
+        folder: ``runs/NAME``.
+        ema: decay rate of the average to use.
+        ema_std: relative width of the power-function average to use, its own or made from its snapshots. Without
+            ``ema`` and ``ema_std`` the run's first average, or its weights if it has none.
+        step: None: the newest.
+        device: where the model computes; None: the first GPU, or the CPU.
+
+    Raises:
+        ConfigError: no run, checkpoint or such average in ``folder``, or other weights than its LoRA was trained on.
+        StorageError: there are checkpoints, and none is intact.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ema: float | None = None,
+        ema_std: float | None = None,
+        *,
+        step: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        saved = open_saved(folder, step)
+        self.folder = folder
+        self.config = config_of(saved)
+        self.step = int(saved.manifest["progress"]["steps"])
+        self.digest = digest_of(saved.manifest)
+        """Sha256 that decides the configuration and every weight of the checkpoint."""
+        self.classes: int | None = saved.manifest["classes"]
+        """Number of classes of the data; None: they had none."""
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        check_base(self.config, saved.manifest.get("base"))
+        # What is forced for the training may not run on this machine.
+        anywhere = replace(self.config, performance=replace(self.config.performance, attention="auto"))
+        chosen = select(saved, rate=ema, std=ema_std)
+        self.description = f"step {self.step}, {chosen.description}"
+        """Which weights are used, for messages."""
+        weights = {name: chosen.read(name) for name in saved.manifest["parameters"]}
+        self.model = build_network(anywhere, weights).to(device).eval()
+
+    @property
+    def known_classes(self) -> int:
+        """Number of classes that the model can be asked for; 0: none."""
+        return 0 if isinstance(self.config.model, UNetConfig) or not self.config.model.classes else self.classes or 0
+
+    def check_classes(self, classes: Sequence[int]) -> None:
+        """Refuse classes that the model was not trained with; ConfigError."""
+        known = self.known_classes
+        wrong = [c for c in classes if not 0 <= c < known]
+        if wrong:
+            has = f"classes 0-{known - 1}" if known else "no classes"
+            raise ConfigError(f"--classes {wrong}: the model was trained with {has}")
+
+    def draw(
+        self, labels: Tensor, *, scheduler: SchedulerName, steps: int, cfg: float, seed: int, progress: bool
+    ) -> Tensor:
+        """Return ``[N, C, H, W]`` fp32 latents on the CPU, one per label (``[N]`` int64)."""
+        drawing = Drawing(scheduler=scheduler, steps=steps, cfg=cfg, seed=seed)
+        return self.sample({"label": labels}, {"label": null_label(self.config)}, drawing, progress=progress)
+
+    def draw_classes(self, path: Path, classes: Sequence[int] | None, *, per_class: int, drawing: Drawing) -> None:
+        """Write a PNG with one column per class.
+
+        Raises:
+            ConfigError: the model was not trained with these classes, or with prompts instead.
+        """
+        if isinstance(self.config.model, UNetConfig):
+            raise ConfigError(f"{self.folder} was trained with captions; say what to draw with --prompt")
+        if self.model.low_res_size:
+            raise ConfigError(f"{self.folder} was trained to enlarge images; give them with --low-res, and --npz")
+        self.check_classes(classes or ())
+        columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.known_classes or None)
+        condition = {"label": columns.repeat(per_class)}
+        latents = self.sample(condition, {"label": null_label(self.config)}, drawing)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image_grid(latents, rows=per_class).save(path)
+
+    def draw_prompts(
+        self, path: Path, prompts: Sequence[str], *, negative: str | None, per_prompt: int, drawing: Drawing
+    ) -> None:
+        """Write a PNG with one column per prompt, decoded by the autoencoder of the run's pipeline.
+
+        Raises:
+            ConfigError: the model was trained with classes, or without a pipeline.
+        """
+        from fastdiff.sampling.text import decode, repeated, save_grid
+
+        condition, null = self.embedded(prompts, negative=negative)
+        latents = self.sample(repeated(condition, per_prompt), null, drawing)
+        pixels = decode(pretrained(self.config).vae(self.device), latents)
+        save_grid(path, pixels, rows=per_prompt)
+
+    def embedded(self, prompts: Sequence[str], *, negative: str | None) -> tuple[Condition, Condition]:
+        """Return the condition of the prompts, ``[N, ...]`` each, and what guidance starts from; on the CPU.
+
+        Raises:
+            ConfigError: the model was trained with classes, or without a pipeline.
+        """
+        from fastdiff.sampling.text import encode_prompts
+
+        if not isinstance(self.config.model, UNetConfig):
+            raise ConfigError(f"{self.folder} was trained with classes, not captions; use --classes")
+        if not self.config.pretrained.path:
+            raise ConfigError(f"{self.folder} was trained without --pretrained.path: nothing embeds its prompts")
+        return encode_prompts(pretrained(self.config), prompts, self.config.model, negative=negative)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return next(self.model.parameters()).device
+
+    def decided(self, drawing: Drawing) -> Drawing:
+        """Return ``drawing`` with what is None decided, as far as it counts.
+
+        Raises:
+            ConfigError: guidance towards classes, and there are none, or it has not been learned to do without them;
+                channels to guide, and no guidance.
+        """
+        usual = PROMPT_CFG
+        if not isinstance(self.config.model, UNetConfig):
+            dropped = bool(self.config.objective.condition_dropout)
+            usual = CLASS_CFG if self.known_classes and dropped else 1.0
+            if not self.known_classes and drawing.cfg not in (None, 1.0):
+                raise ConfigError(f"--cfg {drawing.cfg:g}: {self.folder} has no classes to guide to; leave it out")
+            # Weights that a fine-tuning started from may have learned it before.
+            if not (dropped or self.config.pretrained.weights) and drawing.cfg not in (None, 1.0):
+                raise ConfigError(
+                    f"--cfg {drawing.cfg:g}: {self.folder} was trained with --objective.condition_dropout 0, so that "
+                    "it has not learned images without a class, from which guidance starts; leave --cfg out, or train "
+                    "with --objective.condition_dropout 0.1"
+                )
+        cfg = usual if drawing.cfg is None else drawing.cfg
+        if drawing.cfg_channels is not None and cfg == 1.0:
+            raise ConfigError(
+                f"--cfg-channels {drawing.cfg_channels}: there is no guidance with --cfg 1"
+                f"{', the default of this model' if drawing.cfg is None else ''}; give another --cfg, or leave "
+                "--cfg-channels out"
+            )
+        clip = autoencoder_of(self.config) == IDENTITY if drawing.clip is None else drawing.clip
+        return replace(drawing, cfg=cfg, clip=clip)
+
+    def sample(
+        self,
+        condition: Condition,
+        null: Condition,
+        drawing: Drawing,
+        *,
+        first_index: int = 0,
+        batch: int | None = None,
+        progress: bool = True,
+    ) -> Tensor:
+        """Draw one image per entry of the condition.
+
+        Args:
+            condition: inputs of the model besides noisy latents and time, ``[N, ...]`` each.
+            null: the condition of nothing, one sample of each input that guidance replaces.
+            drawing: how.
+            first_index: number of the first image, where they are part of a larger set.
+            batch: images per forward pass; None: 256, of prompts 4.
+            progress: show a progress bar on standard error.
+
+        Returns:
+            ``[N, C, H, W]`` fp32 latents on the CPU.
+
+        Raises:
+            ConfigError: see ``decided`` and ``fastdiff.sampling.solvers.sample``.
+        """
+        model, drawing = self.config.model, self.decided(drawing)
+        return sample(
+            self.model,
+            self.config.objective,
+            {name: value.to(self.device) for name, value in condition.items()},
+            shape=(model.channels, model.size, model.size),
+            null=null,
+            scheduler=drawing.scheduler,
+            steps=drawing.steps,
+            respacing=drawing.respacing,
+            shift=self.config.timesteps.shift,
+            cfg=drawing.cfg,
+            cfg_channels=drawing.cfg_channels,
+            clip=bool(drawing.clip),
+            seed=drawing.seed,
+            batch=batch or (4 if isinstance(model, UNetConfig) else 256),
+            first_index=first_index,
+            progress=progress,
+        ).cpu()
+
+
+def open_saved(folder: Path, step: int | None = None, *, snapshots: bool = False) -> Checkpoint:
+    """Open the newest intact checkpoint of the run in ``folder``, or that of ``step``.
+
+    Args:
+        folder: ``runs/NAME``.
+        step: None: the newest.
+        snapshots: a snapshot of the averages of that step will do.
+
+    Raises:
+        ConfigError: no run, or no such checkpoint, in ``folder``.
+        StorageError: there are checkpoints, and none is intact.
+    """
+    require_run(folder)
+    checkpoints = folder / "checkpoints"
+    found = {step_of(path): path for path in committed(checkpoints)}
+    if step is None:
+        return _newest_intact(checkpoints, list(found.values()))
+    kept = {step_of(path): path for path in committed(snapshot_folder(folder))}
+    if step not in found and (step not in kept or not snapshots):
+        raise ConfigError(f"{folder}: {_missing(step, sorted(found), sorted(kept), snapshots=snapshots)}")
+    return _newest_intact(checkpoints, [found[step] if step in found else kept[step]])
+
+
+def config_of(saved: Checkpoint) -> RunConfig:
+    """The configuration that a checkpoint records."""
+    return from_mapping(saved.manifest["config"], str(saved.folder))
+
+
+def _missing(step: int, checkpoints: Sequence[int], kept: Sequence[int], *, snapshots: bool) -> str:
+    """Why a step cannot be opened, and which could be."""
+    there = ", ".join(map(str, checkpoints)) or "none"
+    if step in kept:
+        return (
+            f"step {step} is a snapshot, from which only --ema-std can make an average; a checkpoint, which has all "
+            f"weights, there is of the steps {there}"
+        )
+    if snapshots:
+        of = ", ".join(map(str, kept)) or "none"
+        return f"no checkpoint and no snapshot of step {step}; checkpoints: {there}; snapshots: {of}"
+    return f"no checkpoint of step {step}; there are {there}"
+
+
+def _newest_intact(checkpoints: Path, folders: Sequence[Path]) -> Checkpoint:
+    damage = []
+    for folder in folders:
+        found = verify(folder)
+        if not found:
+            return Checkpoint(folder)
+        tqdm.write(f"warning: passing over a damaged checkpoint: {found[0]}")
+        damage += found
+    if damage:
+        raise StorageError(f"{checkpoints}: no checkpoint is intact ({damage[0]}); restore one from a copy")
+    raise ConfigError(f"{checkpoints}: no checkpoint yet; the run must reach its first one")

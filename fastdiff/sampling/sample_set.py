@@ -1,0 +1,148 @@
+"""``fastdiff sample RUN --npz OUT``: a set of samples of any size, drawn by any number of processes.
+
+The images are drawn in batches of one size, whose borders depend on nothing but the number of images; rank r of W draws
+the batches r, r + W, ... So an image is computed by the same operations on the same numbers whoever draws it, and the
+file is the same, byte by byte, for every W and after every kill, on machines with the same hardware and libraries. The
+ranks neither wait for one another nor talk except through ``sample_parts.SampleParts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tqdm import tqdm
+
+from fastdiff.data.encoding.autoencoder import reproducible
+from fastdiff.data.encoding.options import Rank
+from fastdiff.errors import ConfigError
+from fastdiff.models.kernel_choice import DTYPES
+from fastdiff.sampling.conditions import Conditions, Wish, conditions
+from fastdiff.sampling.parts import SampleParts
+from fastdiff.sampling.pixels import IDENTITY, PixelDecoder
+from fastdiff.sampling.run import Drawing, Run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetOptions:
+    """Where the set goes, and how it is computed."""
+
+    out: Path
+    """The npz."""
+    batch: int = 64
+    """Images per forward pass; it decides how products of matrices round, and so belongs to what is drawn."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the model; the autoencoder has fp32."""
+    autoencoder: str | None = None
+    """See ``PixelDecoder``."""
+
+
+def draw_set(
+    run: Run,
+    wish: Wish,
+    drawing: Drawing,
+    options: SetOptions,
+    rank: Rank | None = None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Draw this rank's batches that are missing, and write the npz if no other is missing then.
+
+    Args:
+        run: opened on the rank's device.
+        wish: what is drawn.
+        drawing: how.
+        options: where to, the same on all ranks like all of these.
+        rank: which process this is; None: what the environment says.
+        say: told in one line what came of it.
+
+    Raises:
+        ConfigError: the model cannot draw that, or something else is in the way.
+        DataError: the images to enlarge cannot be read.
+        StorageError: what is drawn cannot be kept.
+    """
+    rank = rank or Rank.from_environment()
+    asked, drawing = drawing.clip, run.decided(drawing)
+    decoder = PixelDecoder(run.config, options.autoencoder, run.device)
+    if asked is None:  # whatever the data are said to be: these are drawn as pixels, or not
+        drawing = replace(drawing, clip=decoder.name == IDENTITY)
+    with reproducible():  # prompts are embedded
+        wished = conditions(run, wish, drawing.seed)
+    plan = _plan(run, wished, drawing, options, decoder)
+    shape = (wished.count, *decoder.shape)
+    parts = SampleParts(options.out, plan, shape, options.batch, wished.labels)
+    if parts.complete:
+        say(f"{options.out} is complete already")
+        return
+    run.model.to(DTYPES[options.precision])
+    with reproducible(), _enough_memory(options, run.device):
+        for batch in _missing(parts, rank):
+            parts.write(batch, _draw(run, wished, drawing, decoder, parts.images(batch), options))
+    if missing := parts.join():
+        say(
+            f"rank {rank.number}: its share is done; {missing} images are still missing, other ranks draw them; if "
+            "all have ended, run this command once more"
+        )
+    else:
+        say(f"{options.out}: {wished.count} images, {run.description}")
+
+
+def _plan(run: Run, wished: Conditions, drawing: Drawing, options: SetOptions, decoder: PixelDecoder) -> dict[str, Any]:
+    """Everything that decides the bytes, apart from versions and hardware."""
+    return {
+        "checkpoint": run.digest,
+        "weights": run.description,
+        **wished.plan,
+        **asdict(drawing),
+        "steps": drawing.steps if drawing.respacing is None else None,
+        "batch": options.batch,
+        "precision": options.precision,
+        "autoencoder": decoder.digest or decoder.name,
+    }
+
+
+def _missing(parts: SampleParts, rank: Rank) -> Iterator[int]:
+    """The batches of a rank that have not been drawn, under the first rank's progress bar over all images."""
+    hidden = None if rank.number == 0 else True
+    with tqdm(desc="sampling", total=parts.total, initial=parts.done(), unit="image", disable=hidden) as bar:
+        for batch in range(rank.number, parts.batches, rank.ranks):
+            if parts.has(batch):
+                continue
+            yield batch
+            if not bar.disable:
+                bar.update(parts.done() - bar.n)  # those of the other ranks too
+
+
+def _draw(
+    run: Run, wished: Conditions, drawing: Drawing, decoder: PixelDecoder, index: range, options: SetOptions
+) -> npt.NDArray[np.uint8]:
+    """``[n, H, W, C]``: the images of one batch."""
+    latents = run.sample(
+        wished.of(index), wished.null, drawing, first_index=index.start, batch=options.batch, progress=False
+    )
+    finite = latents.isfinite().flatten(1).all(1)
+    if not finite.all():
+        first = index.start + int((~finite).nonzero()[0])
+        raise ConfigError(
+            f"image {first} is not finite, with the weights of {run.description} in {options.precision}; use "
+            "--precision fp32, other weights (--ema, --step) or more steps",
+            everywhere=False,
+        )
+    return decoder(latents)
+
+
+@contextmanager
+def _enough_memory(options: SetOptions, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--batch {options.batch} needs more memory than {device} has ({str(error).splitlines()[0]}); delete "
+            f"{options.out}.parts and use a smaller --batch, or --precision bf16",
+            everywhere=False,
+        ) from None

@@ -1,0 +1,80 @@
+"""What lies around the network of a text-to-image model: prompts before it, pixels after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdiff.batch import Condition
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.sampling.image_grid import image_grid
+
+
+@torch.no_grad()
+def encode_prompts(
+    pipeline: Pretrained, prompts: Sequence[str], model: UNetConfig, *, negative: str | None = None
+) -> tuple[Condition, Condition]:
+    """Embed prompts in fp32 on the CPU; the text encoder is loaded for this and freed.
+
+    Args:
+        pipeline: whose text encoder is used.
+        prompts: N of them.
+        model: the network; decides the size of the images, which SDXL is told.
+        negative: what guidance leads away from; None: no caption.
+
+    Returns:
+        The condition, ``[N, ...]`` each, and what guidance starts from, one sample of each input.
+    """
+    encoder = pipeline.text()
+    condition = encoder(prompts)
+    null = encoder.null() if negative is None else {name: value[0] for name, value in encoder([negative]).items()}
+    if model.pooled_dim:
+        pixels = float(model.size * scale_factor(pipeline))
+        sizes = torch.tensor([pixels, pixels, 0.0, 0.0, pixels, pixels])
+        condition["time_ids"] = sizes.expand(len(prompts), -1)
+    return condition, null
+
+
+def repeated(condition: Condition, times: int) -> Condition:
+    """``[N, ...] -> [times * N, ...]``: row by row of a grid with one column per prompt."""
+    return {name: value.repeat(times, *(1 for _ in value.shape[1:])) for name, value in condition.items()}
+
+
+def scale_factor(pipeline: Pretrained) -> int:
+    """Pixels per latent pixel and side."""
+    return int(2 ** (len(pipeline.json("vae/config.json")["block_out_channels"]) - 1))
+
+
+@torch.no_grad()
+def decode(vae: Any, latents: Tensor) -> Tensor:
+    """Normalised latents to pixels, image by image, because the last layers of a decoder take much memory.
+
+    Args:
+        vae: an ``AutoencoderKL``.
+        latents: ``[N, C, H, W]`` on any device.
+
+    Returns:
+        ``[N, 3, h, w]`` fp32 in [-1, 1] on the CPU.
+    """
+    shift = getattr(vae.config, "shift_factor", None) or 0.0
+    images = []
+    for latent in latents:
+        stored = latent[None].to(device=vae.device, dtype=vae.dtype) / vae.config.scaling_factor + shift
+        images.append(vae.decode(stored).sample.float().clamp(-1, 1).cpu())
+    return torch.cat(images)
+
+
+def as_bytes(pixels: Tensor) -> Tensor:
+    """``[N, C, H, W]`` in [-1, 1] to uint8."""
+    return ((pixels.nan_to_num(0, 0, 0) + 1) / 2 * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def save_grid(path: Path, pixels: Tensor, *, rows: int) -> None:
+    """Write pixels as one PNG, row by row; its folder is made if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image_grid(pixels, rows=rows).save(path)

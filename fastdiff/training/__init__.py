@@ -1,0 +1,1 @@
+"""The engine, and the parts of a run in memory."""

@@ -1,0 +1,1 @@
+"""Everything periodic: log, checkpoints, previews, validation, divergence."""

@@ -1,0 +1,66 @@
+"""Everything periodic: the log, sample grids and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastdiff.errors import Preempted
+from fastdiff.training.state import TrainState
+
+
+class Callback:
+    """Something that is called after every optimizer step, and once at the end of a run that ended well."""
+
+    def on_step(self, state: TrainState) -> None:
+        """Act after a step, if due. Reads from the device only then."""
+
+    def on_end(self, state: TrainState) -> None:
+        """Act at the end."""
+
+    def on_preempted(self, state: TrainState) -> None:
+        """Act when the run is asked to stop."""
+
+    def close(self) -> None:
+        """Release files; called on every way out."""
+
+
+class Callbacks:
+    """All callbacks of a run, in order."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+
+    def on_step(self, state: TrainState) -> None:
+        """Call every callback, off the clock of the step times."""
+        with state.meters.off_the_clock():
+            for callback in self._callbacks:
+                callback.on_step(state)
+
+    def on_end(self, state: TrainState) -> None:
+        """Call every callback's ``on_end``."""
+        for callback in self._callbacks:
+            callback.on_end(state)
+
+    def on_preempted(self, state: TrainState) -> None:
+        """Call every callback's ``on_preempted``."""
+        for callback in self._callbacks:
+            callback.on_preempted(state)
+
+
+class Preempt(Callback):
+    """Ends the run when any rank was asked to stop (``preemption``)."""
+
+    def on_step(self, state: TrainState) -> None:
+        """Raise if the ranks voted so.
+
+        Raises:
+            Preempted: on every rank, after the same step.
+        """
+        if state.tally.stop:
+            reason = next(reason for reason in state.world.gather(state.votes.reason) if reason is not None)
+            raise preempted(reason, state)
+
+
+def preempted(reason: str, state: TrainState) -> Preempted:
+    """Return the error of a run that was asked to stop, and has saved."""
+    return Preempted(f"{reason}: saved step {state.progress.steps}; the same command goes on from there")

@@ -1,0 +1,85 @@
+"""``--data.damaged skip``: which samples were replaced, in ``damaged.jsonl``, and the end of a run of too many."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from tqdm import tqdm
+
+from fastdiff.data.shards.reader import LatentReader, Substitution
+from fastdiff.errors import DataError
+from fastdiff.progress import Every
+from fastdiff.training.callbacks.base import Callback
+from fastdiff.training.metrics import JsonLines, drop_records_after
+from fastdiff.training.state import TrainState
+
+SHARE, LEAST = 0.001, 10
+"""So many of the samples seen may be replaced, and at least so many."""
+
+
+class DamagedSamples(Callback):
+    """Counts over all ranks, and over all starts of the run.
+
+    It looks where the log is written, before every save and before a rewind, so that what a checkpoint has seen is on
+    the record: a resume counts the same, and the run ends at the same step, whatever the number of ranks.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._path = state.folder / "damaged.jsonl"
+        output = state.config.output
+        self._when = Every(output.log_every), Every(output.checkpoint_every)
+        self._total = self._recorded(state)
+
+    def on_step(self, state: TrainState) -> None:
+        """Record and count when due; DataError above the limit."""
+        tally = state.tally
+        rewinds = state.config.divergence.policy == "rewind" and state.spikes.is_spike(
+            tally.loss_sum, tally.loss_count, applied=state.applied
+        )
+        last = rewinds or tally.stop or state.progress.samples >= state.config.samples
+        if last or any(every.due(state.progress) for every in self._when):
+            self._take(state)
+
+    def _take(self, state: TrainState) -> None:
+        found = sorted(entry for share in state.world.gather(_replaced(state)) for entry in share)
+        self._total += len(found)
+        state.world.on_first(lambda: self._write(state, found))
+        limit = max(LEAST, SHARE * state.progress.samples)
+        if self._total > limit:
+            raise DataError(
+                f"{self._total} of {state.progress.samples} samples were damaged, more than {limit:.0f}, up to step "
+                f"{state.progress.steps}; they are listed in {self._path}. Restore the shards (`fastdiff verify` lists "
+                "all damage), then run the same command again: it resumes from the newest checkpoint",
+                everywhere=True,
+            )
+
+    def _write(self, state: TrainState, found: list[tuple[int, Substitution]]) -> None:
+        if not found:
+            return
+        with closing(JsonLines(self._path)) as lines:
+            for position, each in found:
+                step = position // state.config.batch.samples + 1
+                fields = {"key": each.damaged, "by": each.by, "reason": each.reason}
+                lines.write({"step": step, "position": position, **fields})
+        first = found[0][1]
+        tqdm.write(
+            f"warning: up to step {state.progress.steps}, {len(found)} more damaged samples were replaced (in all "
+            f"{self._total}, listed in {self._path}), the first, {first.damaged}, by {first.by}: {first.reason}"
+        )
+
+    def _recorded(self, state: TrainState) -> int:
+        """Number of the records so far; later ones are removed."""
+
+        def count() -> int:
+            drop_records_after(self._path, state.progress.steps)
+            return len(self._path.read_text().splitlines()) if self._path.exists() else 0
+
+        return state.world.on_first(count)
+
+
+def _replaced(state: TrainState) -> list[tuple[int, Substitution]]:
+    """What this rank replaced in the steps that are behind us; batches of later ones may have been read already."""
+    assert isinstance(state.reader, LatentReader)
+    pending = state.reader.substituted
+    behind = [position for position in list(pending) if position < state.progress.samples]
+    return [(position, pending.pop(position)) for position in behind]

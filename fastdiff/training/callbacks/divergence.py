@@ -1,0 +1,219 @@
+"""What is done when a training leaves its course: steps that are not finite, and losses that jump."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from fastdiff.checkpoint.reader import Checkpoint
+from fastdiff.errors import DivergedError, Preempted
+from fastdiff.progress import Progress
+from fastdiff.training.callbacks.base import Callback
+from fastdiff.training.callbacks.saving import remove_after
+from fastdiff.training.checkpoints import Checkpoints
+from fastdiff.training.metrics import JsonLines, Record, drop_records_after
+from fastdiff.training.spikes import Spike
+from fastdiff.training.state import TrainState
+
+_KEYS = 16
+_SPIKES = "spikes.jsonl"
+
+
+class NonFiniteGuard(Callback):
+    """Tells which samples made a step non-finite, and stops the run after three skipped steps in a row.
+
+    The engine has skipped the step already; here it is only explained. Under fp16 a skipped step whose losses are all
+    finite is the loss scale finding its value: it is reported, and the engine stops the run at the smallest scale.
+    """
+
+    limit = 3
+
+    def __init__(self, state: TrainState) -> None:
+        self._path = state.folder / "skipped.jsonl"
+        state.world.on_first(lambda: drop_records_after(self._path, state.progress.steps))
+
+    def on_step(self, state: TrainState) -> None:
+        """Log a skipped step with the keys of its non-finite samples; DivergedError at the third in a row."""
+        if state.applied or state.spikes.discarded:
+            return
+        bad = [position for share in state.world.gather(_non_finite(state)) for position in share]
+        keys = _keys(state, bad)
+        which = "all losses are finite, the gradient is not"
+        if bad:
+            more = f" and {len(bad) - len(keys)} more" if len(bad) > len(keys) else ""
+            which = f"non-finite samples: {', '.join(keys)}{more}"
+        record = {"step": state.progress.steps, "samples": len(bad), "keys": keys, **state.engine.loss_scale}
+        state.world.on_first(lambda: _note(f"step {state.progress.steps} skipped, {which}", self._path, record))
+        is_scale_search = not bad and state.config.performance.precision == "fp16"
+        if state.progress.skipped_in_a_row >= self.limit and not is_scale_search:
+            raise DivergedError(
+                f"{state.progress.skipped_in_a_row} steps in a row had to be skipped, up to step "
+                f"{state.progress.steps}; {which}; check those samples, lower --optim.lr, or use "
+                "--performance.precision bf16. The checkpoints before are intact: the same command resumes from the "
+                "newest"
+            )
+
+
+def _non_finite(state: TrainState) -> list[int]:
+    """Positions of this rank's non-finite samples of the last step."""
+    bad = torch.cat([position[~torch.isfinite(losses)] for position, losses in state.meters.step])
+    return bad.tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """The way back from a spike."""
+
+    spiked: Progress
+    """The progress of the run after the spike."""
+    spike: str
+    """What there is to say about it."""
+
+    def find(self, checkpoints: Checkpoints) -> Checkpoint:
+        """Return the newest intact checkpoint before the spike; called by all ranks.
+
+        Raises:
+            DivergedError: there is none.
+        """
+        saved = checkpoints.newest(before=self.spiked.steps)
+        if saved is None:
+            raise DivergedError(
+                f"{self.spike}, and there is no checkpoint before it to go back to; write the first one earlier, with "
+                "a lower --output.checkpoint_every, or use --divergence.policy skip or log; as nothing is saved, the "
+                "same --output.folder will do, where the run starts anew"
+            )
+        return saved
+
+    def go_behind(self, state: TrainState) -> None:
+        """Let ``state``, as restored from that checkpoint, go on behind the spike; called by all ranks.
+
+        Noise, order and schedules need nothing else: they are functions of the position and of the applied steps.
+        The snapshots of the steps that are left go: averages of other widths are made of one course of the weights.
+        """
+        before = state.progress
+        state.progress = before.behind(self.spiked)
+        state.meters.sums.zero_()  # of steps that are left out: the log keeps what it has of them
+        remove_after(state, before.steps)
+        state.world.on_first(lambda: self._log(state, before))
+
+    def _log(self, state: TrainState, before: Progress) -> None:
+        ends = [before.samples, self.spiked.samples - 1]
+        first, last = state.reader.keys(state.order.samples(ends))
+        tqdm.write(
+            f"rewind {state.progress.rewinds} of {state.config.divergence.limit}: {self.spike}; going on from the "
+            f"weights of step {before.steps}, without the {self.spiked.samples - before.samples} samples from there on"
+        )
+        record = {"step": self.spiked.steps, "rewound_to": before.steps, "rewinds": state.progress.rewinds}
+        _append(state.folder / _SPIKES, {**record, "positions": ends, "first_key": first, "last_key": last})
+
+
+class RewindRequest(Exception):
+    """A spike asks for a rewind; raised by all ranks after the same step."""
+
+    def __init__(self, rewind: Rewind) -> None:
+        super().__init__(rewind.spike)
+        self.rewind = rewind
+
+
+class SpikeGuard(Callback):
+    """Tells which samples were in a spike of the loss, and does what ``config.divergence`` says."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._path = state.folder / _SPIKES
+        state.world.on_first(lambda: drop_records_after(self._path, state.progress.steps))
+
+    def on_preempted(self, state: TrainState) -> None:
+        """Keep a step that is to be undone from being saved.
+
+        Raises:
+            Preempted: on all ranks, if the step was a spike under the policy rewind.
+        """
+        if state.spikes.last is not None and state.config.divergence.policy == "rewind":
+            raise Preempted(
+                f"asked to stop at step {state.progress.steps}, a spike, which is not saved; the same command goes on "
+                "from the newest checkpoint before it"
+            )
+
+    def on_step(self, state: TrainState) -> None:
+        """Judge the step.
+
+        Raises:
+            RewindRequest: on all ranks, under the policy rewind.
+            Preempted: the same, if the run is to stop: the next start comes to the spike again.
+            DivergedError: on all ranks, at one spike more than the limit.
+        """
+        spike = state.spikes.see(state.tally.loss_sum, state.tally.loss_count, applied=state.applied)
+        if spike is None:
+            return
+        keys = _largest_keys(state)
+        what = (
+            f"step {state.progress.steps} is a spike: loss {spike.loss:.4g}, threshold {spike.threshold:.4g}; its "
+            f"largest losses: {', '.join(keys)}"
+        )
+        record = {"step": state.progress.steps, "policy": state.config.divergence.policy, **asdict(spike), "keys": keys}
+        state.world.on_first(lambda: _note(what, self._path, record))
+        _act(state, spike, what)
+
+
+def _act(state: TrainState, spike: Spike, what: str) -> None:
+    policy, limit = state.config.divergence.policy, state.config.divergence.limit
+    if policy == "log":
+        if spike.in_a_row == limit:
+            state.spikes.forget()
+            if state.world.is_first:
+                tqdm.write(f"warning: {limit} spikes in a row: what is normal is measured anew")
+        return
+    done = spike.in_a_row - 1 if policy == "skip" else state.progress.rewinds
+    if done >= limit:
+        how = f"{limit} steps in a row were skipped" if policy == "skip" else f"the run was rewound {limit} times"
+        raise DivergedError(
+            f"{what}. Before it {how} (--divergence.limit): check those samples, or lower --optim.lr with "
+            "--allow-change optim.lr; if such losses are right, raise --divergence.limit, or --divergence.sigmas with "
+            "--allow-change divergence.sigmas. The checkpoints before are intact: the same command resumes from the "
+            "newest"
+        )
+    if policy == "rewind":
+        if state.tally.stop:
+            raise Preempted(f"asked to stop at {what}")
+        raise RewindRequest(Rewind(state.progress, what))
+
+
+def _largest_keys(state: TrainState) -> list[str]:
+    """Names of the samples with the largest losses of the last step, largest first; called by all ranks."""
+    positions = torch.cat([position for position, _ in state.meters.step])
+    losses = torch.cat([losses for _, losses in state.meters.step])
+    top = losses.topk(min(_KEYS, len(losses)))
+    mine = list(zip(top.values.tolist(), positions[top.indices].tolist(), strict=True))
+    largest = sorted(
+        (pair for share in state.world.gather(mine) for pair in share), key=lambda pair: (-pair[0], pair[1])
+    )
+    return _keys(state, [position for _, position in largest])
+
+
+def _keys(state: TrainState, positions: Sequence[int]) -> list[str]:
+    """Names of the first few of these samples, the same positions on every rank; called by all ranks."""
+    chosen = positions[:_KEYS]
+    return state.world.on_first(lambda: state.reader.keys(state.order.samples(chosen))) if chosen else []
+
+
+def release_memory() -> None:
+    """Return the memory of a run that nobody refers to any more: its objects refer to one another."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _note(warning: str, path: Path, record: Record) -> None:
+    tqdm.write(f"warning: {warning}")
+    _append(path, record)
+
+
+def _append(path: Path, record: Record) -> None:
+    with closing(JsonLines(path)) as lines:
+        lines.write(record)

@@ -1,0 +1,103 @@
+"""Everything periodic: the log, sample grids and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from tqdm import tqdm
+
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.models.flops import peak_flops, training_flops
+from fastdiff.progress import Every
+from fastdiff.training.callbacks.base import Callback
+from fastdiff.training.callbacks.trackers import Trackers
+from fastdiff.training.metrics import BY_LEVEL, JsonLines, Record, drop_records_after, peak_gib
+from fastdiff.training.state import TrainState
+
+
+class Log(Callback):
+    """Progress bar, ``metrics.jsonl`` and the boards, on rank 0."""
+
+    def __init__(self, state: TrainState, boards: Trackers) -> None:
+        self._boards = boards
+        self._every = Every(state.config.output.log_every)
+        self._is_first = state.world.is_first
+        self._flops = _flops(state)
+        self._peak = peak_flops(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
+        if not self._is_first:
+            return
+        drop_records_after(state.folder / "metrics.jsonl", state.progress.steps)
+        self._lines = JsonLines(state.folder / "metrics.jsonl")
+        self._bar = tqdm(
+            total=state.config.samples,
+            initial=state.progress.samples,
+            unit="sample",
+            unit_scale=True,
+            desc=state.folder.name,
+            mininterval=1.0,
+            dynamic_ncols=True,
+        )
+
+    def on_step(self, state: TrainState) -> None:
+        """Advance the bar; write a record when due."""
+        if self._is_first:
+            self._bar.update(state.config.batch.samples)
+        if not self._every.due(state.progress) and state.progress.samples < state.config.samples:
+            return
+        record = self._record(state)
+        if self._is_first:
+            self._lines.write(record)
+            numbers = {_on_boards(name): value for name, value in record.items() if isinstance(value, float)}
+            self._boards.scalars(numbers, state.progress.steps)
+            self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}")
+
+    def _record(self, state: TrainState) -> Record:
+        read = state.meters.read()
+        rate = 1e3 * state.config.batch.samples / read["step_ms"]
+        norm = state.engine.grad_norm()
+        mfu = rate * self._flops / (self._peak * state.world.size) if self._peak else None
+        return {
+            "step": state.progress.steps,
+            "samples": state.progress.samples,
+            "loss": read["loss"],
+            "lr": state.engine.lr,
+            "grad_norm": None if norm is None else float(norm),
+            "samples_per_s": rate,
+            "step_ms": read["step_ms"],
+            "data_wait_ms": read["data_wait_ms"],
+            "peak_gib": peak_gib(state.world.device),
+            "mfu": mfu,
+            "skipped": state.progress.skipped,
+            **{name: read[name] for name in BY_LEVEL},
+        }
+
+    def close(self) -> None:
+        """Close the file and leave the bar as it stands."""
+        if self._is_first:
+            self._bar.close()
+            with suppress(OSError):  # what could not be written has been reported when it was tried
+                self._lines.close()
+
+
+def _on_boards(name: str) -> str:
+    """What boards call a number: the losses by noise level stand together, in two sections."""
+    section = "log_snr/" if name.startswith("loss_snr_") else "depth/" if name in BY_LEVEL else ""
+    return section + name
+
+
+def _flops(state: TrainState) -> float:
+    """Operations of a training step per sample, on average over the sizes of the latents."""
+    config, info = state.config, state.reader.info
+    total = 0.0
+    for shard in info.shards:
+        height, width = info.buckets[shard.bucket] if info.buckets else info.latent.shape[1:]
+        model = config.model
+        if isinstance(model, UNetConfig):
+            side = model.smallest_factor * max(1, round(math.sqrt(height * width) / model.smallest_factor))
+            model = replace(model, size=side)
+        step = training_flops(model, adapter=config.lora.rank > 0, dream=config.objective.dream)
+        total += step * shard.samples / info.samples
+    return total

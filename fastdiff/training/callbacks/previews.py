@@ -1,0 +1,243 @@
+"""Images of the prompts of a run, drawn while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fastdiff.batch import Condition
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.errors import ConfigError
+from fastdiff.models.build import Model
+from fastdiff.models.kernel_choice import DTYPES
+from fastdiff.models.load import build_network, pretrained
+from fastdiff.parallel.fragments import Room, assemble
+from fastdiff.parallel.world import attempt
+from fastdiff.progress import Every
+from fastdiff.sampling.image_grid import image_grid
+from fastdiff.sampling.pixels import may_be_pixels
+from fastdiff.sampling.solvers import grid_classes, sample
+from fastdiff.sampling.text import as_bytes, decode, encode_prompts, repeated, save_grid
+from fastdiff.training.callbacks.base import Callback, preempted
+from fastdiff.training.callbacks.trackers import Trackers
+from fastdiff.training.state import TrainState
+
+
+class PromptImages(Callback):
+    """Draws ``samples/step-N.png`` with the averaged weights: one column per prompt, on all ranks together.
+
+    What it costs: between drawings the autoencoder on the CPU of rank 0 and the embeddings of the prompts; while
+    drawing, on each rank's device, a copy of the whole network in the precision of the training, under any ZeRO stage,
+    and the activations of one forward pass of at most ``--batch.micro`` samples; then, on rank 0's, the autoencoder in
+    fp32 and the decoding of one image. The text encoder is in memory once, at the start, on the CPU of rank 0.
+
+    Args:
+        state: a run of a UNet with a pretrained pipeline; all ranks make this together.
+        boards: show the images too.
+
+    Raises:
+        FastdiffError: on every rank: the pipeline cannot be read.
+    """
+
+    def __init__(self, state: TrainState, boards: Trackers) -> None:
+        self._every = Every(state.config.validation.every)
+        self._boards = boards
+        self._drawn = -1
+        self._pipeline = pretrained(state.config)
+        self._condition, self._null = state.world.on_first(
+            lambda: encode_prompts(self._pipeline, state.config.validation.prompts, _network(state))
+        )
+        state.world.on_first(self._load_autoencoder)
+
+    def on_step(self, state: TrainState) -> None:
+        """Draw when due."""
+        if self._every.due(state.progress):
+            self._draw(state)
+
+    def on_end(self, state: TrainState) -> None:
+        """Draw the last images, unless they are drawn."""
+        if self._drawn != state.progress.steps:
+            self._draw(state)
+
+    def _load_autoencoder(self) -> None:
+        self._vae = self._pipeline.vae()
+
+    def _draw(self, state: TrainState) -> None:
+        self._drawn = state.progress.steps
+        config, network = state.config, _network(state)
+        latents = draw_together(
+            state,
+            averaged_model(state, DTYPES[config.performance.precision]),
+            repeated(self._condition, config.validation.images_per_prompt),
+            null=self._null,
+            shape=(network.channels, network.size, network.size),
+            steps=config.validation.steps,
+            cfg=config.validation.guidance_scale,
+            clip=False,
+            batch=max(1, config.batch.per_rank(state.world.size) // 2),  # guidance doubles it
+        )
+        state.world.on_first(lambda: self._show(latents, state))
+
+    def _show(self, latents: Tensor, state: TrainState) -> None:
+        prompts, device = state.config.validation.prompts, state.world.device
+        with memory_beside_training(device):
+            try:
+                pixels = decode(self._vae.to(device), latents)
+            finally:
+                self._vae.to("cpu")
+        rows = state.config.validation.images_per_prompt
+        save_grid(state.folder / "samples" / f"step-{state.progress.steps:08d}.png", pixels, rows=rows)
+        shown = {prompt: as_bytes(pixels[column :: len(prompts)]) for column, prompt in enumerate(prompts)}
+        self._boards.images(shown, state.progress.steps)
+
+
+def _network(state: TrainState) -> UNetConfig:
+    assert isinstance(state.config.model, UNetConfig)
+    return state.config.model
+
+
+class SampleGrid(Callback):
+    """Draws a grid of images with the averaged weights: one column per class, on all ranks together."""
+
+    rows = 8
+
+    def __init__(self, state: TrainState) -> None:
+        self._every = Every(state.config.output.sample_every)
+        self._drawn = -1
+
+    def on_step(self, state: TrainState) -> None:
+        """Draw ``samples/step-N.png`` when due."""
+        if self._every.due(state.progress):
+            self._draw(state)
+
+    def on_end(self, state: TrainState) -> None:
+        """Draw the last grid."""
+        if self._every.steps > 0 and self._drawn != state.progress.steps:
+            self._draw(state)
+
+    def _draw(self, state: TrainState) -> None:
+        self._drawn = state.progress.steps
+        config = state.config
+        assert not isinstance(config.model, UNetConfig)
+        classes = state.reader.info.classes if config.model.classes else None
+        labels = grid_classes(config.model, classes).repeat(self.rows)
+        images = draw_together(
+            state,
+            averaged_model(state),
+            {"label": labels},
+            null=state.objective.null,
+            shape=(config.model.channels, config.model.size, config.model.size),
+            steps=config.output.sample_steps,
+            # What was never trained without a class is not guided away from it.
+            cfg=config.output.sample_cfg if classes and config.objective.condition_dropout else None,
+            clip=may_be_pixels(state.reader.info.provenance.autoencoder, config.model.channels),
+        )
+        if state.world.is_first:
+            folder = state.folder / "samples"
+            folder.mkdir(exist_ok=True)
+            image_grid(images.cpu(), rows=self.rows).save(folder / f"step-{state.progress.steps:08d}.png")
+
+
+def draw_together(
+    state: TrainState,
+    model: Model,
+    condition: Condition,
+    *,
+    null: Condition,
+    shape: tuple[int, int, int],
+    steps: int,
+    cfg: float | None,
+    clip: bool,
+    batch: int = 256,
+) -> Tensor:
+    """Draw one image per entry of ``condition`` (``[N, ...]`` each), every rank its share; called by all ranks.
+
+    The options are those of ``fastdiff.sampling.solvers.sample``.
+
+    Returns:
+        ``[N, *shape]`` fp32 latents, on every rank's device.
+
+    Raises:
+        FastdiffError: on every rank, if one of them fails.
+    """
+    world, count = state.world, next(len(value) for value in condition.values())
+    share = -(-count // world.size)
+    mine = slice(world.rank * share, (world.rank + 1) * share)
+    images = torch.zeros(count, *shape, device=world.device)
+    chosen = {name: value[mine].to(world.device) for name, value in condition.items()}
+
+    def draw() -> None:
+        with memory_beside_training(world.device):
+            images[mine] = sample(
+                model,
+                state.config.objective,
+                chosen,
+                shape=shape,
+                null=null,
+                scheduler="dpmsolver++",
+                steps=steps,
+                shift=state.config.timesteps.shift,
+                cfg=cfg,
+                clip=clip,
+                seed=state.config.seed,
+                batch=batch,
+                first_index=mine.start,
+            )
+
+    world.agree(attempt(draw)[1])
+    return world.sum_(images)
+
+
+@contextmanager
+def memory_beside_training(device: torch.device) -> Iterator[None]:
+    """Say what to do if the averaged model, or what is done with it, does not fit beside the training."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"no memory left on {device} for the averaged model beside the training ({str(error).splitlines()[0]}); "
+            "leave it more room with more ranks, a higher ZeRO stage or offloading (--deepspeed_config), for images of "
+            "prompts also with a lower --batch.micro (the batches of the losses are fixed), or do without, with "
+            "--validation.every 0 and --output.sample_every 0. The checkpoints are intact"
+        ) from None
+
+
+def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Model:
+    """Return a plain copy of the model with the first EMA's weights, or the weights themselves if there is none.
+
+    Called by all ranks; each gets the whole model, on its device.
+
+    Raises:
+        FastdiffError: on every rank, if one of them fails.
+    """
+    flats = state.engine.flats
+    averages = next(iter(state.ema.averages.values()), [flat.master for flat in flats])
+    shapes, device = state.engine.shapes, state.world.device
+
+    def reserve() -> Room:
+        with memory_beside_training(device):
+            return Room.reserve(shapes, dtype, device)
+
+    # Before the ranks add up: one that ran out of memory there would leave the others waiting for it.
+    room, error = attempt(reserve)
+    state.world.agree(error)
+    weights = assemble(state.world, flats, averages, shapes, room)
+
+    def build() -> Model:
+        with memory_beside_training(device):
+            return build_network(state.config, weights).to(device, dtype).eval()
+
+    model, error = attempt(build)
+    state.world.agree(error)
+    assert model is not None
+
+    def before_forward(*_: object) -> None:
+        state.heart.again()  # a validation may take longer than a rank may be silent
+        if state.votes.reason is not None:
+            raise preempted(state.votes.reason, state)  # which the ranks agree on, like any error in a validation
+
+    model.register_forward_pre_hook(before_forward)
+    return model

@@ -1,0 +1,142 @@
+"""When checkpoints are made: beside the training when due, and for certain at its end."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fastdiff.checkpoint.async_saves import ANY_NUMBER, AsyncSaves
+from fastdiff.checkpoint.manifest import committed, step_of
+from fastdiff.checkpoint.power_function import power_name
+from fastdiff.checkpoint.reader import snapshot_folder
+from fastdiff.checkpoint.step_folders import StepFolders
+from fastdiff.parallel.world import World
+from fastdiff.progress import Every
+from fastdiff.training.callbacks.base import Callback
+from fastdiff.training.checkpoints import Checkpoints, common_manifest, sliced
+from fastdiff.training.state import TrainState
+
+_CHECKPOINT = "checkpoint"
+
+
+class Checkpointing(Callback):
+    """Begins a checkpoint when due, and commits one at the end.
+
+    Args:
+        state: the run.
+        checkpoints: over the ranks of ``background``.
+        background: writes them, and snapshots.
+    """
+
+    def __init__(self, state: TrainState, checkpoints: Checkpoints, background: AsyncSaves) -> None:
+        self._every = Every(state.config.output.checkpoint_every)
+        self._checkpoints = checkpoints
+        self._background = background
+        self._restored = state.progress.steps
+
+    def on_step(self, state: TrainState) -> None:
+        """Save when due.
+
+        Raises:
+            StorageError: on every rank: saves failed more often than --output.failed_saves allows.
+        """
+        if state.tally.failed_save:
+            self._background.wait_for_all()
+        if self._every.due(state.progress):
+            self._background.wait(_CHECKPOINT)
+            self._begin(state)
+        state.failed_save = self._background.failed
+
+    def on_end(self, state: TrainState) -> None:
+        """Save the last step, unless it is saved.
+
+        Raises:
+            StorageError: on every rank: this step, or a snapshot that was being written, could not be saved.
+        """
+        self._save_now(state)
+        self._background.wait_for_all(0)
+
+    def on_preempted(self, state: TrainState) -> None:
+        """Save this step, unless it is saved; a snapshot that fails meanwhile only leads to a warning.
+
+        Raises:
+            StorageError: on every rank: this step could not be saved.
+        """
+        self._save_now(state)
+        self._background.wait_for_all(ANY_NUMBER)
+
+    def _save_now(self, state: TrainState) -> None:
+        self._background.wait(_CHECKPOINT, ANY_NUMBER)  # what failed may succeed now
+        if state.progress.steps != (self._background.committed(_CHECKPOINT) or self._restored):
+            self._begin(state)
+        self._background.wait(_CHECKPOINT, 0)
+
+    def _begin(self, state: TrainState) -> None:
+        draft = self._checkpoints.draft(state)
+        self._background.begin(_CHECKPOINT, draft.step, partial(self._checkpoints.commit, draft))
+
+
+_SNAPSHOT = "snapshot"
+DTYPE = torch.float16
+"""Half the room of fp32, as in EDM2. The coefficients of a reconstruction add up to 1 and are small for widths between
+those that are there, so that its rounding is about that of an export in fp16: 2^-12 of each weight on average."""
+
+
+class Snapshots(Callback):
+    """Begins ``RUN/ema/step-N`` when due; none is ever pruned.
+
+    Those of steps that a resumed run takes again are removed with the first of these, so that all that are there belong
+    to one course of the weights, and a start that fails loses none. (A snapshot goes before the checkpoint of its step:
+    a kill between the two loses neither.)
+
+    Args:
+        state: the run.
+        background: writes them, and checkpoints; ``Checkpointing`` tells of failures, and waits for the last.
+    """
+
+    def __init__(self, state: TrainState, background: AsyncSaves) -> None:
+        self._every = Every(state.config.ema.snapshot_every)
+        self._background = background
+        self._folders = _folders(state.folder, background.world)
+        self._start: int | None = state.progress.steps
+        """Step after which this process goes on; None once a step is taken."""
+
+    def on_step(self, state: TrainState) -> None:
+        """Save when due.
+
+        Raises:
+            StorageError: on every rank: saves failed more often than --output.failed_saves allows.
+        """
+        if self._start is not None:
+            start, self._start = self._start, None
+            remove_after(state, start)
+        if self._every.due(state.progress):
+            self._background.wait(_SNAPSHOT)
+            self._begin(state)
+
+    def _begin(self, state: TrainState) -> None:
+        kinds = {f"ema/{name}": state.ema.averages[name] for name in map(power_name, state.ema.power_stds)}
+        tensors, starts = sliced(state.engine.flats, kinds)
+        manifest = common_manifest(state) | {"ema_rates": []}
+        draft = self._folders.draft(state.world, state.progress.steps, tensors, starts, manifest, DTYPE)
+        self._background.begin(_SNAPSHOT, draft.step, partial(self._folders.commit, draft))
+
+
+def remove_after(state: TrainState, step: int) -> None:
+    """Delete the snapshots of a run that are of later steps than ``step``; called by all ranks, while none is written.
+
+    Raises:
+        StorageError: on every rank: one could not be deleted.
+    """
+
+    def remove() -> None:
+        found = committed(snapshot_folder(state.folder))
+        _folders(state.folder, state.world).remove([folder for folder in found if step_of(folder) > step])
+
+    state.world.on_first(remove)
+
+
+def _folders(run: Path, world: World) -> StepFolders:
+    return StepFolders(snapshot_folder(run), world, "a snapshot of the averages")

@@ -1,0 +1,220 @@
+"""The loss on samples that are not trained on, under noise that is the same in every run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fastdiff.checkpoint.power_function import in_words
+from fastdiff.checkpoint.weights import AS_TRAINED
+from fastdiff.config.objective import DiffusionConfig
+from fastdiff.data.loading.batches import per_channel
+from fastdiff.diffusion.levels import clean_per_error
+from fastdiff.diffusion.objective import Objective
+from fastdiff.diffusion.snr_bins import Mean, by_log_snr
+from fastdiff.evaluation import validation_files
+from fastdiff.evaluation.validation_files import Validated
+from fastdiff.evaluation.validation_set import batches_of, even_shares, open_validation, read_batch, spread
+from fastdiff.models.build import Model
+from fastdiff.models.kernel_choice import DTYPES
+from fastdiff.parallel.world import attempt
+from fastdiff.progress import Every
+from fastdiff.training.callbacks.base import Callback
+from fastdiff.training.callbacks.previews import averaged_model, memory_beside_training
+from fastdiff.training.callbacks.trackers import Trackers
+from fastdiff.training.metrics import JsonLines, Record, drop_records_after
+from fastdiff.training.state import TrainState
+
+LINES = "validation.jsonl"
+"""In the run folder: one line per validation; the losses of every sample are in ``validation_files``."""
+
+_SEED = 20_260_101
+"""Of the noise and of the samples of a posterior: part of the definition of the validation loss, never changed."""
+
+
+class ValidationLoss(Callback):
+    """Measures the loss of the averaged weights on ``--validation.data``, on all ranks together.
+
+    Sample i always meets the same noise at the same noise level; the levels are spread evenly over the plain density of
+    the process, whatever the training draws, and the noise is plain too. So two runs on the same process and data are
+    compared pair by pair, and equal weights give equal losses, whatever the seed, the batch and the ranks. (Weights
+    that were trained on other ranks or in other micro-batches are equal only to the rounding of the precision, and so
+    are their losses.) The loss is the run's own, without drops of the condition, offset and multi-resolution noise,
+    input perturbation and DREAM, in the precision of the training.
+
+    It writes a line of ``validation.jsonl`` and ``validation/step-N.npz`` (``validation_files``).
+
+    Args:
+        state: all ranks make this together.
+        boards: show the losses too.
+
+    Raises:
+        FastdiffError: on every rank: the data cannot be read, or are not made for the model.
+    """
+
+    def __init__(self, state: TrainState, boards: Trackers) -> None:
+        world, config = state.world, state.config
+        self._boards = boards
+        self._every = Every(config.validation.every)
+        reader, error = attempt(lambda: open_validation(config, state.reader.info))
+        world.agree(error)
+        assert reader is not None
+        self._reader = reader
+        self._data = reader.info.digest[:12]
+        self._scales = per_channel(reader.info.normalisation, world.device)
+        self._config = validated(config.objective)
+        self._objective = Objective(
+            self._config,
+            seed=_SEED,
+            null={},
+            device=world.device,
+            # Without the position, which would key a dropout.
+            inputs=None if state.objective.inputs is None else {*state.objective.inputs} - {"position"},
+            posterior=reader.info.kind == "posterior",
+            dtype=state.objective.dtype,
+            low_res_size=state.objective.low_res_size,
+        )
+        self._index = spread(len(reader), config.validation.samples)
+        self._levels = self._objective.process.draw(even_shares(len(self._index)).to(world.device))
+        self._batches = batches_of(reader.info, self._index)
+        self._done = world.on_first(lambda: self._go_on(state))
+        if self._every.due(state.progress) and 0 < state.progress.steps != self._done:
+            self._validate(state)  # the run was killed between its checkpoint and its validation
+
+    def on_step(self, state: TrainState) -> None:
+        """Validate when due."""
+        if self._every.due(state.progress):
+            self._validate(state)
+
+    def on_end(self, state: TrainState) -> None:
+        """Validate the last step, unless it is validated."""
+        if self._done != state.progress.steps:
+            self._validate(state)
+
+    def close(self) -> None:
+        """Close the data."""
+        self._reader.close()
+
+    def _go_on(self, state: TrainState) -> int:
+        """Forget what a resumed run will do again; return the last step that was validated like now, or -1."""
+        lines = state.folder / LINES
+        drop_records_after(lines, state.progress.steps)
+        validation_files.drop_after(state.folder, state.progress.steps)
+        kept = lines.read_text().splitlines() if lines.exists() else []
+        if not kept:
+            return -1
+        last = json.loads(kept[-1])
+        now = {"data": self._data, "val_count": len(self._index), "unit": unit(self._config)}
+        changes = [f"{name} {last.get(name)} -> {value}" for name, value in now.items() if last.get(name) != value]
+        if changes:
+            tqdm.write(
+                f"warning: {lines} goes on with a loss that is not comparable with that up to step {last['step']}: "
+                f"{', '.join(changes)}"
+            )
+        return -1 if changes else int(last["step"])
+
+    def _validate(self, state: TrainState) -> None:
+        self._done = state.progress.steps
+        model = averaged_model(state, DTYPES[state.config.performance.precision])
+        found, error = attempt(lambda: self._measure(state, model))
+        state.world.agree(error)
+        assert found is not None
+        # Each rank has filled its part of a tensor of zeros: adding up is exact.
+        losses = state.world.sum_(found).cpu().numpy()
+        state.world.on_first(lambda: self._write(state, losses))
+
+    @torch.no_grad()
+    def _measure(self, state: TrainState, model: Model) -> Tensor:
+        """Loss and squared error of x0 of this rank's share of the samples: ``[2, N]`` float64, 0 for the others."""
+        world = state.world
+        found = torch.zeros(2, len(self._index), dtype=torch.float64, device=world.device)
+        with memory_beside_training(world.device):
+            for rows in self._batches[world.rank :: world.size]:
+                batch = read_batch(self._reader, self._index, rows, self._scales)
+                corruption = self._objective.corrupt(batch, self._levels[batch.position])
+                prediction = model(corruption.noisy, corruption.time, **corruption.condition)
+                levels = corruption.levels
+                plain = torch.ones_like(levels.weights)
+                error = self._objective.squared_error(prediction, batch, corruption, plain)
+                found[0, batch.position] = self._objective.loss(prediction, batch, corruption).double()
+                found[1, batch.position] = (error * clean_per_error(levels.table).square()[levels.row]).double()
+        return found
+
+    def _write(self, state: TrainState, losses: npt.NDArray[np.float64]) -> None:
+        """Write the file of all samples, then the line, then show it."""
+        levels, step = self._objective.process.levels(self._levels), state.progress.steps
+        log_snr = levels.log_snr[levels.row].cpu().numpy()
+        loss, x0_mse = losses
+        validation_files.write(state.folder, Validated(self._index, log_snr, loss, x0_mse, self._about(state)))
+        total, bins = by_log_snr(log_snr, loss)
+        record = {"step": step, "samples": state.progress.samples, **_record(total, bins)}
+        record |= {"unit": unit(self._config), "data": self._data}
+        lines = JsonLines(state.folder / LINES)
+        lines.write(record)
+        lines.close()
+        shown = {"val_loss": total.mean, "val_loss_se": total.error}
+        shown |= {f"log_snr/val_loss_snr_{n:02d}": found.mean for n, found in enumerate(bins) if found.count}
+        self._boards.scalars(shown, step)
+
+    def _about(self, state: TrainState) -> dict[str, Any]:
+        average = next(iter(state.ema.averages), None)
+        return {
+            "data": self._reader.info.digest,
+            "seed": _SEED,
+            "objective": asdict(self._config),
+            "unit": unit(self._config),
+            "precision": state.config.performance.precision,
+            "weights": AS_TRAINED if average is None else in_words(average),
+            "step": state.progress.steps,
+        }
+
+
+def validated(objective: DiffusionConfig) -> DiffusionConfig:
+    """The objective as it is validated: without what only the training does to input, noise and target."""
+    return replace(
+        objective,
+        prediction=objective.predicted,
+        weighting=objective.weighted,
+        condition_dropout=0.0,
+        noise_offset=0.0,
+        multires_noise_iterations=0,
+        multires_noise_discount=0.3,  # that of none
+        low_res_noise=0.0,
+        input_perturbation=0.0,
+        dream=False,
+        dream_detail_preservation=1.0,
+    )
+
+
+def unit(objective: DiffusionConfig) -> str:
+    """What the loss is, in words."""
+    if "kl" in objective.loss:
+        return "bits per dimension" if objective.loss == "kl" else f"bits per dimension times {objective.timesteps}"
+    weight = "" if objective.weighted == "none" else f", weighted by {objective.weighted}"
+    bound = " + variational bound" if objective.learns_variance else ""
+    cosine = " + cosine distance" if objective.cosine_weight else ""
+    return f"squared error of {objective.predicted}{weight}{bound}{cosine}"
+
+
+def _record(total: Mean, bins: Sequence[Mean]) -> Record:
+    return {
+        "val_loss": total.mean,
+        "val_loss_se": total.error,
+        "val_count": total.count,
+        "val_loss_snr": [_finite(found.mean) for found in bins],
+        "val_loss_snr_se": [_finite(found.error) for found in bins],
+        "val_count_snr": [found.count for found in bins],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

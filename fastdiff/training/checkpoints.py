@@ -1,0 +1,211 @@
+"""Checkpoints: the whole state of a run, and its way back.
+
+They are committed as ``fastdiff.checkpoint.step_folders`` describes, and only then old ones are pruned. There
+is no ``latest`` file to go stale: the newest one that is intact counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from fastdiff.checkpoint.manifest import FORMAT, VERSION, committed, step_of, verify
+from fastdiff.checkpoint.reader import METERS, SPIKES, TIMESTEPS, Checkpoint
+from fastdiff.checkpoint.step_folders import Draft, StepFolders
+from fastdiff.errors import StorageError, require
+from fastdiff.parallel.fragments import Flat, Fragment, owned_blocks, owned_fragments
+from fastdiff.parallel.world import World
+from fastdiff.progress import Progress
+from fastdiff.training import optimizer_state
+from fastdiff.training.optim import PER_BLOCK
+from fastdiff.training.state import TrainState
+from fastdiff_kernels.adamw8bit import BLOCK
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: ``runs/NAME/checkpoints``.
+        keep: how many to keep; never fewer than two remain that this process committed or verified.
+        world: the ranks; every method is called by all of them. Over a process group of its own, if anything is
+            committed beside the training.
+    """
+
+    def __init__(self, folder: Path, keep: int, world: World) -> None:
+        self._folder = folder
+        self._folders = StepFolders(folder, world, "a checkpoint")
+        self._keep = keep
+        self._world = world
+        self._verified: set[Path] = set()
+
+    def newest(self, before: int | None = None) -> Checkpoint | None:
+        """Return the newest checkpoint that verifies, of a step below ``before``; None if there is none at all.
+
+        Damaged ones are passed over with a warning. StorageError if there are some and none is intact: starting
+        again from nothing would look like a resume.
+        """
+        folders = self._world.on_first(lambda: committed(self._folder))
+        folders = [folder for folder in folders if before is None or step_of(folder) < before]
+        damage = []
+        for folder in folders:
+            share = verify(folder, self._world.rank, self._world.size)
+            found = [problem for ranks in self._world.gather(share) for problem in ranks]
+            if not found:
+                self._verified.add(folder)
+                return Checkpoint(folder)
+            damage += found
+            if self._world.is_first:
+                tqdm.write(f"warning: passing over a damaged checkpoint: {found[0]}")
+        if damage:
+            raise StorageError(
+                f"none of the {len(folders)} checkpoints in {self._folder} is intact ({damage[0]}); restore one "
+                "from a copy, or start again with another --output.folder",
+                everywhere=True,
+            )
+        return None
+
+    def save(self, state: TrainState) -> None:
+        """Write and commit ``state``, then prune; when it returns, that is done.
+
+        Raises:
+            StorageError: on every rank, if any rank could not write. Earlier checkpoints are as they were.
+        """
+        self.commit(self.draft(state))
+
+    def draft(self, state: TrainState) -> Draft:
+        """Copy ``state`` for ``commit``, in the thread that trains; the draft before must be committed, or given up.
+
+        Raises:
+            StorageError: on every rank, if the host of any has no memory for the copy.
+        """
+        tensors, starts = _tensors(state)
+        return self._folders.draft(state.world, state.progress.steps, tensors, starts, _manifest(state))
+
+    def commit(self, draft: Draft) -> None:
+        """Write and commit a draft, then prune; from any thread.
+
+        Raises:
+            StorageError: on every rank, if any rank could not write. Earlier checkpoints are as they were.
+        """
+        self._verified.add(self._folders.commit(draft))
+        self._world.on_first(self._prune)
+
+    def _prune(self) -> None:
+        """Delete what is older than the ``keep`` newest, once two of the kept ones are known to be intact.
+
+        Known are those committed by this process, which are not read back, and those verified.
+        """
+        folders = committed(self._folder)
+        kept, old = folders[: self._keep], folders[self._keep :]
+        if old and self._two_are_intact(kept):
+            self._folders.remove(old)
+
+    def _two_are_intact(self, folders: Sequence[Path]) -> bool:
+        intact = 0
+        for folder in folders:
+            if folder in self._verified or not verify(folder):
+                self._verified.add(folder)
+                intact += 1
+            if intact == 2:
+                return True
+        return False
+
+
+def restore(saved: Checkpoint, state: TrainState) -> Progress:
+    """Copy a checkpoint into a freshly built state, whose module already has the saved weights.
+
+    Optimizer state goes to any number of ranks and any ZeRO stage (``optimizer_state``).
+    What the checkpoint does not have starts anew: an added average of constant rate at the weights, another optimizer
+    without state, another density of timesteps without losses. A power-function average cannot: it is one of the whole
+    course of the weights.
+
+    Raises:
+        ConfigError: on every rank, for an added power-function average, or bitsandbytes' state of another layout that
+            does not tell its own.
+    """
+    manifest, engine = saved.manifest, state.engine
+    progress = Progress(**manifest["progress"])
+    if progress.applied:
+        _check_widths(saved, state.ema.power_stds)
+    for flat in engine.flats:
+        for fragment in flat.fragments:
+            fragment.of(flat.master).copy_(saved.slice("master", fragment))
+    if saved.optimizer_steps and manifest["config"]["optim"]["name"] == state.config.optim.name:
+        optimizer_state.restore(saved, state)
+    for name, averages in state.ema.averages.items():
+        kind = f"ema/{name}" if name in saved.averages else "master"
+        for flat, average in zip(engine.flats, averages, strict=True):
+            if average is not None:
+                for fragment in flat.fragments:
+                    fragment.of(average).copy_(saved.slice(kind, fragment))
+    state.meters.restore(saved.meters(state.world.rank, state.world.size))
+    state.objective.timesteps.restore(saved.timesteps())
+    state.spikes.restore(saved.spikes())
+    engine.restore(progress.applied, manifest["loss_scale"])
+    optimizer_state.check_groups(engine.optimizer, state.config.optim, state.config.steps, progress.applied)
+    return progress
+
+
+def _check_widths(saved: Checkpoint, wanted: Sequence[float]) -> None:
+    added = [str(std) for std in wanted if std not in saved.ema_stds]
+    require(
+        not added,
+        f"{saved.folder} has averages of the widths {list(saved.ema_stds)}; --ema.power_stds {' '.join(added)} would "
+        "miss all steps before it. Drop what is added, or start a new run in another --output.folder",
+    )
+
+
+def common_manifest(state: TrainState) -> dict[str, Any]:
+    """What the manifests of checkpoints and of snapshots record."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "progress": asdict(state.progress),
+        "world_size": state.world.size,
+        "zero_stage": state.engine.stage,
+        "parameters": state.engine.shapes,
+        "ema_rates": list(state.ema.rates),
+        "ema_stds": list(state.ema.power_stds),
+        **state.facts,
+    }
+
+
+def _manifest(state: TrainState) -> dict[str, Any]:
+    return {**common_manifest(state), **optimizer_state.manifest(state), "loss_scale": state.engine.loss_scale}
+
+
+def _slices(flats: Sequence[Flat], kind: str, tensors: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
+    return owned_blocks(flats, tensors, BLOCK) if kind in PER_BLOCK else owned_fragments(flats, tensors)
+
+
+def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return this rank's share of a checkpoint and, for the sliced tensors, where each starts in its parameter."""
+    flats = state.engine.flats
+    kinds: dict[str, Sequence[Tensor | None]] = {"master": [flat.master for flat in flats]}
+    kinds |= {f"ema/{name}": averages for name, averages in state.ema.averages.items()}
+    for key in optimizer_state.sliced_keys(flats):
+        kinds[key] = [flat.state[key].view(-1) if key in flat.state else None for flat in flats]
+    tensors, starts = sliced(flats, kinds)
+    tensors[METERS] = state.meters.sums
+    if state.world.is_first:  # the same on every rank
+        tensors |= {TIMESTEPS + name: values for name, values in state.objective.timesteps.state().items()}
+        tensors |= {SPIKES + name: values for name, values in state.spikes.state().items()}
+    return tensors | dict(optimizer_state.raw_state(state.engine)), starts
+
+
+def sliced(
+    flats: Sequence[Flat], kinds: Mapping[str, Sequence[Tensor | None]]
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Cut what stands for the flats, by kind, into this rank's ``<kind>/<parameter>`` and their starts."""
+    tensors, starts = {}, {}
+    for kind, flat_tensors in kinds.items():
+        for fragment, values in _slices(flats, kind, flat_tensors):
+            tensors[f"{kind}/{fragment.name}"] = values
+            starts[f"{kind}/{fragment.name}"] = fragment.start
+    return tensors, starts

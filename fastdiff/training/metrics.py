@@ -1,0 +1,168 @@
+"""Numbers of a run: gathered on the device during the steps, read when a callback is due, written to files."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdiff.diffusion.levels import Levels
+from fastdiff.diffusion.snr_bins import BINS, SNR_EDGES
+from fastdiff.parallel.world import World
+
+Record = dict[str, Any]
+
+QUARTILES = 4
+BY_LEVEL = (*(f"loss_q{n}" for n in range(QUARTILES)), *(f"loss_snr_{n:02d}" for n in range(BINS)))
+"""Names of the losses by noise level: by quartile of the depth, and by bin of the log SNR (``noise_bins``)."""
+
+
+class Meters:
+    """Losses and times since the last read.
+
+    ``add`` does no host synchronisation; ``read`` does, once, so only a callback that is due calls it.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.sums = torch.zeros(2, 1 + len(BY_LEVEL), dtype=torch.float64, device=world.device)
+        """Of the finite losses since the last read, on this rank: their sums (row 0) and weights (row 1), over all
+        samples (column 0: their number) and by noise level (``BY_LEVEL``); part of a checkpoint."""
+        self._edges = torch.tensor(SNR_EDGES, device=world.device)
+        self._groups = torch.tensor([*range(QUARTILES), *range(BINS)], device=world.device)
+        self._reset_times()
+        self.step: list[tuple[Tensor, Tensor]] = []
+        """(position, loss), both ``[micro]``, of each micro-batch of the current step on this rank."""
+
+    def add(self, losses: Tensor, position: Tensor, levels: Levels, importance: Tensor | None = None) -> None:
+        """Take in the losses of one micro-batch.
+
+        Args:
+            losses: ``[B]``, weighted by ``importance``.
+            position: ``[B]`` int64 positions of the samples in the run.
+            levels: their noise levels.
+            importance: ``[B]`` weights of levels that are drawn unevenly, over which a group's mean is taken; None: 1.
+        """
+        losses = losses.detach()
+        finite = torch.isfinite(losses)
+        values = torch.where(finite, losses, 0.0).double()
+        self.sums[:, 0] += torch.stack([values.sum(), finite.sum()])
+        weights = finite.double() if importance is None else finite * importance.double()
+        # Sums over one-hot rows: of a fixed shape, and in a fixed order, which scattered additions have not on a GPU.
+        member = self._members(levels).double()
+        self.sums[:, 1:] += (torch.stack([values, weights]).unsqueeze(2) * member).sum(1)
+        self.step.append((position, losses))
+
+    def _members(self, levels: Levels) -> Tensor:
+        """``[B, len(BY_LEVEL)]``: whether a sample belongs to a group."""
+        quartile = (QUARTILES * levels.depth[levels.row]).long().clamp(max=QUARTILES - 1).unsqueeze(1)
+        bin_ = torch.bucketize(levels.log_snr[levels.row], self._edges, right=True).unsqueeze(1)
+        return torch.cat([quartile == self._groups[:QUARTILES], bin_ == self._groups[QUARTILES:]], dim=1)
+
+    def start_step(self) -> None:
+        """Begin the next optimizer step."""
+        self.step.clear()
+        self._steps += 1
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Count the time inside as waiting for data."""
+        before = time.perf_counter()
+        yield
+        self._data_wait += time.perf_counter() - before
+
+    def read(self) -> Record:
+        """Return ``loss`` (mean over all ranks' samples since the last read) and times; start anew.
+
+        ``BY_LEVEL`` are the means over samples of like noise, None where there were none.
+        """
+        (total, *totals), (samples, *weights) = self._world.sum_(self.sums.clone()).tolist()
+        elapsed = time.perf_counter() - self._since
+        steps = max(1, self._steps)
+        record: Record = {
+            "loss": total / samples if samples else float("nan"),
+            "step_ms": 1e3 * elapsed / steps,
+            "data_wait_ms": 1e3 * self._data_wait / steps,
+        }
+        groups = zip(BY_LEVEL, totals, weights, strict=True)
+        record |= {name: value / weight if weight else None for name, value, weight in groups}
+        self.sums.zero_()
+        self._reset_times()
+        return record
+
+    def restore(self, sums: Tensor) -> None:
+        """Go on with sums from a checkpoint; anew, if it is older than the sums by noise level."""
+        if sums.shape == self.sums.shape:
+            self.sums.copy_(sums)
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """Leave the time inside (samples, checkpoints) out of the step times."""
+        before = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - max(before, self._since)
+
+    def _reset_times(self) -> None:
+        self._since = time.perf_counter()
+        self._data_wait = 0.0
+        self._steps = 0
+
+
+def peak_gib(device: torch.device) -> float:
+    """Return the largest memory use so far in GiB: allocated on a GPU, resident of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return peak_resident_bytes() / 2**30
+
+
+def peak_resident_bytes() -> int:
+    """Return the high-water mark of this process's resident memory.
+
+    ``ru_maxrss`` only where the kernel does not tell: a process inherits it from the one that started it.
+    """
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+)", status.read_text() if status.exists() else "")
+    return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+class JsonLines:
+    """A file with one JSON object per line, flushed line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("a")
+
+    def write(self, record: Record) -> None:
+        """Append one record; NaN and infinity become null, which is what JSON has."""
+        clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in record.items()}
+        self._file.write(json.dumps(clean) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def drop_records_after(path: Path, steps: int) -> None:
+    """Remove records beyond step ``steps``: a resumed run writes them again."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines() if _step_of(line) <= steps]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    temporary.replace(path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line cut off by a kill

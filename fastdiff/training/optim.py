@@ -1,0 +1,153 @@
+"""Optimizers and the learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from fastdiff.config.run import OptimConfig
+from fastdiff.errors import ConfigError
+from fastdiff.parallel.fragments import Flat
+from fastdiff.parallel.world import World
+from fastdiff_kernels.adamw8bit import AdamW8bit
+
+PER_ELEMENT = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_sq_codes")
+"""Optimizer state with one entry per element of a parameter (AdamW, AdamW8bit)."""
+PER_BLOCK = ("exp_avg_scales", "exp_avg_sq_scales")
+"""Optimizer state with one entry per block of a parameter (AdamW8bit)."""
+_MOMENTS_8BIT = {"adamw8bit": ("exp_avg_codes", "exp_avg_sq_codes"), "adamw8bit-bnb": ("state1", "state2")}
+
+
+class SkipNonFinite:
+    """Clips the gradient and skips the step if it is not finite: what ZeRO's wrappers do, for plain ZeRO-0.
+
+    Mixed in before a ``torch.optim.Optimizer``. It reports as ZeRO's wrappers report, through ``overflow`` and
+    ``_global_grad_norm``, and like them it reads one flag from the device per step.
+    """
+
+    param_groups: list[dict[str, Any]]
+    clip: float
+    overflow = False
+    _global_grad_norm: Tensor | None = None
+
+    def step(self, closure: None = None) -> None:
+        """Take the step unless the norm of the gradient is NaN or infinite."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        self._global_grad_norm = norm
+        self.overflow = not torch.isfinite(norm).item()
+        if not self.overflow:
+            self._clip(parameters, norm)
+            super().step(closure)  # type: ignore[misc]
+
+    def _clip(self, parameters: list[Tensor], norm: Tensor) -> None:
+        if self.clip > 0 and isinstance(self, AdamW8bit):  # in its own pass over the gradients, by the same factor
+            self.grad_scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        elif self.clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+
+
+def build_optimizer(
+    parameters: Iterable[Tensor], config: OptimConfig, *, skip_non_finite: bool
+) -> torch.optim.Optimizer:
+    """Return the optimizer that ``config`` names.
+
+    Args:
+        parameters: what to optimize.
+        config: name, learning rate, betas, eps, weight decay, clip.
+        skip_non_finite: clip and check for finite gradients in the optimizer itself (ZeRO-0 in fp32).
+    """
+    base = _optimizer_class(config.name)
+    if skip_non_finite:
+        base = type(f"Guarded{base.__name__}", (SkipNonFinite, base), {"clip": config.clip})
+    options: dict[str, Any] = {
+        "lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay,
+    }  # fmt: skip
+    if config.name == "adamw":
+        options["fused"] = True  # one pass over memory, without temporaries
+    return base(parameters, **options)
+
+
+def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    if name != "adamw8bit-bnb":
+        return {"adamw": torch.optim.AdamW, "adamw8bit": AdamW8bit}[name]
+    import bitsandbytes  # only where it is asked for: it looks for CUDA libraries on import
+
+    return bitsandbytes.optim.AdamW8bit  # type: ignore[no-any-return]
+
+
+def build_lr_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, steps: int) -> LambdaLR:
+    """Return the schedule of ``transformers.get_scheduler`` over ``steps`` applied optimizer steps."""
+    from transformers import get_scheduler  # takes seconds
+
+    schedule = get_scheduler(config.schedule, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps)
+    if not isinstance(schedule, LambdaLR):
+        raise ConfigError(f"--optim.schedule {config.schedule}: not a function of the step")
+    return schedule
+
+
+def set_lr_step(schedule: LambdaLR, applied: int) -> None:
+    """Put ``schedule`` where it stands after ``applied`` steps."""
+    schedule.last_epoch = applied
+    for group, factor, base in zip(
+        schedule.optimizer.param_groups, schedule.lr_lambdas, schedule.base_lrs, strict=True
+    ):
+        group["lr"] = base * factor(applied)
+
+
+def lr_after(config: OptimConfig, steps: int, applied: int) -> float:
+    """Return the learning rate of the step after ``applied`` of ``steps`` steps, from the configuration alone."""
+    alone = torch.optim.SGD([torch.zeros(1)], lr=config.lr)
+    schedule = build_lr_schedule(alone, config, steps)
+    set_lr_step(schedule, applied)
+    return float(alone.param_groups[0]["lr"])
+
+
+def step_count(name: str, applied: int, device: torch.device) -> Tensor | int:
+    """Return the optimizer's own step counter after ``applied`` steps, as it keeps it for a parameter on ``device``."""
+    return torch.tensor(float(applied), device=device) if name == "adamw" else applied
+
+
+def create_8bit_state(optimizer: torch.optim.Optimizer, name: str, flats: Sequence[Flat], world: World) -> None:
+    """Let the optimizer called ``name`` create its state if it is an 8-bit one, on all ranks, and check that it is.
+
+    Raises:
+        ConfigError: see ``check_is_8bit``.
+    """
+    if isinstance(optimizer, AdamW8bit):
+        # NCCL does not reach into host memory, where ZeRO's offload keeps the state.
+        offloaded = world.device.type == "cuda" and any(flat.key.device.type == "cpu" for flat in flats)
+        group = torch.distributed.new_group(backend="gloo") if offloaded else None
+        optimizer.cut({flat.key: flat.fragments for flat in flats}, group)
+    elif name == "adamw8bit-bnb":
+        options = optimizer.param_groups[0]
+        parameters = options["params"]
+        for flat in flats:
+            options["params"] = [flat.key]  # bitsandbytes looks it up there, where ZeRO-3 has it during a step only
+            optimizer.init_state(options, flat.key, 0, 0)  # type: ignore[attr-defined]
+        options["params"] = parameters
+    check_is_8bit(name, flats)
+
+
+def check_is_8bit(name: str, flats: Iterable[Flat]) -> None:
+    """Raise ConfigError unless every moment of the optimizer called ``name`` has one byte per element.
+
+    Libraries fall back to fp32 state in silence (odd sizes, unsupported devices); then the memory plan is wrong.
+    bitsandbytes keeps tensors below 4096 elements in fp32 when they are optimized one by one (ZeRO-0), by design.
+    An optimizer that is not 8-bit passes.
+    """
+    keys = _MOMENTS_8BIT.get(name, ())
+    smallest = 4096 if name == "adamw8bit-bnb" else 1
+    for flat in flats:
+        moments = [flat.state.get(key) for key in keys if flat.master.numel() >= smallest]
+        if any(m is None or m.element_size() != 1 or m.numel() != flat.master.numel() for m in moments):
+            found = [None if m is None else (str(m.dtype), m.numel()) for m in moments]
+            first = flat.fragments[0].name if flat.fragments else "padding"
+            raise ConfigError(
+                f"--optim.name {name}: the moments of {first} are kept in {found}, expected one byte for "
+                f"each of {flat.master.numel()} elements; use --optim.name adamw"
+            )

@@ -1,0 +1,223 @@
+"""``bench aot``: what is compiled is what a GPU would launch, faults are seen, and so is what got worse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import BenchError
+from bench.cases import KERNELS, cases
+from bench.correctness.aot_baseline import Baseline
+from bench.correctness.assembly import Side, access_widths
+from bench.records import record
+from bench.records.fingerprint import ROOT
+from bench.records.record import Log, Measurement
+from fastdiff_kernels import launch
+from tests.support.benches.bench_kernels import LAUNCHING
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with the sources of this clone, which sees no GPU and does not interpret kernels."""
+    given = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    given |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=given, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+def compiled(*names: str) -> list[dict[str, Any]]:
+    """What ``bench aot`` finds out about small kernels on sm_90."""
+    code = f"""
+import json
+from bench.aot import compile_all
+from tests.bench_kernels import LAUNCHING
+rows = compile_all([LAUNCHING[name] for name in {names!r}], [90])
+wanted = ("problems", "load_bits", "store_bits", "must_be_wide", "spill_bytes")
+print(json.dumps([{{name: getattr(row, name) for name in wanted}} for row in rows]))
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+def test_aot_sees_spills_and_narrow_accesses_and_nothing_else() -> None:
+    names = ("wide", "narrow loads", "narrow stores", "spills", "single", "partial")
+    wide, loads, stores, spills, single, partial = compiled(*names)
+    assert wide["problems"] == single["problems"] == []
+    assert wide["load_bits"] == wide["store_bits"] == {"128": 2}
+    assert single["load_bits"] == {}
+    assert single["must_be_wide"] == ["stores"]
+    assert partial["problems"] == []
+    assert partial["must_be_wide"] == ["loads"]
+    assert list(partial["store_bits"]) == ["32"]
+    assert [p.split(":")[0] for p in loads["problems"]] == ["global loads narrower than 128 bits"]
+    assert [p.split(":")[0] for p in stores["problems"]] == ["global stores narrower than 128 bits"]
+    assert spills["spill_bytes"] > 0
+    assert spills["problems"][0] == f"spills {spills['spill_bytes']} bytes per thread"
+
+
+def test_aot_specialises_arguments_as_the_launcher_does() -> None:
+    code = """
+import torch
+from bench.aot import specialise
+from fastdiff_kernels.launch import Launch
+from tests.bench_kernels import square_kernel
+def show(x, count, factor, **options):
+    source, chosen = specialise(Launch(square_kernel, (1,), (x, x, count, factor), options), 90)
+    aligned = [path[0] for path, attribute in source.attrs.items() if attribute]
+    print(*source.signature.values(), aligned, chosen["num_warps"], chosen["arch"])
+x = torch.empty(64)
+show(x, 64, 1.0, BLOCK=16)
+show(x[1:], 17, True, BLOCK=16, num_warps=8)
+show(x.bfloat16(), 1, 2**40, BLOCK=16)
+"""
+    done = python("-c", code)
+    assert done.stdout.splitlines() == [
+        "*fp32 *fp32 i32 fp32 constexpr [0, 1, 2] 4 sm90",
+        "*fp32 *fp32 i32 u1 constexpr [] 8 sm90",
+        "*bf16 *bf16 constexpr i64 constexpr [0, 1, 3] 4 sm90",
+    ], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ptx", "side", "widths"),
+    [
+        ("@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];", "loads", {128: 1}),
+        ("ld.global.L1::evict_last.v8.b32 { %r1 }, [ %rd1 + 0 ];", "loads", {256: 1}),
+        ("@!%p1 ld.global.L1::evict_first.L2::cache_hint.v2.b64 { %rd1 }, [ %rd1 ], %rd2;", "loads", {128: 1}),
+        ("ld.global.nc.b16 \\t%rs1, [%rd1];\\n ld.global.b16 { %rs1 }, [ %rd1 ];", "loads", {16: 2}),
+        ("ld.relaxed.gpu.global.f32 %f1, [%rd1]; ld.volatile.global.u8 %rs1, [%rd1];", "loads", {8: 1, 32: 1}),
+        ("ld.param.b64 %rd1, [p]; ld.shared.v4.b32 {%r1}, [%r2]; ld.local.b32 %r1, [%r2];", "loads", {}),
+        ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", "loads", {128: 1}),
+        ("@%p1 cp.async.ca.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 4;", "loads", {32: 1}),
+        ("st.global.v4.b32 [ %rd1 + 0 ], { %r1 }; st.global.cs.b128 [%rd1], %rq1;", "stores", {128: 2}),
+        ("st.shared.v4.b32 [%r1], {%r2}; @%p1 st.global.b32 [ %rd1 + 0 ], { %r1 };", "stores", {32: 1}),
+    ],
+)
+def test_widths_are_read_from_ptx(ptx: str, side: Side, widths: dict[int, int]) -> None:
+    assert access_widths(ptx, side) == widths
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_compiles_without_spills_and_with_wide_accesses(name: str, tmp_path: Path) -> None:
+    done = python("-m", "bench", "aot", name, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    assert done.stderr == ""
+    found = record.read(tmp_path / "aot.jsonl")
+    assert found.fingerprint.triton == launch.triton.__version__
+    assert found.failures == ()
+    rows = found.measurements
+    assert {m.case.split()[0] for m in rows} == {name}
+    for arch in (80, 90, 100):
+        assert {m.provider for m in rows if m.case.endswith(f" sm_{arch}")} == {m.provider for m in rows}
+    assert {m.quantity for m in rows} == {"registers", "spilled", "shared", "wide loads", "wide stores"}
+    assert {m.value for m in rows if m.quantity == "spilled"} == {0}
+    assert len({m.name for m in rows}) == len(rows)
+
+
+def test_a_spill_is_a_failure_in_the_record_and_of_the_run(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from bench import aot
+from bench.record import Log
+from tests.bench_kernels import LAUNCHING
+with Log(Path({str(tmp_path)!r}) / "aot.jsonl") as log:
+    sys.exit(aot.main([LAUNCHING["spills"]], [90], log))
+"""
+    done = python("-c", code)
+    assert done.returncode == 1, done.stderr
+    assert "PROBLEM greedy_kernel sm_90 (philox spills float32): spills" in done.stdout
+    found = record.read(tmp_path / "aot.jsonl")
+    assert [f.provider for f in found.failures][:1] == ["greedy_kernel"]
+    spilled = next(m for m in found.measurements if m.quantity == "spilled")
+    assert found.failures[0].reason == f"spills {spilled.value:.0f} bytes per thread"
+
+
+def test_the_smallest_run_is_one_kernel_and_compares_with_itself(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    code = f"""
+import sys
+from bench.__main__ import main
+assert main(["aot", "--smoke", "--out", {str(first)!r}]) == 0
+sys.exit(main(["aot", "--smoke", "--out", {str(second)!r}, "--baseline", {str(first)!r}]))
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"against {first / 'aot.jsonl'}" in done.stdout
+    assert "0 worse, 0 better, 5 compared" in done.stdout
+    before, after = (record.read(folder / "aot.jsonl").measurements for folder in (first, second))
+    assert before == after
+    assert {m.case for m in after} == {f"{cases(('philox',))[0]} sm_80"}
+
+
+def row(kernel: str, quantity: str, value: float, better: record.Better = "lower", arch: int = 90) -> Measurement:
+    return Measurement(
+        bench="aot", case=f"philox wide float32 sm_{arch}", provider=kernel, quantity=quantity, unit="1", value=value,
+        better=better,
+    )  # fmt: skip
+
+
+def compared(folder: Path, before: Sequence[Measurement], now: Sequence[Measurement]) -> tuple[list[str], bool]:
+    with Log(folder / "aot.jsonl") as log:
+        for measurement in before:
+            log.write(measurement)
+    text, worse = Baseline.read(folder, [LAUNCHING["wide"]], [90]).compare(now)
+    return [" ".join(line.split()) for line in text.splitlines()[1:]], worse
+
+
+def test_more_registers_or_less_wide_accesses_are_worse(tmp_path: Path) -> None:
+    before = [row("k", "registers", 32), row("k", "wide loads", 1.0, "higher")]
+    now = [row("k", "registers", 40), row("k", "wide loads", 0.5, "higher")]
+    lines, worse = compared(tmp_path, before, now)
+    assert worse
+    assert lines == [
+        "kernel case quantity before now",
+        "k philox wide float32 sm_90 registers 32 40 worse",
+        "k philox wide float32 sm_90 wide loads 1 0.5 worse",
+        "2 worse, 0 better, 2 compared",
+    ]
+
+
+def test_what_is_better_new_or_gone_is_named_and_is_not_worse(tmp_path: Path) -> None:
+    before = [row("k", "registers", 40), row("old", "registers", 8), row("elsewhere", "registers", 8, arch=80)]
+    lines, worse = compared(tmp_path, before, [row("k", "registers", 32), row("young", "registers", 255)])
+    assert not worse
+    assert lines[1:] == [
+        "k philox wide float32 sm_90 registers 40 32 better",
+        "new: young (philox wide float32 sm_90)",
+        "gone: old (philox wide float32 sm_90)",
+        "0 worse, 1 better, 1 compared",
+    ]
+
+
+def test_of_a_folder_the_newest_record_counts(tmp_path: Path) -> None:
+    for name, date, value in (("a", "2026-03-01T00:00:00+00:00", 1), ("b", "2026-01-01T00:00:00+00:00", 2)):
+        with Log(tmp_path / name / "aot.jsonl") as log:
+            log.write(row("k", "registers", value))
+        lines = log.path.read_text().splitlines()
+        first = json.loads(lines[0])
+        first["fingerprint"]["date"] = date
+        log.path.write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    baseline = Baseline.read(tmp_path, [LAUNCHING["wide"]], [90])
+    assert [m.value for m in baseline.measurements] == [1]
+
+
+def test_a_baseline_without_these_kernels_is_refused(tmp_path: Path) -> None:
+    with Log(tmp_path / "op.jsonl") as log:
+        log.write(replace(row("k", "registers", 1), bench="op"))
+    with pytest.raises(BenchError, match="no record of `python -m bench aot`"):
+        Baseline.read(tmp_path, [LAUNCHING["wide"]], [90])
+    with Log(tmp_path / "aot.jsonl") as log:
+        log.write(row("k", "registers", 1))
+    with pytest.raises(BenchError, match="nothing on these ops, dtypes and architectures"):
+        Baseline.read(tmp_path, [LAUNCHING["wide"]], [100])

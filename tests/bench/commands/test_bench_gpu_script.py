@@ -1,0 +1,276 @@
+"""``bench/gpu.sh``: every part is a command that exists and runs within its time, and what failed is named."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench import cases
+from bench.__main__ import COMMANDS
+from bench.measure import peers, sweep
+from bench.records.fingerprint import ROOT
+
+PARTS = [
+    "ops", "gpu", "op-philox", "op-loss", "op-noising", "op-adamw8bit", "op-attention", "op-adaln", "op-group_norm",
+    "op-dropout", "step-dit", "step-sd2", "step-dit-eager", "step-sd2-eager", "peer-dit", "peer-plain",
+    "peer-diffusers", "data", "largest-dit", "largest-sd2", "report",
+]  # fmt: skip
+
+PYTHON = """
+case "$*" in
+    -|"- --smoke") cat >/dev/null; echo nvidia-h200 ;;
+    *Fingerprint*) echo "device NVIDIA H200" ;;
+    *find_spec*|*import*) ;;
+    *"tests/ops"*) echo "one test failed"; exit 3 ;;
+    *"bench data"*) exit 5 ;;
+    *) printf 'ran'; printf ' %q' "$@"; echo ;;
+esac"""
+"""Stands in for Python: the kernels' tests fail, and so do the readers, in another way."""
+
+ENDLESS = PYTHON.replace("*) printf", "*) sleep 60; printf")
+
+
+def begin(folder: Path, python: str, *arguments: str, timeout: str = "") -> subprocess.Popen[str]:
+    """``bench/gpu.sh`` with these commands in place of Python's, and of ``timeout``'s."""
+    for name, text in (("python3", python), ("timeout", timeout)):
+        if text:
+            (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+            (folder / name).chmod(0o755)
+    given = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    # Where the tests themselves ignore SIGINT (behind nohup, or an "&" in a script) a shell could not trap it.
+    command = ["env", "--default-signal=INT", "bash", "bench/gpu.sh", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def script(folder: Path, python: str, *arguments: str, timeout: str = "") -> subprocess.CompletedProcess[str]:
+    process = begin(folder, python, *arguments, timeout=timeout)
+    try:
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def summary(out: Path) -> dict[str, str]:
+    """How each part ended, without the seconds."""
+    lines = (line.split(": ", 1) for line in (out / "summary.txt").read_text().splitlines())
+    return {name: re.sub(r", \d+ s$", "", result) for name, result in lines}
+
+
+def commands(out: Path) -> dict[str, list[str]]:
+    """What the parts ran as Python's arguments."""
+    logs = {path.stem: path.read_text() for path in out.glob("*.log")}
+    return {name: shlex.split(text)[1:] for name, text in logs.items() if text.startswith("ran ")}
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("full")
+    return script(folder, PYTHON, str(folder / "out")), folder / "out"
+
+
+@pytest.fixture(scope="module")
+def smallest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smallest")
+    script(folder, PYTHON, "--smoke", str(folder / "out"))
+    return folder / "out"
+
+
+def test_it_goes_on_after_failures_and_ends_with_the_code_of_the_first(
+    full: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    done, out = full
+    assert done.returncode == 3, done.stderr
+    assert summary(out) == dict.fromkeys(PARTS, "passed") | {"ops": "failed (3)", "data": "failed (5)"}
+    assert list(summary(out)) == PARTS
+    assert {p.name for p in out.iterdir()} == {"environment.txt", "summary.txt"} | {f"{name}.log" for name in PARTS}
+    assert (out / "environment.txt").read_text() == "device NVIDIA H200\n"
+    assert "one test failed" in done.stdout
+    assert done.stdout.endswith(f"To take it away: tar -C {out.parent} -czf gpu.tar.gz out\n")
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers(required=True)
+    for name in COMMANDS:
+        import_module(f"bench.{name}").add(subparsers)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_command_exists_and_asks_for_what_there_is(
+    full: tuple[subprocess.CompletedProcess[str], Path], smallest: Path, device: str
+) -> None:
+    """So that a flag, preset, op or peer that is renamed is renamed here too."""
+    out = full[1] if device == "cuda" else smallest
+    measuring = {name: words[2:] for name, words in commands(out).items() if words[:2] == ["-m", "bench"]}
+    assert {"ops", "gpu", "data"} == set(PARTS) - set(measuring)
+    for name, words in measuring.items():
+        given, group = parsed(words), name.split("-")[0]
+        if group == "report":
+            continue
+        assert (given.out, given.smoke) == (out, device == "cpu")
+        if group == "op":
+            assert [given.ops] == [[name.removeprefix("op-")]]
+            assert cases.chosen(given, cases.OPS)
+            continue
+        subjects = sweep.subjects(given, device)
+        for subject in subjects if group == "peer" else []:
+            peers._check(subject, given.peer)
+        assert device == "cpu" or {subject.config(Path(), Path()).performance.precision for subject in subjects} == {
+            "bf16"
+        }
+        assert device == "cuda" or not any("-xl-" in subject.preset or "512" in subject.preset for subject in subjects)
+    assert {name.removeprefix("op-") for name in measuring if name.startswith("op-")} == set(cases.OPS)
+
+
+def test_readers_and_tests_that_are_named_exist(tmp_path: Path) -> None:
+    echo = PYTHON.replace('*"tests/ops"*)', "never)").replace('*"bench data"*)', "nor)")
+    out = tmp_path / "out"
+    assert script(tmp_path, echo, str(out), "ops", "gpu", "data").returncode == 0
+    found = commands(out)
+    assert parsed(found["data"][2:]).rounds >= 2
+    assert found["ops"][-1] == "tests/ops"
+    files = {word for word in found["gpu"] if word.startswith("tests/")}
+    marked = {
+        str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py") if re.search(r"mark[.]gpu\b", p.read_text())
+    }
+    assert "tests/training/test_step.py" in marked <= files
+    assert "not dali" not in found["gpu"]
+    without = echo.replace("*find_spec*|", '*"import nvidia.dali"*) exit 1 ;;\n    *find_spec*|')
+    script(tmp_path, without, str(out), "gpu")
+    assert commands(out)["gpu"][commands(out)["gpu"].index("-k") + 1] == "not dali"
+
+
+def test_parts_run_singly_and_in_groups(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert script(tmp_path, PYTHON, str(out), "gpu").returncode == 0
+    assert summary(out) == {"gpu": "passed"}
+    assert script(tmp_path, PYTHON, str(out), "step", "peer-dit").returncode == 0
+    assert list(summary(out)) == ["step-dit", "step-sd2", "step-dit-eager", "step-sd2-eager", "peer-dit"]
+
+
+def limits(folder: Path, *arguments: str) -> list[int]:
+    """Seconds that each part may take, where none takes any."""
+    file = folder / "limits"
+    file.write_text("")
+    script(folder, PYTHON, *arguments, timeout=f'echo "$3" >>{file}; shift 3; exec "$@"')
+    return [int(line) for line in file.read_text().split()]
+
+
+def test_the_time_is_shared_and_what_a_part_leaves_is_for_the_next_ones(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    few, given = limits(tmp_path, out, "op-loss", "op-adaln"), limits(tmp_path, "--seconds", "5000", out)
+    assert len(few) == 2
+    assert len(given) == len(PARTS)
+    assert few[0] < few[1] <= 540
+    assert given == sorted(given)
+    assert given[0] < 1000
+    assert 4900 < given[-1] <= 5000
+
+
+def gone(folder: Path) -> bool:
+    """Whether no process runs what stands in for Python here, or what it started."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        if not any(str(folder / "python3") in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_part_that_takes_too_long_is_interrupted(tmp_path: Path) -> None:
+    """It may say its last words; the next one gets what is left."""
+    out, waiting = tmp_path / "out", 'sleep 60 & trap "echo last words; exit 1" INT; wait'
+    done = script(tmp_path, PYTHON.replace("*) printf", f"*largest*|*find-batch*) {waiting} ;;\n    *) printf"),
+                  "--seconds", "4", str(out), "largest-dit", "report")  # fmt: skip
+    assert done.returncode == 124
+    assert list(summary(out)) == ["largest-dit", "report"]
+    assert summary(out)["largest-dit"].startswith("stopped after")
+    assert (out / "largest-dit.log").read_text() == "last words\n"
+    assert gone(tmp_path)
+
+
+def test_an_interrupt_ends_the_script_and_the_part_that_runs(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = begin(tmp_path, ENDLESS, str(out), "report", "step")
+    try:
+        until = time.monotonic() + 30
+        while not (out / "step-dit.log").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+    finally:
+        process.kill()
+        process.communicate()
+    assert (out / "summary.txt").read_text() == "interrupted\n"
+    assert gone(tmp_path)
+
+
+def test_what_a_part_leaves_running_does_not_keep_the_script_waiting(tmp_path: Path) -> None:
+    leaving = PYTHON.replace("*) printf", "*) setsid sleep 45 & printf")
+    began = time.monotonic()
+    assert script(tmp_path, leaving, str(tmp_path / "out"), "report").returncode == 0
+    assert time.monotonic() - began < 40
+    assert (tmp_path / "out" / "report.log").read_text().startswith("ran ")
+
+
+def test_a_part_whose_package_is_missing_is_left_out(tmp_path: Path) -> None:
+    without = PYTHON.replace("*find_spec*|", "*find_spec*diffusers*) echo diffusers ;;\n    *find_spec*|")
+    out, left_out = tmp_path / "out", "left out, not installed: diffusers"
+    assert script(tmp_path, without, str(out), "peer").returncode == 0
+    assert summary(out) == {"peer-dit": "passed", "peer-plain": "passed", "peer-diffusers": left_out}
+    done = script(tmp_path, without, str(out), "peer-diffusers")
+    assert (done.returncode, done.stderr) == (1, "bench/gpu.sh: nothing ran\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--smok"], "there is no --smok"),
+        (["--seconds", "soon"], "--seconds soon: expected seconds"),
+        (["--seconds"], r"--seconds \(nothing\): expected seconds"),
+        (["OUT", "steps"], "there is no part steps; expected some of: ops gpu op op-philox"),
+        (["OUT", "--smoke"], "there is no part --smoke"),
+        (["op"], "OUT, the folder, comes before the part op"),
+    ],
+)
+def test_a_mistake_is_one_clear_error(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = script(tmp_path, PYTHON, *(word.replace("OUT", str(tmp_path / "out")) for word in arguments))
+    assert done.returncode == 2
+    first, usage = done.stderr.splitlines()
+    assert re.match(f"bench/gpu.sh: {message}", first), first
+    assert usage.startswith("Usage: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_names_every_part(tmp_path: Path) -> None:
+    done = script(tmp_path, PYTHON, "--help")
+    assert done.returncode == 0
+    assert set(PARTS) <= set(re.findall(r"[\w-]+", done.stdout))
+    assert "set -uo" not in done.stdout
+
+
+def test_it_refuses_a_machine_without_a_gpu(tmp_path: Path) -> None:
+    given = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
+    given["PATH"] = f"{Path(sys.executable).parent}:{given['PATH']}"
+    command = ["bash", "bench/gpu.sh", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "bench/gpu.sh: torch sees no CUDA device; run this on a machine with a GPU, or try it with --smoke\n"
+    )
+    assert not (tmp_path / "out").exists()

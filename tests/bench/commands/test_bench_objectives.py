@@ -1,0 +1,133 @@
+"""``bench objectives``: real runs, a strict record, the table of the documentation, and that what it names exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from PIL import Image
+
+from bench import BenchError
+from bench.__main__ import main
+from bench.commands import objectives
+from bench.commands.objectives import OBJECTIVES, Outcome
+from bench.records import readme, record
+from bench.records.fingerprint import ROOT
+from bench.records.record import Log, Record
+from fastdiff.config.command_line import parse
+from fastdiff.config.objective import FlowPath, LossName, Prediction, Process, ScheduleName, Variance, Weighting
+from fastdiff.config.run import ModelConfig, RunConfig
+from fastdiff.config.timesteps import Density
+
+DOCUMENT = ROOT / "docs" / "objectives.md"
+TEXT = DOCUMENT.read_text(encoding="utf-8")
+NAME = "hybrid, learned range, importance"
+
+
+@pytest.fixture(scope="module")
+def folder(torch_extensions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one objective was tried out: ``runs`` and ``out``."""
+    folder = tmp_path_factory.mktemp("objectives")
+    places = ["--folder", str(folder / "runs"), "--out", str(folder / "out")]
+    assert main(["objectives", "--smoke", "--only", NAME, *places]) == 0
+    return folder
+
+
+def values(read: Record) -> dict[tuple[str, str], float]:
+    return {(row.provider, row.quantity): row.value for row in read.measurements}
+
+
+def test_the_record_says_what_the_run_left(folder: Path) -> None:
+    (run,) = (path.parent for path in folder.glob("runs/*/run.json"))
+    read = record.read(folder / "out" / "objectives.jsonl")
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert values(read) == {
+        (NAME, "accuracy"): evaluation["accuracy"],
+        (NAME, "frechet distance"): evaluation["frechet_distance"],
+        (NAME, "training time"): objectives.training_seconds(run / "metrics.jsonl"),
+    }
+    assert {row.case for row in read.measurements} == {"digits, 4 steps"}
+    assert all(row.facts == {"flags": OBJECTIVES[NAME], "steps": 4} for row in read.measurements)
+    config = json.loads((run / "run.json").read_text())["config"]
+    assert (config["objective"]["variance"], config["timesteps"]["density"]) == ("learned_range", "importance")
+
+
+def test_the_picture_has_ten_digits_in_a_row(folder: Path) -> None:
+    with Image.open(folder / "out" / "objectives.png") as picture:
+        assert picture.size == (10 * 66 + 2, 66 + 2)
+
+
+def test_the_table_has_the_numbers_of_the_record(folder: Path) -> None:
+    text = readme.rendered("<!-- bench: objectives out -->\n<!-- end bench -->\n", folder)
+    found = values(record.read(folder / "out" / "objectives.jsonl"))
+    figures = [f"{found[NAME, 'accuracy']:.3f}", f"{found[NAME, 'frechet distance']:.2f}"]
+    assert f"| {NAME} | `{OBJECTIVES[NAME]}` | 4 | {' | '.join(figures)} |" in text
+
+
+def test_time_between_the_lines_of_a_log_adds_up(tmp_path: Path) -> None:
+    rows = [{"step": 20, "step_ms": 100.0}, {"step": 40, "step_ms": 50.0}, {"step": 45, "step_ms": 200.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert objectives.training_seconds(tmp_path / "metrics.jsonl") == pytest.approx(4.0)
+
+
+def test_what_failed_is_in_the_record_and_in_the_exit_code(tmp_path: Path) -> None:
+    done = Outcome(1000, 99.5, 0.958, 0.31, torch.zeros(10, 1, 8, 8))
+    with Log(tmp_path / "objectives.jsonl") as log:
+        assert objectives.report({"v": done, "x0": "the trainer ended with exit code 70"}, log) == 1
+    read = record.read(tmp_path / "objectives.jsonl")
+    assert [(row.provider, row.reason) for row in read.failures] == [("x0", "the trainer ended with exit code 70")]
+    text = readme.rendered("<!-- bench: objectives . -->\n<!-- end bench -->\n", tmp_path)
+    assert f"| v | `{OBJECTIVES['v']}` | 1000 | 0.958 | 0.31 |" in text
+    assert "- x0 (digits): the trainer ended with exit code 70" in text
+
+
+def test_a_trainer_that_fails_is_a_failure() -> None:
+    objectives.finish([sys.executable, "-c", "pass"])
+    with pytest.raises(BenchError, match="exit code 70"):
+        objectives.finish([sys.executable, "-c", "raise SystemExit(70)"])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_flags_of_each_make_a_run(name: str) -> None:
+    _, config = parse(["--preset", "digits", *OBJECTIVES[name].split()])
+    assert config.steps == 1000
+
+
+def test_the_documented_record_has_each_objective() -> None:
+    (folders,) = re.findall(r"^<!-- bench: objectives (.+) -->$", TEXT, re.MULTILINE)
+    rows = [m for one in record.read_all([ROOT / f for f in folders.split()]) for m in one.measurements]
+    accuracies = {m.provider: m.value for m in rows if m.quantity == "accuracy"}
+    assert list(accuracies) == list(OBJECTIVES)
+    assert all(m.facts == {"flags": OBJECTIVES[m.provider], "steps": 1000} for m in rows)
+    assert min(accuracies.values()) >= 0.95, accuracies
+
+
+def test_every_choice_is_documented() -> None:
+    quoted = set(re.findall(r"`([a-z0-9_]+)`", TEXT))
+    for choices in (Process, ScheduleName, FlowPath, Prediction, Variance, LossName, Weighting, Density):
+        assert set(get_args(choices)) <= quoted, choices
+
+
+def test_every_flag_that_is_named_exists() -> None:
+    flags = {f"model.{field.name}" for kind in get_args(ModelConfig) for field in dataclasses.fields(kind)}
+    for group in dataclasses.fields(RunConfig):
+        if group.default_factory is not dataclasses.MISSING:
+            flags |= {f"{group.name}.{field.name}" for field in dataclasses.fields(group.default_factory())}
+    found = set(re.findall(r"--(\w+\.\w+)", TEXT))
+    assert len(found) > 30
+    assert found <= flags, found - flags
+
+
+def test_links_and_pictures_exist() -> None:
+    titles = re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)
+    headings = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+        file, _, anchor = target.partition("#")
+        assert (DOCUMENT.parent / file).exists(), target
+        assert not anchor or anchor in headings, target

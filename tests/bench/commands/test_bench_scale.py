@@ -1,0 +1,273 @@
+"""``bench scale``: what ranks really send is what the model says, and the command's records."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.__main__ import main
+from bench.commands import scale
+from bench.commands.scale import VOTES
+from bench.measure import synthetic
+from bench.measure.session import Enough, Turn
+from bench.measure.workload import Subject
+from bench.records import record
+from bench.records.record import Failure, Log, Measurement
+from bench.scaling.communication import sent
+from bench.scaling.zero import Zero, parameters_of, width_of
+from bench.trainers import collectives
+from fastdiff.parallel.world import World
+from tests.support.processes import ROOT, run_ranks
+
+STEPS = 4
+CASES = [
+    ("ddp", "fp32"),
+    ("ddp", "bf16"),
+    ("zero1", "bf16"),
+    ("zero2", "bf16"),
+    ("zero3", "fp32"),
+    ("small buckets", "fp32"),
+    ("sharded", "bf16"),
+]
+
+
+def deepspeed_file(folder: Path, name: str) -> str:
+    """A file of ``deepspeed_configs/``, or one of this name with buckets for a small model."""
+    changes: dict[str, tuple[str, dict[str, int]]] = {
+        "small buckets": ("zero1", {"reduce_bucket_size": 300_000}),
+        "sharded": ("zero3", {"stage3_param_persistence_threshold": 10_000}),
+    }
+    if name not in changes:
+        return name
+    base, changed = changes[name]
+    config = json.loads((ROOT / "deepspeed_configs" / f"{base}.json").read_text())
+    config["zero_optimization"] |= changed
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def count(world: World, data: Path, subjects: list[Subject]) -> list[list[list[Any]]]:
+    """The collectives of the last of a few steps of each, on this rank."""
+    found = []
+    for subject in subjects:
+        bench, mine = multiprocessing.Pipe()
+        for steps in (STEPS, 0):
+            bench.send(steps)
+        turn = Turn(mine, torch.device("cpu"))
+        with pytest.raises(Enough):
+            collectives.run(turn, subject, data, (STEPS - 2, STEPS))
+        first, last = json.loads(str(turn.facts["calls"]))
+        assert [call[:2] for call in first] == [call[:2] for call in last]
+        found.append(last)
+    assert torch.distributed.all_reduce.__module__.startswith("torch")
+    torch.distributed.all_reduce(torch.ones(1))  # the methods are as they were
+    rooted: list[collectives.Call] = []
+    parts, part = ([torch.ones(3), torch.ones(3)] if world.is_first else None), torch.ones(3)
+    with collectives.recording(rooted):
+        torch.distributed.gather(part, parts)
+        torch.distributed.scatter(part, parts)
+    assert [call[:2] for call in rooted] == [("gather", 12), ("scatter", 12)]
+    return found
+
+
+def test_two_ranks_send_exactly_what_the_model_says(torch_extensions: Path, tmp_path: Path) -> None:
+    subjects = [
+        Subject(preset="digits", batch=4, deepspeed=deepspeed_file(tmp_path, name), precision=dtype, loader="prefetch")
+        for name, dtype in CASES
+    ]
+    model = subjects[0].config(tmp_path, tmp_path).model
+    data = synthetic.write(tmp_path / "data", model, 64)
+    first, second = run_ranks(count, data, subjects, ranks=2)
+    for subject, case, calls, others in zip(subjects, CASES, first, second, strict=True):
+        assert [call[:2] for call in calls] == [call[:2] for call in others], case
+        assert all(0 < seconds < 60 for *_, seconds in calls)
+        messages = Zero.of(subject.deepspeed_json()).messages(parameters_of(model), width_of(case[1]), 2)
+        # Besides, DeepSpeed asks after overflows and adds up norms, and the ranks vote: a few bytes.
+        seen = sorted((kind, size) for kind, size, _ in calls if size > VOTES.bytes)
+        model_says = sorted((message.kind, message.bytes) for message in messages if message.bytes > VOTES.bytes)
+        if case[0] == "small buckets":  # which gradients share one is up to the order in which autograd has them
+            assert volumes(seen) == volumes(model_says)
+            assert abs(len(seen) - len(model_says)) <= 1
+            assert all(size <= 4 * 300_000 for kind, size in seen if kind == "all-reduce")
+        else:
+            assert seen == model_says, case
+        few = sum(sent(kind, size, 2) for kind, size, _ in calls if size <= VOTES.bytes)
+        assert VOTES.bytes <= few <= 64 + VOTES.bytes, case
+
+
+def volumes(calls: list[tuple[str, int]]) -> Counter[str]:
+    """Bytes of each kind."""
+    found: Counter[str] = Counter()
+    for kind, size in calls:
+        found[kind] += size
+    return found
+
+
+def test_the_command_measures_fits_and_checks(torch_extensions: Path, tmp_path: Path, capfd: Any) -> None:
+    assert main(["scale", "--smoke", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    found = record.read(tmp_path / "scale.jsonl")
+    assert found.failures == ()
+    rows = {(m.provider, m.quantity): m for m in found.measurements}
+    assert len(rows) == len(found.measurements)
+    assert {m.bench for m in found.measurements} == {"scale"}
+    together = rows["zero3, 2 ranks", "bytes sent"]
+    assert together.value == pytest.approx(together.facts["by the model"])
+    kinds = ("all-gather", "reduce-scatter", "all-reduce")
+    assert together.value == pytest.approx(sum(float(together.facts[kind] or 0) for kind in kinds))
+    assert together.value > 1
+    assert rows["zero3, 1 rank", "bytes sent"].value == 0
+    assert rows["zero3, 2 ranks", "collectives"].value > rows["zero3, 1 rank", "collectives"].value
+    for name in ("zero3, 1 rank", "zero3, 2 ranks apart", "zero3, 2 ranks"):
+        assert rows[name, "step time"].value > 0
+    for kind in ("all-reduce", "reduce-scatter", "all-gather"):
+        assert rows["gloo, 2 ranks", f"{kind} bandwidth"].value >= 0
+    measured = rows["zero3, 2 ranks", "step time"].value
+    for start in ("1 rank", "2 ranks apart"):
+        predicted = rows["zero3, 2 ranks", f"predicted step time from {start}"].value
+        assert rows["zero3, 2 ranks", f"prediction error from {start}"].value == pytest.approx(predicted / measured - 1)
+        assert predicted > 0
+    printed = capfd.readouterr().out
+    assert all(title in printed for title in ("measured  ", "fitted  ", "checked  ", "What the model leaves out"))
+
+
+def test_a_sweep_that_fails_is_recorded_and_keeps_what_was_measured(tmp_path: Path, capsys: Any) -> None:
+    subject = Subject(preset="digits", batch=4)
+    # Three numbers for two ranks: they cannot be scattered.
+    plan = scale.Plan(subject, ("ddp",), (2,), "cpu", scale.SMOKE, sizes=(6,))
+    with Log(tmp_path / "scale.jsonl") as log:
+        assert scale.fit_links(plan, 2, log) is None
+    [failure] = record.read(log.path).failures
+    assert (failure.case, failure.provider) == ("links", "gloo, 2 ranks")
+    assert "the sweep of message sizes failed" in capsys.readouterr().out
+
+
+def step_record(folder: Path, memory: str = "peak allocated", **facts: Any) -> Path:
+    """A record as ``bench step`` writes it on an H200: the steps with marks take 5 % longer."""
+    given: dict[str, Any] = {
+        "preset": "dit-xl-2-256",
+        "precision": "bf16",
+        "deepspeed": "zero3",
+        "batch": 256,
+        "micro": None,
+    }
+    model = Subject(preset="dit-xl-2-256").config(Path(), Path()).model
+    given |= {"parameters": sum(parameters_of(model))} | facts
+    given["marked_step_ms"] = 420.0
+    marked = {"forward": 136.5, "backward": 252.0, "optimizer": 21.0, "ema": 4.2, "other": 6.3}
+    rows = [("step time", 400.0), (memory, 1.0), *((f"phase {name}", ms) for name, ms in marked.items())]
+    with Log(folder / "step.jsonl") as log:
+        for quantity, value in rows:
+            log.write(
+                Measurement(
+                    bench="step", case="dit-xl-2-256", provider="fastdiff zero3", quantity=quantity, unit="ms",
+                    value=value, better="lower", facts=given,
+                )
+            )  # fmt: skip
+        log.write(Failure(bench="step", case="dit-xl-2-256", provider="other", reason="none"))
+    lines = log.path.read_text().splitlines(keepends=True)
+    fingerprint = json.loads(lines[0])
+    fingerprint["fingerprint"]["device"] = "NVIDIA H200"
+    log.path.write_text("".join([json.dumps(fingerprint) + "\n", *lines[1:]]))
+    return log.path
+
+
+def test_a_record_of_one_gpu_predicts_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = step_record(tmp_path)
+    assert main(["scale", "--from", str(source), "--gpus", "1", "8", "1024", "--out", str(tmp_path / "out")]) == 0
+    found = record.read(tmp_path / "out" / "scale.jsonl").measurements
+    times = {m.provider: m for m in found if m.quantity == "predicted step time"}
+    assert list(times) == ["zero3, 1 GPUs", "zero3, 8 GPUs", "zero3, 1024 GPUs"]
+    assert times["zero3, 1 GPUs"].value == pytest.approx(400)
+    many = times["zero3, 1024 GPUs"]
+    assert many.facts["gpus"] == 1024
+    assert many.facts["between, GB/s per GPU"] == 40
+    [efficiency] = (m.value for m in found if m.name == (*many.name[:3], "predicted efficiency"))
+    assert efficiency == pytest.approx(400 / many.value)
+    printed = capsys.readouterr().out
+    assert "between, us per message" in printed
+    assert f"{100 * efficiency:.1f} %" in printed
+    assert re.search("sharded over the ranks +zero3: optimizer, ema;", printed)
+    assert many.facts["device"] == "NVIDIA H200"
+    assert "warning" not in printed
+
+
+def test_steps_of_a_cpu_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = step_record(tmp_path, memory="peak resident")
+    assert main(["scale", "--from", str(source), "--gpus", "8", "--out", str(tmp_path / "out")]) == 0
+    found = record.read(tmp_path / "out" / "scale.jsonl").measurements
+    assert {row.facts["device"] for row in found} == {"cpu"}
+    assert "warning: dit-xl-2-256 was measured on a CPU" in capsys.readouterr().out
+
+
+def test_messages_overlap_where_the_deepspeed_json_says_so() -> None:
+    def parts(**section: Any) -> set[str]:
+        messages = Zero.of({"zero_optimization": section}).messages([1000, 2_000_000], 2, 8)
+        return {message.part for message in messages if message.bytes > 8}
+
+    assert parts(stage=1) == parts(stage=2, overlap_comm=False) == parts(stage=3, overlap_comm=False) == {"step"}
+    assert parts(stage=2, overlap_comm=True) == {"backward", "step"}
+    assert parts(stage=3) == {"forward", "backward", "step"}
+
+
+def test_a_slower_link_costs_time_and_overlap_saves_it(tmp_path: Path) -> None:
+    def predicted(*flags: str) -> float:
+        base = ["scale", "--step-ms", "400", "--parameters", "675000000", "--stages", "zero2", "--gpus", "64"]
+        out = tmp_path / "_".join(flags)
+        assert main([*base, *flags, "--out", str(out / "new")]) == 0
+        return record.read(out / "new" / "scale.jsonl").measurements[0].value
+
+    fast = predicted()
+    assert 400 < fast < predicted("--between-gb-s", "10") < predicted("--links", "h200-ethernet")
+    assert fast < predicted("--no-overlap")
+    assert fast < predicted("--gpus-per-node", "4")
+    assert fast < predicted("--precision", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--step-ms", "10"], "--step-ms needs a time above 0 and --parameters"),
+        (["--step-ms", "inf", "--parameters", "5"], "--step-ms needs a time above 0 and --parameters"),
+        (["--step-ms", "10", "--parameters", "5", "--preset", "digits"], "--preset does not count with --from or"),
+        (["--step-ms", "10", "--parameters", "5", "--device", "cpu"], "--device does not count with --from or"),
+        (["--from", "{folder}", "--step-ms", "10"], "--step-ms does not count with --from"),
+        (["--device", "cpu", "--no-overlap"], "--no-overlap does not count without --from or --step-ms"),
+        (["--step-ms", "10", "--parameters", "5", "--between-us", "nan"], "expected a latency of at least 0"),
+        (["--from", "{gpu}", "--stages", "zero3_offload"], "zero3_offload takes the optimizer's step on the host"),
+        (["--device", "cpu", "--stages", "{on_host}"], "sets offload_param"),
+        (["--step-ms", "10", "--parameters", "5", "--gpus", "12"], r"--gpus \[12\], 8 per node: expected at most one"),
+        (["--step-ms", "10", "--parameters", "5", "--inside-gb-s", "0"], "expected a latency .* and a rate above 0"),
+        (["--from", "{folder}/none.jsonl"], "no record; expected a .jsonl file"),
+        (["--from", "{lora}"], "1000 parameters are trained of 6.*; expected a run that trains all"),
+        (["--from", "{accumulated}"], "expected steps of one micro-batch"),
+        (["--device", "cpu", "--ranks", "0"], "--ranks 0: expected at least 1$"),
+        (["--device", "cpu", "--batch", "0"], "--batch 0: expected at least one sample"),
+        (["--device", "cpu", "--stages", "zero9"], "zero9.json: no such file"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_message(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("lora", "accumulated", "gpu"):
+        (tmp_path / name).mkdir()
+    places = {
+        "folder": tmp_path,
+        "lora": step_record(tmp_path / "lora", parameters=1000),
+        "accumulated": step_record(tmp_path / "accumulated", micro=32),
+        "gpu": step_record(tmp_path / "gpu"),
+        "on_host": tmp_path / "on_host.json",
+    }
+    section = {"stage": 3, "offload_param": {"device": "cpu"}}
+    places["on_host"].write_text(json.dumps({"zero_optimization": section}))
+    given = [flag.format(**places) for flag in flags]
+    with pytest.raises(SystemExit, match="2"):
+        main(["scale", "--out", str(tmp_path), *given])
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])

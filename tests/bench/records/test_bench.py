@@ -1,0 +1,94 @@
+"""What every benchmark shares: messages and tables."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.__main__ import main
+from bench.commands.arguments import open_log
+from bench.records import fingerprint, record
+from bench.records.fingerprint import ROOT, Fingerprint
+from bench.records.record import Failure
+from bench.records.tables import table
+from fastdiff_kernels import launch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["aot", "philox"], "TRITON_INTERPRET is set: .*unset it"),
+        (["op", "philox", "--device", "cuda"], "there is no CUDA device to measure on; use --device cpu"),
+        (["op", "softmax"], "op 'softmax': expected some of philox, noising"),
+        (["aot", "attention"], "op 'attention': expected some of philox, .*, adamw8bit$"),
+        (["op", "philox", "--dtype", "bf16"], "no case of philox has dtype bf16"),
+    ],
+)
+def test_what_cannot_be_measured_here_is_one_message_and_exit_code_2(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+
+
+def test_a_table_has_aligned_columns() -> None:
+    assert table([("name", "n"), ("a", "10")], "<>") == "name   n\na     10"
+
+
+def test_the_fingerprint_names_the_commit_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bench/__main__.py", "op", "--smoke"])
+    found = Fingerprint.here()
+    assert found.command == "python -m bench op --smoke"
+    assert re.fullmatch(r"unknown|[0-9a-f]{12}(-dirty)?", found.git)
+
+
+def test_a_record_that_another_process_begins_at_the_same_time_is_its_own(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(out=tmp_path / "new", smoke=False)
+    with ThreadPoolExecutor(8) as pool:
+        logs = list(pool.map(lambda _: open_log(arguments, "op"), range(8)))
+    for number, log in enumerate(logs):
+        log.write(Failure(bench="op", case=str(number), provider="p", reason="none"))
+        log.__exit__(None, None, None)
+    assert {log.path.name for log in logs} == {"op.jsonl", *(f"op-{number}.jsonl" for number in range(2, 9))}
+    assert [record.read(log.path).failures[0].case for log in logs] == [str(number) for number in range(8)]
+
+
+def test_the_command_without_the_benchmarks_says_where_they_are(tmp_path: Path) -> None:
+    """As from a wheel, which has ``fastdiff`` and not ``bench``."""
+    (tmp_path / "fastdiff").symlink_to(ROOT / "fastdiff")
+    code = """
+import pathlib, sys
+sys.path = [path for path in sys.path if not pathlib.Path(path, "bench").is_dir()]
+from fastdiff.commands import main
+sys.exit(main(["bench", "op"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "the benchmarks come with the repository; clone it" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 2
+
+
+def test_the_commit_is_given_where_there_is_no_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fingerprint, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("FASTDIFF_COMMIT", raising=False)
+    assert Fingerprint.here().git == "unknown"
+    monkeypatch.setenv("FASTDIFF_COMMIT", "0123456789ab")
+    assert Fingerprint.here().git == "0123456789ab"
+
+
+def test_kernels_are_measured_without_deepspeed() -> None:
+    code = "import sys, bench.commands.op, bench.commands.aot; sys.exit('deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0

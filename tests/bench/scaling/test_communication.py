@@ -1,0 +1,175 @@
+"""The model of the communication: formulas by hand, limits, and a fit that finds what was put in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import BenchError
+from bench.measure.workload import Subject
+from bench.scaling.communication import Cluster, Compute, Link, Message, fit, sent, step_seconds
+from bench.scaling.zero import Zero, parameters_of
+
+CLUSTER = Cluster(8, Link(3e-6, 400e9), Link(10e-6, 40e9))
+STAGES = ("ddp", "zero1", "zero2", "zero3")
+
+
+def zero(stage: str) -> Zero:
+    return Zero.of(Subject(preset="digits", deepspeed=stage).deepspeed_json())
+
+
+def volume(setting: Zero, parameters: Sequence[int], ranks: int, width: int = 2) -> float:
+    return sum(sent(message.kind, message.bytes, ranks) for message in setting.messages(parameters, width, ranks))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "seconds"),
+    [
+        # Within a node: rounds of 3 us with an eighth of 8 GB at 400 GB/s.
+        ("all-gather", 8, 7 * (3e-6 + 1e9 / 400e9)),
+        ("reduce-scatter", 8, 7 * (3e-6 + 1e9 / 400e9)),
+        ("all-reduce", 8, 14 * (3e-6 + 1e9 / 400e9)),
+        ("all-reduce", 2, 2 * (3e-6 + 4e9 / 400e9)),
+        # Two nodes besides: each GPU exchanges an eighth of the vector with its like.
+        ("all-gather", 16, 7 * (3e-6 + 1e9 / 400e9) + 10e-6 + 0.5e9 / 40e9),
+        ("all-reduce", 16, 14 * (3e-6 + 1e9 / 400e9) + 2 * (10e-6 + 0.5e9 / 40e9)),
+    ],
+)
+def test_collectives_cost_what_the_formulas_say(kind: str, ranks: int, seconds: float) -> None:
+    assert CLUSTER.seconds(kind, 8e9, ranks) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_trees_carry_small_vectors_between_many_nodes_and_rings_large_ones() -> None:
+    inside = CLUSTER.inside.ring("all-reduce", 8.0, 8)
+    assert CLUSTER.seconds("all-reduce", 8.0, 1024) - inside == pytest.approx(2 * 7 * 10e-6, rel=1e-3)
+    inside = CLUSTER.inside.ring("all-reduce", 8e11, 8)
+    assert CLUSTER.seconds("all-reduce", 8e11, 1024) - inside == pytest.approx(254 * (10e-6 + 1e11 / 128 / 40e9))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_alone_says_nothing_and_takes_its_own_time(stage: str) -> None:
+    parameters, compute = [10**6] * 700, Compute(0.1, 0.2, 0.03, 0.04)
+    assert volume(zero(stage), parameters, 1) == 0
+    messages = zero(stage).messages(parameters, 2, 1)
+    assert sum(CLUSTER.seconds(m.kind, m.bytes, 1) for m in messages) == 0
+    found = step_seconds(compute, messages, lambda m: CLUSTER.seconds(m.kind, m.bytes, 1), 1, overlap=True)
+    assert found == pytest.approx(compute.seconds) == pytest.approx(0.37)
+
+
+def test_every_stage_sends_its_multiple_of_the_parameters() -> None:
+    parameters = [2**20] * 512
+    unit = 2 * sum(parameters) * 63 / 64
+    released = Zero(stage=3, persistence_threshold=0, reuse_distance=-1)
+    multiples = {
+        stage: volume(setting, parameters, 64) / unit
+        for stage, setting in {
+            "0": zero("ddp"), "1": zero("zero1"), "2": zero("zero2"), "3": zero("zero3"), "3, as published": released
+        }.items()
+    }  # fmt: skip
+    assert multiples == pytest.approx({"0": 2, "1": 3, "2": 3, "3": 2, "3, as published": 3}, rel=1e-6)
+
+
+def test_stage_3_gathers_small_parameters_alone_and_large_ones_twice_only_if_they_are_released() -> None:
+    parameters = [100, 7, 100, 100]
+    setting = Zero(stage=3, persistence_threshold=10, reuse_distance=10**9, overlap=True)
+    setting = replace(setting, prefetch_bucket=200, reduce_bucket=207)
+    found = setting.messages(parameters, 4, 2)
+    assert [(m.kind, m.bytes, m.part) for m in found] == [
+        ("all-gather", 800, "forward"),
+        ("all-gather", 400, "forward"),
+        ("reduce-scatter", 800, "backward"),
+        ("reduce-scatter", 4 * 108, "backward"),
+        ("all-reduce", 8, "step"),
+        ("all-gather", 4 * 8, "step"),
+    ]
+    # Behind the first lie 207 elements, which are used twice before it is used again; behind the others fewer.
+    some = replace(setting, reuse_distance=400, reduce_bucket=10**8, prefetch_bucket=10**8).messages(parameters, 4, 2)
+    assert [(m.kind, m.bytes) for m in some if m.part == "backward"] == [("all-gather", 400), ("reduce-scatter", 1232)]
+
+
+def test_what_the_json_says_is_what_is_modelled() -> None:
+    found = zero("zero3")
+    assert found == Zero(
+        stage=3,
+        reduce_bucket=10**8,
+        prefetch_bucket=10**8,
+        persistence_threshold=10**6,
+        reuse_distance=3 * 10**9,
+        overlap=True,
+    )
+    with pytest.raises(BenchError, match="use_multi_rank_bucket_allreduce"):
+        Zero.of({"zero_optimization": {"stage": 1, "use_multi_rank_bucket_allreduce": False}})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_efficiency_falls_with_the_number_of_gpus_and_overlap_never_hurts(stage: str, overlap: bool) -> None:
+    parameters, compute = parameters_of(Subject(preset="dit-s-4-256").config(Path(), Path()).model), Compute(0.01, 0.02)
+
+    def seconds(gpus: int, overlap: bool) -> float:
+        messages = zero(stage).messages(parameters, 2, gpus)
+        return step_seconds(
+            compute, messages, lambda m: CLUSTER.seconds(m.kind, m.bytes, gpus), gpus, overlap=overlap
+        )  # fmt: skip
+
+    times = [seconds(2**power, overlap) for power in range(11)]
+    assert times[0] == pytest.approx(0.03)
+    assert all(a < b for a, b in pairwise(times))
+    assert all(seconds(2**power, True) <= seconds(2**power, False) + 1e-15 for power in range(11))
+
+
+def test_overlap_hides_all_but_what_cannot_be_hidden() -> None:
+    cost: Callable[[Message], float] = lambda message: message.bytes / 100  # noqa: E731
+    compute = Compute(1.0, 2.0, 0.5, 0.4)
+
+    def exposed(*messages: Message) -> float:
+        return step_seconds(compute, messages, cost, 4, overlap=True) - (1.0 + 2.0 + 0.5 + 0.1)
+
+    half = Message("reduce-scatter", 50, "backward")
+    assert exposed(half) == pytest.approx(0.5)  # there is nothing to reduce before the pass ends
+    assert exposed(half, half) == pytest.approx(0.5)  # the first beside the second half of the pass
+    slow = Message("reduce-scatter", 300, "backward")
+    assert exposed(slow, slow) == pytest.approx(1.0 + 3.0 + 3.0 - 2.0)  # the first is ready after half of the pass
+    gather = Message("all-gather", 10, "forward")
+    assert exposed(gather) == pytest.approx(0.1)
+    assert exposed(gather, gather) == pytest.approx(0.1)  # the second beside the first half of the pass
+    wide = Message("all-gather", 100, "forward")
+    assert exposed(wide, wide) == pytest.approx(1.0 + 1.0 + 0.5 - 1.0)
+    early = Message("all-gather", 100, "backward")
+    assert exposed(half, early) == pytest.approx(0.5)
+    assert exposed(Message("all-gather", 30)) == pytest.approx(0.3)
+
+
+def test_a_fit_finds_latency_and_bandwidth_in_noisy_times() -> None:
+    generator = np.random.default_rng(0)
+    sizes = [2**power for power in range(10, 27)]
+    exact = fit([(size, 50e-6 + size / 2e9) for size in sizes])
+    assert (exact.latency, 1 / exact.per_byte) == pytest.approx((50e-6, 2e9))
+    assert exact.residual < 1e-9
+    noisy = fit([(size, (50e-6 + size / 2e9) * generator.lognormal(0, 0.05)) for size in sizes])
+    assert (noisy.latency, 1 / noisy.per_byte) == pytest.approx((50e-6, 2e9), rel=0.1)
+    assert 0.02 < noisy.residual < 0.08
+    assert noisy.seconds(10**6) == pytest.approx(550e-6, rel=0.1)
+
+
+def test_a_fit_has_no_negative_terms() -> None:
+    falling = fit([(1000, 3e-3), (2000, 2e-3), (4000, 1e-3)])
+    assert falling.per_byte == 0
+    assert falling.latency > 0
+    through_nothing = fit([(1000, 1e-3), (2000, 3e-3), (4000, 8e-3)])
+    assert through_nothing.latency == 0
+    assert through_nothing.per_byte > 0
+
+
+def test_a_step_is_split_by_its_phases_or_else_one_to_two() -> None:
+    assert Compute.of(3.0, {}, ("optimizer",)) == Compute(1.0, 2.0)
+    phases = {"forward": 1.0, "backward": 1.5, "optimizer": 0.25, "ema": 0.125, "data": 0.1}
+    found = Compute.of(3.0, phases, ("optimizer", "ema"))
+    assert (found.forward, found.backward, found.sharded) == (1.0, 1.5, 0.375)
+    assert found.rest == pytest.approx(0.125)
+    assert found.seconds == pytest.approx(3.0)

@@ -1,0 +1,163 @@
+"""The commands of the README, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fastdiff.checkpoint.manifest import committed
+from fastdiff.cli.doctor import examine
+from fastdiff.cli.main import main
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from tests.support.processes import ROOT, deepspeed, fastdiff, run_ranks
+from tests.support.runs import flags, launch, losses, newest, records, tiny, train_losses
+
+
+def test_two_gloo_ranks_train_the_preset(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    short = ["--samples", "640", "--data.path", digits, "--output.folder", tmp_path / "run", "--output.log_every", "5"]
+    zero3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
+    done = deepspeed("--preset", "digits", *short, *zero3, ranks=2)
+    assert done.code == 0, done.output
+    assert [r["step"] for r in records(tmp_path / "run")] == [5, 10]
+    saved = committed(tmp_path / "run" / "checkpoints")[0]
+    assert {p.name for p in saved.glob("rank-*")} == {"rank-00000.safetensors", "rank-00001.safetensors"}
+    assert (tmp_path / "run" / "samples" / "step-00000010.png").exists()
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "zero3_offload"])
+def test_every_deepspeed_file_trains(
+    torch_extensions: Path, world: World, digits: Path, tmp_path: Path, name: str
+) -> None:
+    from fastdiff.config.deepspeed import read
+    from fastdiff.config.launch_options import Launch
+
+    reference = train_losses(world, tiny(digits, tmp_path / "reference"), launch(0))
+    start = Launch(deepspeed=read(str(ROOT / "deepspeed_configs" / f"{name}.json")))
+    found = train_losses(world, tiny(digits, tmp_path / "run"), start)
+    assert found == pytest.approx(reference, rel=1e-5)
+
+
+def test_run_json_tells_what_ran(world: World, digits: Path, tmp_path: Path) -> None:
+    config = tiny(digits, tmp_path / "run", steps=1)
+    train(config, launch(3, argv=("--preset", "digits")), world)
+    found = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert found["argv"] == ["--preset", "digits"]
+    assert found["config"]["model"]["hidden"] == 32
+    assert found["deepspeed"]["train_batch_size"] == 16
+    assert found["versions"]["deepspeed"]
+
+
+def test_sample_and_evaluate(world: World, digits: Path, tmp_path: Path) -> None:
+    config = tiny(digits, tmp_path / "run", steps=2)
+    train(config, launch(), world)
+    png = tmp_path / "grid.png"
+    options = ["--scheduler", "dpmsolver++", "--steps", "5", "--cfg", "1.5", "--classes", "0-2,7", "--per-class", "3"]
+    done = fastdiff("sample", tmp_path / "run", *options, "--grid", png)
+    assert done.code == 0, done.output
+    assert "step 2, EMA of rate 0.9" in done.output
+    width, height = Image.open(png).size
+    assert round(width / height, 1) == round(4 / 3, 1), "four columns, three rows"
+
+    done = fastdiff("evaluate", tmp_path / "run")
+    assert done.code == 0, done.output
+    result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert result.keys() == {"accuracy", "frechet_distance", "samples"}
+    assert result["samples"] == 500
+    assert result["accuracy"] < 0.5, "two steps teach nobody to write"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--scheduler", "euler"], "ddim"),
+        (["--classes", "8-12"], "trained with classes 0-9"),
+        (["--classes", "zero"], "expected classes as 0-9 or 1,5,7"),
+        (["--classes", "9-0"], "expected classes as 0-9 or 1,5,7"),
+        (["--per-class", "0"], "at least 1"),
+        (["--ema", "0.123"], "no EMA of rate 0.123"),
+    ],
+)
+def test_a_wrong_sample_option_exits_2(
+    world: World, digits: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    train(tiny(digits, tmp_path / "run", steps=1), launch(), world)
+    done = fastdiff("sample", tmp_path / "run", *options)
+    assert done.code == 2, done.output
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_evaluating_other_data_is_refused(world: World, tmp_path: Path) -> None:
+    assert fastdiff("encode", "synthetic", tmp_path / "noise", "--shape", "1,8,8", "--samples", "64").code == 0
+    config = tiny(tmp_path / "noise", tmp_path / "run", steps=1, model__classes=1000)
+    train(config, launch(), world)
+    done = fastdiff("evaluate", tmp_path / "run")
+    assert done.code == 2
+    assert "only for digits" in done.output
+
+
+def test_the_grid_of_a_run_does_not_depend_on_the_ranks(world: World, digits: Path, tmp_path: Path) -> None:
+    changes = {"steps": 2, "output__sample_every": 2, "output__sample_steps": 3, "batch__micro": 8}
+    train(tiny(digits, tmp_path / "one", **changes), launch(0), world)
+    run_ranks(train_losses, tiny(digits, tmp_path / "two", **changes), launch(3), ranks=2)
+    one, two = (np.asarray(Image.open(tmp_path / n / "samples" / "step-00000002.png"), int) for n in ("one", "two"))
+    assert one.shape == two.shape
+    assert abs(one - two).max() <= 1
+
+
+def test_dry_run_prints_and_writes_nothing(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    done = deepspeed(*flags(tiny(digits, tmp_path / "run")), "--dry-run")
+    assert done.code == 0, done.output
+    printed = json.loads(done.output[done.output.index("{\n") : done.output.rindex("}") + 1])
+    assert printed["config"]["output"]["folder"] == str(tmp_path / "run")
+    assert printed["deepspeed"]["train_batch_size"] == 16
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_started_again_is_done_at_once(world: World, digits: Path, tmp_path: Path) -> None:
+    config = tiny(digits, tmp_path / "run", steps=2)
+    train(config, launch(), world)
+    before = newest(tmp_path / "run").manifest["files"]
+    train(config, launch(), world)
+    assert newest(tmp_path / "run").manifest["files"] == before
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_doctor_names_the_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    healthy = list(examine())
+    assert any(line.startswith("torch ") for line in healthy)
+    for name in ("adamw8bit", "adamw8bit-bnb"):
+        assert f"8-bit Adam, {name}: runs, its state is 8-bit" in healthy
+    assert not [line for line in healthy if line.startswith("PROBLEM") and "lock" in line]
+    (tmp_path / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)
+    (tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock").touch()
+    assert any(line.startswith("PROBLEM") and "lock" in line and "delete it" in line for line in examine())
+
+
+def test_doctor_command(torch_extensions: Path) -> None:
+    done = fastdiff("doctor", "--preset", "digits")
+    assert done.code == 0, done.output
+    assert "data loader: DALI" in done.output
+    assert "preset digits on cpu, fp32, blocks eager:" in done.output
+    assert "blocks.0-3.attn  attention  sdpa (" in done.output
+
+
+def test_doctor_refuses_an_unknown_preset_before_it_says_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--preset", "digist"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "did you mean digits?" in printed.err
+
+
+@pytest.mark.parametrize("scale", ["nan", "inf", "-inf", "much"])
+def test_a_guidance_scale_is_a_finite_number(scale: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["sample", "runs/any", f"--cfg={scale}"])
+    assert stopped.value.code == 2
+    assert f"--cfg: {scale}: expected a finite number" in capsys.readouterr().err

@@ -1,0 +1,308 @@
+"""The supervisor of a node, with real ranks: who failed first is named, nobody hangs, nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fastdiff.checkpoint.manifest import committed, verify
+from fastdiff.cluster.supervisor.environment import request_nccl_dumps
+from fastdiff.cluster.supervisor.main import main
+from fastdiff.cluster.supervisor.outcome import UNAVAILABLE, of_hang
+from fastdiff.cluster.supervisor.ranks import Sight
+from fastdiff.cluster.supervisor.signals import Signals
+from fastdiff.parallel.world import free_port
+from tests.support.processes import ROOT
+from tests.support.runs import flags, tiny
+from tests.support.supervised import START_S, Supervised, all_gone, cache_with, end, processes_of
+
+STEPS = 100_000
+"""More than any test lets it take."""
+HANG_S = 15
+PLAIN = ("--ranks-per-node", "2", "--no-preflight")
+LOCK_THE_INTERPRETER = """
+import ctypes, os, pathlib, threading, time
+
+def lock():
+    while not pathlib.Path(os.environ["LOCK_FILE"]).exists():
+        time.sleep(0.05)
+    ctypes.PyDLL(None).sleep(3600)  # PyDLL: without letting the interpreter's lock go
+
+if os.environ.get("RANK") == "1":
+    threading.Thread(target=lock, daemon=True).start()
+"""
+
+CASES: dict[str, list[object]] = {
+    "number": [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT],
+    "victim": [None, 0, 1],
+    "hang": ["stopped", "locked"],
+    "far": ["killed", "stopped", "unreachable"],
+}
+"""Of each the first in every run of the tests, all in one that has the night."""
+
+Start = Callable[..., Supervised]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for name, values in CASES.items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, values if metafunc.config.getoption("--nightly") else values[:1])
+
+
+@pytest.fixture(scope="module")
+def cache(torch_extensions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cache_with(torch_extensions, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def start(cache: Path, digits: Path, tmp_path: Path) -> Iterator[Start]:
+    """Start a supervisor of an endless run."""
+    started = []
+
+    def supervised(
+        *options: str, node: int = 0, more: Sequence[str] = (), output: int | None = None, **environment: str
+    ) -> Supervised:
+        run = tmp_path / "run"
+        argv = [*flags(tiny(digits, run, steps=STEPS)), "--hang-timeout", str(HANG_S), *more]
+        started.append(
+            Supervised(run, argv, cache, *(options or PLAIN), node=node, environment=environment, output=output)
+        )
+        return started[-1]
+
+    yield supervised
+    end(started)
+
+
+def two_nodes(start: Start, *options: str) -> tuple[Supervised, Supervised]:
+    port = str(free_port())
+    both = ("--nodes", "2", "--ranks-per-node", "1", "--master", "127.0.0.1", "--port", port, *options)
+    return start(*both, node=0), start(*both, node=1)
+
+
+@pytest.mark.fault(13)
+def test_a_killed_rank_is_named_and_ends_the_others(start: Start) -> None:
+    supervised = start()
+    supervised.wait_for_steps(3)
+    rank, other = supervised.rank(1), supervised.rank(0)
+    rank.send_signal(signal.SIGKILL)
+    assert psutil.wait_procs([other], timeout=8)[0], "a rank by itself waits for ten seconds, and a time-out is longer"
+    assert supervised.wait(60) == 128 + signal.SIGKILL
+    assert supervised.last_line.startswith("fastdiff: rank 1 (node 0 on ")
+    assert supervised.last_line.endswith(f"process {rank.pid}) failed first: killed by SIGKILL")
+    assert processes_of(supervised.run) == []
+
+
+@pytest.mark.fault(14)
+def test_a_rank_that_hangs_is_named_with_the_stacks_of_the_others(start: Start, tmp_path: Path, hang: str) -> None:
+    """A rank that locks the interpreter too: its heart does not beat, its stacks are written without the lock."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(LOCK_THE_INTERPRETER)
+    path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    supervised = start(PYTHONPATH=path, LOCK_FILE=str(tmp_path / "now"))
+    supervised.wait_for_steps(3)
+    if hang == "stopped":
+        supervised.rank(1).send_signal(signal.SIGSTOP)
+    else:
+        (tmp_path / "now").touch()
+    assert supervised.wait(HANG_S + 60) == UNAVAILABLE
+    assert "take_steps" in (supervised.run / "stacks" / "rank-00000.txt").read_text()
+    if hang == "stopped":
+        assert supervised.last_line.startswith("fastdiff: rank 1 (node 0 on ")
+        assert "failed first: stopped from outside" in supervised.last_line
+    else:
+        assert "failed first: hanging (state" in supervised.last_line
+        assert "in lock" in (supervised.run / "stacks" / "rank-00001.txt").read_text()
+    assert processes_of(supervised.run) == []
+
+
+@pytest.mark.fault(12)
+def test_a_signal_reaches_all_ranks_which_save_one_step(start: Start, number: signal.Signals, nightly: bool) -> None:
+    for _ in range(5 if nightly else 1):
+        supervised = start()
+        supervised.wait_for_steps(3)
+        supervised.process.send_signal(number)
+        assert supervised.wait(60) == 75
+        assert supervised.last_line == "fastdiff: stopped as asked; the same command goes on (exit code 75)"
+        [step, *_] = committed(supervised.run / "checkpoints")
+        assert not verify(step)
+        assert processes_of(supervised.run) == []
+
+
+def test_a_signal_before_the_ranks_have_begun_ends_them_too(start: Start) -> None:
+    supervised = start()
+    deadline = time.monotonic() + START_S
+    while not psutil.Process(supervised.process.pid).children():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    supervised.process.send_signal(signal.SIGTERM)
+    assert supervised.wait(60) == 75
+    assert not (supervised.run / "metrics.jsonl").exists()
+    assert processes_of(supervised.run) == []
+
+
+@pytest.mark.fault(12)
+def test_ranks_of_a_killed_supervisor_save_and_end(start: Start, victim: int | None) -> None:
+    """The kernel tells them. A supervisor of another node, if there is one, exits as they do."""
+    nodes = (start(),) if victim is None else two_nodes(start, "--no-preflight")
+    nodes[0].wait_for_steps(3)
+    nodes[victim or 0].process.send_signal(signal.SIGKILL)
+    if victim is not None:
+        assert nodes[1 - victim].wait(120) == 75
+    assert all_gone(nodes[0].run, 60)
+    [step] = committed(nodes[0].run / "checkpoints")
+    assert not verify(step)
+
+
+@pytest.mark.fault(13)
+def test_two_nodes_print_the_same_last_line(start: Start, far: str) -> None:
+    """After the pre-flight; what fails is on the other node, or that node as a whole."""
+    first, second = two_nodes(start)
+    first.wait_for_steps(3)
+    rank = second.rank(1)
+    rank.send_signal(signal.SIGKILL if far == "killed" else signal.SIGSTOP)
+    if far == "unreachable":
+        second.process.send_signal(signal.SIGSTOP)
+        assert first.wait(120) == UNAVAILABLE
+        assert first.last_line.startswith("fastdiff: node 1 on ")
+        return
+    assert {first.wait(120), second.wait(60)} == {128 + signal.SIGKILL if far == "killed" else UNAVAILABLE}
+    assert first.last_line == second.last_line
+    assert first.last_line.startswith("fastdiff: rank 1 (node 1 on ")
+    if far == "stopped":
+        assert "stopped from outside" in first.last_line
+        assert "take_steps" in (first.run / "stacks" / "rank-00000.txt").read_text()
+    assert processes_of(first.run) == []
+
+
+@pytest.mark.fault(13)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_dies_as_a_whole_is_named(start: Start, lost: int) -> None:
+    """Not the rank of another node, whose connection to it was cut."""
+    nodes = two_nodes(start, "--no-preflight")
+    nodes[0].wait_for_steps(3)
+    for process in (nodes[lost].process, nodes[lost].rank(lost)):
+        process.send_signal(signal.SIGKILL)
+    left = nodes[1 - lost]
+    assert left.wait(120) == UNAVAILABLE, left.output
+    assert left.last_line.startswith(f"fastdiff: node {lost} "), left.last_line
+    assert "no contact for" in left.last_line
+
+
+@pytest.mark.fault(12)
+def test_a_run_whose_output_nobody_reads_is_saved(start: Start) -> None:
+    """As of ``fastdiff launch ... | tee log`` when tee is gone."""
+    reader, writer = os.pipe()
+    supervised = start(output=writer)
+    os.close(writer)
+    supervised.wait_for_steps(3)
+    os.close(reader)
+    supervised.process.send_signal(signal.SIGTERM)
+    assert supervised.wait(60) == 75
+    [step, *_] = committed(supervised.run / "checkpoints")
+    assert not verify(step)
+    assert processes_of(supervised.run) == []
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert signals.take(5) == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_dumps_of_nccl_are_asked_for(tmp_path: Path) -> None:
+    """Through the pipe of each rank (here a FIFO without NCCL), and not of one that is gone."""
+    node_folder, run = tmp_path / "node", tmp_path / "run"
+    node_folder.mkdir()
+    for rank in range(2):
+        os.mkfifo(node_folder / f"nccl-{rank}.pipe")
+    reader = os.open(node_folder / "nccl-0.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        request_nccl_dumps(node_folder, run)
+        assert os.read(reader, 16) == b"1"
+    finally:
+        os.close(reader)
+    assert (run / "nccl").is_dir()
+
+
+@pytest.mark.fault(13)
+def test_the_error_of_a_rank_is_the_last_line(start: Start) -> None:
+    supervised = start(more=["--resume", "must"])
+    assert supervised.wait(START_S) == 2
+    assert re.match(r"fastdiff: rank [01] \(node 0 on .*\) failed first: exit code 2: --resume", supervised.last_line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--", "--preset", "nonesuch"], "nonesuch"),
+        (["--nodes", "2", "--", "--preset", "digits"], "--port is missing"),
+        (["--node-rank", "1", "--", "--preset", "digits"], "--node-rank 1: expected 0 to 0"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_starts(
+    capfd: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    assert main(["--ranks-per-node", "2", *arguments]) == 2
+    assert complaint in capfd.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named(digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By the supervisor of another job, most likely."""
+    argv = ["--", *flags(tiny(digits, tmp_path / "run"))]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert main(["--ranks-per-node", "2", "--port", port, *argv]) == UNAVAILABLE
+    assert f"--master 127.0.0.1 --port {port}: cannot listen there" in capfd.readouterr().err
+
+
+def test_a_child_dies_with_the_process_that_started_it() -> None:
+    """Before it has run a line of its own; and in a group that can be ended as a whole."""
+    code = "import sys, time; from fastdiff.cluster.supervisor.ranks import spawn; import os\n"
+    code += "print(spawn(['/bin/sleep', '600'], os.environ).pid, flush=True); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    gone, _ = psutil.wait_procs([child], timeout=30)
+    assert gone == [child]
+
+
+def sight(rank: int, **changes: object) -> Sight:
+    values: dict[str, object] = {"process": 100 + rank, "state": "S", "step": 7, "phase": "backward", "age_s": 15.0}
+    return Sight(rank=rank, **{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("culprit", "why"),
+    [
+        ({"state": "T", "step": 9, "age_s": 15.0}, "stopped, though ahead"),
+        ({"step": 6, "phase": "end"}, "a step behind"),
+        ({"phase": "forward"}, "a phase behind"),
+        ({"age_s": 15.5}, "mute for longest"),
+        ({"step": -1, "phase": "start"}, "no beat yet"),
+    ],
+)
+def test_who_holds_up_the_others(culprit: dict[str, object], why: str) -> None:
+    sights = {"node 0 on a": [sight(0), sight(1)], "node 1 on b": [sight(2), sight(3, **culprit)]}
+    outcome = of_hang(sights, [], 15.0, Path("runs/x"))
+    assert "rank 3 (node 1 on b, process 103) failed first" in outcome.line, why
+    assert "runs/x/stacks" in outcome.line
+    mute = of_hang(sights, ["node 2 on c"], 15.0, Path("runs/x"))
+    assert mute.line == "fastdiff: node 2 on c failed first: it does not answer"

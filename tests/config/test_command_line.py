@@ -1,0 +1,205 @@
+"""Command lines: what they mean, and what a wrong one says. In-process; the exit codes are seen in test_bad_input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fastdiff import sanitize
+from fastdiff.config import command_line
+from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.presets import PRESETS, preset
+from fastdiff.config.run import BatchConfig, RunConfig
+from fastdiff.config.run_record import as_json
+from fastdiff.errors import ConfigError
+from tests.support.processes import ROOT
+
+
+def test_launcher_flags_come_first_and_presets_give_the_defaults() -> None:
+    launch, config = command_line.parse(["--local_rank=1", "--preset", "digits", "--optim.lr", "0.5", "--deepspeed"])
+    assert config == replace(preset("digits"), optim=replace(preset("digits").optim, lr=0.5))
+    assert launch.deepspeed == deepspeed_config.DEFAULT
+
+
+def test_a_file_goes_over_the_preset_and_a_flag_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("optim: {lr: 0.25, betas: [0.8, 0.9]}\nseed: 3\n")
+    _, config = command_line.parse(["--preset", "digits", "--config", str(file), "--seed", "4"])
+    assert (config.optim.lr, config.optim.betas, config.seed) == (0.25, (0.8, 0.9), 4)
+
+
+def test_a_run_json_is_a_configuration(tmp_path: Path) -> None:
+    given = replace(preset("digits"), seed=5)
+    (tmp_path / "run.json").write_text(json.dumps({"config": as_json(given), "argv": []}))
+    assert command_line.parse(["--config", str(tmp_path / "run.json")])[1] == given
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optim: {lrr: 1}", r"unknown field optim\.lrr; did you mean optim\.lr\?"),
+        ("seed: seven", "seed: .*given 'seven'"),
+        ("[1, 2]", "expected a mapping"),
+        ("a: [", "not a readable YAML"),
+        ("model: {hidden: 30, heads: 4}", "not divisible by --model.heads"),
+        ("model: {kind: adm, qkv_order: legacy}", r"model\.qkv_order: .*'head_major' or 'qkv_major', given 'legacy'"),
+        ("model: {kind: unet, channels: x}", r"model\.channels: .*given 'x'"),
+        ("model: {kind: vit}", r"model\.kind: .*given 'vit'"),
+        ("model: 3", r"model: .*given 3"),
+    ],
+)
+def test_a_wrong_file_is_explained(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        command_line.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean digits"):
+        command_line.parse(["--preset", "digist"])
+
+
+def test_a_missing_preset_lists_them() -> None:
+    with pytest.raises(ConfigError, match="digits, digits-t2i, digits-adm, digits-sr, sd15-512"):
+        command_line.parse([])
+
+
+def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command_line.parse(["--preset", "digits", "--optim.learning-rat", "3"])
+    assert stopped.value.code == 2
+    with pytest.raises(SystemExit):
+        command_line.parse(["--preset", "digits", "--optim.lrr", "3"])
+    assert "--optim.lr" in capsys.readouterr().err
+
+
+def test_help_lists_every_field_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command_line.parse(["--preset", "digits", "--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    for flag in (
+        "--samples",
+        "--data.path",
+        "--output.folder",
+        "--batch.micro",
+        "--optim.clip",
+        "--ema.rates",
+        "--objective.min-snr-gamma",
+        "--performance.precision",
+        "--performance.compile",
+        "--performance.kernels",
+        "--performance.attention",
+    ):
+        assert flag in text or flag.replace("-", "_").replace("__", "--") in text, flag
+    assert "Samples per optimizer step" in text
+
+
+def test_help_with_a_preset_begins_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.parse(["--preset", "digits", "--help"])
+    text = capsys.readouterr().out
+    about = [line.strip() for line in (PRESETS["digits"].__doc__ or "").splitlines() if line.strip()]
+    places = [text.index(line) for line in about]
+    assert places == sorted(places)
+    assert places[-1] < text.index("--preset NAME") < text.index("--samples")
+    assert "data/digits deepspeed" not in text, "two commands, on lines of their own"
+    with pytest.raises(SystemExit):
+        command_line.parse(["--help"])
+    assert about[0] not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "expected"),
+    [
+        (BatchConfig(samples=64, micro=8), 2, 4),
+        (BatchConfig(samples=64), 4, 1),
+        (BatchConfig(samples=6), 3, 1),
+    ],
+)
+def test_accumulation(batch: BatchConfig, ranks: int, expected: int) -> None:
+    assert batch.accumulation(ranks) == expected
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest_values() -> None:
+    with pytest.raises(ConfigError, match=r"256 does not divide by 24 .*nearest values: 240, 264"):
+        BatchConfig(samples=256, micro=8).accumulation(3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch.samples", "0"], "at least 1"),
+        (["--batch.micro", "0"], "at least 1"),
+        (["--model.heads", "0"], "at least 1"),
+        (["--model.patch", "0"], "at least 1"),
+        (["--model.depth", "0"], "at least 1"),
+        (["--optim.betas", "1.5", "0.9"], "from 0 to below 1"),
+        (["--optim.eps", "-1"], "0 or above"),
+        (["--optim.lr", "inf"], "above 0"),
+        (["--optim.warmup_steps", "-5"], "0 or above"),
+        (["--output.checkpoint_every", "-3"], "at least 0"),
+        (["--output.sample_steps", "5000"], "at most --objective.timesteps 1000"),
+        (["--objective.zero_terminal_snr", "--objective.prediction", "epsilon"], "prediction v or x0"),
+        (["--seed", "-1"], "from 0"),
+        (["--validation.data", "shards", "--validation.every", "0"], "never read; set --validation.every"),
+        (["--performance.kernels", "auto,adalm=triton"], "'adalm' is none of the ops philox, noising"),
+        (["--resume", "yes"], "invalid choice"),
+    ],
+)
+def test_impossible_values_are_refused_at_once(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        command_line.parse(["--preset", "digits", *flags])
+
+
+def test_samples_must_be_whole_steps() -> None:
+    with pytest.raises(ConfigError, match=r"nearest value: 1024 \(4 steps\)"):
+        RunConfig(samples=1000, batch=BatchConfig(samples=256))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("file", sorted((ROOT / "deepspeed_configs").glob("*.json")), ids=lambda f: f.stem)
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_every_deepspeed_file_resolves_for_every_preset(name: str, file: Path, ranks: int) -> None:
+    config = preset(name)
+    resolved = deepspeed_config.resolve(deepspeed_config.read(str(file)), config, ranks)
+    assert resolved["train_batch_size"] == config.batch.samples
+    assert resolved["bf16"]["enabled"] == (config.performance.precision == "bf16")
+    assert '"auto"' not in json.dumps(resolved)
+
+
+def test_without_a_file_it_is_zero1() -> None:
+    file = deepspeed_config.read(str(ROOT / "deepspeed_configs" / "zero1.json"))
+    config = preset("digits")
+    assert deepspeed_config.resolve(deepspeed_config.DEFAULT, config, 1) == deepspeed_config.resolve(file, config, 1)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"train_batch_size": 32}, r'"train_batch_size": 32, but --batch.samples gives 64'),
+        ({"bf16": {"enabled": True}}, r'"bf16.enabled": true, but --performance.precision gives false'),
+        ({"optimizer": {"type": "Adam"}}, r"--optim\.\* decides"),
+        ({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}, "which fastdiff does not fill"),
+        ({"zero_optimization": {"stage": 4}}, "expected 0, 1, 2 or 3"),
+        ({"bf16": True}, r'"bf16": true; expected an object'),
+        ({"zero_optimization": True}, r'"zero_optimization": true; expected an object'),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "not supported"),
+    ],
+)
+def test_a_contradicting_deepspeed_file_is_refused(raw: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        deepspeed_config.resolve(raw, preset("digits"), 1)
+
+
+def test_a_missing_deepspeed_file_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean .*zero3\.json"):
+        deepspeed_config.read(str(ROOT / "deepspeed_configs" / "zero-3.json"))
+
+
+def test_secrets_stay_out_of_run_json() -> None:
+    clean = sanitize.tree({"comet": {"api_key": "abc", "samples": 3}, "list": [{"token": "t"}]})
+    assert clean == {"comet": {"api_key": "***", "samples": 3}, "list": [{"token": "***"}]}

@@ -1,0 +1,114 @@
+"""Every preset is a run that can be built, and says where it comes from."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+
+from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig
+from fastdiff.config.presets import FID_400K, PRESETS, preset
+from fastdiff.config.run import OptimConfig, RunConfig
+from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.errors import ConfigError
+from fastdiff.models.build import build_model
+
+DIT = [f"dit-{letter.lower()}-{patch}-256" for letter in DIT_SIZES for patch in DIT_PATCHES]
+PUBLISHED = [*DIT, "sit-xl-2-256"]
+
+# Millions, as table 4 of Peebles & Xie 2023 has them: without the embedding of positions, which has no gradient.
+TABLE_4 = {
+    "s": {2: 33, 4: 33, 8: 33},
+    "b": {2: 130, 4: 130, 8: 131},
+    "l": {2: 458, 4: 458, 8: 459},
+    "xl": {2: 675, 4: 675, 8: 676},
+}
+OTHERS = {
+    "digits": 1.274, "digits-adm": 0.7566, "digits-sr": 0.7569, "digits-t2i": 0.793,
+    "sd15-512": 859.5, "sd2-512": 865.9, "sd15-finetune": 859.5,
+    "iddpm-imagenet64": 121.06, "iddpm-imagenet64-cond": 273.05, "iddpm-cifar10": 52.55, "iddpm-lsun256": 113.68,
+    "iddpm-upsampler": 279.79,
+}  # fmt: skip
+
+
+def millions(config: RunConfig) -> float:
+    with torch.device("meta"):
+        model = build_model(config.model)
+    return sum(parameter.numel() for parameter in model.parameters()) / 1e6
+
+
+@pytest.mark.parametrize("name", DIT)
+def test_the_short_name_of_a_dit_leads_to_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown; did you mean {name}[?]"):
+        preset(name.removesuffix("-256"))
+
+
+def test_an_unknown_name_leads_to_those_that_begin_with_it_or_to_the_nearest() -> None:
+    for given, hint in (("sd15", "did you mean sd15-512 or sd15-finetune? "), ("digist", "did you mean digits? ")):
+        with pytest.raises(ConfigError, match=re.escape(hint)):
+            preset(given)
+
+
+def test_these_are_the_presets() -> None:
+    assert sorted(PRESETS) == sorted([*PUBLISHED, *OTHERS])
+    assert len(DIT) == 12
+
+
+@pytest.mark.parametrize("name", DIT)
+def test_a_dit_has_the_parameters_of_the_paper(name: str) -> None:
+    _, letter, patch, _ = name.split("-")
+    assert round(millions(preset(name))) == TABLE_4[letter][int(patch)]
+
+
+def test_the_other_networks_have_their_sizes() -> None:
+    assert millions(preset("sit-xl-2-256")) == millions(preset("dit-xl-2-256")) == pytest.approx(674.83, abs=0.005)
+    for name, expected in OTHERS.items():
+        assert millions(preset(name)) == pytest.approx(expected, rel=0.01), name
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_run_is_that_of_the_papers(name: str) -> None:
+    """Sections 4 of both papers and the two train.py."""
+    config = preset(name)
+    assert (config.steps, config.batch.samples) == (400_000, 256)
+    assert config.optim == OptimConfig(name="adamw", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, clip=0.0)
+    assert (config.optim.schedule, config.optim.warmup_steps) == ("constant", 0)
+    assert (config.ema.rates, config.ema.warmup) == ((0.9999,), False)
+    assert (config.data.random_flip, config.objective.condition_dropout) == (True, 0.1)
+    assert config.timesteps == TimestepConfig()
+    assert isinstance(config.model, DiTConfig)
+    assert (config.model.size, config.model.channels, config.model.classes) == (32, 4, 1000)
+    assert config.model.learn_sigma, "both have the outputs for a variance"
+    objective = config.objective
+    assert (objective.loss, objective.weighted) == ("mse", "none")
+    if name in DIT:
+        assert (objective.process, objective.schedule, objective.timesteps) == ("ddpm", "linear", 1000)
+        assert (objective.predicted, objective.variance) == ("epsilon", "learned_range")
+    else:
+        assert (objective.process, objective.path, objective.predicted) == ("flow", "linear", "flow")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_says_its_command_and_its_result(name: str) -> None:
+    text = inspect.getdoc(PRESETS[name]) or ""
+    assert f"--preset {name}" in text or f"make demo-{name.removeprefix('digits-')}" in text
+    assert re.search(r"Measured \(bench/results/|Not measured (yet|here)\.", text)
+    assert max(map(len, text.splitlines())) <= 120
+    if name in PUBLISHED:
+        assert re.search(r"arXiv:\d{4}\.\d{5}", text)
+        assert "--ema.power_stds 0.05 0.1" in text
+    if name in DIT:
+        _, letter, patch, _ = name.split("-")
+        assert f"Expected: FID-50K {FID_400K[f'{letter.upper()}/{patch}']:.2f} without guidance" in text
+
+
+def test_the_expected_results_are_those_of_the_paper() -> None:
+    """Spot checks of table 4, and its order: a smaller patch and a larger network are better."""
+    assert (FID_400K["XL/2"], FID_400K["B/4"], FID_400K["S/8"]) == (19.47, 68.38, 153.60)
+    for letter in DIT_SIZES:
+        assert FID_400K[f"{letter}/2"] < FID_400K[f"{letter}/4"] < FID_400K[f"{letter}/8"]
+    for patch in DIT_PATCHES:
+        values = [FID_400K[f"{letter}/{patch}"] for letter in DIT_SIZES]
+        assert values == sorted(values, reverse=True)

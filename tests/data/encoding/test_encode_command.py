@@ -1,0 +1,138 @@
+"""The command line of an encode, and what its processes say and blame."""
+
+from __future__ import annotations
+
+import fcntl
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from fastdiff.cli.main import main
+from fastdiff.data.encoding.images import _Expectation, encode_images
+from fastdiff.data.encoding.options import EncodeOptions
+from fastdiff.data.encoding.plan import BadRecord, EncodeFolder, UnitRecord
+from fastdiff.data.images.sources import open_source
+from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.errors import StorageError
+from fastdiff.models.pretrained.tiny_pipeline import build
+from tests.support.inputs.encoding import captioned
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captioned(tmp_path_factory.mktemp("sources") / "images", [["a cat", "a pet"], "a dog", "a cat"])
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("pipelines") / "sd15")
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        (
+            "images",
+            ["--samples", "1"],
+            "--samples is for the source synthetic, and the source is {}; use --max-samples",
+        ),
+        ("images", ["--classes", "7"], "--classes is for the source synthetic"),
+        ("images", ["--shape", "4,8,8"], "--shape is for the source synthetic"),
+        ("digits", ["--resolution", "512"], "--resolution is for images, and digits is none"),
+        ("digits", ["--flip"], "--flip is for images"),
+        ("digits", ["--samples", "7"], "--samples is for the source synthetic, and the source is digits; leave it out"),
+        ("synthetic", ["--max-samples", "7"], "--max-samples is for images, and synthetic is none"),
+        ("synthetic", ["--bucket-step", "8"], "say ./synthetic"),
+        ("synthetic", ["--split", "train"], "--split is for images"),
+        ("digits", ["--split", "dev"], "--split dev: of the digits there are all, train, test"),
+    ],
+)
+def test_options_of_another_source_are_refused(
+    images: Path,
+    pipeline: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    options: list[str],
+    message: str,
+) -> None:
+    source = str(images) if source == "images" else source
+    own = ["--pretrained", str(pipeline)] if source == str(images) else []
+    assert main(["encode", source, str(tmp_path / "out"), *own, *options]) == 2
+    assert message.format(images) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_digits_have_a_part_to_measure_on(tmp_path: Path) -> None:
+    infos = {}
+    for split in ("all", "train", "test"):
+        assert main(["encode", "digits", str(tmp_path / split), "--split", split]) == 0
+        infos[split] = DatasetInfo.read(tmp_path / split)
+    assert [info.samples for info in infos.values()] == [1797, 1415, 382]
+    assert infos["test"].provenance.source == "scikit-learn load_digits, test"
+    names = {split: _names(tmp_path / split) for split in infos}
+    assert names["train"] + names["test"] == names["all"]
+
+
+def _names(folder: Path) -> list[str]:
+    names = []
+    for shard in sorted(folder.glob("*.tar")):
+        with tarfile.open(shard) as archive:
+            names += archive.getnames()
+    return names
+
+
+def test_synthetic_takes_its_own(tmp_path: Path) -> None:
+    options = ["--shape", "2,4,4", "--samples", "5", "--classes", "3"]
+    assert main(["encode", "synthetic", str(tmp_path / "out"), *options]) == 0
+    info = DatasetInfo.read(tmp_path / "out")
+    assert (info.latent.shape, info.samples, info.classes) == ((2, 4, 4), 5, 3)
+
+
+def test_a_rank_says_that_it_waits_for_the_count_of_captions(images: Path, pipeline: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / ".encoding").mkdir(parents=True)
+    said: list[str] = []
+    with (tmp_path / "out" / ".encoding" / "plan.lock").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def say(text: str) -> None:
+            said.append(text)
+            fcntl.flock(other, fcntl.LOCK_UN)
+
+        deadline = threading.Timer(30, lambda: say("nobody has said anything"))
+        deadline.start()
+        encode_images(
+            EncodeOptions(
+                source=str(images), out=tmp_path / "out", pretrained=str(pipeline), resolution=32, decode="pillow",
+                captions="all", workers=1,
+            ),
+            say,
+        )  # fmt: skip
+        deadline.cancel()
+    assert said[0] == f"rank 0: waiting for the rank that counts the captions of images in {images}"
+    assert DatasetInfo.read(tmp_path / "out").captions == 2
+
+
+def test_the_number_of_images_is_not_guessed_where_it_is_known(images: Path) -> None:
+    source = open_source(str(images), samples_per_unit=2)
+    expected = _Expectation(source, 2, range(1, 2), {})
+    assert expected.images == 1, "the last unit is not full"
+    whole = _Expectation(source, 2, range(2), {})
+    assert whole.images == 3
+    whole.add(UnitRecord((), (BadRecord("0", ""), BadRecord("1", ""))))
+    assert (whole.images, whole.done) == (3, 2)
+
+
+def test_a_file_that_cannot_be_read_is_not_blamed_on_the_folder(tmp_path: Path) -> None:
+    def count() -> int:
+        return len((tmp_path / "captions.txt").read_bytes())
+
+    with pytest.raises(FileNotFoundError):
+        EncodeFolder(tmp_path / "out", {}, 1, count)
+    folder = EncodeFolder(tmp_path / "out", {}, 1, lambda: 1)
+    with pytest.raises(FileNotFoundError), folder.claimed(0):
+        count()
+    with pytest.raises(StorageError, match="cannot write to"), folder.storage():
+        (tmp_path / "out" / "missing" / "shard.tar").open("wb")

@@ -1,0 +1,368 @@
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from fastdiff.cli.main import main
+from fastdiff.data.encoding.plan import EncodeFolder
+from fastdiff.data.shards.format import DatasetInfo, index_path
+from fastdiff.data.shards.index import ShardIndex
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.data.shards.verify import verify
+from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.models.pretrained.tiny_pipeline import build
+from tests.support.injected.tiny_disk import tiny_disk
+from tests.support.inputs.encoding import captioned, encode, files, picture
+
+CAPTIONS = ["a cat", "a dog", "a cat", "a seven", "a dog", "a cat"]
+
+
+@pytest.fixture(scope="module")
+def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("pipelines") / "sd15")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captioned(tmp_path_factory.mktemp("sources") / "images", CAPTIONS)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, source: Path, sd: Path) -> Path:
+    """The source, encoded without disturbance."""
+    out = tmp_path_factory.mktemp("encoded") / "plain"
+    encode(source, out, sd)
+    return out
+
+
+def read(folder: Path, numbers: list[int] | None = None, **choice: Any) -> dict[str, Any]:
+    assert not verify(folder).problems
+    with LatentReader(folder) as reader:
+        ids = list(range(len(reader))) if numbers is None else numbers
+        return reader.read(ids, choice={name: np.array([value] * len(ids)) for name, value in choice.items()})
+
+
+def meta(folder: Path) -> dict[str, dict[str, Any]]:
+    """By key: what stands in the json components."""
+    found = {}
+    for shard in DatasetInfo.read(folder).shards:
+        content = (folder / shard.name).read_bytes()
+        index = ShardIndex.from_bytes(index_path(folder / shard.name).read_bytes())
+        for place in index.places():
+            if place.component == "json":
+                found[place.key] = json.loads(content[place.offset : place.offset + place.length])
+    return found
+
+
+def posterior(pipeline: Path, images: list[Image.Image]) -> np.ndarray[Any, Any]:
+    """Mean and standard deviation as diffusers computes them."""
+    vae = Pretrained(str(pipeline)).vae()
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        found = vae.encode(pixels.float() / 127.5 - 1).latent_dist
+    return torch.cat([found.mean, found.std], 1).numpy()
+
+
+def test_latents_and_embeddings_are_those_of_diffusers(tmp_path: Path, source: Path, sd: Path) -> None:
+    said = encode(source, tmp_path / "out", sd, flip=True, dtype="float32")
+    images = [picture(number) for number in range(6)]
+    mirrored = [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for image in images]
+    arrays, flipped = read(tmp_path / "out"), read(tmp_path / "out", latent=1)
+    np.testing.assert_allclose(arrays["latent"], posterior(sd, images), atol=1e-5)
+    np.testing.assert_allclose(flipped["latent"], posterior(sd, mirrored), atol=1e-5)
+    assert np.abs(arrays["latent"] - flipped["latent"]).max() > 1e-2
+    text = Pretrained(str(sd)).text()
+    np.testing.assert_allclose(arrays["context"], text(CAPTIONS)["context"].numpy(), atol=1e-5)
+    with LatentReader(tmp_path / "out") as reader:
+        np.testing.assert_allclose(reader.null()["context"], text([""])["context"][0].numpy(), atol=1e-5)
+    info = DatasetInfo.read(tmp_path / "out")
+    assert (info.kind, info.samples, len(info.shards), info.classes) == ("posterior", 6, 2, None)
+    assert info.normalisation.shift == (0.0,) * 8
+    assert info.normalisation.scale == (0.18215,) * 8
+    assert info.provenance.autoencoder_digest == Pretrained(str(sd)).digest("vae")
+    assert info.provenance.text_encoder_digest == Pretrained(str(sd)).digest("text_encoder")
+    assert meta(tmp_path / "out")["000000003"] == {
+        "name": str(source / "003.png"), "captions": ["a seven"], "original_size": [32, 32], "crop": [0, 0],
+    }  # fmt: skip
+    assert said[0].startswith("rank 0: 6 images in ")
+    assert all(stage in said[0] for stage in ("images/s", "read", "decode", "VAE", "text", "write"))
+
+
+def test_half_precision_is_stored_by_default_and_equal_captions_once(plain: Path, sd: Path) -> None:
+    arrays = read(plain)
+    assert arrays["latent"].dtype == arrays["context"].dtype == np.float16
+    np.testing.assert_allclose(
+        arrays["latent"], posterior(sd, [picture(number) for number in range(6)]), atol=2e-3, rtol=1e-3
+    )
+    index = ShardIndex.from_bytes((plain / "train-000000.index.json").read_bytes())
+    offsets = [place.offset for place in index.places() if place.component == "context.npy"]
+    assert len(offsets) == 4
+    assert len(set(offsets)) == 3, "a cat, a dog and a seven"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_is_near(tmp_path: Path, source: Path, sd: Path, plain: Path, precision: str) -> None:
+    encode(source, tmp_path / "out", sd, precision=precision, max_samples=2)
+    half, full = read(tmp_path / "out"), read(plain, [0, 1])
+    for name in ("latent", "context"):
+        difference = half[name].astype(np.float32) - full[name]
+        assert 0 < np.square(difference).mean() < 0.03**2 * np.square(full[name], dtype=np.float32).mean()
+
+
+def test_sdxl_has_pooled_embeddings_and_sizes(tmp_path: Path) -> None:
+    pipeline = build(tmp_path / "sdxl", kind="sdxl")
+    source = captioned(tmp_path / "images", ["a cat", "a dog"], [(96, 64), (32, 80)])
+    encode(source, tmp_path / "out", pipeline, dtype="float32")
+    arrays = read(tmp_path / "out")
+    expected = Pretrained(str(pipeline)).text()(["a cat", "a dog"])
+    np.testing.assert_allclose(arrays["context"], expected["context"].numpy(), atol=1e-5)
+    np.testing.assert_allclose(arrays["pooled"], expected["pooled"].numpy(), atol=1e-5)
+    # 96x64 becomes 48x32, of which 8 rows are cut off on either side; of 32x80 it is 24 columns.
+    assert arrays["time_ids"].tolist() == [[96, 64, 8, 0, 32, 32], [32, 80, 0, 24, 32, 32]]
+    with LatentReader(tmp_path / "out") as reader:
+        assert not reader.null()["context"].any(), "the pipeline says that an empty prompt is zeros"
+
+
+def test_buckets_keep_the_aspect_ratio(tmp_path: Path, sd: Path) -> None:
+    sizes = [(32, 64), (32, 32), (64, 32), (64, 128), (48, 48), (32, 64), (30, 60)]
+    source = captioned(tmp_path / "images", [f"picture {n}" for n in range(7)], sizes)
+    encode(
+        source, tmp_path / "out", sd, buckets=True, bucket_step=16, resolution=48, samples_per_shard=7, dtype="float32"
+    )
+    info = DatasetInfo.read(tmp_path / "out")
+    by_size = {info.buckets[shard.bucket]: shard for shard in info.shards}
+    assert {size: shard.samples for size, shard in by_size.items()} == {(8, 16): 4, (12, 12): 2, (16, 8): 1}
+    assert by_size[8, 16].name == "train-000000-8x16.tar"
+    with LatentReader(tmp_path / "out") as reader:
+        wide = reader.read(range(4))
+        assert [key[-1] for key in reader.keys(range(4))] == ["0", "3", "5", "6"]
+    image = picture(0, (32, 64))
+    assert wide["latent"].shape == (4, 8, 8, 16)
+    np.testing.assert_allclose(wide["latent"][:1], posterior(sd, [image]), atol=1e-5)
+    assert meta(tmp_path / "out")["000000003"]["original_size"] == [64, 128]
+
+
+def test_classes_need_no_text(tmp_path: Path, sd: Path) -> None:
+    for number in range(4):
+        (tmp_path / "images" / f"class{number % 2}").mkdir(parents=True, exist_ok=True)
+        picture(number).save(tmp_path / "images" / f"class{number % 2}" / f"{number}.png")
+    said = encode(tmp_path / "images", tmp_path / "out", sd)
+    arrays = read(tmp_path / "out")
+    assert arrays["label"].tolist() == [0, 0, 1, 1]
+    assert set(arrays) == {"latent", "label"}
+    assert "no captions" in said[0]
+    info = DatasetInfo.read(tmp_path / "out")
+    assert (info.null, info.provenance.text_encoder, info.provenance.text_encoder_digest) == ({}, None, None)
+
+
+def test_a_tar_is_a_shard(tmp_path: Path, sd: Path) -> None:
+    for tar, count in enumerate((5, 2)):
+        with tarfile.open(tmp_path / f"{tar}.tar", "w") as archive:
+            for number in range(count):
+                image = io.BytesIO()
+                picture(10 * tar + number).save(image, "PNG")
+                for kind, content in (("png", image.getvalue()), ("txt", f"picture {number}".encode())):
+                    member = tarfile.TarInfo(f"{tar}{number}.{kind}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+    encode(tmp_path / "{0..1}.tar", tmp_path / "out", sd, captions="all", dtype="float32")
+    info = DatasetInfo.read(tmp_path / "out")
+    assert ([shard.samples for shard in info.shards], info.captions) == ([5, 2], 1)
+    images = [picture(number) for number in (0, 1, 2, 3, 4, 10, 11)]
+    np.testing.assert_allclose(read(tmp_path / "out")["latent"], posterior(sd, images), atol=1e-5)
+
+
+def test_several_captions(tmp_path: Path, sd: Path) -> None:
+    source = captioned(tmp_path / "images", [["one", "two", "three"], "alone", ["first", "second"]])
+    encode(source, tmp_path / "all", sd, captions="all", dtype="float32")
+    text = Pretrained(str(sd)).text()
+    for choice, expected in ((0.0, ["one", "alone", "first"]), (0.99, ["three", "alone", "second"])):
+        found = read(tmp_path / "all", caption=choice)["context"]
+        np.testing.assert_allclose(found, text(expected)["context"].numpy(), atol=1e-5)
+    assert DatasetInfo.read(tmp_path / "all").captions == 3
+    said = encode(source, tmp_path / "first", sd)
+    assert DatasetInfo.read(tmp_path / "first").captions == 1
+    assert "2 images have more captions" in said[0]
+
+
+def test_bad_images_end_the_encode_or_are_listed(tmp_path: Path, sd: Path) -> None:
+    source = captioned(tmp_path / "images", [f"picture {n}" for n in range(9)])
+    (source / "005.png").write_bytes((source / "005.png").read_bytes()[:700])
+    (source / "006.png").write_text("no image at all")
+    (source / "008.png").unlink()
+    with pytest.raises(DataError, match=r"005\.png cannot be used.*--bad skip"):
+        encode(source, tmp_path / "out", sd)
+    assert (tmp_path / "out" / "train-000000.tar").exists(), "the first unit is finished"
+    assert not (tmp_path / "out" / "dataset.json").exists()
+    said = encode(source, tmp_path / "out", sd, bad="skip")
+    assert "4 more were there already" in said[0]
+    assert "3 bad images left out, listed in" in said[0]
+    lines = (tmp_path / "out" / "bad_images.jsonl").read_text().splitlines()
+    assert [Path(json.loads(line)["name"]).name for line in lines] == ["005.png", "006.png", "008.png"]
+    assert all(json.loads(line)["reason"] for line in lines)
+    encode(source, tmp_path / "again", sd, bad="skip")
+    assert files(tmp_path / "out") == files(tmp_path / "again")
+    assert len(read(tmp_path / "out")["latent"]) == 6
+
+
+def test_images_that_were_left_out_are_an_error_when_the_policy_changes(tmp_path: Path, sd: Path) -> None:
+    source = captioned(tmp_path / "images", [f"picture {n}" for n in range(9)])
+    (source / "000.png").write_text("no image at all")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "2")
+        said = encode(source, tmp_path / "out", sd, bad="skip")
+    assert "1 shards are still missing" in said[0]
+    with pytest.raises(DataError, match=r"000\.png cannot be used"):
+        encode(source, tmp_path / "out", sd)
+
+
+def test_latents_that_are_not_finite_are_bad(tmp_path: Path, source: Path, sd: Path) -> None:
+    broken = shutil.copytree(sd, tmp_path / "broken")
+    path = broken / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    weights["quant_conv.bias"].fill_(1e30)
+    save_file(weights, path)
+    with pytest.raises(DataError, match=r"000\.png.*not finite.*--precision"):
+        encode(source, tmp_path / "out", broken)
+    with pytest.raises(DataError, match="none of the source's 6 images can be used"):
+        encode(source, tmp_path / "out", broken, bad="skip")
+
+
+def test_ranks_write_the_same_files_as_one(
+    tmp_path: Path, source: Path, sd: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert "1 shards are still missing" in encode(source, tmp_path / "out", sd)[0]
+    monkeypatch.delenv("RANK")
+    for name, value in (("STEP_ID", "0"), ("PROCID", "0"), ("NTASKS", "2"), ("LOCALID", "0")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    encode(source, tmp_path / "out", sd)
+    assert files(tmp_path / "out") == files(plain)
+    # A rank that comes late finds everything done.
+    assert encode(source, tmp_path / "out", sd) == [f"{tmp_path / 'out'} is complete already"]
+    assert files(tmp_path / "out") == files(plain)
+
+
+def test_the_number_of_threads_does_not_matter(tmp_path: Path, source: Path, sd: Path) -> None:
+    """Ranks that share a machine have fewer threads each than one that has it for itself."""
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        encode(source, tmp_path / f"{threads}", sd, resolution=128, batch=6, max_samples=6)
+        assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
+    assert files(tmp_path / "1") == files(tmp_path / "2")
+
+
+@pytest.mark.fault(9)
+def test_a_damaged_shard_of_a_killed_encode_is_written_again(
+    tmp_path: Path, source: Path, sd: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    encode(source, tmp_path / "out", sd)
+    shard = tmp_path / "out" / "train-000000.tar"
+    shard.write_bytes(shard.read_bytes()[:1000])
+    monkeypatch.undo()
+    encode(source, tmp_path / "out", sd)
+    assert files(tmp_path / "out") == files(plain)
+
+
+def test_other_options_are_refused(tmp_path: Path, source: Path, sd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    encode(source, tmp_path / "out", sd)
+    before = files(tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"begun otherwise \(batch: 3 there, 2 now; flip: False there, True now\)"):
+        encode(source, tmp_path / "out", sd, batch=2, flip=True)
+    assert files(tmp_path / "out") == before
+    monkeypatch.undo()
+    encode(source, tmp_path / "out", sd)
+    with pytest.raises(ConfigError, match="already holds a data set, of another source or other options"):
+        encode(source, tmp_path / "out", sd, batch=2)
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path, source: Path, sd: Path, digits: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train-notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"train-notes\.txt, which is not ours"):
+        encode(source, tmp_path / "mine", sd)
+    assert list(files(tmp_path / "mine")) == ["train-notes.txt"]
+    before = files(digits)
+    with pytest.raises(ConfigError, match="already holds a data set"):
+        encode(source, digits, sd)
+    assert files(digits) == before
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / ".encoding").touch()
+    with pytest.raises(ConfigError, match="unfinished encode of another kind"):
+        encode(source, tmp_path / "begun", sd)
+    with pytest.raises(ConfigError, match="lies in the source"):
+        encode(source, source / "out", sd)
+
+
+@pytest.mark.fault(27)
+def test_a_unit_is_written_by_one_process(tmp_path: Path) -> None:
+    first, second = (EncodeFolder(tmp_path, {}, 1, lambda: 1) for _ in range(2))
+    with first.claimed(0) as to_do:
+        assert to_do
+        with pytest.raises(ConfigError, match="another `fastdiff encode` is writing unit-000000"):
+            second.claimed(0).__enter__()
+    with second.claimed(0) as to_do:
+        assert to_do
+
+
+@pytest.mark.fault(8)
+def test_after_a_full_disk_the_same_command_goes_on(tmp_path: Path, source: Path, sd: Path, plain: Path) -> None:
+    with tiny_disk(tmp_path / "disk", 0.5) as disk:
+        ballast, out = disk / "ballast", disk / "out"
+        ballast.write_bytes(bytes(460_000))
+        with pytest.raises(StorageError, match=r"No space left.*run the same command again"):
+            encode(source, out, sd)
+        assert not (out / "dataset.json").exists()
+        ballast.unlink()
+        encode(source, out, sd)
+        assert files(out) == files(plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resolution": 30}, "--resolution 30 does not divide by 4.*use 28 or 32"),
+        ({"buckets": True, "bucket_step": 6}, "--bucket-step 6 does not divide by 4"),
+        ({"buckets": True, "bucket_step": 64}, "aspect-ratio buckets of resolution 32, step 64"),
+        ({"bucket_step": 8}, "--buckets, which is missing"),
+        ({"pretrained": "no/such-pipeline-anywhere"}, "no/such-pipeline-anywhere"),
+        ({"caption_column": "nothing"}, "no column 'nothing'"),
+    ],
+)
+def test_options_that_do_not_fit(
+    tmp_path: Path, source: Path, sd: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=message):
+        encode(source, tmp_path / "out", Path(options.pop("pretrained", sd)), **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_line(tmp_path: Path, source: Path, sd: Path, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--resolution", "32", "--decode", "pillow", "--batch", "3", "--samples-per-shard", "4"]
+    assert main(["encode", str(source), str(tmp_path / "out"), "--pretrained", str(sd), *given]) == 0
+    assert "is complete: 6 samples" in capsys.readouterr().out
+    assert files(tmp_path / "out") == files(plain)
+    assert main(["encode", str(source), str(tmp_path / "other")]) == 2
+    assert "--pretrained is missing" in capsys.readouterr().err
+    assert main(["encode", "digits", str(tmp_path / "other"), "--pretrained", str(sd)]) == 2
+    assert "./digits" in capsys.readouterr().err

@@ -1,0 +1,190 @@
+"""Encodes that are killed and go on, in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdiff.cli.main import main
+from fastdiff.data.encoding.builtin import encode_digits
+from fastdiff.data.shards.verify import verify
+from fastdiff.errors import ConfigError
+from fastdiff.models.pretrained.tiny_pipeline import build
+from tests.support.injected.durable_calls import DURABLE, dying_at
+from tests.support.inputs.encoding import captioned, files
+from tests.support.processes import BIN, run, start, stop
+
+IMAGES, PER_SHARD = 48, 2
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """``fastdiff encode`` of 24 units, one of which loses an image, without OUT."""
+    folder = tmp_path_factory.mktemp("encode")
+    build(folder / "pipeline")
+    sizes = [(32, 32), (32, 64), (64, 32)]
+    captions = [f"picture {number % 7}" for number in range(IMAGES)]
+    images = captioned(folder / "images", captions, [sizes[number % 5 % 3] for number in range(IMAGES)])
+    (images / "017.png").write_bytes((images / "017.png").read_bytes()[:200])
+    options = {
+        "pretrained": folder / "pipeline", "resolution": 32, "bucket-step": 16, "samples-per-shard": PER_SHARD,
+        "batch": 2, "decode": "pillow", "workers": 1, "bad": "skip",
+    }  # fmt: skip
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return ["encode", str(images), "--buckets", "--flip", *flags]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Any]:
+    """Starts processes that have imported everything: a kill shall hit the encode, not the imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            [
+                "fastdiff.data.encoding.images",
+                "diffusers.models.autoencoders.autoencoder_kl",
+                "transformers.models.clip.modeling_clip",
+                "transformers.models.clip.tokenization_clip",
+            ]
+        )
+        yield context
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, command: list[str], ranks: Any) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    assert finish(begin(ranks, command, out, 1)) == [0]
+    assert not verify(out).problems
+    return files(out)
+
+
+def rank_main(argv: list[str], rank: int, ranks: int) -> None:
+    import os
+    import sys
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    sys.exit(main(argv))
+
+
+def begin(context: Any, command: list[str], out: Path, count: int) -> list[Any]:
+    processes = [
+        context.Process(target=rank_main, args=([*command, str(out)], rank, count), daemon=True)
+        for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def finish(processes: list[Any]) -> list[int]:
+    for process in processes:
+        process.join(TIMEOUT_S)
+        process.kill()
+    return [process.exitcode for process in processes]
+
+
+def until(condition: Callable[[], bool], alive: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition() and alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def written(out: Path) -> int:
+    """Files that are there, finished or not."""
+    return sum(1 for path in out.rglob("*") if path.suffix != ".lock")
+
+
+@pytest.mark.fault(9)
+@pytest.mark.parametrize("count", [1, 2])
+def test_killed_five_times_it_writes_the_same_bytes(
+    tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes], count: int, nightly: bool
+) -> None:
+    for trial in range(6 if nightly else 1):
+        out, moments = tmp_path / f"out{trial}", random.Random(count + 2 * trial)
+        for _ in range(5):
+            target = (written(out) if out.exists() else 0) + moments.randrange(1, 9)
+            processes = begin(ranks, command, out, count)
+            until(lambda: written(out) >= target, lambda: any(process.is_alive() for process in processes))  # noqa: B023
+            time.sleep(moments.uniform(0, 0.02))
+            for process in processes:
+                process.kill()
+            assert -9 in finish(processes), "one was at work"
+            assert not (out / "dataset.json").exists()
+        kept = len(list((out / ".encoding").glob("unit-*.json")))
+        assert 0 < kept < IMAGES // PER_SHARD
+        assert finish(begin(ranks, command, out, count)) == [0] * count
+        assert files(out) == undisturbed
+    assert "bad_images.jsonl" in undisturbed
+
+
+def killed_main(argv: list[str], number: int) -> None:
+    """Encode until the call number ``number`` that makes something durable or visible, and die before it."""
+    with dying_at(number, DURABLE):
+        rank_main(argv, 0, 1)
+
+
+@pytest.mark.fault(9)
+def test_killed_at_every_durable_call_it_writes_the_same_bytes(
+    tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes], nightly: bool
+) -> None:
+    """Each start dies one call later than the one before it: the calls of one unit, and at night those of four."""
+    out, published = tmp_path / "out", False
+    for number in range(1, 53 if nightly else 14):
+        if published:
+            assert files(out) == undisturbed
+            shutil.rmtree(out)
+        process = ranks.Process(target=killed_main, args=([*command, str(out)], number), daemon=True)
+        process.start()
+        ended, published = finish([process]), (out / "dataset.json").exists()
+        assert ended == [-9] or (nightly and published)
+    assert finish(begin(ranks, command, out, 1)) == [0]
+    assert files(out) == undisturbed
+
+
+@pytest.mark.fault(9)
+def test_killed_while_it_publishes(
+    tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes]
+) -> None:
+    out = tmp_path / "out"
+    for name in ("bad_images.jsonl", "null.context.npy", "dataset.json"):
+        processes = begin(ranks, command, out, 1)
+        until(lambda: (out / name).exists(), processes[0].is_alive)  # noqa: B023
+        for process in processes:
+            process.kill()
+        finish(processes)
+    assert finish(begin(ranks, command, out, 1)) == [0]
+    assert files(out) == undisturbed
+
+
+@pytest.mark.fault(9)
+def test_the_real_command_is_killed_and_goes_on(
+    tmp_path: Path, command: list[str], undisturbed: dict[str, bytes]
+) -> None:
+    out = tmp_path / "out"
+    process = start([BIN / "fastdiff", *command, out])
+    try:
+        until(lambda: (out / ".encoding" / "unit-000003.json").exists(), lambda: process.poll() is None)
+    finally:
+        stop(process)
+    assert process.returncode == -9
+    done = run([BIN / "fastdiff", *command, out])
+    assert done.code == 0, done.output
+    assert "more were there already" in done.output
+    assert "1 bad images left out" in done.output
+    assert files(out) == undisturbed
+
+
+def test_digits_do_not_go_where_images_are_being_encoded(tmp_path: Path) -> None:
+    (tmp_path / ".encoding").mkdir()
+    with pytest.raises(ConfigError, match="an encode of images that has not ended"):
+        encode_digits(tmp_path)

@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from fastdiff.data.images.items import BadItem, ImageItem, ImageSource
+from fastdiff.data.images.sources import open_source
+from fastdiff.errors import ConfigError, DataError
+
+
+def picture(number: int, kind: str = "jpeg") -> bytes:
+    """A file of its own for each number."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), (number * 7 % 256, 100, 200)).save(file, kind)
+    return file.getvalue()
+
+
+def write(folder: Path, files: dict[str, bytes | str]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def source(text: object, **options: object) -> ImageSource:
+    return open_source(str(text), **({"samples_per_unit": 2} | options))  # type: ignore[arg-type]
+
+
+def everything(found: ImageSource) -> list[ImageItem | BadItem]:
+    """All items, read both ways where both are possible; keys are checked on the way."""
+    items = [item for unit in range(found.units) for item in found.items(unit)]
+    assert len({item.key for item in items}) == len(items)
+    return items
+
+
+def contents(found: ImageSource) -> list[tuple[bytes, tuple[str, ...], int | None]]:
+    items = everything(found)
+    assert items == [found.item(index) for index in range(len(found))]
+    assert all(isinstance(item, ImageItem) for item in items), items
+    return [(item.image, item.captions, item.label) for item in items if isinstance(item, ImageItem)]
+
+
+def reasons(found: ImageSource) -> dict[str, str]:
+    """Why items are bad, by their name without the folder."""
+    bad = [item for item in everything(found) if isinstance(item, BadItem)]
+    return {os.path.basename(item.name): item.reason for item in bad}
+
+
+ROWS: list[dict[str, object]] = [
+    {"file_name": "sub/b.PNG", "text": ["two", " a\x00pair\n "]},
+    {"file_name": "./a.jpg", "text": "eins, „one“"},
+    {"file_name": "a.jpg", "text": "once more"},
+]
+PICTURES = {"a.jpg": picture(1), "sub/b.PNG": picture(2, "png"), "not-listed.webp": picture(3, "webp"), "c.gif": b"-"}
+EXPECTED = [
+    (PICTURES["a.jpg"], ("eins, „one“", "once more"), None),
+    (PICTURES["sub/b.PNG"], ("two", "a pair"), None),
+]
+
+
+@pytest.mark.parametrize("below", ["", "train/"])
+def test_metadata_jsonl(tmp_path: Path, below: str) -> None:
+    lines = "\n\n".join(json.dumps(row) for row in ROWS)
+    files = {f"{below}{name}": content for name, content in PICTURES.items()}
+    others: dict[str, bytes | str] = {"test/x.jpg": picture(9)} if below else {}
+    write(tmp_path, {**files, **others, f"{below}metadata.jsonl": "\ufeff" + lines})
+    found = source(tmp_path)
+    assert (found.captioned, found.classes, found.units, len(found)) == (True, None, 1, 2)
+    assert contents(found) == EXPECTED
+
+
+def test_metadata_csv(tmp_path: Path) -> None:
+    table = io.StringIO()
+    rows = [["file_name", "other", "words"], ["sub/b.PNG", "1", "two"], ["a.jpg", "2", 'a "quoted", long\ncaption']]
+    csv.writer(table).writerows(rows)
+    write(tmp_path, {**PICTURES, "metadata.csv": table.getvalue()})
+    found = source(tmp_path, caption_column="words", samples_per_unit=1)
+    assert [captions for _, captions, _ in contents(found)] == [('a "quoted", long caption',), ("two",)]
+    assert found.units == 2
+    with pytest.raises(ConfigError, match=r"metadata.csv has no column 'text' .*: file_name, other, words"):
+        source(tmp_path)
+
+
+@pytest.mark.fault(28)
+def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    rows = [
+        {"file_name": "missing.jpg", "text": "x"},
+        {"file_name": "../outside.jpg", "text": "x"},
+        {"file_name": str(tmp_path / "absolute.jpg"), "text": "x"},
+        {"file_name": "a.jpg", "text": None},
+        {"file_name": "long.jpg", "text": "x" * 10_000_000},
+        {"file_name": "pipe.jpg", "text": "x"},
+        {"file_name": "loop.jpg", "text": "x"},
+        {"file_name": "large.jpg", "text": "x"},
+    ]
+    write(tmp_path / "data", {**PICTURES, "long.jpg": picture(1), "metadata.jsonl": "\n".join(map(json.dumps, rows))})
+    os.mkfifo(tmp_path / "data" / "pipe.jpg")
+    (tmp_path / "data" / "loop.jpg").symlink_to("loop.jpg")
+    with (tmp_path / "data" / "large.jpg").open("wb") as file:
+        file.truncate((256 << 20) + 1)
+    found = reasons(source(tmp_path / "data"))
+    assert found.pop("outside.jpg") == found.pop("absolute.jpg") == "the metadata points out of its folder"
+    assert found == {
+        "missing.jpg": "missing.jpg is missing",
+        "a.jpg": "its caption is '[None]', expected a text or a list of texts",
+        "long.jpg": "its caption has 10000000 bytes; at most 100000",
+        "pipe.jpg": "pipe.jpg is not a file",
+        "loop.jpg": "loop.jpg is a link to itself",
+        "large.jpg": "large.jpg has 268435457 bytes; at most 268435456",
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [("{", "line 2: no JSON"), ("[1]", "line 2: expected an object"), ('{"text": "x"}', "line 2: file_name is None")],
+)
+def test_metadata_that_is_none(tmp_path: Path, line: str, what: str) -> None:
+    write(tmp_path, {"metadata.jsonl": f'{{"file_name": "a.jpg", "text": "x"}}\n{line}\n'})
+    with pytest.raises(DataError, match=f"{tmp_path}/metadata.jsonl, {what}"):
+        source(tmp_path)
+
+
+def test_text_files_beside_images(tmp_path: Path) -> None:
+    write(tmp_path, {"b.jpg": picture(1), "b.txt": "\ufefffirst\r\n \nse\tcond\n", "x/a.b.WebP": picture(2, "webp")})
+    write(tmp_path, {"x/a.b.txt": "third", "notes.md": "-", ".hidden.jpg": b"", ".trash/a.jpg": b""})
+    (tmp_path / "x" / "up").symlink_to(tmp_path)
+    found = source(tmp_path)
+    assert contents(found) == [
+        (picture(1), ("first", "se cond"), None),
+        (picture(2, "webp"), ("third",), None),
+    ]
+    write(tmp_path, {"c.jpg": picture(1), "d.jpg": picture(1), "d.txt": "\n", "e.jpg": b"", "e.txt": b"\xff"})
+    assert reasons(source(tmp_path)) == {
+        "c.jpg": "c.txt is missing",
+        "d.jpg": "d.txt holds no caption",
+        "e.jpg": "e.txt is not UTF-8 (invalid start byte at byte 0)",
+    }
+    assert source(tmp_path).digest != found.digest
+
+
+def test_class_folders(tmp_path: Path) -> None:
+    write(tmp_path, {f"{name}/{k}.jpg": picture(k) for name in ("zebra", "ape", "train") for k in range(2)})
+    write(tmp_path, {"ape/deep/9.png": picture(9, "png"), ".git/x": b""})
+    found = source(tmp_path)
+    assert (found.captioned, found.classes, found.units) == (False, 3, 4)
+    assert [label for _, _, label in contents(found)] == [0, 0, 0, 1, 1, 2, 2]
+    assert [label for _, _, label in contents(source(tmp_path, max_samples=4))] == [0, 0, 0, 1]
+    assert source(tmp_path, max_samples=4).classes == 3
+    (tmp_path / "bear").mkdir()
+    with pytest.raises(DataError, match="bear holds no images"):
+        source(tmp_path)
+
+
+def test_a_split_that_the_folder_does_not_have_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {f"{split}/{k}/{k}.jpg": picture(k) for split in ("train", "validation") for k in (1, 2)})
+    assert source(tmp_path, split="validation").classes == 2
+    with pytest.raises(ConfigError, match=r"has no split 'val'; it has train, validation: choose one of them"):
+        source(tmp_path, split="val")
+    (tmp_path / "train").rename(tmp_path / "test")
+    with pytest.raises(ConfigError, match=r"has no split 'train'; it has test, validation"):
+        source(tmp_path)
+    write(tmp_path, {"a.jpg": picture(1), "a.txt": "beside the folders", "test/1/1.txt": "one"})
+    assert len(source(tmp_path)) == 5
+
+
+def test_captions_are_counted_without_reading_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import pyarrow.parquet
+
+    rows = [{"file_name": f"{k}.jpg", "text": text} for k, text in enumerate(["a", ["b", "c", "d"], ["e", 7], "f"])]
+    write(tmp_path / "rows", {"metadata.jsonl": "\n".join(map(json.dumps, rows))})  # there are no images at all
+    found = source(tmp_path / "rows")
+    assert [found.most_captions(unit) for unit in range(found.units)] == [3, 1]
+    write(tmp_path / "texts", {"1.jpg": b"", "1.txt": "a\n\nb", "2.jpg": b"", "2.txt": b"\xff", "3.jpg": b""})
+    found = source(tmp_path / "texts")
+    for image in (tmp_path / "texts").glob("*.jpg"):
+        image.unlink()
+    assert [found.most_captions(unit) for unit in range(found.units)] == [2, 0]
+    write(tmp_path / "classes", {"one/1.jpg": picture(1)})
+    assert source(tmp_path / "classes").most_captions(0) == 0
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    images = [{"bytes": None, "path": f"/no/such-{k}.jpg"} for k in range(3)]
+    rows = dataset({"image": images, "text": [["a"], ["b", "c"], None]})
+    (tmp_path / "parquet").mkdir()
+    pyarrow.parquet.write_table(rows.data.table, tmp_path / "parquet" / "train.parquet")  # type: ignore[attr-defined]
+    found = source(tmp_path / "parquet")
+    assert [found.most_captions(unit) for unit in range(found.units)] == [2, 0]
+
+
+def test_folders_that_are_no_source(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no images \(jpeg, jpg, png, webp\) among its 0 files"):
+        source(tmp_path)
+    write(tmp_path, {"a.jpg": picture(1)})
+    with pytest.raises(DataError, match=r"nothing says what is on .*a.jpg: expected metadata.jsonl"):
+        source(tmp_path)
+    write(tmp_path, {"sub/metadata.jsonl": "{}"})
+    with pytest.raises(DataError, match=f"give one such folder as the source: {tmp_path}/sub"):
+        source(tmp_path)
+    write(tmp_path, {"metadata.jsonl": "{}", "metadata.csv": ""})
+    with pytest.raises(DataError, match=r"metadata.jsonl and metadata.csv"):
+        source(tmp_path)
+    for text in (tmp_path / "a.jpg", tmp_path / "none", "a b"):
+        with pytest.raises(DataError, match="is no source: expected a folder of images"):
+            source(text)
+    with pytest.raises(ConfigError, match=r"gs://bucket/a.tar: expected a path, or an address"):
+        source("gs://bucket/a.tar")
+
+
+def test_the_digest_is_of_what_is_listed(tmp_path: Path) -> None:
+    first = write(tmp_path / "first", {"a/1.jpg": picture(1), "b/1.jpg": picture(2)})
+    second = write(tmp_path / "second", {"b/1.jpg": picture(2), "a/1.jpg": picture(1)})
+    assert source(first).digest == source(second).digest
+    assert source(first).digest != source(first, samples_per_unit=3).digest
+    write(second, {"b/2.jpg": picture(1)})
+    assert source(first).digest != source(second).digest
+
+
+# --- data sets of Hugging Face ---
+
+
+def dataset(columns: dict[str, list[object]]) -> object:
+    import datasets
+
+    rows = datasets.Dataset.from_dict(columns)
+    return rows.cast_column("image", datasets.Image())
+
+
+def test_a_saved_data_set(tmp_path: Path) -> None:
+    import datasets
+
+    images = [{"bytes": picture(k), "path": None} for k in range(3)]
+    rows = dataset({"image": images, "text": ["zero", "o\x01ne", "two"]})
+    rows.save_to_disk(tmp_path / "plain")  # type: ignore[attr-defined]
+    found = source(tmp_path / "plain")
+    assert (found.captioned, found.classes, found.units) == (True, None, 2)
+    assert contents(found) == [(picture(k), (("zero", "o ne", "two")[k],), None) for k in range(3)]
+    assert len(contents(source(tmp_path / "plain", max_samples=2))) == 2
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "splits")
+    assert source(tmp_path / "splits").digest == found.digest
+    with pytest.raises(ConfigError, match=r"no split 'val'; it has train, test"):
+        source(tmp_path / "splits", split="val")
+    with pytest.raises(ConfigError, match="columns image, text, and no 'pixels'"):
+        source(tmp_path / "plain", image_column="pixels")
+    with pytest.raises(ConfigError, match="neither 'caption' with captions nor a ClassLabel column"):
+        source(tmp_path / "plain", caption_column="caption")
+    with pytest.raises(ConfigError, match="captions and images cannot both be in the column 'text'"):
+        source(tmp_path / "plain", image_column="text")
+    numbers = datasets.Dataset.from_dict({"image": [1.0, 2.0], "text": ["a", "b"]})
+    numbers.save_to_disk(tmp_path / "numbers")
+    with pytest.raises(DataError, match="'image' is no column of images"):
+        source(tmp_path / "numbers")
+
+
+def test_parquet_with_classes_and_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import pyarrow.parquet
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = write(tmp_path, {"kept.png": picture(5, "png")}) / "kept.png"
+    images = [{"bytes": picture(0), "path": None}, {"bytes": None, "path": str(path)}, None]
+    rows = dataset({"image": [*images, {"bytes": None, "path": "/no/such.jpg"}], "label": [1, 0, 1, 1]})
+    rows = rows.cast_column("label", datasets.ClassLabel(names=["x", "y"]))  # type: ignore[attr-defined]
+    (tmp_path / "rows").mkdir()
+    pyarrow.parquet.write_table(rows.data.table, tmp_path / "rows" / "train-00000-of-00001.parquet")
+    found = source(tmp_path / "rows")
+    assert (found.captioned, found.classes, found.class_names, len(found)) == (False, 2, ("x", "y"), 4)
+    first, second, third, fourth = everything(found)
+    assert isinstance(first, ImageItem)
+    assert isinstance(second, ImageItem)
+    assert (first.image, first.label) == (picture(0), 1)
+    assert (second.image, second.label) == (picture(5, "png"), 0)
+    assert isinstance(third, BadItem)
+    assert third.reason == "its image is missing"
+    assert isinstance(fourth, BadItem)
+    assert fourth.reason == "its image /no/such.jpg is outside of the data set"
+    assert fourth.name.endswith("rows, split train, row 3")
+
+
+def test_packages_that_are_not_installed_are_named(tmp_path: Path) -> None:
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(["s3fs", "aiohttp", "datasets"]))  # None: as if not installed
+from fastdiff.data.image_sources import open_source
+from fastdiff.errors import ConfigError
+for text in ("https://host/a.tar", "s3://bucket/a.tar", "some/data-set"):
+    try:
+        open_source(text, samples_per_unit=1)
+    except ConfigError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    http, s3, hub = done.stdout.splitlines()
+    assert http.startswith("reading from http needs a package")
+    assert s3.startswith("reading from s3 needs a package")
+    assert http.endswith("pip install 'fastdiff[remote]'")
+    assert s3.endswith("pip install 'fastdiff[remote]'")
+    assert hub.endswith("needs the package datasets; pip install 'fastdiff[hf]'")
+
+
+def test_an_id_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"cannot load the data set no/such-data: it is no path here, and no id"):
+        source("no/such-data")

@@ -1,0 +1,183 @@
+"""Online encoding gives what shards of the same transform give."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fastdiff.batch import Batch
+from fastdiff.cli.main import main
+from fastdiff.config.data import DataConfig
+from fastdiff.data.images.items import ImageItem
+from fastdiff.data.loading.build import build_batches, build_order
+from fastdiff.data.loading.online import OnlineBatches, OnlineImages
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.errors import ConfigError, DataError
+from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.models.pretrained.tiny_pipeline import build
+from tests.support.inputs.images import encode, natural
+
+MICRO = 4
+IMAGES = 12
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("pipelines") / "sdxl", kind="sdxl")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wider than they are high, with three captions each."""
+    folder = tmp_path_factory.mktemp("images")
+    lines = []
+    for number in range(IMAGES):
+        (folder / f"{number:02d}.png").write_bytes(encode(natural(40, 60, seed=number), "PNG"))
+        captions = [f"picture {number}", f"the same again, {number}", "a picture"]
+        lines.append(json.dumps({"file_name": f"{number:02d}.png", "text": captions}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def config(images: Path, **changes: Any) -> DataConfig:
+    return replace(
+        DataConfig(
+            online=True, path=str(images), resolution=32, center_crop=True, random_flip=True, decode="pillow", workers=2
+        ),
+        **changes,
+    )
+
+
+def draw(reader: Any, data: DataConfig, *, count: int, start: int = 0, rank: int = 0, ranks: int = 1) -> list[Batch]:
+    order = build_order(reader.info, seed=5, window_shards=16, global_batch=MICRO * ranks)
+    with build_batches(
+        reader, order, config=data, seed=5, device=torch.device("cpu"), start_samples=start, rank=rank, ranks=ranks,
+        micro=MICRO, global_batch=MICRO * ranks,
+    ) as batches:  # fmt: skip
+        return [next(batches) for _ in range(count)]
+
+
+def open_images(data: DataConfig, pipeline: Path) -> OnlineImages:
+    return OnlineImages(data, Pretrained(str(pipeline)), torch.device("cpu"), torch.float32)
+
+
+def test_online_batches_are_those_of_the_shards(images: Path, pipeline: Path, tmp_path: Path) -> None:
+    """The same latents, embeddings and sizes for the same transform: flips and captions are chosen alike."""
+    shards = tmp_path / "shards"
+    command = ["encode", images, shards, "--pretrained", pipeline, "--resolution", "32", "--flip"]
+    assert main([str(word) for word in [*command, "--decode", "pillow", "--captions", "all", "--batch", MICRO]]) == 0
+    data = config(images)
+    with LatentReader(shards) as reader, open_images(data, pipeline) as online:
+        assert reader.info.columns == online.info.columns
+        assert reader.info.normalisation == online.info.normalisation
+        assert reader.info.provenance.autoencoder_digest == online.info.provenance.autoencoder_digest
+        assert {name: value.tobytes() for name, value in reader.null().items()} == {
+            name: value.tobytes() for name, value in online.null().items()
+        }
+        stored = draw(reader, DataConfig(loader="prefetch", random_flip=True), count=6)
+        made = draw(online, data, count=6)
+    for first, second in zip(stored, made, strict=True):
+        assert torch.equal(first.position, second.position)
+        assert first.condition.keys() == second.condition.keys() == {"context", "pooled", "time_ids"}
+        assert torch.equal(first.condition["time_ids"], second.condition["time_ids"])
+        # An image is encoded beside others than in the shards: up to one rounding to 16 bits.
+        torch.testing.assert_close(first.latents, second.latents, rtol=2e-3, atol=1e-4)
+        for name in ("context", "pooled"):
+            torch.testing.assert_close(first.condition[name], second.condition[name], rtol=2e-3, atol=1e-4)
+
+
+def test_crops_and_flips_change_from_epoch_to_epoch_and_not_with_the_ranks(images: Path, pipeline: Path) -> None:
+    data = config(images, center_crop=False)
+    with open_images(data, pipeline) as online:
+        alone = draw(online, data, count=6)
+        later = draw(online, data, count=1, start=4 * MICRO)
+        shared = [draw(online, data, count=3, rank=rank, ranks=2) for rank in range(2)]
+        order = build_order(online.info, seed=5, window_shards=16, global_batch=MICRO)
+    torch.testing.assert_close(later[0].latents, alone[4].latents, rtol=0, atol=0)
+    for step in range(3):
+        for rank in range(2):
+            torch.testing.assert_close(shared[rank][step].latents, alone[2 * step + rank].latents, rtol=0, atol=0)
+    tops = torch.cat([batch.condition["time_ids"][:, 2:4] for batch in alone])
+    assert (tops[:, 0] == 0).all(), "the height is used up"
+    assert len(tops[:, 1].unique()) > 5
+    latents = torch.cat([batch.latents for batch in alone])
+    ids = order.samples(np.arange(len(latents)))
+    first, again = (np.flatnonzero(ids == 3)[epoch] for epoch in range(2))
+    assert not torch.equal(latents[first], latents[again])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resolution": 34}, r"--data.resolution 34 does not divide by 4"),
+        ({"caption_column": "said"}, "said"),
+        ({"decode": "dali", "image_interpolation_mode": "box"}, "box"),
+    ],
+)
+def test_what_does_not_fit_is_refused(images: Path, pipeline: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        open_images(config(images, **changes), pipeline)
+
+
+@pytest.mark.parametrize(
+    ("part", "weight", "column"),
+    [
+        ("vae/diffusion_pytorch_model", "quant_conv.bias", "latent"),
+        ("text_encoder_2/model", "text_projection.weight", "pooled"),
+    ],
+)
+def test_what_is_not_finite_ends_the_run_by_name(
+    images: Path, pipeline: Path, tmp_path: Path, part: str, weight: str, column: str
+) -> None:
+    broken = shutil.copytree(pipeline, tmp_path / "broken")
+    weights = load_file(broken / f"{part}.safetensors")
+    weights[weight].fill_(1e30)
+    save_file(weights, broken / f"{part}.safetensors")
+    message = rf"\d\d\.png: its {column} is not finite.*--performance\.precision bf16 or fp32"
+    with open_images(config(images), broken) as online, pytest.raises(DataError, match=message):
+        draw(online, config(images), count=1)
+
+
+def test_the_caption_is_chosen_in_fp64_as_from_shards(
+    images: Path, pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Just below 5/6; times six, fp32 rounds it to five.
+    shares = np.full(1, 13981013 / 2**24, np.float32)
+    assert (int(shares[0] * np.float32(6)), int(float(shares[0]) * 6)) == (5, 4)
+    items = [ImageItem("0", "0", b"", tuple(f"picture {n}" for n in range(6)))]
+    data = config(images)
+    with open_images(data, pipeline) as online:
+        order = build_order(online.info, seed=5, window_shards=16, global_batch=MICRO)
+        with build_batches(
+            online, order, config=data, seed=5, device=torch.device("cpu"), start_samples=0, rank=0, ranks=1,
+            micro=MICRO, global_batch=MICRO,
+        ) as batches:  # fmt: skip
+            assert isinstance(batches, OnlineBatches)
+            monkeypatch.setattr(batches, "uniform", lambda stream, position: shares)
+            found = batches._embed(items, torch.zeros(1, dtype=torch.int64))["pooled"]
+            expected = online.encoder.embed(["picture 4"])["pooled"].to(torch.float16)
+            assert torch.equal(found, expected)
+            assert not torch.equal(found, online.encoder.embed(["picture 5"])["pooled"].to(torch.float16))
+
+
+def test_messages_name_the_source_as_it_was_given(images: Path, pipeline: Path) -> None:
+    given = f"{images.parent}//{images.name}/"
+    with open_images(config(images, path=given), pipeline) as online:
+        assert online.folder == given
+
+
+def test_a_bad_image_ends_the_run_by_name(images: Path, pipeline: Path, tmp_path: Path) -> None:
+    for path in images.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "07.png").write_bytes((images / "07.png").read_bytes()[:300])
+    data = config(tmp_path)
+    with open_images(data, pipeline) as online, pytest.raises(DataError, match=r"07\.png: .*mend it"):
+        draw(online, data, count=3)

@@ -1,0 +1,338 @@
+"""Corruption and loss: against fp64 oracles and closed forms, and what they must never do."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastdiff.batch import Batch
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.objective import DiffusionConfig
+from fastdiff.diffusion.objective import Objective
+from fastdiff.diffusion.schedules import Schedule, betas
+from fastdiff.errors import ConfigError
+from fastdiff.models.dit.network import DiT
+from fastdiff.rng import Stream, normal
+from fastdiff.training.metrics import Meters
+from fastdiff_kernels import dispatch
+from fastdiff_kernels.weights import loss_weights
+from tests.support.references.timesteps import uniform_timesteps
+
+PREDICTIONS = ("epsilon", "v", "x0")
+CLASSES = 10
+NULL = {"label": torch.tensor(CLASSES)}
+EPS = 2.0**-24
+"""Rounding error of fp32."""
+
+
+def _objective(seed=0, device="cpu", posterior=False, **values):
+    return Objective(DiffusionConfig(**values), seed=seed, null=NULL, device=device, posterior=posterior)
+
+
+def _batch(size=16, dtype=torch.float32, position=None, posterior=False):
+    generator = torch.Generator().manual_seed(size)
+    position = torch.arange(100, 100 + size) if position is None else position
+    size = len(position)
+    latents = torch.randn(size, 4, 8, 8, generator=generator)
+    if posterior:
+        latents = torch.cat([latents, 0.5 * torch.rand(size, 4, 8, 8, generator=generator)], dim=1)
+    return Batch(latents.to(dtype), position, {"label": torch.randint(CLASSES, (size,), generator=generator)})
+
+
+def _on(batch, device):
+    condition = {name: value.to(device) for name, value in batch.condition.items()}
+    return Batch(batch.latents.to(device), batch.position.to(device), condition)
+
+
+def _rows(batch, rows):
+    return Batch(batch.latents[rows], batch.position[rows], {n: v[rows] for n, v in batch.condition.items()})
+
+
+def _exact(config, time):
+    """alpha and sigma in fp64, straight from the betas."""
+    abar = torch.cumprod(1 - betas(config), 0)[time].view(-1, 1, 1, 1)
+    return abar.sqrt(), (1 - abar).sqrt()
+
+
+def _clean(objective, batch):
+    """x0 in fp64, and a bound of the error that a fp32 sample of the posterior has."""
+    clean = batch.latents.double()
+    if not objective.posterior:
+        return clean, torch.zeros_like(clean)
+    mean, std = clean.chunk(2, dim=1)
+    spread = std * normal(objective.seed, Stream.POSTERIOR, batch.position, mean.shape[1:]).double()
+    return mean + spread, 2.01 * EPS * (mean.abs() + spread.abs())
+
+
+def _noise(objective, batch):
+    """Noise of the target, in fp64."""
+    shape = _clean(objective, batch)[0].shape[1:]
+    offset = normal(objective.seed, Stream.OFFSET, batch.position, (shape[0], 1, 1)).double()
+    noise = normal(objective.seed, Stream.NOISE, batch.position, shape).double()
+    return noise + objective.config.noise_offset * offset
+
+
+def _exact_target(objective, batch, corruption):
+    alpha, sigma = _exact(objective.config, corruption.time)
+    (clean, _), noise = _clean(objective, batch), _noise(objective, batch)
+    return {"epsilon": noise, "v": alpha * noise - sigma * clean, "x0": clean}[objective.config.prediction]
+
+
+def test_sigma_at_time_zero_is_positive_for_bf16_latents():
+    candidates = torch.arange(20_000)
+    first = candidates[uniform_timesteps(0, candidates, 1000) == 0]
+    assert len(first) > 5
+    for schedule, sigma in (("linear", 1e-2), ("scaled_linear", 0.00085**0.5), ("cosine", 6.425e-3)):
+        objective = _objective(schedule=schedule)
+        batch = _batch(dtype=torch.bfloat16, position=first)
+        corruption = objective.corrupt(batch)
+        assert corruption.noisy.dtype == torch.float32
+        added = corruption.noisy - (1 - sigma**2) ** 0.5 * batch.latents.float()
+        noise = _noise(objective, batch)
+        ratio = (added * noise).sum() / noise.square().sum()
+        assert ratio.item() == pytest.approx(sigma, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zero_terminal", [False, True])
+@pytest.mark.parametrize("posterior", [False, True])
+def test_noisy_latents_are_within_rounding_of_fp64(dtype, zero_terminal, posterior):
+    objective = _objective(zero_terminal_snr=zero_terminal, schedule="scaled_linear", posterior=posterior)
+    batch = _batch(256, dtype, posterior=posterior)
+    corruption = objective.corrupt(batch)
+    alpha, sigma = _exact(objective.config, corruption.time)
+    exact, of_sample = _clean(objective, batch)
+    clean, added = alpha * exact, sigma * _noise(objective, batch)
+    # A factor, its product and the sum are rounded: 3 roundings of each term.
+    bound = 3.01 * EPS * (clean.abs() + added.abs()) + 1.01 * alpha * of_sample
+    assert corruption.noisy.shape == (256, 4, 8, 8)
+    assert ((corruption.noisy.double() - clean - added).abs() <= bound).all()
+
+
+def test_the_time_comes_from_its_stream():
+    batch = _batch()
+    assert torch.equal(_objective(seed=77).corrupt(batch).time, uniform_timesteps(77, batch.position, 1000))
+
+
+def test_noisy_latents_of_another_dtype_are_the_same_ones_rounded():
+    batch, config = _batch(), DiffusionConfig(noise_offset=0.1)
+    objective = Objective(config, seed=0, null=NULL, device="cpu", dtype=torch.bfloat16)
+    noisy = objective.corrupt(batch).noisy
+    assert noisy.dtype == torch.bfloat16
+    assert torch.equal(noisy, _objective(noise_offset=0.1).corrupt(batch).noisy.bfloat16())
+
+
+def test_a_corruption_does_not_depend_on_the_split_of_the_batch():
+    objective = _objective(noise_offset=0.1, input_perturbation=0.1, condition_dropout=0.5)
+    whole = _batch()
+    expected = objective.corrupt(whole)
+    parts = [objective.corrupt(_rows(whole, rows)) for rows in (slice(0, 5), slice(5, 6), slice(6, 16))]
+    for name in ("noisy", "time"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(expected, name))
+    assert torch.equal(torch.cat([part.condition["label"] for part in parts]), expected.condition["label"])
+
+
+def test_noise_offset_is_one_constant_per_sample_and_channel():
+    batch = _batch(500)
+    plain, shifted = _objective().corrupt(batch), _objective(noise_offset=0.1).corrupt(batch)
+    constant = 0.1 * normal(0, Stream.OFFSET, batch.position, (4, 1, 1)).double()
+    sigma = _exact(DiffusionConfig(), plain.time)[1]
+    difference = (shifted.noisy - plain.noisy).double()
+    torch.testing.assert_close(difference, (sigma * constant).expand_as(difference), rtol=0, atol=64 * EPS)
+
+
+def test_input_perturbation_is_added_to_the_noise():
+    batch = _batch(64)
+    plain, perturbed = _objective().corrupt(batch), _objective(input_perturbation=0.2).corrupt(batch)
+    extra = normal(0, Stream.PERTURBATION, batch.position, (4, 8, 8)).double()
+    sigma = _exact(DiffusionConfig(), plain.time)[1]
+    difference = (perturbed.noisy - plain.noisy).double()
+    torch.testing.assert_close(difference, sigma * 0.2 * extra, rtol=0, atol=64 * EPS)
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("zero_terminal", [False, True])
+@pytest.mark.parametrize("posterior", [False, True])
+def test_a_perfect_prediction_has_no_loss(prediction, zero_terminal, posterior):
+    """The target has the noise offset and the sample of the posterior, and not the input perturbation."""
+    objective = _objective(
+        prediction=prediction, zero_terminal_snr=zero_terminal, input_perturbation=0.1, noise_offset=0.125,
+        posterior=posterior,
+    )  # fmt: skip
+    batch = _batch(64, posterior=posterior)
+    corruption = objective.corrupt(batch)
+    perfect = _exact_target(objective, batch, corruption).float()
+    losses = objective.loss(perfect, batch, corruption)
+    assert losses.shape == (64,)
+    assert losses.dtype == torch.float32
+    # The target of x0 is not computed unless it is sampled; the others are, with few roundings of numbers below 8.
+    assert losses.max() <= (0.0 if prediction == "x0" and not posterior else (4 * 8 * EPS) ** 2)
+
+
+@pytest.mark.parametrize("zero_terminal", [False, True])
+@pytest.mark.parametrize("gamma", [None, 5.0])
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("posterior", [False, True])
+def test_the_loss_and_its_gradient_agree_with_fp64(prediction, gamma, zero_terminal, posterior):
+    options = {"prediction": prediction, "min_snr_gamma": gamma, "zero_terminal_snr": zero_terminal}
+    objective, batch = _objective(posterior=posterior, **options), _batch(32, posterior=posterior)
+    corruption = objective.corrupt(batch, torch.linspace(0, 999, 32).long())
+    guess = torch.randn(corruption.noisy.shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    losses = objective.loss(guess, batch, corruption)
+    (gradient,) = torch.autograd.grad(losses.sum(), guess)
+    snr = Schedule.build(objective.config, "cpu", torch.float64).snr
+    noise_per_error = {"epsilon": torch.ones_like(snr), "v": snr / (snr + 1), "x0": snr}[prediction]
+    weight = loss_weights("none" if gamma is None else "min_snr", snr, noise_per_error, gamma)[corruption.time]
+    error = guess.detach().double() - _exact_target(objective, batch, corruption)
+    expected = weight * error.square().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(losses.double(), expected, rtol=16 * EPS, atol=0)
+    slope = 2 * weight.view(-1, 1, 1, 1) * error / error[0].numel()
+    torch.testing.assert_close(gradient.double(), slope, rtol=8 * EPS, atol=slope.abs().max() * 8 * EPS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"prediction": prediction} for prediction in PREDICTIONS),
+        {"process": "flow", "cosine_weight": 0.5, "multires_noise_iterations": 2},
+        {"process": "edm"},
+    ],
+)
+def test_a_training_step_with_kernels_equals_that_of_the_references(options):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    objective = _objective(device=device, weighting="soft_min_snr", noise_offset=0.1, input_perturbation=0.1, **options)
+    batch = _on(_batch(2), device)
+    torch.manual_seed(0)
+    model = DiT(DiTConfig(depth=1, hidden=16, heads=2, patch=2, size=8, channels=4, classes=CLASSES)).to(device)
+    for parameter in model.parameters():  # the layers that start at zero, too
+        torch.nn.init.normal_(parameter, std=0.1)
+    losses, gradients = {}, {}
+    for backend in ("triton", "reference"):
+        with dispatch.forced(noising=backend, loss=backend, philox=backend):
+            corruption = objective.corrupt(batch)
+            prediction = model(corruption.noisy, corruption.time, **corruption.condition)
+            losses[backend] = objective.loss(prediction, batch, corruption)
+        gradients[backend] = torch.autograd.grad(losses[backend].mean(), model.parameters())
+    torch.testing.assert_close(losses["triton"], losses["reference"], rtol=4 * EPS, atol=0)
+    for kernel, reference in zip(gradients["triton"], gradients["reference"], strict=True):
+        torch.testing.assert_close(kernel, reference, rtol=0, atol=16 * EPS * reference.abs().max().item())
+
+
+def test_the_variance_half_of_a_prediction_is_not_trained():
+    objective, batch = _objective(), _batch()
+    corruption = objective.corrupt(batch)
+    double = torch.randn(16, 8, 8, 8, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    losses = objective.loss(double, batch, corruption)
+    assert torch.equal(losses, objective.loss(double[:, :4], batch, corruption))
+    (gradient,) = torch.autograd.grad(losses.sum(), double)
+    assert gradient[:, :4].abs().min() > 0
+    assert gradient[:, 4:].abs().max() == 0
+
+
+def test_a_bf16_prediction_is_compared_in_fp32():
+    objective, batch = _objective(), _batch(dtype=torch.bfloat16)
+    corruption = objective.corrupt(batch)
+    guess = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(5)).bfloat16()
+    losses = objective.loss(guess, batch, corruption)
+    assert losses.dtype == torch.float32
+    assert torch.equal(losses, objective.loss(guess.float(), batch, corruption))
+
+
+@pytest.mark.parametrize("posterior", [False, True])
+def test_a_prediction_of_another_shape_is_refused(posterior):
+    objective, batch = _objective(posterior=posterior), _batch(posterior=posterior)
+    corruption = objective.corrupt(batch)
+    for shape in ((16, 4, 4, 8), (16, 3, 8, 8), (1, 4, 8, 8)):
+        with pytest.raises(ValueError, match=r"has shape .* expected \(16, 4, 8, 8\) or twice the channels"):
+            objective.loss(torch.zeros(shape), batch, corruption)
+
+
+def test_a_seed_out_of_range_is_refused():
+    for seed in (-1, 2**64):
+        with pytest.raises(ConfigError, match=f"--seed {seed}: expected 0 or above"):
+            _objective(seed=seed)
+
+
+class _NoSync(TorchDispatchMode):
+    """Fails on what would make a GPU's host wait, or copy a constant to the device."""
+
+    FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "lift_fresh")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::").split(".")[0]
+        assert name not in self.FORBIDDEN, f"{func.name()} waits for the device or copies to it"
+        assert name != "_to_copy" or (kwargs or {}).get("device") is None, "a copy to another device"
+        return func(*args, **(kwargs or {}))
+
+
+def _step(objective, batch, guess):
+    """What the loop does besides model and optimizer."""
+    corruption = objective.dream(objective.corrupt(batch), batch, lambda noisy, time, label: guess)
+    return objective.loss(guess, batch, corruption), corruption.levels
+
+
+EVERYTHING = [
+    {"prediction": "epsilon", "dream": True, "dream_detail_preservation": 10.0, "min_snr_gamma": 5.0},
+    {"prediction": "epsilon", "posterior": True, "dream": True, "multires_noise_iterations": 2},
+    {"prediction": "v", "posterior": True, "min_snr_gamma": 5.0},
+    {"prediction": "x0", "min_snr_gamma": 5.0},
+    {"prediction": "previous_x"},
+    {"process": "flow", "cosine_weight": 1.0, "weighting": "cosmap", "multires_noise_iterations": 2},
+    {"process": "flow", "path": "gvp", "prediction": "score", "weighting": "likelihood"},
+    {"process": "flow", "path": "vp", "prediction": "epsilon", "posterior": True, "min_snr_gamma": 5.0},
+    {"process": "edm", "posterior": True, "weighting": "soft_min_snr"},
+]
+
+
+def _everything(options, device="cpu"):
+    """An objective with all that goes with ``options``, a batch, and a guess of twice the channels."""
+    objective = _objective(device=device, noise_offset=0.1, input_perturbation=0.1, condition_dropout=0.5, **options)
+    batch = _on(_batch(dtype=torch.bfloat16, posterior=objective.posterior), device)
+    return objective, batch, torch.zeros(16, 8, 8, 8, dtype=torch.bfloat16, device=device)
+
+
+@pytest.mark.parametrize("options", EVERYTHING)
+def test_no_part_of_the_objective_waits_for_the_device(options, monkeypatch):
+    """On a CPU, so only what the torch reference of each op does; the kernels' launches are seen on a GPU, below."""
+    objective, batch, guess = _everything(options)
+    calls = []
+    names = ("item", "cpu", "tolist", "numpy", "cuda", "__bool__", "__int__", "__float__", "__index__")
+    for name in names:
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *a, _of=original, _as=name, **k: (calls.append(_as), _of(*a, **k))[1]
+        )
+    with _NoSync():
+        losses, _ = _step(objective, batch, guess)
+    assert calls == []
+    # The counters and the mode work: otherwise the lines above prove nothing.
+    assert losses.sum().item() > 0
+    assert calls == ["item"]
+    with pytest.raises(AssertionError, match="waits for the device"), _NoSync():
+        losses[0].item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", EVERYTHING)
+def test_no_step_on_a_gpu_waits_for_it(options):
+    """CUDA itself reports every synchronising call, in the kernels as well."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    objective, batch, guess = _everything(options, device)
+    meters = Meters(SimpleNamespace(device=device))
+
+    def step():
+        losses, levels = _step(objective, batch, guess)
+        meters.add(losses, batch.position, levels)
+        return losses
+
+    step()  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            losses = step()
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            losses[0].item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert losses.isfinite().all()

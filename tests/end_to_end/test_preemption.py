@@ -1,0 +1,196 @@
+"""A run that is asked to stop saves one step on all ranks, exits with 75 and leaves nobody behind; then it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fastdiff.config.run import RunConfig
+from fastdiff.parallel.preemption import listening
+from fastdiff.parallel.world import World
+from fastdiff.train import main
+from tests.support.forked import Ranks, forked_ranks, values
+from tests.support.processes import ROOT, deepspeed_command, start, stop
+from tests.support.runs import flags, hexes, intact, losses, tiny
+
+STEPS = 60
+ZERO3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
+NOTICE_S = 25
+
+
+def config_of(data: Path, folder: Path, steps: int = STEPS) -> RunConfig:
+    return tiny(data, folder, steps=steps, batch__micro=8, data__loader="auto")
+
+
+def _main(world: World, argv: list[str]) -> int:
+    return main(argv)
+
+
+@pytest.fixture(scope="module")
+def whole(torch_extensions: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("preemption") / "whole"
+    assert values(forked_ranks(_main, [*flags(config_of(digits, folder)), *ZERO3])) == [0, 0]
+    return losses(folder)
+
+
+def wait_for_steps(folder: Path, steps: int, timeout_s: float = 120) -> None:
+    path, deadline = folder / "metrics.jsonl", time.monotonic() + timeout_s
+    while not path.exists() or len(path.read_text().splitlines()) < steps:
+        assert time.monotonic() < deadline, f"not {steps} steps in {timeout_s} s"
+        time.sleep(0.01)
+
+
+@pytest.mark.fault(12)
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGUSR1)])
+def test_a_signal_to_one_rank_stops_all_at_one_step(
+    whole: list[float], digits: Path, tmp_path: Path, rank: int, number: signal.Signals
+) -> None:
+    argv = [*flags(config_of(digits, tmp_path / "run")), *ZERO3]
+    ranks = Ranks(_main, argv)
+    wait_for_steps(tmp_path / "run", 5)
+    os.kill(ranks.processes[rank].pid or 0, number)
+    assert values(ranks.wait(NOTICE_S)) == [75, 75]
+    (step,) = intact(tmp_path / "run")
+    assert 5 <= step < STEPS
+    assert hexes(losses(tmp_path / "run")) == hexes(whole[:step])
+    assert values(forked_ranks(_main, argv)) == [0, 0]
+    assert hexes(losses(tmp_path / "run")) == hexes(whole)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The processes of a `deepspeed` command."""
+
+    command: subprocess.Popen[str]
+    everyone: list[psutil.Process]
+
+    @property
+    def launcher(self) -> psutil.Process:
+        return next(p for p in self.everyone if "deepspeed.launcher.launch" in p.cmdline())
+
+
+@pytest.fixture
+def running(whole: list[float], digits: Path, tmp_path: Path) -> Iterator[Tree]:
+    command = deepspeed_command(*flags(config_of(digits, tmp_path / "run", 100_000)), *ZERO3, ranks=2)
+    process = start(command)
+    try:
+        wait_for_steps(tmp_path / "run", 3)
+        yield Tree(process, [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)])
+    finally:
+        stop(process)
+
+
+@pytest.mark.fault(12)
+@pytest.mark.parametrize("target", ["command", "launcher", "launcher killed"])
+def test_a_launcher_that_ends_leaves_nobody_and_loses_nothing(
+    whole: list[float], digits: Path, tmp_path: Path, running: Tree, target: str
+) -> None:
+    """DeepSpeed's command passes no SIGTERM on to its launcher, and a launcher that is killed none to the ranks."""
+    process = running.command if target == "command" else running.launcher
+    process.send_signal(signal.SIGKILL if target == "launcher killed" else signal.SIGTERM)
+    _, alive = psutil.wait_procs(running.everyone, timeout=NOTICE_S)
+    assert not alive, f"still there after {NOTICE_S} s: {[p.cmdline() for p in alive]}"
+    steps = losses(tmp_path / "run")
+    assert intact(tmp_path / "run") == [len(steps)], "the last step that was logged is the one that is saved"
+    assert hexes(steps[:STEPS]) == hexes(whole[: len(steps)])
+
+
+@pytest.mark.fault(12)
+def test_the_command_itself_exits_with_75(whole: list[float], digits: Path, tmp_path: Path, running: Tree) -> None:
+    """The exit code by which a scheduler tells it from a failure, when a rank is signalled."""
+    launcher = running.launcher
+    ranks = [p for p in launcher.children() if "fastdiff/train.py" in p.cmdline()]
+    ranks[-1].send_signal(signal.SIGUSR1)
+    output, _ = running.command.communicate(timeout=NOTICE_S)
+    assert running.command.returncode == 75, output
+    assert output.count("the same command goes on from there") == 1, output
+
+
+@pytest.mark.fault(12)
+def test_a_signal_during_the_images_saves_the_step_before_them(
+    whole: list[float], digits: Path, tmp_path: Path
+) -> None:
+    """Which take longer than any notice: the ranks agree to break off, as they agree on an error."""
+    changes = {"output__sample_every": 3, "output__sample_steps": 1000}
+    ranks = Ranks(_main, [*flags(tiny(digits, tmp_path / "run", STEPS, batch__micro=8, **changes)), *ZERO3])
+    wait_for_steps(tmp_path / "run", 3)
+    time.sleep(0.5)
+    os.kill(ranks.processes[1].pid or 0, signal.SIGTERM)
+    # Without a save they would end within the notice; what lies behind the save is the end of two processes.
+    assert values(ranks.wait(2 * NOTICE_S)) == [75, 75]
+    assert intact(tmp_path / "run") == [3]
+    assert hexes(losses(tmp_path / "run")) == hexes(whole[:3])
+
+
+def python(code: str, before: str = "", after: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code after ``import os, signal, time`` and what it tests, from a shell with commands before and after it."""
+    imports = "import os, signal, time\nfrom fastdiff import preemption\nfrom fastdiff.parallel.preemption import *\n"
+    env = {name: value for name, value in os.environ.items() if name != "RANK"} | environment | {"CODE": imports + code}
+    command = ["sh", "-c", f'{before} {sys.executable} -c "$CODE" {after}']
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)
+
+
+def test_a_signal_before_the_first_step_ends_at_once() -> None:
+    done = python("with listening():\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(30)")
+    assert done.returncode == 75
+    assert "SIGTERM before the first step" in done.stderr
+
+
+def test_signals_after_the_end_do_not_change_the_exit_code() -> None:
+    code = """
+class Heart:
+    at_s = time.monotonic() + 60
+with listening() as request:
+    request.arm(Heart())
+    os.kill(os.getpid(), signal.SIGTERM)
+    while request.reason is None:
+        time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGUSR1)
+raise SystemExit(75)
+"""
+    assert python(code).returncode == 75
+
+
+def test_a_rank_whose_step_never_ends_gives_up() -> None:
+    """As one that waits, with NCCL, for another that is gone."""
+    code = """
+preemption.NOTICE_S = 0.5
+class Heart:
+    at_s = time.monotonic()
+with listening() as request:
+    request.arm(Heart())
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+"""
+    done = python(code)
+    assert done.returncode == 75
+    assert "in a step that does not end" in done.stderr
+
+
+def test_without_a_launcher_the_shell_may_end() -> None:
+    """`nohup python fastdiff/train.py ... &`, and a logout."""
+    done = python("with listening() as r:\n    time.sleep(2)\n    print(r.reason)", before="", after="& sleep 0.5")
+    assert done.stdout == "None\n", done.stderr
+
+
+def test_a_launcher_that_ended_before_anybody_looked_is_noticed() -> None:
+    code = "time.sleep(2)\nwith listening():\n    time.sleep(30)\n"
+    orphan = python(code, before="", after="& sleep 0.2", RANK="0", WORLD_SIZE="1")
+    assert "the launcher ended before the first step" in orphan.stderr
+
+
+def test_handlers_are_those_of_before() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    with listening() as request:
+        assert request.reason is None
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before

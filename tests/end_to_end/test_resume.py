@@ -1,0 +1,57 @@
+"""A run that is killed and started again by the same command."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from fastdiff.config.run import RunConfig
+from tests.support.processes import deepspeed, deepspeed_command, start, stop
+from tests.support.runs import assert_same_checkpoint, flags, hexes, losses, tiny
+
+STEPS, KILL_AFTER = 40, 13
+
+
+def config_of(data: Path, folder: Path) -> RunConfig:
+    return tiny(data, folder, steps=STEPS, optim__name="adamw8bit", output__checkpoint_every=5, data__loader="auto")
+
+
+@pytest.mark.fault(1)
+def test_a_killed_command_resumes_hex_equal(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    """SIGKILL to all processes at about step 13, with two ranks under ZeRO-3; then the same command.
+
+    ``test_random_kills`` has many kills, and both optimizers.
+    """
+    zero3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
+    whole = deepspeed(*flags(config_of(digits, tmp_path / "whole")), *zero3, ranks=2)
+    assert whole.code == 0, whole.output
+
+    command = [*flags(config_of(digits, tmp_path / "killed")), *zero3]
+    process = start(deepspeed_command(*command, ranks=2))
+    try:
+        wait_for_step(tmp_path / "killed" / "metrics.jsonl", KILL_AFTER)
+    finally:
+        stop(process)
+    assert lines(tmp_path / "killed" / "metrics.jsonl") < STEPS, "killed too late to prove anything"
+    again = deepspeed(*command, ranks=2)
+    assert again.code == 0, again.output
+
+    resumed = re.search(r"resuming from step (\d+)", again.output)
+    assert resumed is not None
+    assert int(resumed[1]) >= 10, "not from the beginning"
+    assert hexes(losses(tmp_path / "killed")) == hexes(losses(tmp_path / "whole"))
+    assert_same_checkpoint(tmp_path / "whole", tmp_path / "killed")
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for_step(path: Path, steps: int, timeout_s: float = 180) -> None:
+    deadline = time.monotonic() + timeout_s
+    while lines(path) < steps:
+        assert time.monotonic() < deadline, f"{lines(path)} steps after {timeout_s} s"
+        time.sleep(0.005)

@@ -1,0 +1,220 @@
+"""The promises of the trainer, on real DeepSpeed ranks."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastdiff.checkpoint.power_function import exponent, share
+from fastdiff.config.deepspeed import resolve
+from fastdiff.config.run import RunConfig
+from fastdiff.data.loading.build import build_batches
+from fastdiff.data.loading.order import Order
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.diffusion.objective import Objective
+from fastdiff.models.build import build_model
+from fastdiff.models.dit.network import DiT
+from fastdiff.parallel.fragments import assemble
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from fastdiff.training.ema import Ema
+from fastdiff.training.engine import Engine
+from tests.support.processes import run_ranks
+from tests.support.runs import STEPS, assert_same_checkpoint, launch, newest, records, tiny, train_losses
+
+
+def close(a: list[float], b: list[float], relative: float) -> bool:
+    return len(a) == len(b) and all(math.isclose(x, y, rel_tol=relative) for x, y in zip(a, b, strict=True))
+
+
+def test_one_rank_with_accumulation_equals_two_ranks(world: World, digits: Path, tmp_path: Path) -> None:
+    accumulated = train_losses(world, tiny(digits, tmp_path / "one", batch__micro=8), launch())
+    parallel = run_ranks(train_losses, tiny(digits, tmp_path / "two", batch__micro=8), launch(), ranks=2)[0]
+    assert close(accumulated, parallel, 1e-6)
+    assert accumulated[-1] < accumulated[0]
+
+
+def _first_noise(world: World, digits: Path) -> tuple[list[int], list[float], list[float]]:
+    """Positions, and the first noisy value and timestep of each sample, of this rank's first micro-batch."""
+    config = tiny(digits, digits)
+    with LatentReader(digits) as reader:
+        order = Order(config.seed, reader.shard_sizes, config.data.shuffle_shards)
+        null = {"label": torch.tensor(10)}
+        objective = Objective(config.objective, seed=config.seed, null=null, device=world.device)
+        with build_batches(
+            reader,
+            order,
+            config=config.data,
+            seed=config.seed,
+            device=world.device,
+            start_samples=0,
+            rank=world.rank,
+            ranks=world.size,
+            micro=16 // world.size,
+            global_batch=16,
+        ) as batches:
+            batch = next(batches)
+    corruption = objective.corrupt(batch)
+    return batch.position.tolist(), corruption.noisy[:, 0, 0, 0].tolist(), corruption.time.tolist()
+
+
+def test_two_real_ranks_draw_different_noise(world: World, digits: Path) -> None:
+    """And together exactly what one rank draws."""
+    first, second = run_ranks(_first_noise, digits, ranks=2)
+    assert not set(first[0]) & set(second[0])
+    assert not set(first[1]) & set(second[1])
+    assert tuple(a + b for a, b in zip(first, second, strict=True)) == _first_noise(world, digits)
+
+
+def _every_stage(world: World, digits: Path, folder: Path) -> dict[str, list[list[float]]]:
+    return {
+        optimizer: [
+            train_losses(world, tiny(digits, folder / f"{optimizer}{stage}", optim__name=optimizer), launch(stage))
+            for stage in range(4)
+        ]
+        for optimizer in ("adamw", "adamw8bit")
+    }
+
+
+def test_zero_stages_agree(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    for optimizer, stages in run_ranks(_every_stage, digits, tmp_path, ranks=2)[0].items():
+        for stage in (1, 2, 3):
+            assert close(stages[stage], stages[0], 1e-5), (optimizer, stage)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adamw8bit-bnb"])
+def test_bf16_follows_fp32_at_every_stage(world: World, digits: Path, tmp_path: Path, optimizer: str) -> None:
+    exact = train_losses(world, tiny(digits, tmp_path / "fp32", optim__name=optimizer), launch(0))
+    for stage in range(4):
+        changes = {"performance__precision": "bf16", "optim__name": optimizer}
+        found = train_losses(world, tiny(digits, tmp_path / str(stage), **changes), launch(stage))
+        assert close(found, exact, 0.02), stage
+        assert found != exact, "the forward pass is really in bf16"
+
+
+_OPTIMIZERS = [
+    ("adamw", "fp32"),
+    ("adamw8bit", "fp32"),
+    ("adamw8bit-bnb", "fp32"),
+    ("adamw", "bf16"),
+    ("adamw8bit", "bf16"),
+]
+
+
+@pytest.mark.fault(26)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("optimizer", "precision"), _OPTIMIZERS)
+def test_resume_equals_the_uninterrupted_run(
+    world: World,
+    digits: Path,
+    tmp_path: Path,
+    stage: int,
+    optimizer: str,
+    precision: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With a learning rate that changes, and a log that is due between checkpoints and between steps of the log."""
+    schedule = {"optim__schedule": "cosine", "optim__warmup_steps": 2, "optim__weight_decay": 0.1}
+    cadence = {"output__checkpoint_every": 3, "output__log_every": 2}
+    changes = {"optim__name": optimizer, "performance__precision": precision, **schedule, **cadence}
+    train(tiny(digits, tmp_path / "whole", **changes), launch(stage), world)
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000006")
+    capsys.readouterr()
+    train(tiny(digits, tmp_path / "parts", **changes), launch(stage), world)
+    assert "resuming from step 3" in capsys.readouterr().out
+    whole, parts = (
+        [(r["step"], r["loss"].hex(), r["lr"], r["grad_norm"]) for r in records(tmp_path / name)]
+        for name in ("whole", "parts")
+    )
+    assert parts == whole
+    assert_same_checkpoint(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.fault(22)
+def test_adamw_resumes_with_another_number_of_ranks(world: World, digits: Path, tmp_path: Path) -> None:
+    whole = train_losses(world, tiny(digits, tmp_path / "whole"), launch(3))
+    run_ranks(train_losses, tiny(digits, tmp_path / "parts", steps=STEPS // 2), launch(2), ranks=2)
+    continued = train_losses(world, tiny(digits, tmp_path / "parts"), launch(3))
+    assert close(continued, whole, 1e-6)
+
+
+@pytest.mark.fault(22)
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_adamw_resumes_at_every_other_stage(world: World, digits: Path, tmp_path: Path, before: int) -> None:
+    train(tiny(digits, tmp_path / "start", steps=STEPS // 2), launch(before), world)
+    whole = train_losses(world, tiny(digits, tmp_path / "whole"), launch(before))
+    for after in range(4):
+        shutil.copytree(tmp_path / "start", tmp_path / str(after))
+        assert close(train_losses(world, tiny(digits, tmp_path / str(after)), launch(after)), whole, 1e-5), after
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradient_clipping_clips(world: World, digits: Path, tmp_path: Path, stage: int, precision: str) -> None:
+    """After one step Adam's first moment is (1 - beta1) times the clipped gradient."""
+    check_clipping(world, tiny(digits, tmp_path / "run", steps=1, performance__precision=precision), stage)
+
+
+def check_clipping(world: World, config: RunConfig, stage: int) -> None:
+    clip = 1e-3
+    train(replace(config, optim=replace(config.optim, clip=clip)), launch(stage), world)
+    folder = Path(config.output.folder)
+    moments = newest(folder).full("exp_avg")
+    norm = math.sqrt(sum(float(m.double().square().sum()) for m in moments.values()))
+    assert norm == pytest.approx(0.1 * clip, rel=1e-2)
+    assert records(folder)[0]["grad_norm"] > 100 * clip
+
+
+@pytest.mark.fault(26)
+def test_sharded_ema_equals_a_gathered_ema_bitwise(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    for equal in run_ranks(_compare_ema, digits, tmp_path, ranks=2):
+        assert len(equal) == 16
+        assert all(equal.values()), equal
+
+
+def _compare_ema(world: World, digits: Path, folder: Path) -> dict[tuple[int, str], bool]:
+    """Average the gathered weights after every step, beside the sharded average, at every stage."""
+    equal: dict[tuple[int, str], bool] = {}
+    for stage in range(4):
+        config = tiny(digits, folder / f"ema{stage}")
+        engine = Engine(
+            build_model(config.model),
+            config,
+            resolve(launch(stage).deepspeed, config, world.size),
+            world,
+            DiT.block_classes,
+        )
+        ema = Ema(engine.flats, (0.9, 0.5), power_stds=(0.05, 0.25))
+        shares = {
+            "0.9": lambda _: 1.0 - 0.9,
+            "0.5": lambda _: 0.5,
+            "power-0.05": lambda t: share(exponent(0.05), t),
+            "power-0.25": lambda t: share(exponent(0.25), t),
+        }
+        masters = [flat.master for flat in engine.flats]
+        full = dict.fromkeys(shares, assemble(world, engine.flats, masters, engine.shapes))
+        for step in range(4):
+            images = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            prediction = engine(images, torch.full((8,), step), torch.arange(8))
+            engine.backward((prediction - images).square().mean())
+            assert engine.step()
+            ema.update(step + 1)
+            weights = assemble(world, engine.flats, masters, engine.shapes)
+            full = {
+                kind: {name: torch.lerp(value, weights[name], part(step + 1)) for name, value in full[kind].items()}
+                for kind, part in shares.items()
+            }
+        assert list(ema.averages) == list(shares)
+        for kind, expected in full.items():
+            average = assemble(world, engine.flats, ema.averages[kind], engine.shapes)
+            moved = any(not torch.equal(average[name], weights[name]) for name in expected)
+            equal[stage, kind] = moved and all(torch.equal(average[name], expected[name]) for name in expected)
+            held = sum(t.numel() for t in ema.averages[kind] if t is not None)
+            assert held < 0.6 * sum(t.numel() for t in expected.values()), "each of two ranks averages about half"
+    return equal

@@ -1,0 +1,163 @@
+"""Networks as classes of diffusers: the same outputs, and why not where there is no equal class."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastdiff.cli.main import main
+from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.presets import preset
+from fastdiff.errors import ConfigError
+from fastdiff.export import diffusers_adm, diffusers_dit
+from fastdiff.export.weights import ExportedWeights
+from fastdiff.models.adm.network import AdmUNet
+from fastdiff.models.dit.network import DiT
+from fastdiff.parallel.world import World
+from fastdiff.sampling.run import Run
+from fastdiff.train import train
+from tests.support.runs import launch, tiny
+
+ADM = AdmConfig(
+    channels=2, size=16, width=8, channel_mult=(1, 2, 3), res_blocks=2, attention_resolutions=(8, 4), head_channels=4,
+    norm_num_groups=4,
+)  # fmt: skip
+DIT = DiTConfig(depth=2, hidden=32, heads=4, patch=2, channels=3, size=8, classes=10)
+
+
+def random(model: nn.Module, seed: int = 0) -> ExportedWeights:
+    """Every weight of the model drawn, also those that begin as 0, and these weights."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        fan_in = parameter[0].numel() if parameter.dim() > 1 else 4
+        parameter.data = torch.randn(parameter.shape, generator=generator) / fan_in**0.5
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    return ExportedWeights({name: tuple(value.shape) for name, value in weights.items()}, weights.__getitem__)
+
+
+def inputs(channels: int, size: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Images, times from the first to the last and between the whole ones, and classes, the last being none."""
+    generator = torch.Generator().manual_seed(1)
+    noisy = torch.randn(4, channels, size, size, generator=generator)
+    return noisy, torch.tensor([0.0, 1.25, 500.0, 999.0]), torch.tensor([0, 1, classes - 1, classes])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ADM,
+        replace(ADM, scale_shift_norm=False, learn_sigma=True),
+        replace(ADM, resblock_updown=True, classes=5),
+        replace(ADM, attention_resolutions=(), heads=2, head_channels=0, res_blocks=1),
+        replace(ADM, attention_resolutions=(16,), head_channels=8, resblock_updown=True, dropout=0.3),
+        replace(ADM, attention_resolutions=(4,), heads=3, head_channels=0),
+        replace(ADM, qkv_order="qkv_major", resblock_updown=True),
+    ],
+)
+def test_an_adm_unet_computes_the_same_in_diffusers(tmp_path: Path, config: AdmConfig) -> None:
+    from diffusers import UNet2DModel
+
+    ours = AdmUNet(config).eval()
+    weights = random(ours)
+    diffusers_adm.write_unet2d(tmp_path, weights, config, torch.float32)
+    theirs, report = UNet2DModel.from_pretrained(tmp_path, subfolder="unet", output_loading_info=True)
+    assert not any(report.values()), "weights that are missing, too many or of another shape"
+    noisy, time, label = inputs(config.channels, config.size, config.classes)
+    classes = label if config.classes else None
+    with torch.no_grad():
+        expected = ours(noisy, time, classes)
+        found = theirs(noisy, time, classes).sample
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["iddpm-cifar10", "iddpm-lsun256"])
+def test_published_recipes_have_an_equal_network_in_diffusers(name: str) -> None:
+    """By names and shapes, at their full size."""
+    from diffusers import UNet2DModel
+
+    config = preset(name).model
+    assert isinstance(config, AdmConfig)
+    with torch.device("meta"):
+        ours, theirs = AdmUNet(config), UNet2DModel.from_config(diffusers_adm.to_diffusers(config))
+    shapes = {key: tuple(value.shape) for key, value in ours.named_parameters()}
+    made = {
+        key: tuple(change(torch.empty(shapes[source], device="meta")).shape)
+        for key, (source, change) in diffusers_adm.sources(config, shapes).items()
+    }
+    assert made == {key: tuple(value.shape) for key, value in theirs.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (replace(ADM, low_res_size=8), "takes no small image along, the run has --model.low_res_size 8"),
+        (replace(ADM, channel_mult=(2, 2, 2)), "as its first level, 16, the run has --model.width 8"),
+        (replace(ADM, heads=2, head_channels=0), "8 channels at a width of 16, 12 channels at a width of 24, because"),
+    ],
+)
+def test_an_adm_unet_without_an_equal_one_is_refused(config: AdmConfig, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        diffusers_adm.to_diffusers(config)
+
+
+@pytest.mark.parametrize("learn_sigma", [False, True])
+def test_a_dit_computes_the_same_in_diffusers(tmp_path: Path, learn_sigma: bool) -> None:
+    from diffusers import DiTTransformer2DModel
+
+    config = replace(DIT, learn_sigma=learn_sigma)
+    ours = DiT(config).eval()
+    diffusers_dit.write_transformer(tmp_path, random(ours), config, torch.float32)
+    model, report = DiTTransformer2DModel.from_pretrained(tmp_path, subfolder="transformer", output_loading_info=True)
+    assert not any(report.values()), "weights that are missing, too many or of another shape"
+    noisy, time, label = inputs(config.channels, config.size, config.classes)
+    with torch.no_grad():
+        expected = ours(noisy, time, label)
+        unset = model(noisy, time, label).sample
+        exec(diffusers_dit.SAME_TIMES, {"model": model})
+        found = model(noisy, time, label).sample
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert torch.allclose(unset[0], expected[0], atol=1e-5), "at time 0 the frequencies make no difference"
+    assert (unset[1:] - expected[1:]).abs().amax((1, 2, 3)).min() > 1e-3, "else the code of the card is not needed"
+
+
+@pytest.mark.parametrize("model", [ADM, DIT])
+def test_the_card_of_a_run_loads_the_network_that_it_trained(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: AdmConfig | DiTConfig
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    train(tiny(digits, run, steps=1, model=replace(model, channels=1, size=8, classes=10)), launch(1), world)
+    capsys.readouterr()
+    assert main(["export", str(run), str(out), "--format", "diffusers"]) == 0
+    assert ("has other frequencies" in capsys.readouterr().out) == (model == DIT)
+    [code] = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "card", "exec"), names)
+    trained = Run(run)
+    noisy, time, label = inputs(1, 8, 10)
+    with torch.no_grad():
+        expected = trained.model.cpu()(noisy, time, label)
+        torch.testing.assert_close(names["model"](noisy, time, label).sample, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_diffusers_does_not_have_is_refused_before_anything_is_written(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = replace(ADM, channels=1, size=8, attention_resolutions=(4, 2), heads=2, head_channels=0)
+    train(tiny(digits, tmp_path / "run", steps=1, model=model), launch(1), world)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "diffusers"]) == 2
+    assert "--format diffusers: UNet2DModel has heads of one size" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_dit_with_other_mlps_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"MLPs of 4 times the width, the run has --model.mlp_ratio 2"):
+        diffusers_dit.to_diffusers(replace(DIT, mlp_ratio=2.0))

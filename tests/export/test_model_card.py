@@ -1,0 +1,203 @@
+"""What the card of an exported model says of its objective; the rest of it is in test_export."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdiff.config.config_file import from_mapping
+from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.presets import preset
+from fastdiff.config.run import EmaConfig, OutputConfig, RunConfig
+from fastdiff.config.run_record import as_json
+from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.export.model_card import Place, objective_facts, use_of
+
+UNIFORM = TimestepConfig()
+
+
+def test_of_the_published_recipes() -> None:
+    for name, expected in {
+        "dit-xl-2-256": {
+            "Noise": "linear schedule of 1000 steps",
+            "Prediction": "epsilon, learned_range variance",
+            "Loss": "mse, weighting none",
+            "Timesteps": "uniform",
+            "Conditions dropped": "0.1",
+        },
+        "sit-xl-2-256": {
+            "Noise": "flow matching, linear path",
+            "Prediction": "flow",
+            "Loss": "mse, weighting none",
+            "Timesteps": "uniform",
+            "Conditions dropped": "0.1",
+        },
+    }.items():
+        config = preset(name)
+        assert objective_facts(config.objective, config.timesteps) == expected
+
+
+@pytest.mark.parametrize(
+    ("objective", "timesteps", "name", "words"),
+    [
+        (DiffusionConfig(zero_terminal_snr=True, prediction="v", noise_offset=0.1), UNIFORM, "Noise",
+         "linear schedule of 1000 steps, zero terminal SNR, offset 0.1"),
+        (DiffusionConfig(schedule="cosine", multires_noise_iterations=6, input_perturbation=0.1, dream=True), UNIFORM,
+         "Noise", "cosine schedule of 1000 steps, 6 coarser resolutions, input perturbation 0.1, DREAM"),
+        (DiffusionConfig(process="edm", sigma_data=0.9), UNIFORM, "Noise", "EDM, sigma of the data 0.9"),
+        (DiffusionConfig(process="edm"), UNIFORM, "Prediction", "edm"),
+        (DiffusionConfig(process="edm"), TimestepConfig(mean=-0.6), "Timesteps",
+         "log_normal, mean -0.6, standard deviation 1.2"),
+        (DiffusionConfig(), TimestepConfig(density="logit_normal"), "Timesteps",
+         "logit_normal, mean 0, standard deviation 1"),
+        (DiffusionConfig(variance="fixed_large"), UNIFORM, "Prediction", "epsilon, fixed_large variance"),
+        (DiffusionConfig(min_snr_gamma=5.0), UNIFORM, "Loss", "mse, weighting min_snr, gamma 5"),
+        (DiffusionConfig(weighting="soft_min_snr"), UNIFORM, "Loss", "mse, weighting soft_min_snr, gamma 5"),
+        (DiffusionConfig(weighting="p2", p2_gamma=0.5), UNIFORM, "Loss", "mse, weighting p2, gamma 0.5"),
+        (DiffusionConfig(weighting="debiased"), UNIFORM, "Loss", "mse, weighting debiased"),
+        (DiffusionConfig(process="flow", cosine_weight=1.0), UNIFORM, "Loss",
+         "mse, weighting none, cosine distance times 1"),
+        (DiffusionConfig(process="flow"), TimestepConfig(density="mode", shift=3.0, stratified=True), "Timesteps",
+         "mode, scale 1.29, shift 3, stratified"),
+        (DiffusionConfig(), TimestepConfig(density="later", bias_multiplier=2.0), "Timesteps",
+         "later, 2 times as often, 0.25 of them"),
+        (DiffusionConfig(), TimestepConfig(density="range", bias_multiplier=2.0, bias_end=100), "Timesteps",
+         "range, 2 times as often, 0 to 100"),
+        (DiffusionConfig(timesteps=500), TimestepConfig(density="range", bias_multiplier=2.0, bias_begin=9),
+         "Timesteps", "range, 2 times as often, 9 to 500"),
+    ],
+)  # fmt: skip
+def test_of_an_objective(objective: DiffusionConfig, timesteps: TimestepConfig, name: str, words: str) -> None:
+    assert objective_facts(objective, timesteps)[name] == words
+
+
+@pytest.mark.parametrize("format_", ["dit", "safetensors"])
+def test_what_a_model_without_timesteps_is_told(format_: str) -> None:
+    for given, words in {
+        DiffusionConfig(process="flow"): "1000 t (t = 0: the data, 1: noise) and returns the velocity dx/dt:",
+        DiffusionConfig(process="flow", prediction="score"): "returns the score:",
+        DiffusionConfig(process="edm"): "c_in x and ln(sigma) / 4 and returns F of the denoiser c_skip x + c_out F",
+    }.items():
+        card = use_of(RunConfig(objective=given), format_, Place(Path("out")))
+        assert words in card
+        assert "the sampler that comes with DiT cannot use it" in card
+    assert "in the first half of its channels:" in use_of(preset("sit-xl-2-256"), format_, Place(Path("out")))
+    assert "cannot use it" not in use_of(preset("dit-xl-2-256"), format_, Place(Path("out")))
+
+
+def test_of_networks_in_pixel_space() -> None:
+    adm = AdmConfig(size=32, width=64, channel_mult=(1, 2), attention_resolutions=(16,), classes=10, learn_sigma=True)
+    objective = DiffusionConfig(timesteps=4000, rescale_timesteps=True, variance="learned_range")
+    config = RunConfig(model=adm, objective=objective, output=OutputConfig(sample_every=0))
+    for format_, code, class_ in (
+        (
+            "iddpm",
+            'torch.load("out/ema_0.9999_000123.pt", weights_only=True)',
+            "UNetModel(in_channels=3, model_channels=64, ",
+        ),
+        ("safetensors", 'load_file("out/model.safetensors")', "attention_resolutions=(2,), dropout=0.0, "),
+        ("diffusers", 'UNet2DModel.from_pretrained("out", subfolder="unet")', "Class 10 stands for no class."),
+    ):
+        card = use_of(config, format_, Place(Path("out")), 123)
+        assert code in card
+        assert class_ in card
+        assert "It is told t * 1000 / 4000 (`rescale_timesteps`) instead of the timestep t." in card
+    guided = replace(config, model=replace(adm, head_channels=32, low_res_size=8))
+    expected = "guided-diffusion, whose class takes them as `SuperResModel(image_size=32, num_head_channels=32, "
+    assert expected in use_of(guided, "iddpm", Place(Path("out")))
+    for order, told in (("head_major", "use_new_attention_order=False"), ("qkv_major", "use_new_attention_order=True")):
+        card = use_of(replace(guided, model=replace(guided.model, qkv_order=order)), "safetensors", Place(Path("out")))
+        assert told in card
+    ordered = use_of(replace(config, model=replace(adm, qkv_order="qkv_major")), "iddpm", Place(Path("out")))
+    assert "guided-diffusion, whose class takes them as `UNetModel(image_size=32" in ordered
+
+
+def called(model: AdmConfig) -> tuple[str, str, dict[str, Any]]:
+    """Whose class the card of a checkpoint names, which one, and with what: the code of the card, run."""
+    config = RunConfig(model=model, output=OutputConfig(sample_every=0))
+    read = from_mapping(as_json(config), "a checkpoint")
+    card = use_of(read, "iddpm", Place(Path("out")))
+    found = re.search(r"The names are those of (\S+), whose class takes them as `(\w+)\((.*)\)`\.", card)
+    assert found is not None
+    return found[1], found[2], eval(f"dict({found[3]})")
+
+
+def test_the_published_class_takes_its_arguments_as_integers() -> None:
+    """What a checkpoint records has multiples as floats, with which improved-diffusion's class fails."""
+    model = AdmConfig(size=32, width=64, channel_mult=(1, 2, 4), attention_resolutions=(16, 8), heads=2)
+    whose, class_, given = called(model)
+    assert (whose, class_) == ("improved-diffusion", "UNetModel")
+    assert repr(given["channel_mult"]) == "(1, 2, 4)"
+    assert given["attention_resolutions"] == (2, 4)
+    assert {name: value for name, value in given.items() if isinstance(value, float)} == {"dropout": 0.0}
+    assert called(replace(model, low_res_size=8))[:2] == ("improved-diffusion", "SuperResModel")
+
+
+@pytest.mark.parametrize("multiples", [(1, 1.5), (2, 3), (0.5, 1)])
+def test_levels_that_the_class_of_improved_diffusion_does_not_have(multiples: tuple[float, ...]) -> None:
+    """It multiplies without rounding, and its first convolution and its last norm have the width of the network."""
+    model = AdmConfig(size=16, width=64, channel_mult=multiples, attention_resolutions=(8,))
+    whose, class_, given = called(model)
+    assert (whose, class_) == ("guided-diffusion", "UNetModel")
+    assert repr(given["channel_mult"]) == repr(multiples)
+    assert given["image_size"] == 16
+    assert given["num_head_channels"] == -1
+
+
+@pytest.mark.parametrize("format_", ["iddpm", "safetensors"])
+def test_of_group_norms_that_the_published_class_does_not_have(format_: str) -> None:
+    model = AdmConfig(size=16, width=64, channel_mult=(1, 2), attention_resolutions=(8,), norm_num_groups=16)
+    config = RunConfig(model=model, output=OutputConfig(sample_every=0))
+    said = "network has 16 groups, and in the class of improved-diffusion 32: unless that is changed there, the class"
+    assert said in use_of(config, format_, Place(Path("out")))
+    assert "groups" not in use_of(config, "diffusers", Place(Path("out"))), "there it is an argument"
+    usual = replace(config, model=replace(model, norm_num_groups=32))
+    assert "groups" not in use_of(usual, format_, Place(Path("out")))
+
+
+def test_what_is_predicted_and_which_sampler_knows_it() -> None:
+    adm = RunConfig(model=AdmConfig(), output=OutputConfig(sample_every=0))
+    for config, whose in ((RunConfig(), "DiT"), (adm, "its class")):
+        published = ("dit", "dit-training", "safetensors") if whose == "DiT" else ("iddpm", "safetensors")
+        previous = "cannot use it" if whose == "DiT" else "with `model_mean_type=ModelMeanType.PREVIOUS_X`"
+        for prediction, returned, ours, diffusers in (
+            ("v", "v", "cannot use it", 'give the scheduler `prediction_type="v_prediction"`'),
+            ("x0", "x0", "with `predict_xstart=True`", 'give the scheduler `prediction_type="sample"`'),
+            ("previous_x", "the mean of the step before", previous, "no scheduler of diffusers can use it"),
+        ):
+            given = replace(config, objective=DiffusionConfig(prediction=prediction))  # type: ignore[arg-type]
+            for format_ in published:
+                card = use_of(given, format_, Place(Path("out")))
+                [line] = [line for line in card.splitlines() if line.startswith("It returns ")]
+                assert line.startswith(f"It returns {returned}: ")
+                assert f"the sampler that comes with {whose} {ours}." in line
+            assert f"It returns {returned}: {diffusers}." in use_of(given, "diffusers", Place(Path("out")))
+        for format_ in (*published, "diffusers"):
+            assert "It returns" not in use_of(config, format_, Place(Path("out")))
+
+
+def test_what_is_told_and_what_is_predicted_are_both_said() -> None:
+    objective = DiffusionConfig(timesteps=4000, rescale_timesteps=True, prediction="v", variance="learned_range")
+    model = AdmConfig(learn_sigma=True)
+    config = RunConfig(model=model, objective=objective, output=OutputConfig(sample_every=0))
+    card = use_of(config, "iddpm", Place(Path("out")))
+    assert "It is told t * 1000 / 4000 (`rescale_timesteps`)" in card
+    assert "It returns v in the first half of its channels: the sampler" in card
+
+
+def test_the_file_to_load_is_the_first_average() -> None:
+    config = RunConfig(model=AdmConfig(), output=OutputConfig(sample_every=0))
+    for rates, name in {(0.999, 0.5): "ema_0.999_000007.pt", (): "model000007.pt"}.items():
+        read = from_mapping(as_json(replace(config, ema=EmaConfig(rates=rates))), "a checkpoint")
+        assert f'"out/{name}"' in use_of(read, "iddpm", Place(Path("out")), 7)
+
+
+def test_of_a_training_of_dit() -> None:
+    card = use_of(preset("dit-xl-2-256"), "dit-training", Place(Path("out")), 400_000)
+    assert 'torch.load("out/0400000.pt", weights_only=True)["ema"]' in card
+    assert "safe_globals([Namespace])" in card

@@ -1,0 +1,420 @@
+"""Bad input of every kind: one clear message, the exit code of its class, and nothing lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from fastdiff.config.run import RunConfig
+from fastdiff.data.encoding.builtin import digits as real_digits
+from fastdiff.data.encoding.builtin import pixels_template, write
+from fastdiff.data.loading.order import Order
+from fastdiff.data.shards.format import Provenance
+from fastdiff.data.shards.integrity import load_index
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.errors import ConfigError, DataError, DivergedError, FastdiffError, StorageError, report
+from fastdiff.parallel.world import World
+from fastdiff.train import main, train
+from tests.support.injected.tiny_disk import tiny_disk
+from tests.support.processes import deepspeed, fastdiff
+from tests.support.runs import flags, hexes, intact, launch, losses, records, tiny, train_losses
+
+
+@pytest.fixture
+def trained(world: World, digits: Path, tmp_path: Path) -> RunConfig:
+    """A run with two committed checkpoints, at steps 2 and 4."""
+    config = tiny(digits, tmp_path / "run", steps=4, output__checkpoint_every=2)
+    train(config, launch(), world)
+    return config
+
+
+def grown(config: RunConfig, steps: int) -> RunConfig:
+    return tiny(Path(config.data.path), Path(config.output.folder), steps=steps)
+
+
+# --- the command line, through the real launcher -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--preset", "digist"], "did you mean digits?"),
+        (["--preset", "digits", "--optim.lrr", "1"], "--optim.lr"),
+        (["--preset", "digits", "--batch.micro", "7"], "--batch.samples 64 does not divide by 7"),
+    ],
+)
+def test_a_wrong_command_exits_2_through_the_launcher(torch_extensions: Path, given: list[str], message: str) -> None:
+    done = deepspeed(*given)
+    assert done.code == 2, done.output
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_two_ranks_print_one_message(torch_extensions: Path) -> None:
+    done = deepspeed("--preset", "digist", ranks=2)
+    assert done.code == 2
+    assert done.output.count("did you mean digits?") == 1
+
+
+def test_a_wrong_fastdiff_command_exits_2(tmp_path: Path) -> None:
+    assert fastdiff("encode", "digist", tmp_path / "out").code == 2
+    done = fastdiff("sample", tmp_path / "nothing")
+    assert done.code == 2
+    assert "no run" in done.output
+    done = fastdiff("verify", tmp_path / "nothing")
+    assert done.code == 65
+    assert "fastdiff encode" in done.output
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_data_set_exits_65(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags(tiny(tmp_path / "nothing", tmp_path / "run"))) == 65
+    assert "fastdiff encode" in capsys.readouterr().err
+
+
+@pytest.mark.fault(17)
+def test_a_damaged_shard_stops_the_run_and_names_the_place(
+    world: World, trained: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained.data.path, tmp_path / "damaged")
+    for shard in (tmp_path / "damaged").glob("*.tar"):
+        content = bytearray(shard.read_bytes())
+        content[512 + 128 + 7] ^= 1  # in the first sample's payload
+        shard.write_bytes(content)
+    config = tiny(tmp_path / "damaged", Path(trained.output.folder), steps=400)
+    assert main([*flags(config), "--deepspeed_config", "deepspeed_configs/zero3.json"]) == 65
+    message = capsys.readouterr().err
+    assert ".tar" in message
+    assert "key" in message
+    assert "offset" in message
+    assert intact(Path(trained.output.folder)) == [4, 2]
+    mended = tiny(Path(trained.data.path), Path(trained.output.folder), steps=6)
+    assert len(train_losses(world, mended, launch())) == 6, "the same command goes on once the data are right"
+
+
+@pytest.mark.fault(17)
+@pytest.mark.parametrize("damage", ["missing", "foreign index"])
+def test_a_wrong_shard_exits_65(
+    world: World, digits: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(digits, tmp_path / "damaged")
+    first, second, *_ = sorted((tmp_path / "damaged").glob("*.index.json"))
+    if damage == "missing":
+        (tmp_path / "damaged" / "train-000000.tar").unlink()
+    else:
+        shutil.copy(second, first)
+    assert main(flags(tiny(tmp_path / "damaged", tmp_path / "run", steps=200))) == 65
+    assert "train-000000" in capsys.readouterr().err
+
+
+@pytest.mark.fault(17)
+def test_an_error_on_one_rank_is_the_message_and_the_exit_code(
+    torch_extensions: Path, digits: Path, tmp_path: Path
+) -> None:
+    """Only rank 1 reads the damaged sample; rank 0 loses its peer and must not have the last word."""
+    shutil.copytree(digits, tmp_path / "damaged")
+    config = tiny(tmp_path / "damaged", tmp_path / "run", steps=40)
+    with LatentReader(config.data.path) as reader:
+        order = Order(config.seed, reader.shard_sizes, config.data.shuffle_shards)
+        of_rank_1 = order.samples([5 * 16 + 8 + 3])  # step 5, rank 1 of 2
+        shard, row = (int(part[0]) for part in order.locate(of_rank_1))
+        place = load_index(reader.folder / reader.info.shards[shard].name, reader.info.shards[shard]).place(
+            "latent.npy", row
+        )
+    path = sorted((tmp_path / "damaged").glob("*.tar"))[shard]
+    content = bytearray(path.read_bytes())
+    content[place.offset + place.length - 1] ^= 1
+    path.write_bytes(content)
+    for _ in range(2):
+        done = deepspeed(*flags(config), ranks=2)
+        assert done.code == 65, done.output
+        assert done.output.count("fastdiff: error (rank 1)") == 1
+        assert place.key in done.output
+        assert "Traceback" not in done.output
+
+
+@pytest.mark.fault(17)
+def test_a_truncated_shard_stops_the_run_before_the_first_step(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(digits, tmp_path / "damaged")
+    shard = sorted((tmp_path / "damaged").glob("*.tar"))[-1]
+    os.truncate(shard, shard.stat().st_size // 2)
+    assert main(flags(tiny(tmp_path / "damaged", tmp_path / "run"))) == 65
+    message = capsys.readouterr().err
+    assert shard.name in message
+    assert "offset" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_latents_of_another_shape_are_a_configuration_error(world: World, digits: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--model.channels 1 --model.size 8"):
+        train(tiny(digits, tmp_path / "run", model__size=16), launch(), world)
+
+
+def with_nans(folder: Path, every: int) -> Path:
+    """The digits with NaN in every ``every``-th latent."""
+    samples = []
+    for number, sample in enumerate(real_digits()):
+        latent = np.full_like(sample.latent, np.nan) if number % every == 0 else sample.latent
+        samples.append(dataclasses.replace(sample, latent=latent))
+    template = pixels_template((1, 8, 8), 10, Provenance(source="digits with NaN", transform="none"))
+    with mock.patch.object(np, "isfinite", return_value=np.True_):  # a writer that does not look
+        write(iter(samples), folder, template, total=len(samples), samples_per_shard=256)
+    return folder
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize(
+    ("stage", "optimizer"), [(0, "adamw"), (1, "adamw"), (2, "adamw"), (3, "adamw"), (0, "adamw8bit")]
+)
+def test_a_nan_sample_skips_its_step_and_moves_nothing(
+    world: World, tmp_path: Path, stage: int, optimizer: str
+) -> None:
+    data = with_nans(tmp_path / "nan", 100)
+    config = tiny(
+        data,
+        tmp_path / "run",
+        steps=12,
+        optim__name=optimizer,
+        optim__schedule="linear",
+        output__checkpoint_every=1,
+        output__keep=99,
+    )
+    train(config, launch(stage), world)
+    found = records(tmp_path / "run")
+    skipped = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
+    assert found[-1]["skipped"] == len(skipped) > 0
+    for entry in skipped:
+        step = entry["step"]
+        assert entry["keys"]
+        assert all(".tar:" in key and int(key.split(":")[1]) % 100 == 0 for key in entry["keys"])
+        if step < len(found):
+            assert found[step]["lr"] == found[step - 1]["lr"], "the learning rate waits"
+        if step > 1:
+            before, after = (tmp_path / "run" / "checkpoints" / f"step-{n:08d}" for n in (step - 1, step))
+            assert same_tensors(before, after), "weights, optimizer state and EMA stay"
+        assert found[step - 1]["loss"] is not None, "the mean is over the finite samples"
+
+
+def same_tensors(before: Path, after: Path) -> bool:
+    from safetensors.numpy import load_file
+
+    a, b = (load_file(folder / "rank-00000.safetensors") for folder in (before, after))
+    return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.fault(20)
+def test_a_run_that_has_not_moved_yet_resumes(world: World, tmp_path: Path) -> None:
+    """The first step is skipped and saved: there is no optimizer state to restore."""
+    data = with_nans(tmp_path / "nan", 1)
+    for stage, optimizer in ((0, "adamw"), (1, "adamw"), (2, "adamw8bit"), (3, "adamw8bit-bnb")):
+        folder = tmp_path / f"{stage}{optimizer}"
+        train(tiny(data, folder, steps=1, optim__name=optimizer), launch(stage), world)
+        train(tiny(data, folder, steps=2, optim__name=optimizer), launch(stage), world)
+        assert [r["skipped"] for r in records(folder)] == [1, 2]
+        with pytest.raises(DivergedError):  # the third in a row, counted across the restarts
+            train(tiny(data, folder, steps=3, optim__name=optimizer), launch(stage), world)
+
+
+@pytest.mark.fault(20)
+def test_three_non_finite_steps_in_a_row_stop_the_run(
+    world: World, trained: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = with_nans(tmp_path / "nan", 1)
+    config = tiny(data, tmp_path / "diverged")
+    assert main([*flags(config), "--deepspeed_config", "deepspeed_configs/zero3.json"]) == 70
+    message = capsys.readouterr().err
+    assert "3 steps in a row had to be skipped" in message
+    assert ".tar:" in message
+    with pytest.raises(DivergedError):
+        train(tiny(data, tmp_path / "again"), launch(0), world)
+
+
+# --- the run folder ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(27)
+def test_a_run_folder_in_use_is_refused(world: World, trained: RunConfig) -> None:
+    holder = subprocess.Popen(
+        ["flock", "--exclusive", str(Path(trained.output.folder) / ".lock"), "sleep", "60"],
+        start_new_session=True,
+    )
+    try:
+        for _ in range(100):
+            if subprocess.run(["flock", "-n", str(Path(trained.output.folder) / ".lock"), "true"]).returncode:
+                break
+        with pytest.raises(ConfigError, match="in use by another job") as caught:
+            train(grown(trained, 6), launch(), world)
+        assert caught.value.exit_code == 2
+    finally:
+        os.killpg(holder.pid, 9)
+        holder.wait()
+    train(grown(trained, 6), launch(), world)
+
+
+@pytest.mark.fault(25)
+def test_a_changed_configuration_is_refused_with_a_diff(world: World, trained: RunConfig, digits: Path) -> None:
+    changed = tiny(digits, Path(trained.output.folder), steps=6, optim__lr=0.5, objective__prediction="x0")
+    with pytest.raises(ConfigError) as caught:
+        train(changed, launch(), world)
+    message = str(caught.value)
+    assert '--objective.prediction: "v" -> "x0"' in message
+    assert "--optim.lr: 0.01 -> 0.5" in message
+    assert "--allow-change optim.lr" in message
+    assert intact(Path(trained.output.folder)) == [4, 2]
+    train(changed, launch(allow_change=("optim.lr", "objective.prediction")), world)
+    assert len(losses(Path(trained.output.folder))) == 6
+
+
+@pytest.mark.fault(25)
+@pytest.mark.parametrize(
+    ("changes", "allowed", "message"),
+    [
+        ({}, ("optim.lrr",), r"--allow-change optim.lrr: .*did you mean optim.lr\?"),
+        ({"model__hidden": 64}, ("model.hidden",), r"another network: size mismatch .*\(and \d+ more\)$"),
+    ],
+)
+def test_what_cannot_be_allowed_is_explained(
+    world: World, trained: RunConfig, changes: dict[str, int], allowed: tuple[str, ...], message: str
+) -> None:
+    config = tiny(Path(trained.data.path), Path(trained.output.folder), steps=6, **changes)
+    with pytest.raises(ConfigError, match=message):
+        train(config, launch(allow_change=allowed), world)
+    assert intact(Path(trained.output.folder)) == [4, 2]
+
+
+@pytest.mark.fault(25)
+@pytest.mark.parametrize("changes", [{"ema__rates": (0.9, 0.7)}, {"optim__name": "adamw8bit"}])
+def test_an_allowed_change_starts_what_is_new(world: World, trained: RunConfig, changes: dict[str, object]) -> None:
+    """An added average starts at the weights, another optimizer without state."""
+    config = tiny(Path(trained.data.path), Path(trained.output.folder), steps=6, **changes)
+    train(config, launch(allow_change=("ema.rates", "optim.name")), world)
+    assert len(losses(Path(trained.output.folder))) == 6
+
+
+@pytest.mark.fault(25)
+def test_another_data_set_is_refused(world: World, trained: RunConfig, tmp_path: Path) -> None:
+    data = with_nans(tmp_path / "other", 10**6)
+    with pytest.raises(ConfigError, match=r"dataset: .*digest"):
+        train(tiny(data, Path(trained.output.folder), steps=6), launch(), world)
+
+
+@pytest.mark.fault(6)
+def test_resume_must_and_never(world: World, trained: RunConfig, tmp_path: Path, digits: Path) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        train(tiny(digits, tmp_path / "fresh"), launch(resume="must"), world)
+    with pytest.raises(ConfigError, match="holds a run; delete it"):
+        train(grown(trained, 6), launch(resume="never"), world)
+
+
+# --- storage -------------------------------------------------------------------------------------------------------
+
+
+BOTH_WAYS = {"params": [None, True], "ids": ["as it may", "without privileges"]}
+
+
+@pytest.fixture(**BOTH_WAYS)
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for about two checkpoints of the tiny model."""
+    with tiny_disk(tmp_path / "small", 2, stand_in=request.param) as folder:
+        yield folder
+
+
+@pytest.fixture(**BOTH_WAYS)
+def larger_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for the two checkpoints that stay and the one that is written."""
+    with tiny_disk(tmp_path / "larger", 4, stand_in=request.param) as folder:
+        yield folder
+
+
+@pytest.mark.fault(7)
+def test_a_full_disk_exits_74_and_keeps_the_good_checkpoint(
+    world: World, digits: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(digits, small_disk / "run", steps=40, output__checkpoint_every=1)
+    assert main([*flags(config), "--deepspeed_config", "deepspeed_configs/zero3.json"]) == 74
+    message = capsys.readouterr().err
+    assert "no space" in message.lower()
+    assert "MiB" in message
+    assert len(intact(small_disk / "run")) >= 1
+    assert not list((small_disk / "run" / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.fault(7)
+def test_a_disk_that_fills_during_the_write_is_reported(world: World, digits: Path, larger_disk: Path) -> None:
+    """The check before the write passes; the write itself fails."""
+    from fastdiff.checkpoint.step_folders import StepFolders
+
+    config = tiny(digits, larger_disk / "run", steps=2, output__checkpoint_every=1)
+    train(config, launch(), world)
+    good = intact(larger_disk / "run")
+    free = shutil.disk_usage(larger_disk).free
+    (larger_disk / "filler").write_bytes(bytes(max(0, free - 40_000)))
+    original = StepFolders._check_space
+    StepFolders._check_space = lambda self, needed: None  # type: ignore[method-assign]
+    try:
+        with pytest.raises(StorageError, match=r"no space on .*step-00000003.tmp: rank-00000.safetensors needs"):
+            train(grown(config, 3), launch(), world)
+    finally:
+        StepFolders._check_space = original  # type: ignore[method-assign]
+    assert intact(larger_disk / "run") == good
+    assert not list((larger_disk / "run" / "checkpoints").glob("*.tmp"))
+    (larger_disk / "filler").unlink()
+    assert len(train_losses(world, grown(config, 3), launch())) == 3, "the same command goes on once there is room"
+
+
+def test_a_disk_that_is_full_at_the_start_exits_74(
+    world: World, digits: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    assert main(flags(tiny(digits, small_disk / "run"))) == 74
+    assert "No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.fault(5)
+@pytest.mark.fault(6)
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over(
+    world: World, trained: RunConfig, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train_losses(world, tiny(Path(trained.data.path), tmp_path / "whole", steps=6), launch())
+    newest = Path(trained.output.folder) / "checkpoints" / "step-00000004"
+    file = newest / ("MANIFEST.json" if damage == "manifest" else "rank-00000.safetensors")
+    if damage == "remove":
+        file.unlink()
+    elif damage == "truncate":
+        os.truncate(file, file.stat().st_size - 1)
+    else:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 255
+        file.write_bytes(content)
+    capsys.readouterr()
+    resumed = train_losses(world, grown(trained, 6), launch())
+    assert "resuming from step 2" in capsys.readouterr().out
+    assert hexes(resumed) == hexes(whole)
+
+
+@pytest.mark.fault(6)
+def test_no_intact_checkpoint_is_an_error_and_not_a_new_start(world: World, trained: RunConfig) -> None:
+    for file in (Path(trained.output.folder) / "checkpoints").glob("*/rank-*"):
+        os.truncate(file, 100)
+    with pytest.raises(StorageError, match="none of the 2 checkpoints"):
+        train(grown(trained, 6), launch(), world)
+
+
+def test_every_error_class_has_its_own_exit_code() -> None:
+    codes = {e: e.exit_code for e in (ConfigError, DataError, DivergedError, StorageError)}
+    assert codes == {ConfigError: 2, DataError: 65, DivergedError: 70, StorageError: 74}
+    assert report(FastdiffError("x")) == 70

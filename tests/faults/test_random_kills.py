@@ -1,0 +1,190 @@
+"""Kills at random moments: the run goes on each time, and ends with every bit that it would have had.
+
+Two gloo ranks under ZeRO-3, both with SIGKILL. The moments are spread evenly over the steps of the run, and within a
+step over its time; every fifth comes while the run starts again. If none of 30 kills does harm, fewer than 10 % of all
+kills do, with 95 % confidence; if none of 300, fewer than 1 %.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fastdiff.config.launch_options import Launch
+from fastdiff.config.run import RunConfig
+from fastdiff.parallel.world import World
+from tests.support.forked import Ranks, forked_ranks, values
+from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, losses, records, tiny, train_losses
+
+SEED = 20
+START_S = 3.0
+"""Longer than a start takes on a quiet machine."""
+_END = 16_384
+"""Bytes, more than a record has."""
+AFTER = 30
+"""Steps that are left after the last kill, so that no kill comes too late to prove anything."""
+
+
+def config_of(digits: Path, folder: Path, optimizer: str, steps: int, every: int) -> RunConfig:
+    """Two averages, a changing learning rate, and a checkpoint every few steps."""
+    return tiny(
+        digits,
+        folder,
+        steps=steps,
+        optim__name=optimizer,
+        optim__schedule="cosine",
+        optim__warmup_steps=5,
+        ema__power_stds=(0.1,),
+        output__checkpoint_every=every,
+    )
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill: a time after the run has logged this step or, for step None, after its processes have started."""
+
+    step: int | None
+    delay_s: float
+
+
+def moments(kills: int, last: int, step_s: float) -> Iterator[Moment]:
+    """Draw moments; those of steps, up to the last one, in their order, so that every start has some way to go."""
+    draw = random.Random(SEED)
+    targets = iter(sorted(draw.randint(1, last) for _ in range(kills - kills // 5)))
+    for number in range(kills):
+        if number % 5 == 4:
+            yield Moment(None, draw.uniform(0, START_S))
+        else:
+            yield Moment(next(targets), draw.uniform(0, step_s))
+
+
+def logged(folder: Path) -> int:
+    """Number of the last step in the log, of which the end alone is read: it is asked for all the time."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _END))
+        whole = file.read().split(b"\n")[:-1]
+    return int(json.loads(whole[-1])["step"]) if whole else 0
+
+
+def log_file(folder: Path) -> int:
+    """Number of the file that the log is in: a start makes a new one, without the steps that it will take again."""
+    path = folder / "metrics.jsonl"
+    return path.stat().st_ino if path.exists() else 0
+
+
+def wait_for(ranks: Ranks, folder: Path, moment: Moment, old_log: int, timeout_s: float = 180) -> None:
+    """Return at the moment, or when the run has ended; a run that takes no step for the time fails."""
+    seen, deadline = 0, time.monotonic() + timeout_s
+    while moment.step is not None and (log_file(folder) == old_log or logged(folder) < moment.step):
+        if not any(process.is_alive() for process in ranks.processes):
+            return
+        if (now := logged(folder)) != seen:
+            seen, deadline = now, time.monotonic() + timeout_s
+        assert time.monotonic() < deadline, f"no step for {timeout_s} s behind {seen}, expected {moment.step}"
+        time.sleep(0.002)
+    time.sleep(moment.delay_s)
+
+
+def train_noting_the_port(world: World, config: RunConfig, start: Launch, note: Path) -> None:
+    world.on_first(lambda: note.write_text(os.environ["MASTER_PORT"]))
+    train_losses(world, config, start)
+
+
+def remove_leftovers(note: Path, torch_extensions: Path) -> None:
+    """What nobody but the supervisor removes after a kill: DeepSpeed's named buffers, and the lock of its operators."""
+    if note.exists():
+        for name in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{note.read_text()}_*"):
+            name.unlink()
+        note.unlink()
+    for lock in torch_extensions.rglob("lock"):
+        lock.unlink()
+
+
+def kill_again_and_again(torch_extensions: Path, config: RunConfig, kills: int, step_s: float) -> None:
+    """Train in sessions that are killed at random moments, and then to the end."""
+    folder, every = Path(config.output.folder), config.output.checkpoint_every
+    note = folder.with_name("port")
+    newest = 0
+    for number, moment in enumerate(moments(kills, config.steps - AFTER, step_s)):
+        old_log = log_file(folder)
+        ranks = Ranks(train_noting_the_port, config, launch(3), note)
+        wait_for(ranks, folder, moment, old_log)
+        ranks.kill()
+        ended = ranks.wait()
+        remove_leftovers(note, torch_extensions)
+        committed = intact(folder) if folder.exists() else []
+        left = [path.name for path in folder.glob("checkpoints/*.tmp*")]
+        report = (
+            f"kill {number + 1} of {kills}, seed {SEED}: {moment}, step {logged(folder)} logged, {committed} intact"
+        )
+        print(f"{report}, {left} left, exit codes {[end.code for end in ended]}")  # noqa: T201
+        assert [end.code for end in ended] == [-9, -9], ("it ended before the kill", [end.trace for end in ended])
+        found = committed[0] if committed else 0
+        assert found >= newest, "a checkpoint was lost"
+        assert found >= logged(folder) - 2 * every, "more than the steps since the last checkpoint was lost"
+        newest = found
+    values(forked_ranks(train_noting_the_port, config, launch(3), note, timeout_s=4 * 3600))
+
+
+def assert_survives(
+    torch_extensions: Path,
+    digits: Path,
+    folder: Path,
+    optimizer: str,
+    kills: int,
+    steps: int,
+    every: int,
+) -> None:
+    whole, killed = (config_of(digits, folder / name, optimizer, steps, every) for name in ("whole", "killed"))
+    values(forked_ranks(train_losses, whole, launch(3), timeout_s=4 * 3600))
+    step_s = statistics.median(record["step_ms"] for record in records(folder / "whole")) / 1e3
+    kill_again_and_again(torch_extensions, killed, kills, step_s)
+    assert len(losses(folder / "killed")) == steps
+    assert hexes(losses(folder / "killed")) == hexes(losses(folder / "whole"))
+    assert all(math.isfinite(loss) for loss in losses(folder / "whole"))
+    assert_same_checkpoint(folder / "whole", folder / "killed")
+
+
+@pytest.mark.fault(1)
+@pytest.mark.timeout(2 * 3600)
+@pytest.mark.parametrize(("optimizer", "kills"), [("adamw", 24), ("adamw8bit", 6)])
+def test_a_run_that_is_killed_at_random_moments_ends_hex_equal(
+    torch_extensions: Path,
+    digits: Path,
+    tmp_path: Path,
+    optimizer: str,
+    kills: int,
+    nightly: bool,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """30 kills, by night 300: losses, weights, moments and averages have equal bytes."""
+    trials = kills * (10 if nightly else 1)
+    record_property("trials", trials)
+    assert_survives(torch_extensions, digits, tmp_path, optimizer, trials, steps=3 * trials + AFTER, every=3)
+
+
+@pytest.mark.fault(30)
+@pytest.mark.timeout(8 * 3600)
+def test_a_long_run_that_is_killed_now_and_then_ends_hex_equal(
+    torch_extensions: Path,
+    digits: Path,
+    tmp_path: Path,
+    nightly: bool,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """By night 10,000 steps (89 epochs of the digits), killed about every 200; by day 60 steps, killed twice."""
+    steps, kills = (10_000, 50) if nightly else (60, 2)
+    record_property("trials", kills)
+    assert_survives(torch_extensions, digits, tmp_path, "adamw", kills, steps, every=20)

@@ -1,0 +1,177 @@
+"""No secret is written or shown, nothing in a checkpoint can be run, and nobody listens beyond the job's address."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastdiff import sanitize
+from fastdiff.parallel.world import free_port
+from fastdiff.sanitize import escape
+from tests.support.processes import ROOT, run
+from tests.support.runs import flags, tiny
+from tests.support.web_servers import http_server
+
+SECRETS = {
+    "password": "correct-horse",
+    "signature": "AKIASIGNATURE0123456789",
+    "comet": "comet-key-0123456789",
+    "hub": "hf_abcdefghijklmnopqrstuvwxyz",
+    "wandb": "0123456789abcdef0123456789abcdef01234567",
+    "aws": "wJalrXUtnFEMIK7MDENG",
+}
+
+
+@pytest.fixture
+def served(digits: Path, tmp_path: Path) -> Iterator[str]:
+    """The address of the digits, as a server that asks for a password and a signature would have it."""
+    shutil.copytree(digits, tmp_path / "served")
+    with http_server(tmp_path / "served") as server:
+        yield f"http://me:{SECRETS['password']}@127.0.0.1:{server.port}?X-Amz-Signature={SECRETS['signature']}"
+
+
+def found_in(text: bytes) -> list[str]:
+    return [name for name, secret in SECRETS.items() if secret.encode() in text]
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize("ends", ["well", "in an error", "before it begins"])
+def test_no_secret_is_in_any_file_or_line_of_a_run(
+    torch_extensions: Path, served: str, tmp_path: Path, ends: str
+) -> None:
+    out = tmp_path / "out"
+    config = tiny(Path("x"), out / "run", steps=2)
+    data = dataclasses.replace(config.data, path="")
+    wrong = {"well": 8, "in an error": 8, "before it begins": 16}[ends]
+    config = dataclasses.replace(config, data=data, model=dataclasses.replace(config.model, size=wrong))
+    if ends == "in an error":
+        [damaged] = (tmp_path / "served").glob("train-000003.tar")
+        damaged.write_bytes(bytes(damaged.stat().st_size))
+        config = dataclasses.replace(config, samples=16 * 200)
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 1}, "comet": {"enabled": False, "api_key": SECRETS["comet"]}})
+    )
+    given = ["--data.path", served, "--data.cache", str(out / "cache"), "--deepspeed_config", str(tmp_path / "ds.json")]
+    environment = {
+        "HF_TOKEN": SECRETS["hub"], "WANDB_API_KEY": SECRETS["wandb"], "AWS_SECRET_ACCESS_KEY": SECRETS["aws"],
+    }  # fmt: skip
+    command = [sys.executable, "fastdiff/train.py", *flags(config), *given]
+    done = run(command, timeout_s=240, **environment)
+    assert done.code == {"well": 0, "in an error": 65, "before it begins": 2}[ends], done.output
+    assert not found_in(done.output.encode())
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert (out / "run" / "run.json").exists() == (ends != "before it begins")
+    assert {str(path): found for path in files if (found := found_in(path.read_bytes()))} == {}
+    if ends == "well":
+        record = json.loads((out / "run" / "run.json").read_text())
+        assert record["config"]["data"]["path"] == served.partition("?")[0].replace(f"me:{SECRETS['password']}@", "")
+        assert record["deepspeed"]["comet"]["api_key"] == "***"
+        assert_nothing_to_run(out / "run" / "checkpoints")
+        dry = run([*command, "--dry-run"], **environment)
+        assert dry.code == 0
+        assert not found_in(dry.output.encode())
+
+
+def assert_nothing_to_run(checkpoints: Path) -> None:
+    files = [path for path in checkpoints.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    for path in files:
+        assert not os.access(path, os.X_OK) or not path.stat().st_mode & 0o111
+        begin = path.read_bytes()[:9]
+        assert begin[:1] == b"{" or begin[8:] == b"{", "JSON, or the header of a safetensors file"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("https://me:pw@host:8/a/{0..9}.tar?sig=1#x", "https://host:8/a/{0..9}.tar"),
+        ("s3://bucket/key", "s3://bucket/key"),
+        ("/data/a?b#c", "/data/a?b#c"),
+        ("a/b", "a/b"),
+        ("http://[::1/x?token=1", "http://***"),
+        ("https://me:it's@host/x", "https://host/x"),
+        ("https://me:two words@host/a b?sig=1 2", "https://host/a b"),
+    ],
+)
+def test_addresses_are_shown_without_credentials(given: str, shown: str) -> None:
+    assert sanitize.address(given) == shown
+    assert sanitize.line(f"--data.path={given}") == f"--data.path={shown}"
+    assert sanitize.line(given) == shown
+    assert sanitize.tree([given]) == [shown]
+
+
+def test_addresses_within_a_line_are_found_wherever_they_begin() -> None:
+    given = "cannot open 'https://me:pw@host/x?sig=1' (-ihttp://me:it's@host) or 2https://me:pw@host, 5 = 5"
+    assert sanitize.line(given) == "cannot open 'https://host/x' (-ihttp://host) or 2https://host, 5 = 5"
+
+
+@pytest.mark.fault(28)
+def test_a_long_line_is_gone_through_once() -> None:
+    """A million letters are done in milliseconds; in the square of that they would take an hour."""
+    code = "from fastdiff.sanitize import line, tree; text = 'a' * 10**6; assert line(text) == tree(text) == text"
+    assert run([sys.executable, "-c", code], timeout_s=60).code == 0
+
+
+def test_values_are_hidden_by_name_and_texts_are_left_alone() -> None:
+    given = {
+        "api_key": "a", "apiKey": "b", "nested": [{"hf_token": "c", "tokens": 3}], "PASSWD": "d",
+        "prompts": ["a cat on https://me:pw@host?x"], "path": "https://me:pw@host/x", "text_tokenizer": "clip",
+        "api_keys": ["e", ["f"]], "password": 1234, "use_token": True, "max_tokens": [77], "secret": None,
+        "credentials": {"user": {"password": "g"}},
+    }  # fmt: skip
+    assert sanitize.tree(given) == {
+        "api_key": "***", "apiKey": "***", "nested": [{"hf_token": "***", "tokens": 3}], "PASSWD": "***",
+        "prompts": ["a cat on https://me:pw@host?x"], "path": "https://host/x", "text_tokenizer": "clip",
+        "api_keys": ["***", ["***"]], "password": "***", "use_token": True, "max_tokens": [77], "secret": None,
+        "credentials": {"user": {"password": "***"}},
+    }  # fmt: skip
+
+
+@pytest.mark.fault(28)
+def test_foreign_text_cannot_command_a_terminal() -> None:
+    title, reverse = "\x1b]0;owned\x07\x9b2J", "\u202egnp.exe"
+    assert escape(f"a{title}\r\n{reverse}\ud800") == "a\\x1b]0;owned\\x07\\x9b2J\\x0d\\x0a\\x202egnp.exe\\ud800"
+    assert escape("\u061c") == "\\x61c"
+    assert escape("日本語 é") == "日本語 é"
+    assert len(escape("x" * (10 << 20))) < 2100
+
+
+# --- where ranks meet ------------------------------------------------------------------------------------------------
+
+MEETS = """
+import sys, psutil, torch
+from fastdiff.rendezvous import meet
+store = meet(0, "127.0.0.1", int(sys.argv[1]), 30.0)
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+torch.distributed.all_reduce(torch.ones(1))
+listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+print(*sorted({address.ip for address in listening}), sys.argv[1] in {str(address.port) for address in listening})
+"""
+
+
+def test_the_store_of_the_ranks_listens_on_its_own_address_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEETS, str(free_port())], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["127.0.0.1", "True"], done.stderr
+
+
+@pytest.mark.fault(27)
+def test_a_port_that_is_in_use_is_a_clear_error() -> None:
+    from fastdiff.errors import ConfigError
+    from fastdiff.parallel.rendezvous import meet
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT {port}: another program, perhaps another job") as caught:
+            meet(0, "127.0.0.1", port, 5.0)
+    assert caught.value.exit_code == 2

@@ -1,0 +1,362 @@
+"""Storage that is full, slow, failing or lying: the run survives it or says so, and earlier checkpoints stay intact."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdiff import files
+from fastdiff.checkpoint.async_saves import AsyncSaves
+from fastdiff.checkpoint.reader import Checkpoint
+from fastdiff.config.run import EmaConfig, RunConfig
+from fastdiff.errors import Preempted, StorageError
+from fastdiff.parallel.heartbeat import Heartbeat
+from fastdiff.parallel.preemption import StopRequest
+from fastdiff.parallel.world import World
+from fastdiff.train import main, take_steps, train
+from fastdiff.training.build import build
+from fastdiff.training.callbacks.base import Callback, Callbacks
+from fastdiff.training.state import TrainState
+from tests.support.forked import forked_ranks, values
+from tests.support.injected.system_calls import strace
+from tests.support.injected.tiny_disk import tiny_disk
+from tests.support.processes import run
+from tests.support.runs import flags, hexes, intact, launch, losses, tiny
+
+pytestmark = pytest.mark.timeout(600)
+LAST = 4
+
+
+def config_of(data: Path, folder: Path, steps: int = LAST, **changes: Any) -> RunConfig:
+    return tiny(data, folder, steps=steps, batch__micro=8, output__checkpoint_every=2, **changes)
+
+
+def temporaries(folder: Path) -> list[Path]:
+    return list((folder / "checkpoints").glob("*.tmp"))
+
+
+# --- a full disk ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Neighbour:
+    """Takes the room on a disk, but for ``left`` bytes, when the file of a checkpoint is made: after the look at it."""
+
+    disk: Path
+    left: int
+    at: str
+    """Name of the folder of that checkpoint."""
+    original: Callable[..., int] = field(default=os.open)
+
+    def open(self, path: Any, *args: Any, **options: Any) -> int:
+        if f"{self.at}.tmp/rank" in str(path):
+            (self.disk / "filler").write_bytes(bytes(max(0, shutil.disk_usage(self.disk).free - self.left)))
+        return self.original(path, *args, **options)
+
+
+SHARES = (0.2, 0.6, 0.99)
+"""Of a checkpoint, that still fit on the disk; so do the lines of the log."""
+
+
+@pytest.mark.fault(7)
+@pytest.mark.parametrize("reserves", [True, False], ids=["reserved", "as it is written"])
+@pytest.mark.parametrize(("share", "stand_in"), [*((share, None) for share in SHARES), (SHARES[1], True)])
+def test_a_disk_that_fills_in_the_middle_of_a_save(
+    world: World,
+    digits: Path,
+    tmp_path: Path,
+    share: float,
+    stand_in: bool | None,
+    reserves: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With --output.failed_saves 1 the run goes on and the next save works; with 0 it ends with 74."""
+    with tiny_disk(tmp_path / "disk", 6, stand_in=stand_in) as disk, monkeypatch.context() as patches:
+        _fill_in_the_middle(world, digits, disk, share, patches, capsys, reserves=reserves)
+
+
+def _fill_in_the_middle(
+    world: World,
+    digits: Path,
+    disk: Path,
+    share: float,
+    patches: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    reserves: bool,
+) -> None:
+    folder = disk / "run"
+    train(config_of(digits, folder, steps=2), launch(), world)
+    size = sum(file.stat().st_size for file in (folder / "checkpoints").glob("*/rank-*"))
+    neighbour = Neighbour(disk, int(share * size), "step-00000004")
+    patches.setattr(os, "open", neighbour.open)
+    if not reserves:
+        patches.setattr(files, "reserve", lambda *_: None)
+        patches.setattr(files, "_CHUNK", 10_000)
+    config = config_of(digits, folder, steps=8)
+    assert main([*flags(config), "--deepspeed_config", "deepspeed_configs/zero3.json"]) == 74
+    message = capsys.readouterr().err
+    assert f"no space on {folder / 'checkpoints' / 'step-00000004.tmp'}" in message
+    assert "rank-00000.safetensors needs" in message
+    assert "MiB are free" in message
+    assert intact(folder) == [2]
+    assert not temporaries(folder)
+
+    (disk / "filler").unlink()
+    surviving = config_of(digits, folder, steps=8, output__failed_saves=1)
+    train_with(world, surviving, Freeing(disk / "filler", folder))
+    said = capsys.readouterr().out
+    assert "warning: the checkpoint of step 4 failed, the run goes on: no space on" in said
+    assert intact(folder) == [8, 6]
+    assert not temporaries(folder)
+
+
+@dataclass
+class Freeing(Callback):
+    """Removes a file once the save has failed that it made fail."""
+
+    file: Path
+    folder: Path
+
+    def on_step(self, state: TrainState) -> None:
+        if state.progress.steps == 5:
+            wait_until(lambda: self.file.exists() and not temporaries(self.folder))
+            self.file.unlink()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def train_with(world: World, config: RunConfig, *more: Callback, request: StopRequest | None = None) -> None:
+    """Train with more callbacks, which come after the run's own."""
+    with ExitStack() as stack:
+        state, batches, callbacks = build(config, launch(), world, stack, request)
+        if request is not None:
+            request.arm(state.heart)
+        try:
+            take_steps(state, batches, Callbacks([*callbacks._callbacks, *more]))
+        except Preempted:
+            callbacks.on_preempted(state)
+            if request is not None:
+                request.answered = True
+            raise
+        callbacks.on_end(state)
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_that_reserves_nothing_is_written_all_the_same(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_fallocate", lambda *_: code)
+    files.write_file(tmp_path / "file", [b"content"])
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_room_is_reserved_without_a_size(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
+    files.reserve(descriptor, 2**20)
+    os.close(descriptor)
+    found = (tmp_path / "file").stat()
+    assert (found.st_size, found.st_blocks * 512) == (0, 2**20)
+
+
+# --- storage that fails on one rank ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Noting(Callback):
+    """Notes the steps; in one of them this rank is asked to stop."""
+
+    steps: list[int]
+    request: StopRequest
+    stops_in: int | None = None
+
+    def on_step(self, state: TrainState) -> None:
+        self.steps.append(state.progress.steps)
+        if state.progress.steps == self.stops_in:
+            self.request.make("a test")
+
+
+def fail_on_rank_1(
+    world: World, config: RunConfig, fails_in: tuple[int, ...], stops_in: int | None = None, below: str = "checkpoints"
+) -> tuple[str, list[int]]:
+    """Train while rank 1 cannot write the saves of some steps; return the error and the steps taken."""
+    original = os.fsync
+    saves = Path(config.output.folder).absolute() / below
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if world.rank == 1 and path.parent in [saves / f"step-{step:08d}.tmp" for step in fails_in]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        original(descriptor)
+
+    os.fsync = fsync
+    noting = Noting([], StopRequest(), stops_in if world.rank == 1 else None)
+    try:
+        train_with(world, config, noting, request=noting.request)
+    except StorageError as error:
+        return str(error), noting.steps
+    return "", noting.steps
+
+
+@pytest.mark.fault(7)
+@pytest.mark.fault(10)
+def test_all_ranks_stop_after_the_same_step_when_too_many_saves_fail(
+    torch_extensions: Path, digits: Path, tmp_path: Path
+) -> None:
+    config = config_of(digits, tmp_path / "run", steps=40, output__failed_saves=1)
+    (error, steps), other = values(forked_ranks(fail_on_rank_1, config, (4, 8, 10)))
+    assert (error, steps) == other
+    assert "step-00000010.tmp/rank-00001.safetensors: could not be written (Input/output error)" in error
+    assert 10 <= len(steps) <= 12, "one failure in a row is survived, a second one is not"
+    assert intact(tmp_path / "run") == [6, 2], "what is before is intact"
+    assert not temporaries(tmp_path / "run")
+
+
+@pytest.mark.fault(10)
+@pytest.mark.parametrize("fails_in", [(), (3,)])
+def test_a_run_that_is_preempted_saves_or_fails(
+    torch_extensions: Path, digits: Path, tmp_path: Path, fails_in: tuple[int, ...]
+) -> None:
+    """However many failures it would survive: what failed at step 2 may be tried again, what fails now may not."""
+    config = config_of(digits, tmp_path / "run", steps=40, output__failed_saves=9)
+    ended = forked_ranks(fail_on_rank_1, config, (2, *fails_in), 2)
+    if fails_in:
+        (error, steps), other = values(ended)
+        assert (error, steps) == other
+        assert "step-00000003.tmp/rank-00001.safetensors: could not be written" in error
+        assert intact(tmp_path / "run") == []
+    else:
+        assert all("Preempted" in (end.trace or "") for end in ended)
+        assert intact(tmp_path / "run") == [3]
+    assert not temporaries(tmp_path / "run")
+
+
+@pytest.mark.fault(10)
+def test_a_snapshot_that_fails_does_not_cost_a_preemption(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    """That of step 3, at which the run ends; its checkpoint is what matters."""
+    averages = EmaConfig(rates=(), power_stds=(0.05,), snapshot_every=3)
+    config = config_of(digits, tmp_path / "run", steps=40, ema=averages)
+    ended = forked_ranks(fail_on_rank_1, config, (3,), 2, "ema")
+    assert all("Preempted" in (end.trace or "") for end in ended)
+    assert intact(tmp_path / "run") == [3, 2]
+    assert not list((tmp_path / "run" / "ema").iterdir())
+
+
+# --- storage that fails for real: system calls that do ----------------------------------------------------------------
+
+
+def command_of(config: RunConfig) -> list[str | Path]:
+    return [sys.executable, "fastdiff/train.py", *flags(config)]
+
+
+@pytest.mark.fault(10)
+def test_an_fsync_that_fails_costs_one_checkpoint(
+    torch_extensions: Path, digits: Path, tmp_path: Path, nightly: bool
+) -> None:
+    """Of a file, or the parent after the rename; nightly also of the run folder, manifest and folder.
+
+    The run goes on, and the next save works.
+    """
+    for number in (1, 2, 3, 4, 5) if nightly else (2, 5):
+        folder = tmp_path / str(number)
+        config = config_of(digits, folder, steps=6, output__failed_saves=1, output__keep=9)
+        done = run([*strace(f"fsync:error=EIO:when={number}"), *command_of(config)], timeout_s=300)
+        assert done.code == 0, done.output
+        assert "warning: the checkpoint of step 2 failed, the run goes on: " in done.output
+        assert "Input/output error" in done.output
+        assert str(folder) in done.output.partition("the run goes on: ")[2].partition("\n")[0]
+        assert intact(folder)[:2] == [6, 4]
+        assert not temporaries(folder)
+
+
+@pytest.mark.fault(10)
+def test_an_fsync_that_fails_ends_a_run_that_survives_none(
+    torch_extensions: Path, digits: Path, tmp_path: Path
+) -> None:
+    config = config_of(digits, tmp_path / "run", steps=40)
+    done = run([*strace("fsync:error=EIO:when=2"), *command_of(config)], timeout_s=300)
+    assert done.code == 74, done.output
+    assert "rank-00000.safetensors: could not be written (Input/output error)" in done.output
+    assert not temporaries(tmp_path / "run")
+    assert intact(tmp_path / "run") == []
+
+
+# --- slow storage -----------------------------------------------------------------------------------------------------
+
+
+def save_slowly(world: World, config: RunConfig, during: int) -> list[float]:
+    """Train while the first save is not done before ``during`` more steps are taken."""
+    taken = threading.Semaphore(0)
+    original = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if "step-00000004.tmp" in os.readlink(f"/proc/self/fd/{descriptor}") and during:
+            for _ in range(during):
+                assert taken.acquire(timeout=100), "the training waits for the save"
+            os.fsync = original
+        original(descriptor)
+
+    class Count(Callback):
+        def on_step(self, state: TrainState) -> None:
+            if state.progress.steps > 4:
+                taken.release()
+
+    os.fsync = fsync
+    train_with(world, config, Count())
+    return losses(Path(config.output.folder))
+
+
+@pytest.mark.fault(11)
+def test_the_training_goes_on_during_a_save(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    """On both ranks the first fsync of the save of step 4 returns only after three more steps."""
+    found = []
+    for during in (3, 0):
+        config = tiny(digits, tmp_path / str(during), steps=7, batch__micro=8, output__checkpoint_every=4)
+        found.append(values(forked_ranks(save_slowly, config, during))[0])
+        assert intact(tmp_path / str(during)) == [7, 4]
+    assert hexes(found[0]) == hexes(found[1]), "what is saved is not what the training has come to"
+    one, other = (Checkpoint(tmp_path / name / "checkpoints" / "step-00000004") for name in ("3", "0"))
+    assert one.manifest["files"] == other.manifest["files"]
+
+
+@pytest.mark.fault(11)
+def test_slow_storage_delays_and_does_not_end_a_run(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    """Every fsync takes 0.7 s longer, so that each save is still being written when the next one is due."""
+    config = config_of(digits, tmp_path / "run", steps=6)
+    done = run([*strace("fsync:delay_enter=700000"), *command_of(config)], timeout_s=300)
+    assert done.code == 0, done.output
+    assert "waiting: the checkpoint of step 2 is still being written" in done.output
+    assert intact(tmp_path / "run") == [6, 4]
+
+
+def wait_longer_than_a_hang(world: World, folder: Path) -> None:
+    """Wait for a save, and at the end for another; a rank that hangs ends itself."""
+    heart = Heartbeat(folder, world.rank, hang_timeout_s=2.5)
+    heart.beat(2, "callbacks")
+    with AsyncSaves(world, 0, heart.again) as background:
+        background.begin("checkpoint", 2, lambda: time.sleep(4))
+        background.wait("checkpoint")
+        background.begin("checkpoint", 3, lambda: time.sleep(4))
+    heart.close()
+
+
+@pytest.mark.fault(11)
+def test_a_save_that_is_slower_than_a_hang_is_none(tmp_path: Path) -> None:
+    values(forked_ranks(wait_longer_than_a_hang, tmp_path / "run", ranks=1))

@@ -1,0 +1,362 @@
+"""The UNet of IDDPM and ADM against the papers' equations, the published sizes and its own promises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.errors import ConfigError
+from fastdiff.models.adm.blocks import AttentionBlock, ModulatedGroupNorm, ResBlock
+from fastdiff.models.adm.network import AdmUNet
+from fastdiff.models.build import build_model, load_model
+from fastdiff.models.unet.blocks import Conv2d, GroupNorm
+from fastdiff.rng import dropout_stream
+from fastdiff_kernels import dispatch, group_norm, philox
+from fastdiff_kernels.dispatch import Choice
+from tests.support.references.adm_networks import SMALL, built, inputs, referred, worst
+from tests.support.references.adm_reference import Drop
+from tests.support.references.unet_reference import difference, gradients
+
+kinds = pytest.mark.parametrize("kind", SMALL)
+
+
+@kinds
+def test_output_and_every_gradient_equal_the_papers_equations(kind: str) -> None:
+    model, arguments = built(SMALL[kind]).double(), inputs(SMALL[kind])
+    expected, slopes = referred(model, arguments)
+    got = model(**arguments)
+    assert got.dtype == torch.float64
+    assert got.shape == expected.shape == (3, 6 if model.config.learn_sigma else 3, 8, 8)
+    assert difference(got, expected) < 1e-12
+    found = worst(gradients(model, got), slopes)
+    assert found[0] < 1e-11, found
+
+
+@kinds
+def test_fp32_is_as_close_as_fp32_allows(kind: str) -> None:
+    """One rounding is 6e-8 of a number; about 50 operations in a row whose errors add up at random make 1e-6.
+
+    Ten times that where a gradient is a difference of larger numbers.
+    """
+    model, arguments = built(SMALL[kind]), inputs(SMALL[kind])
+    expected, slopes = referred(model, arguments)
+    got = model(**arguments)
+    assert difference(got, expected) < 4e-6
+    found = worst(gradients(model, got), slopes)
+    assert found[0] < 4e-5, found
+
+
+def test_without_labels_there_is_no_class() -> None:
+    model, arguments = built(SMALL["iddpm"]), inputs(SMALL["iddpm"])
+    nobody = {**arguments, "label": torch.full((3,), model.config.classes)}
+    without = {name: value for name, value in arguments.items() if name != "label"}
+    assert torch.equal(model(**nobody), model(**without))
+    assert not torch.equal(model(**arguments)[0], model(**without)[0])
+    unconditional, given = built(SMALL["lsun"]), inputs(SMALL["lsun"])
+    assert torch.equal(unconditional(**given, label=torch.zeros(3, dtype=torch.int64)), unconditional(**given))
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (AdmConfig(learn_sigma=True), 121_063_942),
+        (AdmConfig(width=192, classes=1000, learn_sigma=True), 273_049_350),
+        (AdmConfig(size=32, channel_mult=(1, 2, 2, 2), learn_sigma=True), 52_546_438),
+        (
+            AdmConfig(
+                size=256, channel_mult=(1, 1, 2, 2, 4, 4), res_blocks=2, heads=1, scale_shift_norm=False,
+                attention_resolutions=(16,), learn_sigma=True,
+            ),
+            113_676_678,
+        ),
+        (
+            AdmConfig(
+                size=256, width=192, channel_mult=(1, 1, 2, 2, 4, 4), res_blocks=2, low_res_size=64, classes=1000,
+                learn_sigma=True,
+            ),
+            279_792_390,
+        ),
+    ],
+)  # fmt: skip
+def test_the_sizes_of_the_published_recipes(config: AdmConfig, count: int) -> None:
+    """Of improved-diffusion's README, in its order."""
+    with torch.device("meta"):
+        assert sum(p.numel() for p in AdmUNet(config).parameters()) == count
+
+
+_ADM: dict[str, Any] = {
+    "attention_resolutions": (32, 16, 8), "res_blocks": 2, "resblock_updown": True, "classes": 1000,
+    "learn_sigma": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "millions"),
+    [
+        ({"size": 64, "width": 192, "head_channels": 64, "res_blocks": 3}, 296),
+        ({"size": 128, "width": 256, "channel_mult": (1, 1, 2, 3, 4), "heads": 4}, 422),
+        ({"size": 256, "width": 256, "channel_mult": (1, 1, 2, 2, 4, 4), "head_channels": 64}, 554),
+        ({"size": 512, "width": 256, "channel_mult": (0.5, 1, 1, 2, 2, 4, 4), "head_channels": 64}, 559),
+    ],
+)
+def test_the_sizes_of_adm(fields: dict[str, Any], millions: int) -> None:
+    """Dhariwal & Nichol 2021, the table of hyperparameters for ImageNet at 64, 128, 256 and 512 pixels."""
+    with torch.device("meta"):
+        model = AdmUNet(AdmConfig(**_ADM | fields))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+@kinds
+def test_a_fresh_network_outputs_exactly_0(kind: str) -> None:
+    arguments = inputs(SMALL[kind])
+    assert not build_model(SMALL[kind], seed=3)(**arguments).count_nonzero()
+
+
+@kinds
+def test_weights_of_a_file_give_the_same_network(kind: str) -> None:
+    model, arguments = built(SMALL[kind]), inputs(SMALL[kind])
+    assert torch.equal(load_model(SMALL[kind], dict(model.named_parameters()))(**arguments), model(**arguments))
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"width": 0}, "width 0: at least 1"),
+        ({"res_blocks": 0}, "res_blocks 0: at least 1"),
+        ({"classes": -1}, "classes -1: at least 0"),
+        ({"dropout": 1.0}, "dropout 1.0: at least 0, below 1"),
+        ({"channel_mult": ()}, "channel_mult: one entry per level"),
+        ({"width": 33, "norm_num_groups": 1}, "width 33 must be even"),
+        ({"size": 60}, "size 60 must divide by 8"),
+        ({"channel_mult": (1, 2, 3, 4.1)}, "a level of 524 channels, which must divide by --model.norm_num_groups 32"),
+        ({"attention_resolutions": (16, 7)}, r"the maps have sizes \(64, 32, 16, 8\), not \[7\]"),
+        ({"heads": 5}, "heads 5 does not divide the .* channels of a level with attention"),
+        ({"head_channels": 48}, "head_channels 48 does not divide"),
+        ({"low_res_size": 64}, "low_res_size 64: smaller than --model.size 64"),
+    ],
+)
+def test_configurations_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AdmConfig(**fields)
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    plain, large = (built(SMALL[kind]) for kind in ("lsun", "upsampler"))
+    with pytest.raises(ConfigError, match=r"10 x 8: this UNet halves them 2 times.*divide by 4"):
+        plain(**inputs(SMALL["lsun"], height=10))
+    arguments = inputs(SMALL["upsampler"])
+    small = arguments.pop("low_res")
+    with pytest.raises(ConfigError, match="low_res_size 4: the small images are missing"):
+        large(**arguments)
+    with pytest.raises(ConfigError, match="low_res_size 0: the small images are too many"):
+        plain(**inputs(SMALL["lsun"]), low_res=small)
+    for wrong in (small[:2], small[:, :1]):
+        with pytest.raises(ConfigError, match=rf"small images of shape .*{wrong.shape[0]}, {wrong.shape[1]}, 4, 4\)"):
+            large(**arguments, low_res=wrong)
+
+
+@kinds
+def test_samples_do_not_mix_and_any_size_goes(kind: str) -> None:
+    model, arguments = built(SMALL[kind]), inputs(SMALL[kind], height=4, width=12)
+    whole = model(**arguments)
+    for n in range(3):
+        alone = model(**{name: value[n : n + 1] for name, value in arguments.items()})
+        torch.testing.assert_close(alone[0], whole[n], rtol=1e-4, atol=1e-4)
+
+
+@kinds
+def test_bf16_weights_take_any_input(kind: str) -> None:
+    """bf16 rounds to 2^-9 = 0.2 % of a number: a few per cent after 30 layers."""
+    arguments = inputs(SMALL[kind])
+    exact, got = built(SMALL[kind])(**arguments), built(SMALL[kind]).bfloat16()(**arguments)
+    assert got.dtype == torch.bfloat16
+    assert difference(got, exact) < 0.05
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies of tensors of four axes or of a whole map of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("clone", "copy_", "contiguous", "_to_copy") and args[0].dim() >= 3:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("height", "width"), [(8, 8), (4, 4), (4, 12), (12, 4)])
+@kinds
+def test_maps_are_channels_last_and_are_not_copied(
+    kind: str, channels: int, batch: int, height: int, width: int
+) -> None:
+    """Also maps of one row, column or pixel, and images of one channel, which are in both orders at once."""
+    config = replace(SMALL[kind], channels=channels, learn_sigma=True)
+    model = built(config)
+    seen: Counter[type[nn.Module]] = Counter()
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        given = (*args, *kwargs.values(), *(out if isinstance(out, tuple) else [out]))
+        maps = [x for x in given if isinstance(x, Tensor) and x.dim() == 4]
+        wrong = [tuple(x.shape) for x in maps if not x.permute(0, 2, 3, 1).is_contiguous()]
+        assert not wrong, (type(module), wrong)
+        seen[type(module)] += 1
+
+    for module in model.modules():
+        if isinstance(module, Conv2d | GroupNorm | ResBlock | AttentionBlock):
+            module.register_forward_hook(check, with_kwargs=True)
+    with Copies() as copies:
+        model(**inputs(config, batch, height, width))
+    assert min(seen[Conv2d], seen[ResBlock], seen[AttentionBlock]) > 2
+    # The input, what each doubling repeats (two paths of a block), and the output.
+    doublings = (len(config.widths) - 1) * (2 if config.resblock_updown else 1)
+    assert copies.found.total() == 1 + doublings + 1, copies.found
+
+
+@kinds
+def test_recomputation_changes_no_gradient_and_runs_blocks_twice(kind: str) -> None:
+    config = replace(SMALL[kind], dropout=0.2)
+    plain, again = built(config), built(config, recompute=True)
+    calls: Counter[type[nn.Module]] = Counter()
+    for module in again.modules():
+        if isinstance(module, AdmUNet.block_classes):
+            module.register_forward_pre_hook(lambda module, _: calls.update([type(module)]))
+    arguments = {**inputs(config), "position": torch.tensor([5, 2**40, 7])}
+    with dispatch.forced(dropout="reference"):
+        outputs = [model(**arguments) for model in (plain, again)]
+        first, second = (gradients(model, out) for model, out in zip((plain, again), outputs, strict=True))
+    assert torch.equal(*outputs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.count_nonzero(value) for value in first.values())
+    count = Counter(type(module) for module in plain.modules())
+    assert calls == {block: 2 * count[block] for block in AdmUNet.block_classes}
+
+
+def dropped(p: float, seed: int, position: Tensor) -> Drop:
+    """The same masks from the definition: elements in the order of height, width, channels."""
+
+    def drop(block: int, x: Tensor) -> Tensor:
+        share = philox.uniform(seed, dropout_stream(block), position, x[0].numel())
+        kept = share.view(x.shape[0], *x.shape[2:], x.shape[1]).permute(0, 3, 1, 2) >= p
+        return x * kept / (1 - p)
+
+    return drop
+
+
+@kinds
+def test_each_block_drops_before_its_last_convolution_what_the_position_says(kind: str) -> None:
+    config, position = replace(SMALL[kind], dropout=0.3), torch.tensor([5, 2**40, 7])
+    model, arguments = built(config, dropout_seed=2**63 + 1).double(), inputs(config)
+    expected, slopes = referred(model, arguments, dropped(0.3, 2**63 + 1, position))
+    got = model(**arguments, position=position)
+    assert difference(got, expected) < 1e-12
+    found = worst(gradients(model, got), slopes)
+    assert found[0] < 1e-11, found
+
+
+def test_nothing_is_dropped_without_a_position_or_a_dropout() -> None:
+    config, arguments, position = SMALL["iddpm"], inputs(SMALL["iddpm"]), torch.arange(3)
+    plain, dropping = built(config), built(replace(config, dropout=0.3))
+    assert torch.equal(plain(**arguments, position=position), plain(**arguments))
+    assert torch.equal(dropping(**arguments), plain(**arguments))
+    assert difference(dropping(**arguments, position=position), plain(**arguments)) > 0.1
+
+
+def test_what_is_dropped_does_not_depend_on_the_batch() -> None:
+    config, position = replace(SMALL["iddpm"], dropout=0.3), torch.tensor([5, 2**40, 7])
+    model, arguments = built(config).double(), {**inputs(SMALL["iddpm"]), "position": position}
+    whole = model(**arguments)
+    for n in range(3):
+        alone = model(**{name: value[n : n + 1] for name, value in arguments.items()})
+        torch.testing.assert_close(alone[0], whole[n], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("kind", "dropout"), [("iddpm", 0.2), ("adm added", 0.0)])
+def test_blocks_compile_whole(kind: str, dropout: float) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    config = replace(SMALL[kind], res_blocks=1, dropout=dropout)
+    eager, model = built(config), built(config).compile_blocks(backend=counter)
+    arguments = {**inputs(config), "position": torch.arange(3)}
+    expected, got = eager(**arguments), model(**arguments)
+    assert difference(got, expected) < 1e-5
+    found = worst(gradients(model, got), gradients(eager, expected))
+    assert found[0] < 1e-5, found
+    blocks = sum(isinstance(module, AdmUNet.block_classes) for module in model.modules())
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert 5 < counter.frame_count <= blocks, "at most one graph per block"
+    model(**arguments)
+    assert counter.frame_count == torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing compiles again"
+    assert model.state_dict().keys() == eager.state_dict().keys()
+
+
+@pytest.mark.parametrize(("kind", "compiled"), [("iddpm", False), ("iddpm", True), ("adm added", False)])
+def test_kernels_give_the_numbers_of_the_reference(kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: Counter[str] = Counter()
+    run = group_norm.run
+
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        launched[kernel.__name__] += 1
+        run(kernel, *args, **options)
+
+    monkeypatch.setattr(group_norm, "run", noted)
+    config = replace(SMALL[kind], res_blocks=1, dropout=0.2)
+    arguments = {**inputs(config, 2, 4, 4), "position": torch.arange(2)}
+    reference, model = built(config), built(config)
+    expected = reference(**arguments)
+    assert not launched
+    if compiled:
+        torch._dynamo.reset()
+        model.compile_blocks(backend="aot_eager")
+    with dispatch.forced(group_norm="triton", dropout="triton"):
+        got = model(**arguments)
+        second = gradients(model, got)
+    assert difference(got, expected) < 1e-5
+    found = worst(second, gradients(reference, expected))
+    assert found[0] < 2e-5, found
+    norms = sum(isinstance(module, GroupNorm) for module in model.modules())
+    assert launched["one_pass_kernel"] == launched["one_pass_backward_kernel"] == norms
+    scaled = sum(isinstance(module, ModulatedGroupNorm) for module in model.modules())
+    assert scaled == (sum(isinstance(module, ResBlock) for module in model.modules()) if kind == "iddpm" else 0)
+
+
+def test_layers_say_what_they_use() -> None:
+    config, example = replace(SMALL["iddpm"], dropout=0.1), torch.zeros(1)
+    model = built(config, attention="reference")
+    why = "the tensor is on cpu"
+    plain, drop = (Choice(op, "reference", "reference", why) for op in ("group_norm", "dropout"))
+    attention = Choice("attention", "reference", "reference", "asked for")
+    block, attending = "input_blocks.1.0", "middle_block.1"
+
+    def said() -> dict[str, list[Choice]]:
+        found: dict[str, list[Choice]] = {}
+        for name, choice in dispatch.explain(model, example):
+            found.setdefault(name, []).append(choice)
+        return found
+
+    names = said()
+    assert (names[""], names[block], names[attending]) == ([plain], [plain, drop], [plain, attention])
+    assert len(names) == 1 + sum(isinstance(module, AdmUNet.block_classes) for module in model.modules())
+    model.compile_blocks()
+    by = "compile (Inductor)"
+    inside = [Choice(op, by, by, f"{why}; in a compiled block") for op in ("group_norm", "dropout")]
+    names = said()
+    assert (names[""], names[block], names[attending]) == ([plain], inside, [plain, attention])
+    with dispatch.forced(group_norm="triton", dropout="triton"):
+        names = said()
+    assert names[block] == [Choice(op, "triton", "triton", "forced") for op in ("group_norm", "dropout")]
+    assert [c.op for name, c in dispatch.explain(built(SMALL["iddpm"]), example) if name == block] == ["group_norm"]

@@ -1,0 +1,81 @@
+"""Both orders of the channels of ``qkv`` in the attention of an ADM UNet; ``test_adm.py`` has each against fp64."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastdiff.config.command_line import parse
+from fastdiff.config.config_file import from_mapping, overlay
+from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.presets import preset
+from fastdiff.config.run import RunConfig
+from fastdiff.config.run_record import as_json
+from fastdiff.models.adm.blocks import AttentionBlock
+from fastdiff.models.adm.network import AdmUNet
+from fastdiff.models.build import load_model
+from fastdiff.training.resume import config_changes
+from tests.support.references.adm_networks import SMALL, built, inputs, referred, worst
+from tests.support.references.unet_reference import difference, gradients
+
+
+def as_qkv_major(model: AdmUNet) -> dict[str, Tensor]:
+    """The weights of a head-major network, those of each ``qkv`` in the other order."""
+    heads = {name: module.heads for name, module in model.named_modules() if isinstance(module, AttentionBlock)}
+    found = {}
+    for name, value in model.state_dict().items():
+        block, qkv, _ = name.rpartition(".qkv.")
+        rows = torch.arange(len(value))
+        found[name] = value[rows.view(heads[block], 3, -1).transpose(0, 1).flatten()] if qkv else value
+    return found
+
+
+def test_both_orders_of_qkv_are_one_network_with_its_weights_in_another_order() -> None:
+    config = SMALL["iddpm"]
+    model, arguments = built(config), inputs(config)
+    other = load_model(replace(config, qkv_order="qkv_major"), as_qkv_major(model))
+    assert torch.equal(other(**arguments), model(**arguments))
+    same_weights = load_model(replace(config, qkv_order="qkv_major"), model.state_dict())
+    assert difference(same_weights(**arguments), model(**arguments)) > 1e-3, "else the order would not matter"
+
+
+@pytest.mark.parametrize("kind", ["iddpm", "lsun", "adm added"])
+def test_the_other_order_equals_the_equations_too(kind: str) -> None:
+    """Two heads, one and four."""
+    config = replace(SMALL[kind], qkv_order="qkv_major")
+    model, arguments = built(config).double(), inputs(config)
+    expected, slopes = referred(model, arguments)
+    got = model(**arguments)
+    assert difference(got, expected) < 1e-12
+    found = worst(gradients(model, got), slopes)
+    assert found[0] < 1e-11, found
+
+
+def test_a_configuration_from_before_there_was_an_order_is_head_major(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = asdict(SMALL["iddpm"])
+    assert fields.pop("qkv_order") == "head_major"
+    (tmp_path / "old.json").write_text(json.dumps({"model": fields}))
+    assert overlay(RunConfig(), str(tmp_path / "old.json")).model == SMALL["iddpm"]
+    assert from_mapping({"model": fields}, "a manifest").model == SMALL["iddpm"]
+    given = parse(["--preset", "iddpm-cifar10", "--model.qkv_order", "qkv_major"])[1].model
+    assert isinstance(given, AdmConfig)
+    assert given.qkv_order == "qkv_major"
+    with pytest.raises(SystemExit):
+        parse(["--preset", "iddpm-cifar10", "--model.qkv_order", "legacy"])
+    assert "('head_major', 'qkv_major')" in capsys.readouterr().err
+
+
+def test_a_run_from_before_there_was_an_order_resumes() -> None:
+    config = preset("iddpm-cifar10")
+    now, old = as_json(config), as_json(config)
+    del old["model"]["qkv_order"]
+    assert config_changes(old, now, ()) == {}
+    now["model"]["qkv_order"] = "qkv_major"
+    assert config_changes(old, now, ()) == {"model.qkv_order": '"head_major" -> "qkv_major"'}

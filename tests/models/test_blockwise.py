@@ -1,0 +1,81 @@
+"""Blocks that are compiled: equal ones share a graph whatever they drop, and compute what they compute uncompiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastdiff.config.deepspeed import resolve
+from fastdiff.models.adm.blocks import ResBlock
+from fastdiff.models.adm.network import AdmUNet
+from fastdiff.parallel.world import World
+from fastdiff.training.engine import Engine
+from fastdiff_kernels import dispatch
+from fastdiff_kernels.dispatch import Backend
+from tests.support.references.adm_networks import SMALL, built, inputs
+from tests.support.references.unet_reference import gradients
+from tests.support.runs import launch, tiny
+
+POSITION = torch.tensor([5, 2**40, 7])
+
+
+def graphs(res_blocks: int, dropout: float, *, recompute: bool = False, compare: bool = False) -> int:
+    """Graphs of a training step of an ADM UNet; ``compare``: its numbers are to be those of eager, exactly."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounterWithBackend("eager")
+    config = replace(SMALL["iddpm"], res_blocks=res_blocks, dropout=dropout)
+    eager, model = built(config), built(config, recompute=recompute).compile_blocks(backend=counter)
+    assert sum(isinstance(module, ResBlock) for module in model.modules()) == 4 * res_blocks + 4
+    arguments = {**inputs(config), "position": POSITION}
+    got = model(**arguments)
+    slopes = gradients(model, got)
+    if compare:
+        expected = eager(**arguments)
+        assert torch.equal(got, expected)
+        assert all(torch.equal(slopes[name], slope) for name, slope in gradients(eager, expected).items())
+    assert model.state_dict().keys() == eager.state_dict().keys()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_equal_blocks_share_a_graph_whatever_they_drop(backend: Backend) -> None:
+    with dispatch.forced(dropout=backend):
+        few, many, without = graphs(2, 0.3), graphs(4, 0.3), graphs(4, 0.0)
+    assert few == many == without < 12, "12 and 20 residual blocks, each with a stream of its own"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_shared_graph_has_the_numbers_of_each_block(recompute: bool) -> None:
+    assert graphs(2, 0.3, recompute=recompute, compare=True) < 12
+
+
+def learn(world: World, stage: int, *, changed: bool) -> list[float]:
+    """Losses of a few steps of a network that drops; ``changed``: compiled and recomputed."""
+    config = replace(SMALL["iddpm"], dropout=0.3)
+    model = built(config, recompute=changed)
+    if changed:
+        torch._dynamo.reset()
+        model.compile_blocks(backend="aot_eager")
+    run = tiny(Path(), Path(), model=config)
+    resolved = resolve(launch(stage).deepspeed, run, world.size)
+    engine = Engine(model, run, resolved, world, AdmUNet.block_classes)
+    losses = []
+    for step in range(3):
+        arguments = {**inputs(config), "position": POSITION + step}
+        loss = engine(arguments.pop("noisy"), arguments.pop("time"), **arguments).square().mean()
+        engine.backward(loss)
+        assert engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_compiled_recomputed_and_cut_by_zero3_they_drop_the_same(world: World) -> None:
+    whole = learn(world, 0, changed=False)
+    assert learn(world, 3, changed=True) == pytest.approx(whole, rel=1e-5)
+    assert whole[0] != whole[-1]

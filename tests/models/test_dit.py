@@ -1,0 +1,322 @@
+"""The transformer against the paper's equations, the published checkpoints and its own promises."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from bench.correctness.accuracy import assert_no_worse
+from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
+from fastdiff.errors import ConfigError
+from fastdiff.models.build import build_model, load_model
+from fastdiff.models.dit.network import DiT, DiTBlock
+from fastdiff.models.embeddings import position_table, timestep_sinusoids
+from fastdiff_kernels import adaln, dispatch
+from fastdiff_kernels.dispatch import Choice
+from tests.support.references.dit_reference import reference_forward, reference_position
+
+SMALL = DiTConfig(depth=2, hidden=24, heads=3, patch=2, size=6, channels=3, classes=5, learn_sigma=True)
+
+# Millions, with learn_sigma, 32 x 32 x 4 latents and pos_embed: research/features.md, section 1D.
+PUBLISHED_MILLIONS = {"S": 32.96, "B": 130.51, "L": 458.10, "XL": 675.13}
+
+
+def trained(config: DiTConfig = SMALL, seed: int = 0, **options: Any) -> DiT:
+    """A model all of whose weights matter: the fresh one is zero at its output."""
+    model = build_model(config, **options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def inputs(config: DiTConfig = SMALL, batch: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    noisy = torch.randn(batch, config.channels, config.size, config.size, generator=generator)
+    time = torch.tensor([0, 1, 500, 999])[:batch]
+    return noisy, time, torch.tensor([0, config.classes, 2, 1])[:batch]
+
+
+def expected_shapes(config: DiTConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a published checkpoint, written out by hand."""
+    d, inner = config.hidden, int(config.hidden * config.mlp_ratio)
+    tokens = (config.size // config.patch) ** 2
+    out = config.patch**2 * config.channels * (2 if config.learn_sigma else 1)
+    shapes: dict[str, tuple[int, ...]] = {
+        "pos_embed": (1, tokens, d),
+        "x_embedder.proj.weight": (d, config.channels, config.patch, config.patch),
+        "x_embedder.proj.bias": (d,),
+        "t_embedder.mlp.0.weight": (d, 256),
+        "t_embedder.mlp.0.bias": (d,),
+        "t_embedder.mlp.2.weight": (d, d),
+        "t_embedder.mlp.2.bias": (d,),
+        "y_embedder.embedding_table.weight": (config.classes + 1, d),
+        "final_layer.linear.weight": (out, d),
+        "final_layer.linear.bias": (out,),
+        "final_layer.adaLN_modulation.1.weight": (2 * d, d),
+        "final_layer.adaLN_modulation.1.bias": (2 * d,),
+    }
+    layers = {
+        "attn.qkv": (3 * d, d),
+        "attn.proj": (d, d),
+        "mlp.fc1": (inner, d),
+        "mlp.fc2": (d, inner),
+        "adaLN_modulation.1": (6 * d, d),
+    }
+    for n in range(config.depth):
+        for name, (rows, columns) in layers.items():
+            shapes[f"blocks.{n}.{name}.weight"] = (rows, columns)
+            shapes[f"blocks.{n}.{name}.bias"] = (rows,)
+    return shapes
+
+
+def test_forward_equals_the_papers_equations() -> None:
+    model = trained().double()
+    noisy, time, label = inputs()
+    expected = reference_forward(dict(model.named_parameters()), SMALL, noisy, time, label)
+    got = model(noisy, time, label)
+    assert got.shape == (4, 6, 6, 6)
+    assert got.dtype == torch.float64
+    # 1e-6: pos_embed is kept in fp32, everything else is fp64.
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_fp32_is_as_close_as_fp32_allows() -> None:
+    noisy, time, label = inputs()
+    exact = trained().double()(noisy, time, label)
+    error = (trained()(noisy, time, label).double() - exact).abs().max() / exact.abs().max()
+    assert error < 1e-4
+
+
+def test_time_may_be_fractional() -> None:
+    model = trained()
+    noisy, time, label = inputs()
+    assert torch.equal(model(noisy, time, label), model(noisy, time.double(), label))
+    assert not torch.equal(model(noisy, time, label), model(noisy, time + 0.5, label))
+
+
+@pytest.mark.parametrize("patch", DIT_PATCHES)
+@pytest.mark.parametrize("letter", DIT_SIZES)
+def test_published_parameter_counts(letter: str, patch: int) -> None:
+    config = dit_config(f"DiT-{letter}/{patch}", learn_sigma=True)
+    with torch.device("meta"):
+        model = DiT(config)
+    assert {k: tuple(v.shape) for k, v in model.state_dict().items()} == expected_shapes(config)
+    total = sum(p.numel() for p in model.parameters()) + model.pos_embed.numel()
+    if patch == 2:
+        assert round(total / 1e6, 2) == PUBLISHED_MILLIONS[letter]
+    if (letter, patch) == ("XL", 2):
+        assert total == 675_129_632
+        assert config.hidden // config.heads == 72
+
+
+def test_unknown_size_names_the_choices() -> None:
+    with pytest.raises(ConfigError, match=r"DiT-XXL/2.*DiT-S/2.*DiT-XL/8"):
+        dit_config("DiT-XXL/2")
+
+
+def test_published_state_dict_loads_strictly_and_is_used() -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = expected_shapes(SMALL)
+    published = {k: torch.randn(s, generator=generator) for k, s in shapes.items()}
+    model = build_model(SMALL)
+    model.load_state_dict(published, strict=True)
+    assert torch.equal(model.pos_embed, published["pos_embed"])
+    noisy, time, label = inputs()
+    before = model(noisy, time, label)
+    for name in shapes:
+        changed = {**published, name: published[name] + torch.randn(shapes[name], generator=generator)}
+        model.load_state_dict(changed, strict=True)
+        assert not torch.equal(model(noisy, time, label), before), f"{name} has no effect"
+
+
+def test_pos_embed_is_in_checkpoints_but_not_trained() -> None:
+    model = build_model(SMALL)
+    assert "pos_embed" in model.state_dict()
+    assert "pos_embed" not in dict(model.named_parameters())
+    error = position_table(24, 3)[0].double() - reference_position(3, 24)
+    assert error.abs().max() < 6e-8
+
+
+def test_fresh_model_outputs_exact_zero_and_blocks_are_the_identity() -> None:
+    model = build_model(SMALL)
+    assert torch.count_nonzero(model(*inputs())) == 0
+    tokens, condition = torch.randn(2, 9, 24), torch.randn(2, 24)
+    assert torch.equal(model.blocks[0](tokens, condition), tokens)
+
+
+def test_fresh_weights_have_the_published_scales() -> None:
+    model = build_model(dit_config("DiT-S/2"))
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        if name.endswith("bias") or "adaLN" in name or name.startswith("final_layer.linear"):
+            assert torch.count_nonzero(value) == 0, name
+        elif "t_embedder" in name or "y_embedder" in name:
+            assert value.std() == pytest.approx(0.02, rel=0.03), name
+        else:
+            fan_out, fan_in = value.flatten(1).shape
+            bound = math.sqrt(6 / (fan_in + fan_out))
+            assert value.abs().max() <= bound, name
+            assert value.std() == pytest.approx(bound / math.sqrt(3), rel=0.03), name
+
+
+def test_initial_weights_are_a_function_of_the_seed_and_leave_the_global_state() -> None:
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    first = build_model(SMALL, seed=7).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    again, other = build_model(SMALL, seed=7).state_dict(), build_model(SMALL, seed=8).state_dict()
+    assert all(torch.equal(first[k], again[k]) for k in first)
+    assert not torch.equal(first["blocks.1.mlp.fc1.weight"], other["blocks.1.mlp.fc1.weight"])
+    assert not torch.equal(first["blocks.0.mlp.fc1.weight"], first["blocks.1.mlp.fc1.weight"])
+    build_model(SMALL, seed=-1)
+
+
+def test_no_label_is_the_null_class() -> None:
+    model = trained()
+    noisy, time, label = inputs()
+    null = torch.full_like(label, SMALL.classes)
+    assert torch.equal(model(noisy, time, None), model(noisy, time, null))
+    assert not torch.equal(model(noisy, time, None), model(noisy, time, torch.zeros_like(label)))
+
+
+def test_samples_do_not_mix() -> None:
+    model = trained()
+    noisy, time, label = inputs()
+    for i in range(4):
+        alone = model(noisy[i : i + 1], time[i : i + 1], label[i : i + 1])
+        torch.testing.assert_close(alone[0], model(noisy, time, label)[i], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.float64])
+def test_bf16_weights_take_any_input(given: torch.dtype) -> None:
+    model = trained().bfloat16()
+    noisy, time, label = inputs()
+    got = model(noisy.to(given), time, label)
+    assert got.dtype == torch.bfloat16
+    exact = trained().double()(noisy, time, label)
+    assert (got.double() - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_angles_of_the_time_are_exact_for_bf16_weights() -> None:
+    time = torch.tensor([997])
+    exact = timestep_sinusoids(time, 256, torch.float64)
+    assert timestep_sinusoids(time, 256, torch.bfloat16).dtype == torch.float32
+    assert (timestep_sinusoids(time, 256, torch.bfloat16) - exact).abs().max() < 2e-4
+
+
+def gradients(model: DiT) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(*inputs()).square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_recomputation_changes_no_gradient_and_runs_blocks_twice() -> None:
+    plain, recomputed = trained(), trained(recompute=True)
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    recomputed.blocks[0].register_forward_pre_hook(count)
+    first, second = gradients(plain), gradients(recomputed)
+    assert calls == 2
+    assert first.keys() == second.keys() == dict(plain.named_parameters()).keys()
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert all(torch.count_nonzero(g) for g in first.values())
+
+
+def test_blocks_compile_to_one_whole_graph() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    config = DiTConfig(depth=4, hidden=24, heads=3, size=6, channels=3, classes=5)
+    model, eager = trained(config).compile_blocks(backend=counter), trained(config)
+    first, second = gradients(eager), gradients(model)
+    assert counter.frame_count == 1
+    assert all(isinstance(block, DiTBlock) for block in model.blocks)
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
+    assert model.state_dict().keys() == eager.state_dict().keys()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_kernels_give_the_gradients_of_the_reference(
+    compiled: bool, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+    run = adaln.run
+
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.append(kernel.__name__)
+        run(kernel, *args, **options)
+
+    monkeypatch.setattr(adaln, "run", noted)
+    exact, eager = gradients(trained().double()), gradients(trained())
+    assert not launched
+    model = trained(recompute=recompute)
+    if compiled:
+        torch._dynamo.reset()
+        model.compile_blocks(backend="aot_eager")
+    with dispatch.forced(adaln="triton"):
+        ours = gradients(model)
+    assert_no_worse(ours, eager, exact)
+    # Two per block and one in the last layer, which is neither compiled nor recomputed.
+    blocks = 2 * SMALL.depth
+    assert launched.count("_forward_kernel") == 1 + (0 if compiled else blocks * (2 if recompute else 1))
+    assert launched.count("_backward_kernel") == 1 + blocks
+
+
+def test_layers_say_what_they_use() -> None:
+    model, example = build_model(SMALL, attention="reference"), torch.zeros(1)
+    assert dispatch.explain(model) == dispatch.explain(model, example)
+    plain = Choice("adaln", "reference", "reference", "the tensor is on cpu")
+    attention = Choice("attention", "reference", "reference", "asked for")
+    assert dispatch.explain(model, example) == [
+        ("blocks.0", plain),
+        ("blocks.0.attn", attention),
+        ("blocks.1", plain),
+        ("blocks.1.attn", attention),
+        ("final_layer", plain),
+    ]
+    model.compile_blocks()
+    names = dict(dispatch.explain(model, example))
+    inductor = "compile (Inductor)"
+    assert names["blocks.0"] == Choice("adaln", inductor, inductor, "the tensor is on cpu; in a compiled block")
+    with dispatch.forced(adaln="triton"):
+        names = dict(dispatch.explain(model, example))
+    assert names["blocks.1"] == Choice("adaln", inductor, "triton", "forced; in a compiled block")
+    assert names["final_layer"] == Choice("adaln", "triton", "triton", "forced")
+
+
+def test_attention_is_what_was_asked_for() -> None:
+    expected = trained()(*inputs())
+    weights = {name: parameter.detach() for name, parameter in trained().named_parameters()}
+    for model in (trained(attention="reference"), load_model(SMALL, weights, attention="reference")):
+        torch.testing.assert_close(model(*inputs()), expected, rtol=1e-4, atol=1e-4)
+        assert dict(dispatch.explain(model, torch.zeros(1)))["blocks.1.attn"].forward == "reference"
+    with pytest.raises(RuntimeError, match="flash"):
+        trained(attention="flash")(*inputs())
+
+
+def test_load_model_gives_the_network_of_these_weights_and_refuses_others() -> None:
+    config = dit_config("DiT-S/8")
+    built = build_model(config, seed=3)
+    weights = {name: parameter.detach() for name, parameter in built.named_parameters()}
+    loaded = load_model(config, weights)
+    assert loaded.state_dict().keys() == built.state_dict().keys()
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), built.state_dict().values(), strict=True)
+    )
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    weights.pop("final_layer.linear.bias")
+    with pytest.raises(RuntimeError, match=r"final_layer\.linear\.bias"):
+        load_model(config, weights)

@@ -1,0 +1,211 @@
+"""Which implementation a run uses: forced by flags, refused at the start, shown in one line and in a table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastdiff.cli import doctor
+from fastdiff.config.presets import preset
+from fastdiff.config.run import KERNEL_OPS, PerformanceConfig, RunConfig
+from fastdiff.config.run_record import as_json
+from fastdiff.errors import ConfigError
+from fastdiff.models import kernel_choice
+from fastdiff.parallel.world import World
+from fastdiff.sampling.run import Run
+from fastdiff.train import train
+from fastdiff.training.resume import config_changes
+from fastdiff_kernels import dispatch
+from fastdiff_kernels import launch as kernel_launch
+from fastdiff_kernels.dispatch import Choice
+from tests.support.runs import launch, reseal, tiny, train_losses
+
+CPU = torch.device("cpu")
+
+
+def performance(config: RunConfig, **changes: str) -> RunConfig:
+    return replace(config, performance=replace(config.performance, **changes))
+
+
+@pytest.mark.parametrize(
+    ("given", "forced"),
+    [
+        ("auto", {}),
+        ("triton", dict.fromkeys(KERNEL_OPS, "triton")),
+        ("adaln=compile", {"adaln": "compile"}),
+        ("auto, adaln=compile,loss=reference", {"adaln": "compile", "loss": "reference"}),
+        ("reference,loss=auto", {op: "reference" for op in KERNEL_OPS if op != "loss"}),
+    ],
+)
+def test_kernels_are_a_default_and_exceptions(given: str, forced: dict[str, str]) -> None:
+    assert PerformanceConfig(kernels=given).kernel_backends() == forced
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("tritn", "'tritn' is none of auto, triton, reference, compile"),
+        ("auto,adaln=cuda", "'cuda' is none of auto, triton, reference, compile"),
+        ("auto,adalm=triton", "'adalm' is none of the ops philox, noising, loss, group_norm, adaln, dropout, adamw8b"),
+        ("adaln=triton,adaln=compile", "adaln is named twice"),
+        ("triton,reference", "'reference' is none of the ops"),
+        ("", "'' is none of auto"),
+    ],
+)
+def test_a_wrong_list_of_kernels_is_refused(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--performance.kernels {given}: {message}"):
+        PerformanceConfig(kernels=given)
+
+
+@pytest.mark.parametrize("name", ["digits", "dit-xl-2-256"])
+def test_every_op_of_every_preset_is_named(name: str) -> None:
+    config = preset(name)
+    rows = kernel_choice.choices(config, CPU)
+    layers = {layer for layer, choice in rows if choice.op == "attention"}
+    assert len(layers) == config.model.depth
+    assert {choice.op for _, choice in rows} == {"attention", "adaln", "philox", "noising", "loss", config.optim.name}
+    assert all(choice.forward and choice.backward and choice.why for _, choice in rows)
+
+
+def test_the_optimizer_is_asked_about_where_it_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = preset("digits")
+    config = replace(config, optim=replace(config.optim, name="adamw8bit"))
+    asked = []
+    monkeypatch.setattr(dispatch, "explained", lambda op, tensor: asked.append((op, tensor.device)) or ("triton", ""))
+    kernel_choice.choices(config, CPU, optimizer_device=torch.device("meta"))
+    assert ("adamw8bit", torch.device("meta")) in asked
+    assert ("loss", CPU) in asked
+
+
+def test_in_words() -> None:
+    rows = [
+        ("blocks.0.attn", Choice("attention", "sdpa (cudnn)", "sdpa (cudnn)", "first choice on sm_90")),
+        ("blocks.0", Choice("adaln", "compile", "triton", "on CUDA")),
+        ("blocks.1", Choice("adaln", "compile", "triton", "on CUDA")),
+        ("objective", Choice("noising", "triton", "-", "on CUDA")),
+        ("objective", Choice("loss", "triton", "triton", "on CUDA")),
+    ]
+    assert kernel_choice.in_words(rows) == (
+        "attention by sdpa (cudnn) (first choice on sm_90); adaln by compile/triton (on CUDA); "
+        "noising, loss by triton (on CUDA)"
+    )
+
+
+def test_the_table_puts_equal_layers_on_one_line() -> None:
+    attention = Choice("attention", "sdpa (flash)", "sdpa (flash)", "asked for")
+    names = [f"blocks.{n}.attn" for n in range(12)] + [f"down.{a}.{b}.attn" for a in (0, 1) for b in (0, 2)]
+    rows = [(name, attention) for name in names] + [("blocks.12.attn", replace(attention, why="else"))]
+    rows += [("final", Choice("adaln", "reference", "-", "the tensor is on cpu"))]
+    assert list(doctor._table(rows)) == [
+        "layer              op         forward       backward      why",
+        "blocks.0-11.attn   attention  sdpa (flash)  sdpa (flash)  asked for",
+        "down.0-1.0,2.attn  attention  sdpa (flash)  sdpa (flash)  asked for",
+        "blocks.12.attn     attention  sdpa (flash)  sdpa (flash)  else",
+        "final              adaln      reference     -             the tensor is on cpu",
+    ]
+
+
+def test_the_doctor_explains_a_preset() -> None:
+    title, header, *lines = doctor.explain("dit-xl-2-256")
+    assert title == "preset dit-xl-2-256 on cpu, bf16, blocks eager:" or torch.cuda.is_available()
+    assert header.split() == ["layer", "op", "forward", "backward", "why"]
+    assert any(line.startswith("blocks.0-27.attn  attention  sdpa (") for line in lines)
+    assert any(line.startswith("objective") and " loss " in line for line in lines)
+    assert len(lines) < 12
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean dit-xl-2-256"):
+        list(doctor.explain("dit-xl-22"))
+
+
+# --- a run ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention": "cudnn"}, r"^--performance.attention cudnn: attention backend 'cudnn': needs a CUDA device"),
+        ({"attention": "xformers"}, "attention backend 'xformers': needs a CUDA device"),
+        ({"kernels": "triton"}, r"^--performance.kernels triton: .* expected CUDA"),
+        ({"kernels": "auto,loss=triton"}, r"^--performance.kernels auto,loss=triton: .* expected CUDA"),
+    ],
+)
+def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], message: str) -> None:
+    monkeypatch.setattr(kernel_launch, "INTERPRETED", False)
+    config = performance(preset("dit-s-8-256"), **changes)
+    with pytest.raises(ConfigError, match=message):
+        kernel_choice.choices(config, CPU)
+    assert dispatch.choose("loss", torch.empty(0)) == "reference", "nothing stays forced"
+
+
+def test_what_is_not_forced_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(dispatch, "explain", broken)
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        kernel_choice.choices(preset("dit-s-8-256"), CPU)
+
+
+def test_a_run_is_refused_before_anything_is_written(world: World, digits: Path, tmp_path: Path) -> None:
+    config = tiny(digits, tmp_path / "run", performance__kernels="loss=compile")
+    with pytest.raises(ConfigError, match=r"attention backend 'flash': (needs a CUDA device|computes in fp16)"):
+        train(performance(config, attention="flash"), launch(), world)
+    assert not (tmp_path / "run").exists()
+    assert dispatch.choose("loss", torch.empty(0)) == "reference", "nothing stays forced"
+
+
+def test_the_first_line_says_what_computes(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(digits, tmp_path / "run", steps=1, performance__kernels="auto,adaln=reference")
+    train(replace(config, performance=replace(config.performance, attention="reference")), launch(), world)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "parameters" in line)
+    assert "attention by reference (asked for)" in line
+    assert "adaln by reference (forced)" in line
+    assert "loss by reference (the tensor is on cpu)" in line or world.device.type == "cuda"
+
+
+def test_kernels_and_attention_change_nothing_but_rounding(world: World, digits: Path, tmp_path: Path) -> None:
+    """The objective in Triton (on a CPU in its interpreter) and the plain attention, against the references."""
+    plain = tiny(digits, tmp_path / "plain", steps=2, performance__kernels="reference")
+    kernels = "reference,noising=triton,loss=triton"
+    other = performance(tiny(digits, tmp_path / "other", steps=2), kernels=kernels, attention="reference")
+    assert train_losses(world, other, launch()) == pytest.approx(train_losses(world, plain, launch()), rel=1e-5)
+
+
+def test_a_run_with_forced_backends_is_sampled_where_they_cannot_run(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the run was trained on a GPU, and is sampled on a laptop."""
+    config = tiny(digits, tmp_path / "run", steps=1)
+    train(config, launch(), world)
+    saved = tmp_path / "run" / "checkpoints" / "step-00000001"
+    manifest = (saved / "MANIFEST.json").read_text()
+    foreign = manifest.replace('"kernels": "auto"', '"kernels": "triton"').replace(
+        '"attention": "auto"', '"attention": "cudnn"'
+    )
+    assert foreign != manifest
+    (saved / "MANIFEST.json").write_text(foreign)
+    reseal(saved / "MANIFEST.json")
+    monkeypatch.setattr(kernel_launch, "INTERPRETED", False)
+    run = Run(tmp_path / "run")
+    assert run.config.performance.attention == "cudnn"
+    labels = torch.tensor([0, 1])
+    images = run.draw(labels, scheduler="dpmsolver++", steps=2, cfg=1.0, seed=0, progress=False)
+    assert images.isfinite().all()
+
+
+def test_a_run_older_than_these_flags_resumes_with_their_defaults_only() -> None:
+    now = as_json(preset("digits"))
+    saved = json.loads(json.dumps(now))
+    for name in ("kernels", "attention"):
+        del saved["performance"][name]
+    assert config_changes(saved, now, ()) == {}
+    now["performance"]["kernels"] = "triton"
+    assert config_changes(saved, now, ()) == {"performance.kernels": '"auto" -> "triton"'}

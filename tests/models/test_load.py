@@ -1,0 +1,69 @@
+"""Networks that start from the weights in a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.run import OutputConfig, RunConfig
+from fastdiff.errors import ConfigError
+from fastdiff.models.build import build_model
+from fastdiff.models.load import build_network
+
+SMALL = DiTConfig(channels=1, size=8, patch=2, hidden=16, depth=1, heads=2, classes=10)
+
+
+def started(path: Path, state: dict[str, Tensor], model: DiTConfig = SMALL) -> dict[str, Tensor]:
+    """State of a network of this shape that starts from these weights, by way of a file."""
+    if path.suffix == ".pt":
+        torch.save({"ema": state}, path)
+    else:
+        save_file(state, path)
+    start = PretrainedConfig(path=str(path), weights=True)
+    return build_network(RunConfig(model=model, pretrained=start, output=OutputConfig(sample_every=0))).state_dict()
+
+
+@pytest.mark.parametrize("name", ["dit.pt", "model.safetensors"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_dit_with_its_table_of_positions(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """Rounded, and with the error of an average of 0.9999 x + 0.0001 x."""
+    state = build_model(SMALL, seed=3).state_dict()
+    table, average = state["pos_embed"], state["pos_embed"].clone()
+    for _ in range(3000):
+        average.mul_(0.9999).add_(table, alpha=1 - 0.9999)
+    assert not torch.equal(average, table)
+    given = {name: value.to(dtype) for name, value in {**state, "pos_embed": average}.items()}
+    found = started(tmp_path / name, given)
+    assert torch.equal(found.pop("pos_embed"), table)
+    assert all(torch.equal(value, given[name].float()) for name, value in found.items())
+
+
+def test_a_dit_of_another_grid_has_its_own_table(tmp_path: Path) -> None:
+    state, larger = build_model(SMALL, seed=3).state_dict(), replace(SMALL, size=12)
+    found = started(tmp_path / "dit.pt", state, larger)
+    assert torch.equal(found["pos_embed"], build_model(larger).state_dict()["pos_embed"])
+
+
+@pytest.mark.parametrize("name", ["dit.pt", "model.safetensors"])
+def test_other_positions_are_refused(tmp_path: Path, name: str) -> None:
+    """Learned ones, rows and columns exchanged, too few, in another shape, not a number."""
+    state = build_model(SMALL, seed=3).state_dict()
+    table = state["pos_embed"]
+    for other in (
+        table + 0.02 * torch.randn(table.shape, generator=torch.Generator().manual_seed(0)),
+        table.roll(8, dims=2),
+        table[:, :15].clone(),
+        table[:, :0].clone(),
+        table[..., :14].clone(),
+        table[0].clone(),
+        torch.full_like(table, torch.nan),
+    ):
+        with pytest.raises(ConfigError, match=r"pos_embed, of shape \([\d, ]+\), is not the fixed sine-cosine table"):
+            started(tmp_path / name, {**state, "pos_embed": other})

@@ -1,0 +1,289 @@
+"""The UNet against diffusers' with the same weights, and its own promises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.errors import ConfigError
+from fastdiff.models.unet.blocks import Conv2d, GroupNorm, ResBlock, TransformerBlock
+from fastdiff.models.unet.network import UNet
+from fastdiff_kernels import dispatch, group_norm
+from fastdiff_kernels.dispatch import Choice
+from tests.support.references.unet_reference import (
+    SMALL,
+    built,
+    difference,
+    diffusers_forward,
+    diffusers_unet,
+    gradients,
+    inputs,
+)
+
+PUBLISHED = {
+    "sd15": UNetConfig(),
+    "sd2": UNetConfig(attention_heads=(5, 10, 20, 20), cross_attention_dim=1024, use_linear_projection=True),
+    "sdxl": UNetConfig(
+        size=128, block_out_channels=(320, 640, 1280), attention_heads=(5, 10, 20), transformer_layers=(0, 2, 10),
+        mid_transformer_layers=10, cross_attention_dim=2048, use_linear_projection=True, pooled_dim=1280,
+    ),
+}  # fmt: skip
+kinds = pytest.mark.parametrize("kind", SMALL)
+
+
+@kinds
+def test_output_and_every_gradient_equal_those_of_diffusers(kind: str) -> None:
+    config = SMALL[kind]
+    ours, theirs = built(config), diffusers_unet(config)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    arguments = inputs(config)
+    got, expected = ours(**arguments), diffusers_forward(theirs, arguments)
+    assert got.shape == arguments["noisy"].shape
+    assert difference(got, expected) < 1e-5
+    first, second = gradients(ours, got), gradients(theirs, expected)
+    assert first.keys() == second.keys() == dict(ours.named_parameters()).keys()
+    worst = max((difference(first[name], second[name]), name) for name in first)
+    assert worst[0] < 1e-5, worst
+
+
+@kinds
+def test_weights_go_both_ways_and_begin_alike(kind: str) -> None:
+    config = SMALL[kind]
+    torch.manual_seed(4)
+    theirs = diffusers_unet(config)
+    torch.manual_seed(4)
+    ours = UNet(config)
+    weights = theirs.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in ours.state_dict().items())
+    other = built(config, seed=9)
+    other.load_state_dict(weights, strict=True)
+    assert all(torch.equal(value, weights[name]) for name, value in other.state_dict().items())
+    theirs.load_state_dict(built(config).state_dict(), strict=True)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("sd15", 859_520_964), ("sd2", 865_910_724), ("sdxl", 2_567_463_684)])
+def test_published_sizes(kind: str, count: int) -> None:
+    config = PUBLISHED[kind]
+    with torch.device("meta"):
+        ours, theirs = UNet(config), diffusers_unet(config)
+    assert sum(p.numel() for p in ours.parameters()) == count
+    shapes = [{name: p.shape for name, p in model.state_dict().items()} for model in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+    assert UNetConfig.from_diffusers(theirs.config) == config
+
+
+def changed(**entries: Any) -> dict[str, Any]:
+    return {**PUBLISHED["sd15"].to_diffusers(), **entries}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"resnet_time_scale_shift": "scale_shift"},
+        {"class_embed_type": "timestep"},
+        {"out_channels": 8},
+        {"time_cond_proj_dim": 256},
+        {"down_block_types": ["AttnDownBlock2D"] * 4},
+        {"up_block_types": ["UpBlock2D"] * 4},
+        {"cross_attention_dim": [768, 768, 768, 1280]},
+        {"layers_per_block": [2, 2, 2, 1]},
+        {"transformer_layers_per_block": [[1, 2], 1, 1, 1]},
+        {"norm_num_groups": None},
+        {"sample_size": [64, 96]},
+        {"mid_block_type": None},
+    ],
+)
+def test_other_networks_are_refused_by_the_entry(entries: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(entries))):
+        UNetConfig.from_diffusers(changed(**entries))
+
+
+def test_entries_may_be_left_out_or_be_one_number() -> None:
+    short = {"in_channels": 4, "out_channels": 4, "block_out_channels": [320, 640, 1280, 1280], "_class_name": "x"}
+    assert UNetConfig.from_diffusers({**short, "attention_head_dim": 8, "cross_attention_dim": 768}) == UNetConfig()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention_heads": (8, 8)}, "one entry of 1 or more for each of the 4"),
+        ({"block_out_channels": (320, 640, 1280, 1270)}, "1270 must divide"),
+        ({"transformer_layers": (1, 1, 1, 2)}, "mid_transformer_layers"),
+        ({"mid_transformer_layers": 0}, "mid_transformer_layers 0"),
+        ({"size": 60}, "size 60"),
+        ({"attention_heads": (0, 8, 8, 8)}, "attention_heads"),
+        ({"block_out_channels": (321, 640, 1280, 1280), "norm_num_groups": 1, "attention_heads": (1,) * 4}, "even"),
+    ],
+)
+def test_configurations_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        UNetConfig(**fields)
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    model, arguments = built(SMALL["sd15"]), inputs(SMALL["sd15"])
+    with pytest.raises(ConfigError, match=r"10 x 8.*must divide by 4"):
+        model(**inputs(SMALL["sd15"], height=10))
+    with pytest.raises(ConfigError, match=r"neither pooled nor time_ids.*given pooled"):
+        model(**arguments, pooled=torch.zeros(2, 20))
+    given = inputs(SMALL["sdxl"])
+    with pytest.raises(ConfigError, match=r"takes pooled and time_ids.*given pooled;"):
+        built(SMALL["sdxl"])(given["noisy"], given["time"], given["context"], given["pooled"])
+
+
+@kinds
+def test_samples_do_not_mix_and_any_size_goes(kind: str) -> None:
+    model = built(SMALL[kind])
+    arguments = inputs(SMALL[kind], batch=3, height=4, width=12)
+    whole = model(**arguments)
+    for n in range(3):
+        alone = model(**{name: value[n : n + 1] for name, value in arguments.items()})
+        torch.testing.assert_close(alone[0], whole[n], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.float64])
+def test_bf16_weights_take_any_input(given: torch.dtype) -> None:
+    config = SMALL["sdxl"]
+    arguments = inputs(config)
+    exact = built(config)(**arguments)
+    cast = {name: value if name == "time" else value.to(given) for name, value in arguments.items()}
+    got = built(config).bfloat16()(**cast)
+    assert got.dtype == torch.bfloat16
+    assert difference(got, exact) < 0.05
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies of tensors of four axes or of a whole map of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("clone", "copy_", "contiguous", "_to_copy") and args[0].dim() >= 3:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def is_channels_last(x: Tensor) -> bool:
+    return x.permute(0, 2, 3, 1).is_contiguous()
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("height", "width"), [(8, 8), (4, 4), (4, 12), (12, 4)])
+@kinds
+def test_maps_are_channels_last_and_are_not_copied(
+    kind: str, channels: int, batch: int, height: int, width: int
+) -> None:
+    """Also maps of one row, column or pixel, and latents of one channel, which are in both orders at once."""
+    config = replace(SMALL[kind], channels=channels)
+    model = built(config)
+    seen: Counter[type[nn.Module]] = Counter()
+
+    def check(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor | None], out: Any) -> None:
+        maps = [x for x in (*args, *kwargs.values(), *(out if isinstance(out, tuple) else [out])) if x is not None]
+        wrong = [tuple(x.shape) for x in maps if x.dim() == 4 and not is_channels_last(x)]
+        assert not wrong, (type(module), wrong)
+        seen[type(module)] += 1
+
+    for module in model.modules():
+        if isinstance(module, Conv2d | GroupNorm | ResBlock):
+            module.register_forward_hook(check, with_kwargs=True)
+    with Copies() as copies:
+        model(**inputs(config, batch, height, width))
+    assert min(seen[Conv2d], seen[GroupNorm], seen[ResBlock]) > 5
+    levels = len(config.block_out_channels)
+    # The input, what each upsampling repeats, and the output unless it is in both orders.
+    assert copies.found.total() == 1 + (levels - 1) + (channels > 1), copies.found
+
+
+@kinds
+def test_recomputation_changes_no_gradient_and_runs_blocks_twice(kind: str) -> None:
+    plain, again = built(SMALL[kind]), built(SMALL[kind], recompute=True)
+    calls: Counter[type[nn.Module]] = Counter()
+    for module in again.modules():
+        if isinstance(module, UNet.block_classes):
+            module.register_forward_pre_hook(lambda module, _: calls.update([type(module)]))
+    arguments = inputs(SMALL[kind])
+    first, second = (gradients(model, model(**arguments)) for model in (plain, again))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.count_nonzero(value) for value in first.values())
+    count = Counter(type(module) for module in plain.modules())
+    assert calls == {block: 2 * count[block] for block in (ResBlock, TransformerBlock)}
+
+
+@kinds
+def test_blocks_compile_whole(kind: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    eager, model = built(SMALL[kind]), built(SMALL[kind]).compile_blocks(backend=counter)
+    arguments = inputs(SMALL[kind])
+    expected, got = eager(**arguments), model(**arguments)
+    assert difference(got, expected) < 1e-5
+    first, second = gradients(eager, expected), gradients(model, got)
+    assert max(difference(second[name], first[name]) for name in first) < 1e-5
+    blocks = sum(isinstance(module, UNet.block_classes) for module in model.modules())
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert 8 < counter.frame_count < blocks, "blocks of equal shapes share a graph, and more than 8 graphs are allowed"
+    model(**arguments)
+    assert counter.frame_count == torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing compiles again"
+    assert model.state_dict().keys() == eager.state_dict().keys()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_kernels_give_the_numbers_of_the_reference(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: Counter[str] = Counter()
+    run = group_norm.run
+
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        launched[kernel.__name__] += 1
+        run(kernel, *args, **options)
+
+    monkeypatch.setattr(group_norm, "run", noted)
+    config = replace(SMALL["sd2"], layers_per_block=1)
+    arguments = inputs(config, height=4, width=4)
+    reference, model = built(config), built(config)
+    expected = reference(**arguments)
+    assert not launched
+    if compiled:
+        torch._dynamo.reset()
+        model.compile_blocks(backend="aot_eager")
+    with dispatch.forced(group_norm="triton"):
+        got = model(**arguments)
+        second = gradients(model, got)
+    first = gradients(reference, expected)
+    assert difference(got, expected) < 1e-5
+    assert max(difference(second[name], first[name]) for name in first) < 2e-5
+    norms = sum(isinstance(module, GroupNorm) for module in model.modules())
+    assert launched["one_pass_kernel"] == launched["one_pass_backward_kernel"] == norms
+
+
+def test_layers_say_what_they_use() -> None:
+    config = replace(SMALL["sd15"], layers_per_block=1)
+    model, example = built(config, attention="reference"), torch.zeros(1)
+    names = dict(dispatch.explain(model, example))
+    plain = Choice("group_norm", "reference", "reference", "the tensor is on cpu")
+    attention = "down_blocks.1.attentions.0.transformer_blocks.0.attn2"
+    assert names[""] == names["down_blocks.2.resnets.0"] == names["mid_block.attentions.0"] == plain
+    assert names[attention] == Choice("attention", "reference", "reference", "asked for")
+    layers = Counter(type(module) for module in model.modules())
+    assert len(names) == 1 + layers[ResBlock] + 3 * layers[TransformerBlock], "one transformer, two attentions each"
+    model.compile_blocks()
+    names = dict(dispatch.explain(model, example))
+    inductor = "compile (Inductor)"
+    assert names["mid_block.resnets.1"] == Choice("group_norm", inductor, inductor, f"{plain.why}; in a compiled block")
+    assert names["mid_block.attentions.0"] == plain
+    with dispatch.forced(group_norm="triton"):
+        names = dict(dispatch.explain(model, example))
+    assert names["mid_block.resnets.1"] == names[""] == Choice("group_norm", "triton", "triton", "forced")

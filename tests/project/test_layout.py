@@ -1,0 +1,199 @@
+"""The architecture, checked over the syntax trees (design: who may import whom, and which names are not free)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted([*(ROOT / "fastdiff").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
+BENCH = sorted((ROOT / "bench").rglob("*.py"))
+
+# What a module may import of fastdiff; "*" anything but the entry points.
+ENTRY_POINTS = {"fastdiff.train", "fastdiff.config.command_line", "fastdiff.cli.main"}
+FREE_OF_SIBLINGS = {
+    "errors": {"printable"},
+    "adm_config": {"errors"},
+    "model_config": {"adm_config", "errors"},
+    "data_config": {"errors"},
+    "objective_config": {"errors"},
+    "divergence_config": {"errors"},
+    "timestep_config": {"errors", "objective_config"},
+    "config": {"errors", "model_config", "data_config", "divergence_config", "objective_config", "timestep_config"},
+    "progress": set(),
+    "grid": set(),
+}
+
+
+def module_name(path: Path) -> str:
+    base = ROOT / "kernels" if "kernels" in path.relative_to(ROOT).parts else ROOT
+    parts = path.relative_to(base).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(path: Path, *, type_checking: bool = True) -> Iterator[str]:
+    """Absolute names of everything that a file imports, at any depth."""
+    tree = ast.parse(path.read_text())
+    skipped = set() if type_checking else {id(n) for node in ast.walk(tree) if _guards_types(node) for n in node.body}
+    for node in _walk(tree, skipped):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            # Of a name that is put together, what stands before the first part that varies.
+            name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+            yield ast.literal_eval(name).rstrip(".")
+
+
+def _guards_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def _walk(node: ast.AST, skipped: set[int]) -> Iterator[ast.AST]:
+    if id(node) not in skipped:
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from _walk(child, skipped)
+
+
+def importers(of: str, paths: Sequence[Path] = SOURCES) -> set[str]:
+    """Modules that import ``of`` or something below it."""
+    return {
+        module_name(path) for path in paths if any(name == of or name.startswith(f"{of}.") for name in imports(path))
+    }
+
+
+def test_only_the_engine_imports_deepspeed() -> None:
+    assert importers("deepspeed") == {"fastdiff.training.engine"}
+
+
+def test_only_the_kernel_package_imports_triton() -> None:
+    assert all(name.startswith("fastdiff_kernels") for name in importers("triton"))
+    assert importers("triton")
+
+
+def test_nobody_imports_the_entry_point_bench_or_tests() -> None:
+    assert importers("fastdiff.train") == importers("bench") == importers("tests") == set()
+    assert importers("fastdiff.config.command_line") == {
+        "fastdiff.train",
+        "fastdiff.cluster.launchers.job",
+        "fastdiff.cluster.supervisor.main",
+        "fastdiff.cli.compat.run",
+    }
+
+
+def test_bench_uses_the_loop_and_not_the_commands() -> None:
+    assert importers("fastdiff.train", BENCH) == {"bench.trainers.ours", "bench.trainers.saving"}
+    assert importers("fastdiff.config.command_line", BENCH) == importers("fastdiff.cli.main", BENCH) == set()
+
+
+def test_kernels_depend_on_torch_and_triton_only() -> None:
+    """And attention on xformers, where it is installed; no import of the package reaches it."""
+    allowed = set(sys.stdlib_module_names) | {"torch", "triton", "fastdiff_kernels"}
+    for path in SOURCES:
+        if "kernels" in path.relative_to(ROOT).parts:
+            optional = {"xformers"} if path.stem == "attention" else set()
+            assert {name.split(".")[0] for name in imports(path)} <= allowed | optional, path
+    attention = ast.parse((ROOT / "kernels" / "fastdiff_kernels" / "attention.py").read_text())
+    at_import = [ast.unparse(node) for node in attention.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not any("xformers" in line for line in at_import)
+
+
+@pytest.mark.parametrize("name", sorted(FREE_OF_SIBLINGS))
+def test_basic_modules_import_no_siblings(name: str) -> None:
+    siblings = {n.split(".")[1] for n in imports(ROOT / "fastdiff" / f"{name}.py") if n.startswith("fastdiff.")}
+    assert siblings <= FREE_OF_SIBLINGS[name]
+
+
+def test_models_and_data_do_not_know_the_trainer() -> None:
+    trainer = {
+        f"fastdiff.{n}"
+        for n in ("engine", "callbacks", "checkpoint", "start", "train", "cli", "commands", "presets", "ema")
+    }
+    for path in SOURCES:
+        if path.parent.name in ("models", "data"):
+            assert not trainer & set(imports(path)), path
+
+
+def test_import_direction_has_no_cycle() -> None:
+    graph = {module_name(p): set(imports(p, type_checking=False)) for p in SOURCES}
+    graph = {module: {n for n in names if n in graph and n != module} for module, names in graph.items()}
+    # A package's __init__ may collect its own modules, which import one another but not the package.
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for other in graph[module]:
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_config_is_free_of_torch() -> None:
+    """So that --help and a typing error answer at once."""
+    code = "import sys, fastdiff.config.presets, fastdiff.config.config_file; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_no_module_shadows_another_one() -> None:
+    """`deepspeed fastdiff/train.py` puts fastdiff/ first on sys.path: a `types.py` there would break `import torch`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = [name for names in project["optional-dependencies"].values() for name in names]
+    installed = {
+        "".join(c if c.isalnum() else "_" for c in n.split(">")[0]) for n in project["dependencies"] + optional
+    }
+    taken = set(sys.stdlib_module_names) | installed | {"kernels", "evaluate", "datasets", "utils"}
+    names = {path.stem if path.is_file() else path.name for path in (ROOT / "fastdiff").iterdir()}
+    assert not names & taken
+
+
+def test_kernels_is_not_a_package() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "tests" / "kernels").exists()
+
+
+def test_a_pip_package_named_kernels_wins_over_our_folder(tmp_path: Path) -> None:
+    """The regular package wins over our folder of the same name, which is at most a namespace portion."""
+    package = tmp_path / "site" / "kernels"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def get_kernel():\n    return 'the pip package'\n")
+    code = f"import sys; sys.path.append({str(package.parent)!r}); from kernels import get_kernel; print(get_kernel())"
+    for command in ([sys.executable, "-c", code], [sys.executable, "-c", "import fastdiff_kernels; " + code]):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.stdout.strip() == "the pip package", done.stderr
+
+
+def test_the_loop_reads_as_prose() -> None:
+    """At most 80 lines, no rank checks, no reads from the device, no modulo, no try."""
+    tree = ast.parse((ROOT / "fastdiff" / "train.py").read_text())
+    loop = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "train")
+    assert loop.end_lineno is not None
+    assert loop.end_lineno - loop.lineno < 80
+    for node in ast.walk(loop):
+        assert not isinstance(node, ast.Try)
+        assert not isinstance(node, ast.Mod)
+        assert not (isinstance(node, ast.Attribute) and node.attr in ("rank", "is_first", "item", "cuda", "dtype"))
+
+
+def test_files_and_functions_stay_small() -> None:
+    for path in [*SOURCES, *BENCH]:
+        tree = ast.parse(path.read_text())
+        assert len(path.read_text().splitlines()) <= 400, path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno:
+                assert node.end_lineno - node.lineno <= 80, f"{path}: {node.name}"
+
+
+def test_no_junk_drawers() -> None:
+    assert not {path.stem for path in [*SOURCES, *BENCH]} & {"utils", "common", "helpers", "misc"}

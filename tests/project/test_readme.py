@@ -1,0 +1,148 @@
+"""The README shows commands that are run and numbers that were measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.records import record
+from fastdiff.config.command_line import parse
+from fastdiff.errors import ConfigError
+from fastdiff.evaluation.digits import real_digits
+from fastdiff.evaluation.image_metrics import frechet_distance
+from tests.support.fault_table import FAULTS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "bench" / "results" / "cpu-2-cores"
+
+
+def test_the_demo_runs_the_commands_that_the_readme_shows() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    demo = README.split("```")[3].split("\n")
+    commands = [line for line in demo if line.strip()]
+    assert len(commands) == 3
+    for command in commands:
+        assert command in makefile, command
+
+
+@pytest.mark.parametrize(
+    ("preset", "record"), [("digits", "2026-11-21_digits"), ("digits-adm", "2026-11-22_digits-adm")]
+)
+def test_the_numbers_of_the_readme_stand_in_the_record(preset: str, record: str) -> None:
+    folder = RESULTS / record
+    result = json.loads((folder / "evaluation.json").read_text())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    row = re.search(rf"^\| {preset} \|(.*)\|$", README, re.MULTILINE)
+    assert row is not None
+    accuracy, distance, step_ms = (cell.strip() for cell in row[1].split("|"))
+    assert result["accuracy"] >= 0.97
+    assert result["frechet_distance"] <= 0.5
+    assert accuracy == f"{result['accuracy']:.3f}"
+    assert distance == f"{result['frechet_distance']:.2f}"
+    assert step_ms == f"{sorted(r['step_ms'] for r in records)[len(records) // 2]:.0f} ms"
+
+
+def test_the_numbers_of_super_resolution_stand_in_the_record() -> None:
+    result = json.loads((RESULTS / "2026-11-22_digits-sr" / "evaluation.json").read_text())
+    number = r"([\d.]+)"
+    pattern = rf"{number} dB against bicubic's {number}, and .*? reads {number} .*?{number},\s.*?{number} \("
+    told = re.search(pattern, README)
+    assert told is not None
+    assert told.groups() == (
+        f"{result['psnr_of_mean']:.1f}",
+        f"{result['psnr_of_bicubic']:.1f}",
+        *(f"{result[name]:.3f}" for name in ("accuracy", "accuracy_of_bicubic", "accuracy_of_real")),
+    )
+    assert result["psnr_of_mean"] > result["psnr_of_bicubic"]
+    assert result["accuracy"] > result["accuracy_of_bicubic"]
+
+
+def test_the_numbers_of_text_to_image_stand_in_the_record() -> None:
+    folder = RESULTS / "2026-11-21_digits-t2i"
+    result = json.loads((folder / "digits.json").read_text())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    row = re.search(r"^\| digits-t2i \|(.*)\|$", README, re.MULTILINE)
+    assert row is not None
+    accuracy, distance, step_ms = (cell.strip() for cell in row[1].split("|"))
+    assert accuracy == f"{result['accuracy']:.3f}"
+    assert distance == f"{result['frechet_distance']:.2f}"
+    assert step_ms == f"{sorted(r['step_ms'] for r in records)[len(records) // 2]:.0f} ms"
+    minutes = re.search(r"in (\d+ min \d+ s) \(`bench/results/cpu-2-cores/2026-11-21_digits-t2i`\)", README)
+    assert minutes is not None
+    assert minutes[1] in (folder / "README.md").read_text()
+
+
+def test_the_reference_of_the_distance_is_what_it_is() -> None:
+    folder = RESULTS / "2026-11-21_digits"
+    recorded = json.loads((folder / "reference.json").read_text())["frechet_distance_of_500_real_scans"]
+    scans, _ = real_digits()
+    for seed, distance in enumerate(recorded):
+        drawn = scans[np.random.default_rng(seed).permutation(len(scans))[:500]]
+        assert frechet_distance(drawn, scans) == pytest.approx(distance, rel=1e-6)
+    assert f"{min(recorded):.2f} to {max(recorded):.2f} away" in README
+
+
+def test_the_losses_of_8_bit_adam_stand_in_the_record() -> None:
+    record = RESULTS / "2026-11-21_adamw8bit" / "losses.json"
+    losses = json.loads(record.read_text())["losses"]
+    ends = {name: [np.mean(run[-5:]) for _, run in sorted(runs.items())] for name, runs in losses.items()}
+    difference = max(abs(ours / theirs - 1) for ours, theirs in zip(ends["adamw8bit"], ends["adamw"], strict=True))
+    claim = re.search(r"within ([\d.]+) % of AdamW's loss\s+\((\w+) seeds", README)
+    assert claim is not None
+    assert 100 * difference <= float(claim[1])
+    assert {"three": 3}[claim[2]] == len(ends["adamw"])
+
+
+def test_the_cost_of_a_checkpoint_stands_in_the_record() -> None:
+    claim = re.search(
+        r"meanwhile take ([\d.]+) times.*?checkpoint ([\d.]+)\s+times.*?(\d+) MiB.*?`(\S+)`", README, re.DOTALL
+    )
+    assert claim is not None
+    found = {row.quantity: row.value for row in record.read(ROOT / claim[4] / "checkpoint.jsonl").measurements}
+    assert claim[1] == f"{found['step time beside a save / step time']:.2f}"
+    assert claim[2] == f"{found['step time with a save that it waits for / step time']:.2f}"
+    assert claim[3] == f"{found['checkpoint']:.0f}"
+
+
+def test_every_fault_was_seen_to_be_survived() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    rows = dict(re.findall(r"^\| (\d+) \|.*\| (\d+ tests? passed(?:, \d+ trials)?) \| `test_.*\|$", page, re.MULTILINE))
+    assert sorted(map(int, rows)) == sorted(FAULTS)
+
+
+def test_the_training_commands_of_the_readme_parse() -> None:
+    lines = [
+        line.split("fastdiff/train.py")[1].split() for line in README.splitlines() if "fastdiff/train.py -" in line
+    ]
+    assert len(lines) >= 3
+    for flags in lines:
+        if "--help" not in flags:
+            parse(flags)
+
+
+def test_the_flags_of_the_trainer_in_the_text_are_its_own() -> None:
+    """Each value of ``a|b`` too; a flag that needs others, which the text does not repeat, is known none the less."""
+    quoted = re.findall(r"`(--\w+\.[^`]+)`", README)
+    assert len(quoted) >= 8
+    for text in quoted:
+        *flags, last = shlex.split(text)
+        for value in last.split("|"):
+            try:
+                parse(["--preset", "iddpm-cifar10", *flags, value])
+            except ConfigError as error:
+                if " needs " not in str(error):
+                    raise
+    (resumed,) = (text for text in quoted if "--pretrained.training" in text)
+    given = parse(["--preset", "iddpm-cifar10", *resumed.split()])[1].pretrained
+    assert (given.path, given.weights, given.training) == ("model500000.pt", True, True)
+
+
+def test_links_and_pictures_exist() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target

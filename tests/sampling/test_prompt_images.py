@@ -1,0 +1,122 @@
+"""Images of prompts: those drawn while training, and those of ``fastdiff sample``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fastdiff.cli.main import main
+from fastdiff.config.launch_options import Launch
+from fastdiff.config.run import RunConfig, ValidationConfig
+from fastdiff.errors import ConfigError
+from fastdiff.models.pretrained.tiny_pipeline import build
+from fastdiff.parallel import fragments
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from fastdiff.training.callbacks import base
+from tests.support.processes import run_ranks
+from tests.support.runs import intact, launch, tiny
+from tests.support.text_runs import encode, text_run
+
+PROMPTS = ("a red cat", "two birds")
+DRAWN = ValidationConfig(prompts=PROMPTS, every=1, images_per_prompt=2, steps=3, guidance_scale=3.0)
+SAME = ["--scheduler", "dpmsolver++", "--steps", "3", "--cfg", "3", "--per-prompt", "2", "--seed", "0"]
+
+
+def picture(path: Path) -> Any:
+    return np.asarray(Image.open(path), int)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    for kind in ("sd15", "sdxl"):
+        encode(folder / f"{kind}-data", build(folder / kind, kind=kind))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+def test_images_while_training_are_those_of_the_averaged_weights(
+    world: World, made: Path, tmp_path: Path, kind: Any
+) -> None:
+    """What the finished run draws from the same seed, through the command and from the checkpoint."""
+    run = tmp_path / "run"
+    train(
+        text_run(made / f"{kind}-data", made / kind, run, kind=kind, validation=DRAWN, optim__lr=0.05), launch(3), world
+    )
+    drawn = [picture(run / "samples" / f"step-{step:08d}.png") for step in (1, 2)]
+    assert abs(drawn[0] - drawn[1]).max() > 1, "the weights have moved"
+    prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
+    assert main(["sample", str(run), *prompts, *SAME, "--grid", str(tmp_path / "same.png")]) == 0
+    assert abs(picture(tmp_path / "same.png") - drawn[1]).max() <= 1
+    assert main(["sample", str(run), *prompts, *SAME, "--ema", "0.5", "--grid", str(tmp_path / "other.png")]) == 0
+    assert abs(picture(tmp_path / "other.png") - drawn[1]).max() > 1
+    negative = ["--negative-prompt", "a blue dog"]
+    assert main(["sample", str(run), *prompts, *SAME, *negative, "--grid", str(tmp_path / "negative.png")]) == 0
+    assert abs(picture(tmp_path / "negative.png") - drawn[1]).max() > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("text", [], "say what to draw with --prompt"),
+        ("text", ["--classes", "0-3"], "say what to draw with --prompt"),
+        ("text", ["--prompt", "a cat", "--per-class", "2"], "--classes and --per-class are for models of classes"),
+        ("digits", ["--prompt", "a cat"], "was trained with classes"),
+        ("digits", ["--per-prompt", "3"], "need --prompt"),
+        ("digits", ["--negative-prompt", "a dog"], "need --prompt"),
+    ],
+)
+def test_flags_of_the_other_kind_are_refused(
+    runs: dict[str, Path], capsys: pytest.CaptureFixture[str], kind: str, options: list[str], message: str
+) -> None:
+    assert main(["sample", str(runs[kind]), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def runs(world: World, made: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    train(text_run(made / "sd15-data", made / "sd15", folder / "text", steps=1), launch(1), world)
+    train(tiny(digits, folder / "digits", steps=1), launch(1), world)
+    return {"text": folder / "text", "digits": folder / "digits"}
+
+
+def _train_without_memory(world: World, config: RunConfig, start: Launch, where: str) -> str:
+    """Train where the second rank has no memory for images, or for the copy of the network that draws them."""
+
+    def full(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    if world.rank == 1:
+        setattr(base if where == "sample" else fragments.Room, where, full)
+    try:
+        train(config, start, world)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("where", ["sample", "reserve"])
+def test_a_rank_that_cannot_draw_stops_all(torch_extensions: Path, made: Path, tmp_path: Path, where: str) -> None:
+    config = text_run(made / "sd15-data", made / "sd15", tmp_path / "run", validation=DRAWN, output__checkpoint_every=1)
+    found = run_ranks(_train_without_memory, config, launch(3), where, ranks=2)
+    assert found[0] == found[1]
+    assert "no memory left" in found[0]
+    assert "--validation.every 0" in found[0]
+    assert intact(tmp_path / "run") == [1], "the step before the images is saved"
+
+
+def test_what_could_never_be_drawn_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--validation.steps 2000: at most --objective.timesteps 1000"):
+        text_run(tmp_path, tmp_path, tmp_path, validation=ValidationConfig(prompts=PROMPTS, steps=2000))
+    with pytest.raises(ConfigError, match=r"--validation.every 0"):
+        text_run(
+            tmp_path, tmp_path, tmp_path, validation=DRAWN, objective__zero_terminal_snr=True,
+            objective__prediction="epsilon",
+        )  # fmt: skip

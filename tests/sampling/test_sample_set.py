@@ -1,0 +1,394 @@
+"""Large sets of samples: the same file from any number of ranks and after any kill, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import signal
+import time
+import tracemalloc
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastdiff.cli.main import main
+from fastdiff.config.run import EmaConfig
+from fastdiff.data.encoding.options import Rank
+from fastdiff.errors import ConfigError
+from fastdiff.models.load import null_label
+from fastdiff.parallel.world import World
+from fastdiff.sampling.conditions import Wish
+from fastdiff.sampling.npz import read_npz
+from fastdiff.sampling.parts import SampleParts
+from fastdiff.sampling.run import Drawing, Run
+from fastdiff.sampling.sample_set import SetOptions, draw_set
+from fastdiff.sampling.solvers import uniform_labels
+from fastdiff.sampling.text import as_bytes
+from fastdiff.train import train
+from tests.support.forked import forked_ranks, values
+from tests.support.injected.durable_calls import DURABLE, REMOVING, dying_at
+from tests.support.processes import BIN, run, start, stop
+from tests.support.runs import launch, tiny
+
+IMAGES, BATCH = 1000, 64
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def trained(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(tiny(digits, folder, steps=2), launch(0), world)
+    return folder
+
+
+def draw(folder: Path, out: Path, rank: Rank, num: int = IMAGES, batch: int = BATCH) -> None:
+    """What the command does, in four steps of DDIM."""
+    run = Run(folder)
+    draw_set(run, Wish(num=num), Drawing(steps=4), SetOptions(out=out, batch=batch), rank, say=lambda _: None)
+
+
+def flags(folder: Path, out: Path) -> list[str]:
+    """The same, as a command."""
+    return ["sample", str(folder), "--num", str(IMAGES), "--batch", str(BATCH), "--steps", "4", "--npz", str(out)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "out.npz"
+    draw(trained, out, Rank())
+    return out
+
+
+# ---- the same file -------------------------------------------------------------------------------------
+
+
+def drawn_by(world: World, folder: Path, out: Path) -> bool:
+    draw(folder, out, Rank.from_environment())
+    return out.exists()
+
+
+def drawn_in_bf16(world: World, folder: Path, out: Path) -> torch.dtype:
+    run = Run(folder)
+    options = SetOptions(out=out, batch=8, precision="bf16")
+    draw_set(run, Wish(num=40), Drawing(steps=4), options, Rank.from_environment(), say=lambda _: None)
+    return next(run.model.parameters()).dtype
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_writes_the_same_file(trained: Path, undisturbed: Path, tmp_path: Path, ranks: int) -> None:
+    out = tmp_path / "new" / "out.npz"
+    finished = values(forked_ranks(drawn_by, trained, out, ranks=ranks))
+    assert any(finished), "the last one joins the parts"
+    assert out.read_bytes() == undisturbed.read_bytes()
+    assert [path.name for path in out.parent.iterdir()] == ["out.npz"]
+
+
+def test_bf16_draws_the_same_file_in_any_number_of_ranks(trained: Path, tmp_path: Path) -> None:
+    files = []
+    for ranks in (1, 2):
+        out = tmp_path / f"{ranks}.npz"
+        assert values(forked_ranks(drawn_in_bf16, trained, out, ranks=ranks)) == [torch.bfloat16] * ranks
+        files.append(out.read_bytes())
+    assert files[0] == files[1]
+    draw(trained, tmp_path / "fp32.npz", Rank(), num=40, batch=8)
+    lossy, exact = (read_npz(tmp_path / name)[0].astype(int) for name in ("1.npz", "fp32.npz"))
+    assert 0 < abs(lossy - exact).mean() < 4, "rounded, and the same images"
+
+
+def test_every_image_is_that_of_its_number_and_class(trained: Path, undisturbed: Path) -> None:
+    images, labels = read_npz(undisturbed)
+    assert images.shape == (IMAGES, 8, 8, 1)
+    assert labels is not None
+    assert torch.equal(torch.from_numpy(labels), uniform_labels(0, range(IMAGES), 10))
+    run = Run(trained)
+    null = {"label": null_label(run.config)}
+    for index in (range(128), range(900, IMAGES)):
+        condition = {"label": torch.from_numpy(labels[index.start : index.stop])}
+        drawing = Drawing(steps=4, cfg=1.5, clip=True)
+        latents = run.sample(condition, null, drawing, first_index=index.start, batch=7, progress=False)
+        expected = as_bytes(latents).permute(0, 2, 3, 1).numpy().astype(int)
+        assert abs(images[index.start : index.stop] - expected).max() <= 1
+    assert len(np.unique(images.reshape(IMAGES, -1), axis=0)) == IMAGES
+
+
+def test_the_file_is_laid_out_as_adm_reads_it(undisturbed: Path) -> None:
+    with np.load(undisturbed, allow_pickle=False) as found:
+        assert sorted(found) == ["arr_0", "arr_1"]
+        assert (found["arr_0"].dtype, found["arr_1"].dtype) == (np.uint8, np.int64)
+        assert found["arr_0"].std() > 10
+    with zipfile.ZipFile(undisturbed) as archive:
+        assert archive.testzip() is None
+        assert {info.date_time for info in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+
+
+# ---- killed and resumed --------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(9)
+def test_the_real_command_is_killed_and_goes_on(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.npz"
+    process = start([BIN / "fastdiff", *flags(trained, out)])
+    parts, deadline = tmp_path / "out.npz.parts", time.monotonic() + TIMEOUT_S
+    try:
+        while not (parts / "part-000003").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        stop(process)
+    assert process.returncode == -signal.SIGKILL
+    assert not out.exists()
+    kept = {path.name: path.stat().st_mtime_ns for path in parts.glob("part-??????")}
+    assert 4 <= len(kept) < IMAGES // BATCH
+    draw(trained, out, Rank(1, 2))
+    assert {name: (parts / name).stat().st_mtime_ns for name in kept} == kept, "what was drawn is not drawn again"
+    assert main(flags(trained, out)) == 0
+    assert out.read_bytes() == undisturbed.read_bytes()
+    assert not parts.exists()
+
+
+def killed_at(world: World, folder: Path, out: Path, number: int) -> None:
+    """Draw until the call of this number that makes something durable or visible, or removes it, and die before it."""
+    with dying_at(number, DURABLE | REMOVING):
+        draw(folder, out, Rank(), num=20, batch=10)
+
+
+@pytest.mark.fault(9)
+def test_killed_at_every_durable_call_it_writes_the_same_file(trained: Path, tmp_path: Path, nightly: bool) -> None:
+    """Each one anew, and then the same command once more."""
+    draw(trained, tmp_path / "undisturbed.npz", Rank(), num=20, batch=10)
+    expected = (tmp_path / "undisturbed.npz").read_bytes()
+    out = tmp_path / "out.npz"
+    # Plan, a part, and what joins and removes them; the second part only at night.
+    for number in itertools.count(1) if nightly else (1, 2, 3, 5, 6, 10, 11, 12, 13, 15):
+        ended = forked_ranks(killed_at, trained, out, number, ranks=1)[0].code
+        if nightly and ended == 0:
+            assert number > 15
+            break
+        assert ended == -signal.SIGKILL
+        draw(trained, out, Rank(), num=20, batch=10)
+        assert out.read_bytes() == expected
+        assert [path.name for path in tmp_path.glob("out*")] == ["out.npz"]
+        out.unlink()
+
+
+def test_parts_that_nobody_saw_in_time_are_joined_by_the_same_command(trained: Path, tmp_path: Path) -> None:
+    """On a network file system that shows new files late, each rank may end without having seen those of the others."""
+    draw(trained, tmp_path / "undisturbed.npz", Rank(), num=40, batch=10)
+    out, unseen, said = tmp_path / "out.npz", tmp_path / "unseen", []
+    parts = tmp_path / "out.npz.parts"
+    draw(trained, out, Rank(0, 2), num=40, batch=10)
+    unseen.mkdir()
+    for part in parts.glob("part-*"):
+        part.rename(unseen / part.name)
+    options = SetOptions(out=out, batch=10)
+    draw_set(Run(trained), Wish(num=40), Drawing(steps=4), options, Rank(1, 2), say=said.append)
+    assert said == [
+        "rank 1: its share is done; 20 images are still missing, other ranks draw them; if all have ended, run this "
+        "command once more"
+    ]
+    assert not out.exists()
+    for part in unseen.iterdir():
+        part.rename(parts / part.name)
+    run = Run(trained)
+    with torch.no_grad():
+        next(run.model.parameters()).fill_(float("nan"))  # what it drew now would be refused
+    draw_set(run, Wish(num=40), Drawing(steps=4), options, Rank(), say=said.append)
+    assert said[1] == f"{out}: 40 images, {run.description}"
+    assert out.read_bytes() == (tmp_path / "undisturbed.npz").read_bytes()
+    assert not parts.exists()
+
+
+def test_what_is_complete_is_not_drawn_again(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.npz"
+    shutil.copyfile(undisturbed, out)
+    before, said = out.stat().st_mtime_ns, []
+    draw_set(
+        Run(trained),
+        Wish(num=IMAGES),
+        Drawing(steps=4),
+        SetOptions(out=out, batch=BATCH),
+        Rank(1, 2),
+        say=said.append,
+    )
+    assert said == [f"{out} is complete already"]
+    assert out.stat().st_mtime_ns == before
+
+
+# ---- refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--seed", "1"], "seed: 0 there, 1 now"),
+        (["--steps", "5"], "steps: 4 there, 5 now"),
+        (["--scheduler", "ddpm"], "scheduler: ddim there, ddpm now"),
+        (["--cfg", "2"], "cfg: 1.5 there, 2.0 now"),
+        (["--cfg-channels", "1"], "cfg_channels: None there, 1 now"),
+        (["--no-clip-denoised"], "clip: True there, False now"),
+        (["--num", "999"], "images: 1000 there, 999 now"),
+        (["--batch", "32"], "batch: 64 there, 32 now"),
+        (["--precision", "bf16"], "precision: fp32 there, bf16 now"),
+        (["--classes", "0-3"], r"classes: drawn from all 10 there, drawn from \[0, 1, 2, 3\] now"),
+        (["--ema", "0.5"], r"weights: step 2, EMA of rate 0.9 there, step 2, EMA of rate 0.5 now"),
+    ],
+)
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "complete"])
+def test_other_settings_do_not_go_on(
+    trained: Path, undisturbed: Path, tmp_path: Path, capsys: Any, changed: list[str], message: str, begun: bool
+) -> None:
+    out = tmp_path / "out.npz"
+    if begun:
+        draw(trained, out, Rank(20, 21))  # which has no batch to draw
+        assert [path.name for path in tmp_path.iterdir()] == ["out.npz.parts"]
+    else:
+        shutil.copyfile(undisturbed, out)
+    assert main([*flags(trained, out), *changed]) == 2
+    error = capsys.readouterr().err
+    assert re.search(rf"{'begun otherwise' if begun else 'exists, drawn otherwise'} \({message}\)", error), error
+    assert "choose another --npz" in error
+    assert begun or [path.name for path in tmp_path.iterdir()] == ["out.npz"]
+
+
+def test_an_average_made_from_other_snapshots_does_not_go_on(
+    world: World, digits: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The run may save further ones meanwhile; without one that is lost it would be another average."""
+    folder, out = tmp_path / "run", tmp_path / "out.npz"
+    ema = EmaConfig(rates=(), power_stds=(0.05, 0.1), snapshot_every=2)
+    train(tiny(digits, folder, steps=12, ema=ema, output__checkpoint_every=8), launch(0), world)
+    snapshots = sorted((folder / "ema").iterdir())
+    assert [path.name[-2:] for path in snapshots] == ["02", "04", "06", "08", "10", "12"]
+    for path in snapshots[4:]:
+        path.rename(tmp_path / path.name)
+    begun = Run(folder, ema_std=0.07, step=8)
+    draw_set(begun, Wish(num=40), Drawing(steps=4), SetOptions(out=out, batch=16), Rank(0, 2), say=lambda _: None)
+    for path in snapshots[4:]:
+        (tmp_path / path.name).rename(path)
+    assert Run(folder, ema_std=0.07, step=8).description == begun.description
+    command = ["sample", str(folder), "--ema-std", "0.07", "--step", "8", "--num", "40", "--batch", "16"]
+    command += ["--steps", "4", "--npz", str(out)]
+    snapshots[2].rename(tmp_path / "lost")
+    assert main(command) == 2
+    made_from = r"made from 8 of digest \w{12}\) there, .* made from 6 of digest \w{12}\) now"
+    assert re.search(rf"begun otherwise \(weights: .*{made_from}", capsys.readouterr().err)
+    (tmp_path / "lost").rename(snapshots[2])
+    assert main(command) == 0
+    assert len(read_npz(out)[0]) == 40
+
+
+@pytest.mark.parametrize("content", [b"my thesis", None], ids=["text", "npz"])
+def test_a_foreign_file_is_not_replaced(trained: Path, tmp_path: Path, content: bytes | None) -> None:
+    out = tmp_path / "out.npz"
+    if content is None:
+        np.savez(out, np.zeros(3))
+    else:
+        out.write_bytes(content)
+    before = out.read_bytes()
+    with pytest.raises(ConfigError, match="exists, and is not ours to replace; choose another --npz"):
+        draw(trained, out, Rank())
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--npz", "out.npz"], "--npz: say with --num, --per-class, --prompt or --low-res how many images"),
+        (["--num", "5"], "--num is for --npz FILE, which is missing"),
+        (["--autoencoder", "identity"], "--autoencoder is for --npz FILE, which is missing"),
+        (["--npz", "out.npz", "--num", "5", "--per-class", "5"], "--num and --per-class both say how many"),
+        (["--npz", "out.npz", "--num", "5", "--classes", "8-11"], "the model was trained with classes 0-9"),
+        (["--npz", "out.npz", "--prompt", "a cat"], "trained with classes, not captions"),
+        (["--npz", "out.npz", "--low-res", "base.npz"], "was not trained to enlarge images; leave it out"),
+        (["--npz", "out.npz", "--num", "5", "--cfg-channels", "2"], "the model predicts 1, so from 1 to 1"),
+        (["--npz", "out.npz", "--num", "5", "--cfg", "1", "--cfg-channels", "1"], "no guidance with --cfg 1; give"),
+        (["--npz", "out.npz", "--num", "5", "--step", "1"], "no checkpoint of step 1; there are 2"),
+        (["--npz", "out.npz", "--num", "5", "--autoencoder", "nowhere/at-all"], "nowhere/at-all"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["sample", str(trained), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out.npz").exists()
+
+
+# ---- classes, numbers and memory -----------------------------------------------------------------------
+
+
+def test_so_many_of_each_class(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.npz"
+    assert (
+        main(["sample", str(trained), "--classes", "7,2", "--per-class", "3", "--steps", "2", "--npz", str(out)]) == 0
+    )
+    images, labels = read_npz(out)
+    assert labels is not None
+    assert labels.tolist() == [7, 2, 7, 2, 7, 2]
+    assert len(images) == 6
+
+
+def test_only_some_classes_are_drawn(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.npz"
+    assert main(["sample", str(trained), "--classes", "7,2", "--num", "40", "--steps", "1", "--npz", str(out)]) == 0
+    labels = read_npz(out)[1]
+    assert labels is not None
+    assert set(labels.tolist()) == {2, 7}
+
+
+def test_pixels_are_clamped_unless_it_is_turned_off(trained: Path, tmp_path: Path) -> None:
+    files = {}
+    for name, flag in {"default": [], "on": ["--clip-denoised"], "off": ["--no-clip-denoised"]}.items():
+        out = tmp_path / f"{name}.npz"
+        assert main(["sample", str(trained), "--num", "20", "--steps", "5", "--npz", str(out), *flag]) == 0
+        files[name] = read_npz(out)[0]
+    assert np.array_equal(files["default"], files["on"])
+    assert not np.array_equal(files["default"], files["off"])
+
+
+@pytest.fixture
+def joining(tmp_path: Path) -> tuple[SampleParts, int]:
+    """64 MiB of images, all drawn."""
+    shape = 1024, 128, 128, 4
+    parts = SampleParts(tmp_path / "out.npz", {"images": 1024}, shape, 16, None)
+    for batch in range(parts.batches):
+        parts.write(batch, np.full((16, *shape[1:]), batch, np.uint8))
+    return parts, 2**26
+
+
+def test_joining_needs_no_memory_for_the_images(joining: tuple[SampleParts, int], tmp_path: Path) -> None:
+    parts, size = joining
+    tracemalloc.start()
+    try:
+        assert parts.join() == 0
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < size / 4
+    images = read_npz(tmp_path / "out.npz")[0]
+    assert images.nbytes == size
+    assert [int(image.max()) for image in images[::16]] == list(range(64))
+
+
+def test_an_image_that_is_not_finite_is_no_sample(trained: Path, tmp_path: Path) -> None:
+    run = Run(trained)
+    with torch.no_grad():
+        next(run.model.parameters()).fill_(float("nan"))
+    with pytest.raises(ConfigError, match="image 0 is not finite, with the weights of step 2"):
+        draw_set(run, Wish(num=4), Drawing(steps=2), SetOptions(out=tmp_path / "out.npz"), Rank())
+
+
+def test_the_command_is_told_to_all_ranks_by_a_launcher(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.npz"
+    given = ["sample", trained, "--num", "40", "--batch", "16", "--steps", "2", "--npz", out]
+    done = run([BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", "--", "fastdiff", *given])
+    assert done.code == 0, done.output
+    assert "40 images, step 2, EMA of rate 0.9" in done.output
+    assert len(read_npz(out)[0]) == 40

@@ -1,0 +1,172 @@
+"""Contestants for the tests of the harness: what they do in a step, and each way to fail."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from bench.measure.session import Enough, Turn
+from bench.measure.workload import Subject
+
+BROKEN_BATCH = 24
+BALLAST = 2**28
+"""Bytes."""
+PER_SAMPLE = 2**22
+"""Bytes."""
+_KEPT: list[object] = []
+WATCHED = "FASTDIFF_TESTS_WATCHED"
+"""Variable with the name of a file."""
+
+
+def writing(turn: Turn, file: Path, word: str) -> None:
+    """Append a word to a file in every step."""
+    turn.ready(word=word, given=os.environ.get("GIVEN"))
+    while True:
+        with turn.phase("sleep"):
+            time.sleep(0.01)
+        with file.open("a") as lines:
+            lines.write(word)
+        turn.after_step()
+
+
+def failing(turn: Turn, step: int) -> None:
+    """Fail in a step, counted from 1."""
+    turn.ready()
+    for number in range(1, step + 1):
+        if number == step:
+            raise ValueError(f"step {step}\nand more")
+        turn.after_step()
+
+
+def ending(turn: Turn) -> None:
+    """Return, which no contestant should."""
+    turn.ready()
+    turn.after_step()
+
+
+def waiting_on_the_gpu(turn: Turn, cycles: int) -> None:
+    """Give the GPU work in one of two phases, and say how long the host took for it."""
+    turn.ready()
+    while True:
+        begin = time.perf_counter()
+        with turn.phase("long"):
+            torch.cuda._sleep(cycles)
+        turn.facts["host"] = time.perf_counter() - begin
+        with turn.phase("short"):
+            torch.cuda._sleep(1)
+        turn.after_step()
+
+
+def leaving(turn: Turn) -> None:
+    """Leave a file and a semaphore behind, and say where its files go."""
+    turn.ready(folder=str(turn.folder))
+    assert turn.folder is not None
+    (turn.folder / "left").write_text("left")
+    _KEPT.append(multiprocessing.get_context("spawn").Lock())
+    while True:
+        turn.after_step()
+
+
+def out_of_memory(turn: Turn) -> None:
+    turn.ready()
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def killed(turn: Turn, number: int) -> None:
+    turn.ready()
+    os.kill(os.getpid(), number)
+
+
+def hanging(turn: Turn, file: Path) -> None:
+    file.write_text(str(os.getpid()))
+    turn.ready()
+    time.sleep(3600)
+
+
+def second_rank_fails(turn: Turn) -> None:
+    """While the first waits for it."""
+    turn.ready(rank=os.environ["RANK"], ranks=os.environ["WORLD_SIZE"])
+    if os.environ["RANK"] == "1":
+        raise ValueError("I am the second")
+    time.sleep(3600)
+
+
+def allocating(turn: Turn) -> None:
+    """Hold a lot of memory in one step only, and say what the process itself knows of its use."""
+    turn.ready(before=_high_water())
+    turn.after_step()
+    ballast = torch.ones(BALLAST // 4, device=turn.device)
+    del ballast
+    while True:
+        try:
+            turn.after_step()
+        except Enough:
+            turn.facts["high_water"] = _high_water()
+            if turn.device.type == "cuda":
+                statistics = torch.cuda.memory_stats()
+                turn.facts["allocated"] = statistics["allocated_bytes.all.peak"]
+                turn.facts["reserved"] = statistics["reserved_bytes.all.peak"]
+            raise
+
+
+def ours_watched(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
+    """fastdiff's own loop, its memory watched from another thread; for one batch there is not enough."""
+    if subject.batch == BROKEN_BATCH:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    from bench.trainers import ours
+
+    seen = [0]
+    threading.Thread(target=_watch, args=(seen,), daemon=True).start()
+    try:
+        ours.run(turn, subject, data, phases, launched=phases)
+    except Enough:
+        if not phases:
+            Path(os.environ[WATCHED]).write_text(json.dumps([_high_water(), seen[0]]))
+        raise
+
+
+def growing(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
+    """Hold so much memory per sample of the batch in every step."""
+    from bench.measure.stepping import PHASES
+
+    turn.ready(parameters=1, device="cpu", graph_breaks=0, compilations=0, last_compilation=0, launches=1, launched="")
+    while True:
+        held = torch.ones(subject.samples * PER_SAMPLE // 4)
+        for name in PHASES[:-1]:
+            with turn.phase(name):
+                held[:1] += 1
+        del held
+        turn.after_step()
+
+
+def failing_with_marks(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
+    """Step well as long as nothing is marked."""
+    if phases:
+        raise ValueError("marked")
+    growing(turn, subject, data, phases)
+
+
+def wrong(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
+    """Fail, but not for memory."""
+    raise ValueError("wrong")
+
+
+def _watch(seen: list[int]) -> None:
+    process = psutil.Process()
+    while True:
+        seen[0] = max(seen[0], process.memory_info().rss)
+        time.sleep(0.005)
+
+
+def _high_water() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise OSError("no high-water mark")

@@ -1,0 +1,146 @@
+"""Real ranks from a server that has imported everything: a trial takes a second or two, so that many can be made.
+
+Unlike ``processes.run_ranks``, ranks may die here: what they came to is returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+from fastdiff.parallel.world import free_port
+
+_IMPORTED = ["deepspeed", "deepspeed.ops.adam", "transformers", "fastdiff.train", "tests.support.runs"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended."""
+
+    code: int
+    """Exit code, or minus the number of the signal that killed it."""
+    value: Any = None
+    """What the function returned; None if it did not."""
+    trace: str | None = None
+    """The traceback of what it raised."""
+
+
+class Ranks:
+    """Running ranks.
+
+    Args:
+        function: called as ``function(world, *args)`` on every rank.
+        args: picklable.
+        ranks: how many gloo ranks.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, ranks: int = 2) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
+        self._results: Any = context.Queue()
+        self._port = port = free_port()
+        environment = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR", "PATH") if name in os.environ}
+        self.processes = [
+            context.Process(target=_rank, args=(self._results, rank, ranks, port, environment, function, args))
+            for rank in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to all of them."""
+        for process in self.processes:
+            if process.is_alive() and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):  # it died, and the server has not yet told
+                    os.kill(process.pid, number)
+
+    def wait(self, timeout_s: float = 120) -> list[Ended]:
+        """Wait until all have ended; one that dies by a signal takes the others with it, as a launcher does."""
+        deadline = time.monotonic() + timeout_s
+        found: dict[int, tuple[Any, str | None]] = {}
+        try:
+            while any(process.is_alive() for process in self.processes):
+                self._take(found, 0.05)
+                if any((process.exitcode or 0) < 0 for process in self.processes):
+                    self.kill()
+                assert time.monotonic() < deadline, f"ranks still run after {timeout_s} s; results of {sorted(found)}"
+            while self._take(found, 0.05):
+                pass
+        finally:
+            self.kill()
+            for process in self.processes:
+                process.join()
+            for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self._port}_*"):
+                buffer.unlink(missing_ok=True)  # of ranks that died before they had taken its name away
+        return [
+            Ended(process.exitcode or 0, *found.get(rank, (None, None))) for rank, process in enumerate(self.processes)
+        ]
+
+    def _take(self, found: dict[int, tuple[Any, str | None]], timeout_s: float) -> bool:
+        try:
+            rank, value, trace = self._results.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        found[rank] = (value, trace)
+        return True
+
+
+def forked_ranks(function: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 120) -> list[Ended]:
+    """Call ``function(world, *args)`` on real gloo ranks and return how each ended, in rank order."""
+    return Ranks(function, *args, ranks=ranks).wait(timeout_s)
+
+
+def values(ended: list[Ended]) -> list[Any]:
+    """What ranks returned that all ended well."""
+    for rank, end in enumerate(ended):
+        assert end.trace is None, f"rank {rank} failed:\n{end.trace}"
+        assert end.code == 0, f"rank {rank} ended with {end.code}"
+    return [end.value for end in ended]
+
+
+def stop_server() -> None:
+    """End the server; it would keep the memory of all that it imported."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+def _rank(
+    results: Any,
+    rank: int,
+    ranks: int,
+    port: int,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(
+        environment,
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    from fastdiff.parallel.world import start_world, stop_world
+
+    torch.set_num_threads(1)
+    try:
+        value = function(start_world(timeout_s=60), *args)
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        raise
+    results.put((rank, value, None))
+    stop_world()

@@ -1,0 +1,90 @@
+"""A small data set with everything that the format knows: posteriors, buckets, flips, captions and the empty prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
+from fastdiff.data.shards.writer import ShardWriter
+
+SIZES = ((4, 6), (6, 4), (5, 5))
+CAPTIONS = 3
+ARRAYS = (
+    "latent", "latent_flipped", "context", "context1", "context2", "pooled", "pooled1", "pooled2", "time_ids",
+)  # fmt: skip
+"""What each sample has in the shards."""
+EMPTY: dict[str, npt.NDArray[Any]] = {
+    "context": np.full((3, 2), 0.5, np.float16),
+    "pooled": np.full(4, 0.25, np.float32),
+}
+
+
+@dataclass(frozen=True)
+class CaptionedSample:
+    key: str
+    bucket: int
+    arrays: dict[str, npt.NDArray[Any]]
+    captions: int
+    """How many it has, so that ``arrays`` has ``context``, ``context1``, ... up to that."""
+
+
+def template(buckets: tuple[tuple[int, int], ...] = SIZES, **changes: Any) -> DatasetInfo:
+    """What dataset.json says before there are shards."""
+    fields: dict[str, Any] = {
+        "columns": {
+            "latent": Column(dtype="float16", shape=(4, *(buckets or SIZES)[0])),
+            "context": Column(dtype="float16", shape=(3, 2)),
+            "pooled": Column(dtype="float32", shape=(4,)),
+            "time_ids": Column(dtype="float32", shape=(6,)),
+        },
+        "normalisation": Normalisation(shift=(0.5, -1.0, 0.0, 0.0), scale=(2.0, 0.25, 2.0, 0.25)),
+        "provenance": Provenance(source="test", transform="none", text_encoder_digest="0" * 64),
+        "kind": "posterior",
+        "buckets": buckets,
+        "flipped": True,
+        "captions": CAPTIONS,
+    }
+    return DatasetInfo(**(fields | changes))
+
+
+def samples(count: int, buckets: int = len(SIZES), seed: int = 0) -> list[CaptionedSample]:
+    """Random samples, in buckets at random; those of number 3, 7, 11, ... have no caption but the empty prompt."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        bucket = int(generator.integers(buckets))
+        captions = 1 if number % 4 == 3 else int(generator.integers(1, CAPTIONS + 1))
+        latents = generator.standard_normal((2, 4, *SIZES[bucket])).astype(np.float16)
+        arrays = {"latent": latents[0], "latent_flipped": latents[1]}
+        for caption in range(captions):
+            suffix = str(caption or "")
+            context, pooled = generator.standard_normal((3, 2)), generator.standard_normal(4)
+            arrays[f"context{suffix}"] = EMPTY["context"] if number % 4 == 3 else context.astype(np.float16)
+            arrays[f"pooled{suffix}"] = EMPTY["pooled"] if number % 4 == 3 else pooled.astype(np.float32)
+        arrays["time_ids"] = np.array([512, 512, 0, 0, 512, 512 + number % 2], np.float32)
+        found.append(CaptionedSample(f"{number:09d}", bucket, arrays, captions))
+    return found
+
+
+def encode(
+    folder: Path, count: int, *, per_shard: int = 8, buckets: tuple[tuple[int, int], ...] = SIZES, **changes: Any
+) -> list[CaptionedSample]:
+    """Write them; they come back in the order of their numbers in the data set."""
+    written = samples(count, max(1, len(buckets)))
+    with ShardWriter(folder, template(buckets, **changes), samples_per_shard=per_shard, null=EMPTY) as writer:
+        for sample in written:
+            writer.add(sample.key, sample.arrays, bucket=sample.bucket, captions=sample.captions)
+    by_key = {sample.key: sample for sample in written}
+    return [by_key[key] for key in _keys(folder)]
+
+
+def _keys(folder: Path) -> list[str]:
+    from fastdiff.data.shards.reader import LatentReader
+
+    with LatentReader(folder) as reader:
+        return [name.partition(":")[2] for name in reader.keys(np.arange(len(reader)))]

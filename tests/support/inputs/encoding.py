@@ -1,0 +1,47 @@
+"""Small images and encodes of them, for tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from fastdiff.data.encoding.images import encode_images
+from fastdiff.data.encoding.options import EncodeOptions
+
+
+def picture(number: int, size: tuple[int, int] = (32, 32)) -> Image.Image:
+    """Noise of this height and width."""
+    generator = np.random.default_rng(number)
+    return Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+def captioned(folder: Path, captions: Sequence[Any], sizes: Sequence[tuple[int, int]] | None = None) -> Path:
+    """A folder of PNG images with metadata.jsonl, one row per caption (or list of captions)."""
+    folder.mkdir(parents=True)
+    rows = []
+    for number, caption in enumerate(captions):
+        name = f"{number:03d}.png"
+        picture(number, sizes[number] if sizes else (32, 32)).save(folder / name)
+        rows.append(json.dumps({"file_name": name, "text": caption}))
+    (folder / "metadata.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def encode(source: Path, out: Path, pretrained: Path, **options: Any) -> list[str]:
+    """Encode in this process and return what was said."""
+    said: list[str] = []
+    defaults: dict[str, Any] = {"resolution": 32, "decode": "pillow", "batch": 3, "samples_per_shard": 4, "workers": 1}
+    encode_images(
+        EncodeOptions(source=str(source), out=out, pretrained=str(pretrained), **defaults | options), said.append
+    )
+    return said
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The contents of all files in a folder, hidden ones too."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,116 @@
+"""Small runs on the real digits, for tests: configurations, and what a run left behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastdiff.checkpoint.manifest import committed, digest_of, verify
+from fastdiff.checkpoint.reader import Checkpoint
+from fastdiff.config.data import DataConfig
+from fastdiff.config.launch_options import Launch
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.presets import preset
+from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
+from fastdiff.config.run_record import as_json
+from fastdiff.data.encoding.builtin import encode_digits
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from fastdiff.training.resume import flatten
+
+STEPS = 6
+
+
+def tiny(data: Path, folder: Path, steps: int = STEPS, **changes: Any) -> RunConfig:
+    """A DiT of two blocks on the digits, every step logged; ``changes`` replace fields of the parts by dotted name."""
+    config = replace(
+        preset("digits"),
+        samples=steps * 16,
+        model=DiTConfig(depth=2, hidden=32, heads=2, patch=2, channels=1, size=8, classes=10),
+        data=DataConfig(path=str(data), loader="prefetch"),
+        batch=BatchConfig(samples=16),
+        optim=OptimConfig(lr=1e-2, schedule="constant"),
+        ema=EmaConfig(rates=(0.9, 0.5)),
+        output=OutputConfig(folder=str(folder), log_every=1, checkpoint_every=0, sample_every=0),
+    )
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        config = replace(config, **{part: replace(getattr(config, part), **{field: value}) if field else value})
+    return config
+
+
+def held_out(digits: Path) -> Path:
+    """Digits to validate on, beside the encoded ones: for what is tested the same will do, in other shards."""
+    folder = digits.with_name("held-out")
+    if not folder.exists():
+        encode_digits(folder, samples_per_shard=200)
+    return folder
+
+
+def launch(stage: int = 3, **options: Any) -> Launch:
+    """ZeRO of this stage, every parameter really partitioned."""
+    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
+    return Launch(deepspeed={"zero_optimization": zero}, **options)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of every step of a run."""
+    found = records(folder)
+    assert [record["step"] for record in found] == list(range(1, len(found) + 1))
+    return [record["loss"] for record in found]
+
+
+def intact(folder: Path) -> list[int]:
+    """Steps of the checkpoints of a run whose every digest is right, newest first."""
+    return [int(step.name.removeprefix("step-")) for step in committed(folder / "checkpoints") if not verify(step)]
+
+
+def newest(folder: Path) -> Checkpoint:
+    """The newest checkpoint of a run."""
+    return Checkpoint(committed(folder / "checkpoints")[0])
+
+
+def reseal(manifest: Path) -> None:
+    """Let a manifest that a test has edited pass for what was written."""
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "sha256": digest_of(content)}, indent=1))
+
+
+def hexes(numbers: list[float]) -> list[str]:
+    """Every bit of every number."""
+    return [number.hex() for number in numbers]
+
+
+def assert_same_checkpoint(first: Path, second: Path) -> None:
+    """The last checkpoints hold equal bytes: weights, optimizer state, every EMA, the sums of the log."""
+    a, b = newest(first).manifest, newest(second).manifest
+    assert a["progress"] == b["progress"]
+    assert a["files"] == b["files"]
+
+
+def train_losses(world: World, config: RunConfig, start: Launch) -> list[float]:
+    """Train, and return the losses of all steps."""
+    train(config, start, world)
+    return losses(Path(config.output.folder))
+
+
+def flags(config: RunConfig) -> list[str]:
+    """The command-line flags that turn the preset digits into ``config``."""
+    base, wanted = _flat(preset("digits")), _flat(config)
+    found = ["--preset", "digits"]
+    for key, value in wanted.items():
+        if value != base[key]:
+            values = value if isinstance(value, list) else [value]
+            found += [f"--{key}", *(str(v) for v in values)]
+    return found
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    return flatten(as_json(config))

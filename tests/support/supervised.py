@@ -1,0 +1,134 @@
+"""Real supervisors with real ranks of the real trainer, for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+from fastdiff.cluster.supervisor import operators
+from tests.support.processes import ROOT
+
+START_S = 200
+"""Hard limit of a start on a busy machine; a quiet one takes a few seconds."""
+
+
+class Supervised:
+    """A supervisor of one node, started as ``fastdiff launch`` starts it; its output goes to a file.
+
+    Args:
+        run: the run folder; every process of the run has it on its command line.
+        flags: of the trainer.
+        cache: ``XDG_CACHE_HOME``, with the operators.
+        options: of the supervisor.
+        environment: more variables.
+        output: a descriptor for the output instead.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        flags: Sequence[str],
+        cache: Path,
+        *options: str,
+        node: int = 0,
+        environment: dict[str, str] | None = None,
+        output: int | None = None,
+    ) -> None:
+        self.run = run
+        self._log = run.with_name(f"supervisor-{len(list(run.parent.glob('supervisor-*.log')))}.log")
+        command = [sys.executable, "-m", "fastdiff.cluster.supervisor.main", "--node-rank", str(node), *options]
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCH_EXTENSIONS_DIR", "MASTER_ADDR", "MASTER_PORT")
+        env = {name: value for name, value in os.environ.items() if name not in names}
+        env |= {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache), "TMPDIR": str(run.parent)}
+        env |= environment or {}
+        with self._log.open("wb") as log:
+            target = log if output is None else output
+            self.process = subprocess.Popen(
+                [*command, "--", *flags], cwd=ROOT, env=env, stdout=target, stderr=target, start_new_session=True
+            )
+
+    @property
+    def output(self) -> str:
+        """What it and its ranks printed."""
+        return self._log.read_text(errors="replace")
+
+    @property
+    def last_line(self) -> str:
+        """The very last line of that."""
+        return self.output.rstrip("\n").splitlines()[-1]
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank."""
+        for process in psutil.Process(self.process.pid).children():
+            if process.environ().get("RANK") == str(number):
+                return process
+        raise AssertionError(f"no rank {number}; the output:\n{self.output}")
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code; kills it and fails after ``timeout_s``."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still there after {timeout_s} s; the output:\n{self.output}") from None
+
+    def wait_for_steps(self, steps: int) -> None:
+        """Return when so many steps are in the log of the run."""
+        path, deadline = self.run / "metrics.jsonl", time.monotonic() + START_S
+        while not path.exists() or len(path.read_text().splitlines()) < steps:
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, f"not {steps} steps in {START_S} s; the output:\n{self.output}"
+            time.sleep(0.02)
+
+
+def cache_with(built: Path, cache: Path) -> Path:
+    """Put the operators in ``built`` where a supervisor with ``XDG_CACHE_HOME=cache`` looks for them."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    try:
+        operators.publish(built, operators.cache_folder())
+    finally:
+        if before is None:
+            del os.environ["XDG_CACHE_HOME"]
+        else:
+            os.environ["XDG_CACHE_HOME"] = before
+    return cache
+
+
+def processes_of(run: Path) -> list[psutil.Process]:
+    """Everything that runs with this run folder on its command line."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and str(run) in process.cmdline():
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def all_gone(run: Path, timeout_s: float) -> bool:
+    """Whether nothing of the run is left before ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while left := processes_of(run):
+        if time.monotonic() > deadline:
+            return False
+        psutil.wait_procs(left, timeout=0.2)
+    return True
+
+
+def end(supervisors: Iterable[Supervised]) -> None:
+    """Leave nothing behind, whatever a test did."""
+    for supervised in supervisors:
+        for process in [supervised.process.pid, *(p.pid for p in processes_of(supervised.run))]:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        supervised.process.wait()

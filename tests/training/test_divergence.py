@@ -1,0 +1,575 @@
+"""Loss spikes and non-finite steps: found, named, and answered as ``--divergence.policy`` says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from safetensors.torch import load_file
+
+from fastdiff.config.divergence import DivergenceConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.run_record import as_json
+from fastdiff.data.encoding.builtin import digits as real_digits
+from fastdiff.data.encoding.builtin import pixels_template, write
+from fastdiff.data.loading.order import Order
+from fastdiff.data.shards.format import Provenance
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.errors import ConfigError, DivergedError, Preempted
+from fastdiff.parallel.preemption import StopRequest
+from fastdiff.parallel.world import World
+from fastdiff.progress import Progress
+from fastdiff.train import train
+from fastdiff.training.build import build
+from fastdiff.training.checkpoints import Checkpoints
+from fastdiff.training.metrics import Meters
+from fastdiff.training.resume import config_changes
+from fastdiff.training.spikes import Spikes
+from fastdiff.training.state import TrainState
+from tests.support.forked import forked_ranks, values
+from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, losses, newest, records, tiny
+
+BATCH = 16
+SHARDS = [256] * 7 + [5]
+
+
+def marred(folder: Path, factors: Mapping[int, float]) -> Path:
+    """The digits, those at some positions of the run multiplied: by a number that makes a spike, by NaN or infinity."""
+    order = Order(0, SHARDS, 16)
+    by_sample = {int(order.samples([position])[0]): factor for position, factor in factors.items()}
+    samples = [
+        dataclasses.replace(sample, latent=np.full_like(sample.latent, 1.0) * by_sample[number])
+        if number in by_sample
+        else sample
+        for number, sample in enumerate(real_digits())
+    ]
+    template = pixels_template((1, 8, 8), 10, Provenance(source="marred digits", transform="none"))
+    with mock.patch.object(np, "isfinite", return_value=np.True_):  # a writer that does not look
+        write(iter(samples), folder, template, total=len(samples), samples_per_shard=256)
+    return folder
+
+
+def key_at(data: Path, position: int) -> str:
+    """What a run calls the sample at a position."""
+    with LatentReader(data) as reader:
+        assert list(reader.shard_sizes) == SHARDS
+        return reader.keys(Order(0, reader.shard_sizes, 16).samples([position]))[0]
+
+
+def in_step(step: int, sample: int = 3) -> int:
+    """The position of a sample of an optimizer step, which count from 1."""
+    return (step - 1) * BATCH + sample
+
+
+def spiky(data: Path, folder: Path, steps: int = 16, **changes: Any) -> RunConfig:
+    """A run that decides from the fifth step on."""
+    return tiny(data, folder, steps, **{"divergence__window": 8, "output__checkpoint_every": 4} | changes)
+
+
+def lines(folder: Path, name: str = "spikes.jsonl") -> list[dict[str, Any]]:
+    path = folder / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def weights(folder: Path, step: int, rank: int = 0) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of the training itself: weights, moments, averages."""
+    found = load_file(folder / "checkpoints" / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors")
+    return {name: value for name, value in found.items() if name.startswith(("master/", "ema/", "exp_avg"))}
+
+
+def assert_equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
+    assert len(a) > 10
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert all(torch.isfinite(value).all() for value in a.values())
+
+
+@pytest.fixture(scope="module")
+def two_spikes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Spikes in steps 9 and 12."""
+    return marred(tmp_path_factory.mktemp("spikes") / "data", {in_step(9): 100.0, in_step(12, 9): 50.0})
+
+
+# --- what is a spike ---------------------------------------------------------------------------------------------
+
+
+def spikes_of(world: World, **options: Any) -> Spikes:
+    return Spikes(DivergenceConfig(**options), batch_samples=2, world=world)
+
+
+@pytest.mark.fault(21)
+def test_a_spike_is_six_sigma_above_the_mean(world: World) -> None:
+    drawn = np.random.default_rng(0).normal(1.0, 0.1, 128)
+    spikes = spikes_of(world)
+    for loss in drawn:
+        assert spikes.see(2 * loss, 2, applied=True) is None
+    threshold = drawn.mean() + 6 * drawn.std(ddof=1)
+    found = spikes.see(2 * (threshold + 1e-6), 2, applied=True)
+    assert found is not None
+    assert found.threshold == pytest.approx(threshold, rel=1e-12)
+    assert found.loss == pytest.approx(threshold + 1e-6)
+    again = spikes.see(2e9, 2, applied=True)
+    assert again is not None
+    assert again.threshold == found.threshold, "a spike is not taken into the window"
+    assert (found.in_a_row, again.in_a_row) == (1, 2)
+    assert spikes.see(2 * (threshold - 1e-6), 2, applied=True) is None
+    later = spikes.see(2e9, 2, applied=True)
+    assert later is not None
+    accepted = np.append(drawn[1:], threshold - 1e-6)  # of 128, the oldest one has left
+    assert later.threshold == pytest.approx(accepted.mean() + 6 * accepted.std(ddof=1), rel=1e-12)
+    assert later.in_a_row == 1
+
+
+def test_nothing_is_a_spike_before_half_of_the_window(world: World) -> None:
+    spikes = spikes_of(world, window=8)
+    for loss in (1.0, 9.0, 1.1):
+        assert spikes.see(2 * loss, 2, applied=True) is None
+    assert spikes.see(2.0, 1, applied=True) is None, "a loss that is not finite is the other guard's matter"
+    assert spikes.see(2e9, 2, applied=False) is None, "so is a gradient"
+    assert spikes.see(2e9, 2, applied=True) is None, "three losses do not decide"
+    spikes.forget()
+    for loss in (1.0, 1.2, 1.1, 0.9):
+        assert spikes.see(2 * loss, 2, applied=True) is None
+    assert spikes.see(10.0, 2, applied=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sigmas": 0.0}, "--divergence.sigmas 0.0: a finite number above 0"),
+        ({"sigmas": float("nan")}, "--divergence.sigmas nan"),
+        ({"window": 3}, "--divergence.window 3: at least 4"),
+        ({"limit": 0}, "--divergence.limit 0: at least 1"),
+    ],
+)
+def test_wrong_values_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DivergenceConfig(**given)
+
+
+def test_a_rewind_needs_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rewind goes back to a checkpoint, and --output.checkpoint_every 0"):
+        spiky(tmp_path, tmp_path, divergence__policy="rewind", output__checkpoint_every=0)
+
+
+def test_only_the_limit_may_differ_at_a_resume(tmp_path: Path) -> None:
+    config = spiky(tmp_path, tmp_path)
+
+    def differs(**changes: Any) -> list[str]:
+        return list(config_changes(as_json(config), as_json(spiky(tmp_path, tmp_path, **changes)), ()))
+
+    assert differs(divergence__limit=9) == []
+    assert differs(divergence__sigmas=9.0, divergence__policy="skip") == ["divergence.policy", "divergence.sigmas"]
+
+
+# --- log ---------------------------------------------------------------------------------------------------------
+
+
+def _train(world: World, config: RunConfig, stage: int) -> None:
+    train(config, launch(stage), world)
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize("policy", ["log", "skip", "rewind"])
+def test_two_ranks_decide_as_one_does(world: World, two_spikes: Path, tmp_path: Path, policy: str) -> None:
+    one, two = (spiky(two_spikes, tmp_path / name, divergence__policy=policy) for name in ("one", "two"))
+    train(one, launch(), world)
+    values(forked_ranks(_train, two, 3))
+    a, b = (lines(Path(config.output.folder)) for config in (one, two))
+    assert len(a) == len(b) == (4 if policy == "rewind" else 2)
+    for x, y in zip(a, b, strict=True):
+        assert x.keys() == y.keys()
+        for key, value in x.items():
+            assert y[key] == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value), key
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-4)
+    spikes = [line for line in a if "loss" in line]
+    assert [line["step"] for line in spikes] == [9, 12]
+    for line, position in zip(spikes, (in_step(9), in_step(12, 9)), strict=True):
+        assert line["policy"] == policy
+        assert line["keys"][0] == key_at(two_spikes, position)
+        assert len(line["keys"]) == len(set(line["keys"])) == 16
+        assert line["loss"] > line["threshold"]
+        assert line["loss"] == losses(tmp_path / "one")[line["step"] - 1], "the abandoned step is in the log too"
+
+
+@pytest.mark.fault(21)
+def test_logging_changes_nothing_and_is_bounded(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss jumps at step 9 and stays: two warnings, then the new level is the normal one."""
+    data = marred(tmp_path / "data", {in_step(step): 100.0 for step in range(9, 16)})
+    train(spiky(data, tmp_path / "log", divergence__limit=2), launch(1), world)
+    said = capsys.readouterr().out
+    assert [line["step"] for line in lines(tmp_path / "log")] == [9, 10]
+    assert said.count("is a spike: loss") == 2
+    assert key_at(data, in_step(9)) in said
+    assert said.count("2 spikes in a row: what is normal is measured anew") == 1
+    train(spiky(data, tmp_path / "deaf", divergence__sigmas=1e30), launch(1), world)
+    assert lines(tmp_path / "deaf") == []
+    assert hexes(losses(tmp_path / "log")) == hexes(losses(tmp_path / "deaf"))
+
+
+def test_the_keys_of_a_large_batch_are_bounded(world: World, tmp_path: Path) -> None:
+    """Of 64 samples those with the largest losses, the largest first."""
+    factors = {step_position: 30.0 + 10 * step_position for step_position in range(8 * 64, 8 * 64 + 20)}
+    data = marred(tmp_path / "data", factors)
+    config = spiky(data, tmp_path / "run", 16)
+    config = dataclasses.replace(config, samples=10 * 64, batch=dataclasses.replace(config.batch, samples=64, micro=16))
+    train(config, launch(), world)
+    (line,) = lines(tmp_path / "run")
+    assert line["step"] == 9
+    assert len(line["keys"]) == 16
+    assert set(line["keys"]) <= {key_at(data, position) for position in factors}
+
+
+# --- skip --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize(
+    ("stage", "precision", "micro"),
+    [(0, "fp32", 16), (1, "fp32", 4), (2, "bf16", 8), (3, "bf16", 4), (0, "bf16", 16)],
+)
+def test_a_skipped_spike_moves_nothing(
+    world: World, two_spikes: Path, tmp_path: Path, stage: int, precision: str, micro: int
+) -> None:
+    """Also if it is in the first of four micro-batches, whose gradient is there already."""
+    config = spiky(
+        two_spikes,
+        tmp_path / "run",
+        divergence__policy="skip",
+        performance__precision=precision,
+        batch__micro=micro,
+        optim__schedule="linear",
+        output__checkpoint_every=1,
+        output__keep=99,
+    )
+    train(config, launch(stage), world)
+    found = records(tmp_path / "run")
+    assert [line["step"] for line in lines(tmp_path / "run")] == [9, 12]
+    assert lines(tmp_path / "run", "skipped.jsonl") == [], "nothing was not finite"
+    assert [r["skipped"] for r in found] == [0] * 8 + [1] * 3 + [2] * 5
+    for step in range(2, 17):
+        before, after = weights(tmp_path / "run", step - 1), weights(tmp_path / "run", step)
+        if step in (9, 12):
+            assert_equal(before, after)
+            assert found[step]["lr"] == found[step - 1]["lr"], "the learning rate waits"
+        else:
+            name = next(name for name in after if name.startswith("master/"))
+            assert not torch.equal(before[name], after[name])
+
+
+@pytest.fixture
+def cpu_with_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch computes in fp16 on any CPU, only slowly; DeepSpeed asks for fast instructions."""
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize(
+    ("stage", "scale"), [(1, {"initial_scale_power": 7}), (3, {"initial_scale_power": 0, "min_loss_scale": 1})]
+)
+def test_a_skipped_spike_leaves_the_loss_scale(
+    world: World, two_spikes: Path, tmp_path: Path, cpu_with_fp16: None, stage: int, scale: dict[str, int]
+) -> None:
+    """Also at its minimum, where an overflow would end the run."""
+    config = spiky(
+        two_spikes,
+        tmp_path / "run",
+        steps=10,
+        divergence__policy="skip",
+        performance__precision="fp16",
+        output__checkpoint_every=1,
+        output__keep=99,
+    )
+    start = launch(stage)
+    start.deepspeed["fp16"] = {"hysteresis": 1, **scale}
+    train(config, start, world)
+    assert [line["step"] for line in lines(tmp_path / "run")] == [9]
+    folders = [tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "MANIFEST.json" for step in (8, 9, 10)]
+    before, spiked, after = (json.loads(path.read_text())["loss_scale"] for path in folders)
+    assert before == spiked
+    assert before["cur_scale"] == after["cur_scale"] == 2.0 ** scale["initial_scale_power"]
+    assert after["cur_iter"] == spiked["cur_iter"] + 1
+    assert_equal(weights(tmp_path / "run", 8), weights(tmp_path / "run", 9))
+
+
+@pytest.mark.fault(21)
+def test_too_many_skips_in_a_row_end_the_run(world: World, tmp_path: Path) -> None:
+    data = marred(tmp_path / "data", {in_step(step): 100.0 for step in (7, 9, 10, 11)})
+    config = spiky(data, tmp_path / "run", divergence__policy="skip", divergence__limit=2)
+    for _ in range(2):  # the same command again stops at the same step
+        with pytest.raises(DivergedError, match=r"(?s)step 11 is a spike.*2 steps in a row were skipped") as caught:
+            train(config, launch(), world)
+        assert [line["step"] for line in lines(tmp_path / "run")] == [7, 9, 10, 11]
+    assert caught.value.exit_code == 70
+    assert key_at(data, in_step(11)) in str(caught.value)
+    train(spiky(data, tmp_path / "run", divergence__policy="skip", divergence__limit=3), launch(), world)
+    assert records(tmp_path / "run")[-1]["skipped"] == 4
+
+
+# --- rewind ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(21)
+def test_a_rewind_goes_on_as_if_the_window_had_not_been_there(world: World, tmp_path: Path) -> None:
+    """Back from the spike in step 10 to step 8: the losses after it are those of a run whose steps 9 and 10 were
+    skipped because they were not finite."""
+    spike = marred(tmp_path / "spike", {in_step(10): 100.0})
+    nans = marred(tmp_path / "nans", {in_step(9): np.nan, in_step(10): np.nan})
+    options: dict[str, Any] = {"divergence__policy": "rewind", "optim__schedule": "linear", "ema__power_stds": (0.1,)}
+    train(spiky(spike, tmp_path / "rewound", **options), launch(), world)
+    train(spiky(nans, tmp_path / "skipped", **options), launch(), world)
+    rewound, skipped = (records(tmp_path / name) for name in ("rewound", "skipped"))
+    assert [r["step"] for r in rewound] == [*range(1, 17)]
+    assert hexes([r["loss"] for r in rewound[10:]]) == hexes([r["loss"] for r in skipped[10:]])
+    assert [r["lr"] for r in rewound[10:]] == [r["lr"] for r in skipped[10:]]
+    assert rewound[9]["loss"] > 10 * rewound[8]["loss"]
+    assert [r["skipped"] for r in rewound] == [0] * 10 + [2] * 6
+    assert_equal(weights(tmp_path / "rewound", 16), weights(tmp_path / "skipped", 16))
+    progress = newest(tmp_path / "rewound").manifest["progress"]
+    assert progress == {"samples": 256, "steps": 16, "skipped": 2, "skipped_in_a_row": 0, "rewinds": 1}
+    spiked, gone_back = lines(tmp_path / "rewound")
+    assert spiked["keys"][0] == key_at(spike, in_step(10))
+    assert gone_back == {
+        "step": 10,
+        "rewound_to": 8,
+        "rewinds": 1,
+        "positions": [8 * BATCH, 10 * BATCH - 1],
+        "first_key": key_at(spike, 8 * BATCH),
+        "last_key": key_at(spike, 10 * BATCH - 1),
+    }
+
+
+def _killed_at_the_rewind(world: World, config: RunConfig, saved: bool) -> None:
+    """Every rank dies just before, or just after, the checkpoint behind the spike is written."""
+    original = Checkpoints.save
+
+    def save(self: Checkpoints, state: TrainState) -> None:
+        if state.progress.rewinds and not saved:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, state)
+        if state.progress.rewinds:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Checkpoints.save = save  # type: ignore[method-assign]
+    train(config, launch(), world)
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_run_that_is_killed_at_its_rewind_ends_like_one_that_is_not(
+    two_spikes: Path, whole: Path, tmp_path: Path, saved: bool
+) -> None:
+    """Both ranks, ZeRO-3. The losses before the checkpoint decide whether step 12 is a spike."""
+    config = spiky(two_spikes, tmp_path / "run", divergence__policy="rewind")
+    ended = forked_ranks(_killed_at_the_rewind, config, saved, timeout_s=240)
+    assert {end.code for end in ended} == {-signal.SIGKILL}
+    assert intact(tmp_path / "run")[0] == (9 if saved else 8)
+    values(forked_ranks(_train, config, 3))
+    assert hexes(losses(tmp_path / "run")) == hexes(losses(whole))
+    assert lines(tmp_path / "run") == lines(whole)
+    assert_same_checkpoint(tmp_path / "run", whole)
+
+
+@pytest.fixture(scope="module")
+def whole(torch_extensions: Path, two_spikes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that rewinds twice and is not disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    values(forked_ranks(_train, spiky(two_spikes, folder, divergence__policy="rewind"), 3))
+    assert newest(folder).manifest["progress"]["rewinds"] == 2
+    return folder
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize("policy", ["log", "skip"])
+def test_a_run_that_stops_between_two_spikes_decides_as_one_that_does_not(
+    world: World, two_spikes: Path, tmp_path: Path, policy: str
+) -> None:
+    """Cut at step 10, whose checkpoint holds what the loss of step 12 is compared with."""
+    for name, stops in (("cut", (10, 16)), ("whole", (16,))):
+        for steps in stops:
+            train(spiky(two_spikes, tmp_path / name, steps, divergence__policy=policy), launch(), world)
+    assert [line["step"] for line in lines(tmp_path / "cut")] == [9, 12]
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    assert hexes(losses(tmp_path / "cut")) == hexes(losses(tmp_path / "whole"))
+    assert_same_checkpoint(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.fault(21)
+def test_too_many_rewinds_end_the_run(world: World, two_spikes: Path, tmp_path: Path) -> None:
+    config = spiky(two_spikes, tmp_path / "run", divergence__policy="rewind", divergence__limit=1)
+    for _ in range(2):  # the same command again stops at the same step
+        with pytest.raises(DivergedError, match=r"(?s)step 12 is a spike.*the run was rewound 1 times.*--optim.lr"):
+            train(config, launch(), world)
+        assert [line["step"] for line in lines(tmp_path / "run")] == [9, 9, 12]
+    train(spiky(two_spikes, tmp_path / "run", divergence__policy="rewind", divergence__limit=2), launch(), world)
+    assert newest(tmp_path / "run").manifest["progress"]["rewinds"] == 2
+
+
+@pytest.mark.fault(21)
+def test_a_spike_before_the_first_checkpoint_is_explained(world: World, two_spikes: Path, tmp_path: Path) -> None:
+    config = spiky(two_spikes, tmp_path / "run", divergence__policy="rewind", output__checkpoint_every=9)
+    with pytest.raises(DivergedError, match=r"there is no checkpoint before it .*--output.checkpoint_every"):
+        train(config, launch(), world)
+    assert [line["step"] for line in lines(tmp_path / "run")] == [9]
+    assert intact(tmp_path / "run") == [], "nothing is saved with the spike in it"
+
+
+def test_the_way_back_passes_over_damage(world: World, digits: Path, tmp_path: Path) -> None:
+    train(tiny(digits, tmp_path / "run", output__checkpoint_every=2, output__keep=9), launch(), world)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 2, world)
+    found = checkpoints.newest(before=6)
+    assert found is not None
+    assert found.folder.name == "step-00000004"
+    os.truncate(found.folder / "rank-00000.safetensors", 99)
+    found = checkpoints.newest(before=6)
+    assert found is not None
+    assert found.folder.name == "step-00000002"
+    assert checkpoints.newest(before=2) is None
+
+
+def _train_and_count(world: World, config: RunConfig, stage: int) -> list[int]:
+    """How many parts of each run there were; none of them may be left when the next run is built."""
+    built: list[list[weakref.ref[Any]]] = []
+    original = build
+
+    def build(*args: Any, **options: Any) -> Any:
+        alive = {type(found) for reference in (built[-1] if built else ()) if (found := reference()) is not None}
+        assert not alive, f"both runs in memory: {alive}"
+        state, *rest = original(*args, **options)
+        flats = [tensor for flat in state.engine.flats for tensor in (flat.key, flat.master)]
+        averages = [average for averages in state.ema.averages.values() for average in averages]
+        parts = [state.engine, state.engine._engine, state.ema, *flats, *averages]
+        built.append([weakref.ref(part) for part in parts])
+        return state, *rest
+
+    build = build  # type: ignore[assignment]
+    train(config, launch(stage), world)
+    return [len(parts) for parts in built]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_old_run_is_released_before_the_new_one_is_built(
+    torch_extensions: Path, two_spikes: Path, tmp_path: Path, stage: int
+) -> None:
+    """In a process of its own: pytest keeps what is logged, and so the frames of an exception that is."""
+    config = spiky(two_spikes, tmp_path / "run", divergence__policy="rewind")
+    ((*parts,),) = values(forked_ranks(_train_and_count, config, stage, ranks=1))
+    assert len(parts) == 3
+    assert min(parts) >= 7
+
+
+def test_the_progress_behind_a_spike() -> None:
+    before = Progress(samples=80, steps=5, skipped=1, skipped_in_a_row=1, rewinds=0)
+    spiked = Progress(samples=144, steps=9, skipped=2, rewinds=1)
+    assert before.behind(spiked) == Progress(samples=144, steps=9, skipped=5, skipped_in_a_row=0, rewinds=2)
+    assert before.behind(spiked).applied == before.applied
+    assert spiked.after(16, applied=True).rewinds == 1
+
+
+def test_discarded_spikes_are_no_steps_that_are_not_finite() -> None:
+    found = Progress(skipped_in_a_row=1).after(16, applied=False, discarded=True)
+    assert (found.skipped, found.skipped_in_a_row) == (1, 1)
+    assert found.after(16, applied=False).skipped_in_a_row == 2
+    assert found.after(16, applied=True).skipped_in_a_row == 0
+
+
+@pytest.mark.fault(20)
+def test_two_skipped_spikes_and_a_nan_do_not_end_a_run(world: World, tmp_path: Path) -> None:
+    data = marred(tmp_path / "data", {in_step(9): 100.0, in_step(10): 100.0, in_step(11): np.nan})
+    train(spiky(data, tmp_path / "run", 12, divergence__policy="skip"), launch(), world)
+    assert [line["step"] for line in lines(tmp_path / "run")] == [9, 10]
+    assert [line["step"] for line in lines(tmp_path / "run", "skipped.jsonl")] == [11]
+    assert records(tmp_path / "run")[-1]["skipped"] == 3
+
+
+@pytest.mark.fault(12)
+def test_a_run_that_is_to_stop_at_a_spike_comes_to_it_again(
+    world: World, two_spikes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is the process ended while others go back, nor is the step saved that is to be undone."""
+    config = spiky(two_spikes, tmp_path / "run", divergence__policy="rewind")
+    train(spiky(two_spikes, tmp_path / "whole", divergence__policy="rewind"), launch(), world)
+    stop = StopRequest()
+    add = Meters.add
+
+    def asked(self: Meters, losses: torch.Tensor, position: torch.Tensor, *rest: Any) -> None:
+        if int(position[0]) // BATCH + 1 == 9:
+            stop.make("a test")
+        add(self, losses, position, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Meters, "add", asked)
+        with pytest.raises(Preempted, match="not saved"):
+            train(config, launch(), world, stop)
+        stop.answered = True  # or it would end this process, which goes on
+    assert intact(tmp_path / "run")[0] == 8
+    train(config, launch(), world)
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert hexes(losses(tmp_path / "run")) == hexes(losses(tmp_path / "whole"))
+    assert_same_checkpoint(tmp_path / "run", tmp_path / "whole")
+
+
+# --- not finite --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize("value", [np.nan, -np.inf], ids=str)
+def test_a_sample_of_one_rank_skips_the_step_of_all(torch_extensions: Path, tmp_path: Path, value: float) -> None:
+    """Step 3, in the half of rank 1."""
+    data = marred(tmp_path / "data", {in_step(3, 11): value})
+    config = tiny(data, tmp_path / "run", optim__schedule="linear", output__checkpoint_every=1, output__keep=9)
+    values(forked_ranks(_train, config, 3))
+    assert lines(tmp_path / "run", "skipped.jsonl") == [
+        {"step": 3, "samples": 1, "keys": [key_at(data, in_step(3, 11))]}
+    ]
+    assert lines(tmp_path / "run") == []
+    found = records(tmp_path / "run")
+    assert [r["skipped"] for r in found] == [0, 0, 1, 1, 1, 1]
+    assert found[3]["lr"] == found[2]["lr"]
+    assert np.isfinite([r["loss"] for r in found]).all()
+    for rank in range(2):
+        assert_equal(weights(tmp_path / "run", 2, rank), weights(tmp_path / "run", 3, rank))
+
+
+@pytest.mark.fault(20)
+def test_the_keys_of_a_batch_that_is_not_finite_are_bounded(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = marred(tmp_path / "data", dict.fromkeys(range(64, 64 + 20), np.nan))
+    config = tiny(data, tmp_path / "run")
+    config = dataclasses.replace(config, samples=2 * 64, batch=dataclasses.replace(config.batch, samples=64, micro=16))
+    train(config, launch(), world)
+    (line,) = lines(tmp_path / "run", "skipped.jsonl")
+    assert (line["step"], line["samples"]) == (2, 20)
+    assert line["keys"] == [key_at(data, position) for position in range(64, 64 + 16)]
+    assert f"{line['keys'][-1]} and 4 more" in capsys.readouterr().out
+
+
+@pytest.mark.fault(20)
+def test_nan_in_every_batch_ends_the_run_of_two_ranks(torch_extensions: Path, tmp_path: Path) -> None:
+    """Always at rank 0 only; the checkpoint before it stays, with finite weights."""
+    data = marred(tmp_path / "data", {in_step(step): np.nan for step in range(5, 20)})
+    config = tiny(data, tmp_path / "run", 20, output__checkpoint_every=4)
+    ended = forked_ranks(_train, config, 3)
+    for end in ended:
+        assert end.trace is not None
+        assert "DivergedError: 3 steps in a row had to be skipped, up to step 7" in end.trace
+        assert key_at(data, in_step(7)) in end.trace
+    assert [line["step"] for line in lines(tmp_path / "run", "skipped.jsonl")] == [5, 6, 7]
+    assert intact(tmp_path / "run") == [4]
+    assert all(
+        torch.isfinite(value).all() for rank in range(2) for value in weights(tmp_path / "run", 4, rank).values()
+    )

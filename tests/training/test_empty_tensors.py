@@ -1,0 +1,53 @@
+"""Under ZeRO-3 parameters are empty outside of the forward pass: no file has a tensor without elements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fastdiff.config.networks.pretrained import LoraConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.export.run import Choice, export
+from fastdiff.models.lora import lora_weights
+from fastdiff.models.pretrained.tiny_pipeline import build
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from tests.support.forked import forked_ranks, values
+from tests.support.runs import launch, newest, tiny
+from tests.support.text_runs import encode, text_run
+
+
+def empty_tensors(folder: Path) -> list[str]:
+    """Tensors without an element, in any file below ``folder``; that there are files is checked."""
+    files, found = sorted(folder.rglob("*.safetensors")), []
+    assert files
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            found += [f"{path}: {key}" for key in file.keys() if 0 in file.get_slice(key).get_shape()]  # noqa: SIM118
+    return found
+
+
+@pytest.mark.fault(26)
+def test_no_empty_tensor_is_ever_written_under_zero3(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    """Where parameters are (0,) outside of the forward pass: checkpoints, snapshots, exports, those of an adapter."""
+    data = encode(tmp_path / "data", build(tmp_path / "pipeline"))
+    adapter = text_run(data, tmp_path / "pipeline", tmp_path / "adapter", lora=LoraConfig(rank=2), optim__lr=0.1)
+    run = tiny(digits, tmp_path / "run", steps=4, ema__power_stds=(0.05, 0.1), ema__snapshot_every=2)
+    values(forked_ranks(train_both, run, adapter))
+    for choice in (Choice(format="dit"), Choice(format="safetensors", ema=0.9), Choice(format="safetensors", raw=True)):
+        export(tmp_path / "run", tmp_path / f"exported-{choice.format}-{choice.ema}", choice)
+    export(tmp_path / "adapter", tmp_path / "exported-lora", Choice(format="lora", ema=0.5))
+    assert empty_tensors(tmp_path) == []
+    assert len(list((tmp_path / "run" / "ema").rglob("*.safetensors"))) == 4, "two snapshots of two ranks"
+    weights = load_file(tmp_path / "exported-lora" / "pytorch_lora_weights.safetensors")
+    names = lora_weights(newest(tmp_path / "adapter").weights(0.5))
+    assert set(weights) == {f"unet.{name}" for name in names}
+    assert all(value.any() for name, value in weights.items() if ".up." in name)
+
+
+def train_both(world: World, first: RunConfig, second: RunConfig) -> None:
+    train(first, launch(3), world)
+    train(second, launch(3), world)

@@ -1,0 +1,157 @@
+"""fp16 with its loss scale, on a CPU that DeepSpeed is told can do it; 8-bit state that really is 8-bit."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import bitsandbytes
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from fastdiff.config.run import OptimConfig
+from fastdiff.errors import ConfigError, DivergedError
+from fastdiff.parallel.fragments import Flat, Fragment
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from fastdiff.training.build import build
+from fastdiff.training.engine import Engine
+from fastdiff.training.optim import check_is_8bit
+from fastdiff_kernels.adamw8bit import AdamW8bit
+from tests.end_to_end.test_train import check_clipping
+from tests.support.runs import hexes, launch, losses, newest, tiny, train_losses
+
+
+@pytest.fixture
+def cpu_with_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch computes in fp16 on any CPU, only slowly; DeepSpeed asks for fast instructions."""
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+
+
+def test_fp16_without_fp16_arithmetic_is_refused(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: False)
+    with pytest.raises(ConfigError, match="use bf16 or fp32"):
+        train(tiny(digits, tmp_path / "run", performance__precision="fp16"), launch(), world)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_clips_the_true_gradient(
+    world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
+) -> None:
+    """Adam does not see the scale of a gradient, so only its first moment tells that the loss scale is taken out."""
+    check_clipping(world, tiny(digits, tmp_path / "run", steps=1, performance__precision="fp16"), stage)
+
+
+def test_fp16_under_zero0_is_refused(world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None) -> None:
+    with pytest.raises(ConfigError, match=r"use deepspeed_configs/zero1\.json"):
+        train(tiny(digits, tmp_path / "run", performance__precision="fp16"), launch(0), world)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp16_stops_at_the_smallest_loss_scale(
+    world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
+) -> None:
+    """Finite losses, but a gradient that overflows at any scale."""
+    config = tiny(digits, tmp_path / "run", steps=60, performance__precision="fp16")
+
+    class Overflowing(Engine):
+        def backward(self, loss: torch.Tensor, *, discard: bool = False) -> None:
+            super().backward(loss * 1e30, discard=discard)
+
+    with (
+        mock.patch("fastdiff.training.engine.Engine", Overflowing),
+        pytest.raises(DivergedError, match="smallest loss scale"),
+    ):
+        train(config, launch(stage), world)
+    lines = (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()
+    scales = [json.loads(line)["cur_scale"] for line in lines]
+    assert scales[0] > scales[-1]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_follows_fp32_and_resumes_with_its_loss_scale(
+    world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
+) -> None:
+    exact = train_losses(world, tiny(digits, tmp_path / "fp32"), launch(stage))
+    whole = train_losses(world, tiny(digits, tmp_path / "whole", performance__precision="fp16"), launch(stage))
+    assert whole == pytest.approx(exact, rel=0.1)
+    assert whole != exact
+    for steps in (3, 6):
+        train(tiny(digits, tmp_path / "parts", steps=steps, performance__precision="fp16"), launch(stage), world)
+    assert hexes(losses(tmp_path / "parts")) == hexes(whole)
+    manifests = [newest(tmp_path / name).manifest for name in ("whole", "parts")]
+    assert manifests[0]["loss_scale"] == manifests[1]["loss_scale"]
+    assert manifests[0]["loss_scale"]["cur_scale"] > 1
+    assert manifests[0]["files"] == manifests[1]["files"]
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "fp16")])
+def test_the_loss_scale_stays_with_fp16(
+    world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, before: str, after: str
+) -> None:
+    train(tiny(digits, tmp_path / "run", steps=2, performance__precision=before), launch(1), world)
+    changed = tiny(digits, tmp_path / "run", steps=3, performance__precision=after)
+    train(changed, launch(1, allow_change=("performance.precision",)), world)
+    scale = newest(tmp_path / "run").manifest["loss_scale"]
+    assert scale.get("cur_scale", 0) > 1 if after == "fp16" else scale == {}
+
+
+class _Unquantised(AdamW8bit):
+    """Keeps one of its moments in fp32."""
+
+    def cut(self, *args: Any, **options: Any) -> None:
+        super().cut(*args, **options)
+        for state in self.state.values():
+            state["exp_avg_sq_codes"] = state["exp_avg_sq_codes"].float()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw8bit-bnb"])
+def test_a_moment_that_is_not_8bit_stops_the_run_before_it_starts(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stage: int
+) -> None:
+    monkeypatch.setattr("fastdiff.training.optim.AdamW8bit", _Unquantised)
+    monkeypatch.setattr(bitsandbytes.optim, "AdamW8bit", bitsandbytes.optim.AdamW32bit)
+    message = rf"--optim.name {name}: the moments of .*float32.*expected one byte.*; use --optim.name adamw"
+    with pytest.raises(ConfigError, match=message):
+        train(tiny(digits, tmp_path / "run", optim__name=name), launch(stage), world)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def _flat(state: dict[str, torch.Tensor], size: int) -> Flat:
+    key = torch.zeros(size)
+    return Flat(key, {key: state}, (Fragment("weight", 0, size, 0),), owned=True)
+
+
+def test_bitsandbytes_may_keep_small_tensors_in_fp32() -> None:
+    check_is_8bit("adamw8bit-bnb", [_flat({k: torch.zeros(4095) for k in ("state1", "state2")}, 4095)])
+    for name, size in (("adamw8bit-bnb", 4096), ("adamw8bit", 1)):
+        with pytest.raises(ConfigError, match="expected one byte"):
+            check_is_8bit(name, [_flat({}, size)])
+
+
+def test_adamw8bit_needs_an_eps() -> None:
+    OptimConfig(eps=0.0)
+    with pytest.raises(ConfigError, match=r"--optim\.eps 0: above 0 with --optim\.name adamw8bit"):
+        OptimConfig(name="adamw8bit", eps=0.0)
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw8bit-bnb"])
+def test_8bit_state_takes_two_bytes_per_parameter(world: World, digits: Path, tmp_path: Path, name: str) -> None:
+    config = tiny(digits, tmp_path / "run", steps=2, optim__name=name)
+    with ExitStack() as stack:
+        engine = build(config, launch(3), world, stack)[0].engine
+        parameters = sum(torch.Size(shape).numel() for shape in engine.shapes.values())
+        held = sum(
+            value.numel() * value.element_size()
+            for flat in engine.flats
+            for key, value in flat.state.items()
+            if isinstance(value, torch.Tensor) and not key.startswith("qmap")
+        )
+        assert 2 * parameters < held < 2.1 * parameters

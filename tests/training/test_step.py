@@ -1,0 +1,134 @@
+"""What happens inside one step: nothing is read from the device, nothing recompiles, everything is counted."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastdiff
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from tests.support.runs import launch, records, tiny
+
+OURS = str(Path(fastdiff.__file__).parent)
+VOTES = str(Path(fastdiff.__file__).parent / "parallel" / "consensus.py")
+READS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
+
+
+@contextmanager
+def counted_reads() -> Iterator[Counter[str]]:
+    """Count the reads of tensors by who makes them; the loader's thread, which fills host memory, is free to."""
+    found: Counter[str] = Counter()
+    originals = {name: getattr(Tensor, name) for name in READS}
+
+    def watched(name: str):  # type: ignore[no-untyped-def]
+        def read(self: Tensor, *args: object, **options: object) -> object:
+            caller = sys._getframe(1).f_code.co_filename
+            if threading.current_thread() is threading.main_thread():
+                found["votes" if caller == VOTES else "fastdiff" if caller.startswith(OURS) else "other"] += 1
+            return originals[name](self, *args, **options)
+
+        return read
+
+    for name in READS:
+        setattr(Tensor, name, watched(name))
+    try:
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(Tensor, name, original)
+
+
+def reads_of_a_run(world: World, digits: Path, folder: Path, steps: int, stage: int, log_every: int) -> int:
+    """Reads by our own files in a whole run, start and end included; not the votes, which a GPU has sent by then."""
+    config = tiny(digits, folder, steps=steps, output__log_every=log_every)
+    with counted_reads() as found:
+        train(config, launch(stage), world)
+    assert found["votes"] == steps, "once per step"
+    return found["fastdiff"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_reads_nothing_from_the_device(world: World, digits: Path, tmp_path: Path, stage: int) -> None:
+    """Twenty more steps read nothing more, as long as no callback is due."""
+    short = reads_of_a_run(world, digits, tmp_path / "short", 4, stage, log_every=100)
+    long = reads_of_a_run(world, digits, tmp_path / "long", 24, stage, log_every=100)
+    assert long == short
+    logging = reads_of_a_run(world, digits, tmp_path / "log", 24, stage, log_every=1)
+    assert logging > long, "a callback that is due does read"
+
+
+def test_a_step_never_waits_for_the_whole_device(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's throughput timer would: `synchronize` at the start and end of every step."""
+    from deepspeed.accelerator import get_accelerator
+
+    waits: Counter[str] = Counter()
+    monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda *a: waits.update(["synchronize"]))
+    train(tiny(digits, tmp_path / "run"), launch(3), world)
+    few = waits.total()
+    train(tiny(digits, tmp_path / "long", steps=24), launch(3), world)
+    assert waits.total() - few == few
+
+
+def test_plain_zero0_reads_one_flag_per_step(world: World, digits: Path, tmp_path: Path) -> None:
+    """There DeepSpeed has no check for non-finite gradients, and ours reads what ZeRO's wrappers read elsewhere."""
+    short = reads_of_a_run(world, digits, tmp_path / "short", 4, 0, log_every=100)
+    long = reads_of_a_run(world, digits, tmp_path / "long", 24, 0, log_every=100)
+    assert long - short == 20
+
+
+def test_blocks_compile_whole_under_zero3(world: World, digits: Path, tmp_path: Path) -> None:
+    """Zero graph breaks, one graph for all blocks, and the losses of the run that is not compiled."""
+    eager = tiny(digits, tmp_path / "eager", steps=4)
+    compiled = tiny(digits, tmp_path / "compiled", steps=4, performance__compile=True)
+    train(eager, launch(3), world)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    train(compiled, launch(3), world)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for a, b in zip(records(tmp_path / "eager"), records(tmp_path / "compiled"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_recomputing_activations_changes_no_loss(world: World, digits: Path, tmp_path: Path, stage: int) -> None:
+    train(tiny(digits, tmp_path / "kept"), launch(stage), world)
+    train(tiny(digits, tmp_path / "again", performance__recompute=True), launch(stage), world)
+    kept, again = ([r["loss"] for r in records(tmp_path / name)] for name in ("kept", "again"))
+    assert kept == again
+
+
+def test_a_record_has_what_people_plot(world: World, digits: Path, tmp_path: Path) -> None:
+    train(tiny(digits, tmp_path / "run", optim__schedule="linear"), launch(1), world)
+    found = records(tmp_path / "run")
+    assert [r["samples"] for r in found] == [16, 32, 48, 64, 80, 96]
+    assert {"step", "loss", "lr", "grad_norm", "samples_per_s", "step_ms", "data_wait_ms", "peak_gib", "mfu"} <= set(
+        found[0]
+    )
+    assert [r["lr"] for r in found] == pytest.approx([1e-2 * (6 - n) / 6 for n in range(6)]), "of this step"
+    assert all(r["grad_norm"] > 0 and r["step_ms"] > r["data_wait_ms"] >= 0 for r in found)
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.gpu
+def test_bf16_under_zero_1_trains_on_a_gpu(world: World, digits: Path, tmp_path: Path) -> None:
+    """Two steps, whose losses are those of fp32 but for rounding."""
+    assert world.device.type == "cuda"
+    for precision in ("fp32", "bf16"):
+        train(tiny(digits, tmp_path / precision, steps=2, performance__precision=precision), launch(1), world)
+    exact, rounded = ([r["loss"] for r in records(tmp_path / name)] for name in ("fp32", "bf16"))
+    assert len(exact) == 2
+    assert exact[0] != exact[1], "the first step changed the weights"
+    assert rounded == pytest.approx(exact, rel=0.02)
+    assert rounded != exact

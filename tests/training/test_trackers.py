@@ -1,0 +1,325 @@
+"""TensorBoard and wandb are shown what a run measures, as a user finds it in their files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fastdiff.errors import ConfigError, FastdiffError, Preempted
+from fastdiff.parallel.preemption import StopRequest
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from fastdiff.training.callbacks import trackers as of_boards
+from fastdiff.training.callbacks.trackers import Trackers, Unhurried, require_installed
+from tests.support.runs import launch, losses, records, tiny
+
+
+def test_tensorboard_shows_the_numbers_of_the_log(world: World, digits: Path, tmp_path: Path) -> None:
+    config = tiny(digits, tmp_path / "run", steps=3)
+    train(config, launch(0), world)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    shown = events.Scalars("loss")
+    assert [event.step for event in shown] == [1, 2, 3]
+    assert [event.value for event in shown] == pytest.approx(losses(tmp_path / "run"))
+    assert {"lr", "grad_norm", "samples_per_s"} <= set(events.Tags()["scalars"])
+
+
+def test_tensorboard_hides_the_steps_after_a_resume(world: World, digits: Path, tmp_path: Path) -> None:
+    """The second start repeats step 3, whose first event must go, and no other."""
+    run = tmp_path / "run"
+    train(tiny(digits, run, steps=3, output__checkpoint_every=2), launch(0), world)
+    (run / "checkpoints" / "step-00000003").rename(tmp_path / "lost")
+    train(tiny(digits, run, steps=4, output__checkpoint_every=2), launch(0, allow_change=("samples",)), world)
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+
+
+def test_no_board_is_asked_for(world: World, digits: Path, tmp_path: Path) -> None:
+    train(tiny(digits, tmp_path / "run", steps=1, output__report_to=()), launch(0), world)
+    assert len(records(tmp_path / "run")) == 1
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_a_missing_wandb_is_refused_before_anything_is_built(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else known(name, *rest)
+    )
+    with pytest.raises(ConfigError, match=r"pip install 'fastdiff\[wandb\]'"):
+        train(tiny(digits, tmp_path / "run", steps=1, output__report_to=("wandb",)), launch(0), world)
+    assert not (tmp_path / "run").exists()
+    require_installed(("tensorboard",))
+
+
+def test_wandb_gets_numbers_and_images(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real wandb, offline: what it would upload is read back from its own file."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
+    state.folder.mkdir()
+    pixels = torch.arange(2 * 3 * 64, dtype=torch.uint8).view(2, 3, 8, 8)
+    with Trackers(state) as boards:  # type: ignore[arg-type]
+        boards.scalars({"loss": 0.25, "lr": 1e-4}, 7)
+        boards.images({"a red cat": pixels}, 7)
+    wandb.teardown()  # waits until its process has written all
+    found = _wandb_history(state.folder)
+    assert found["loss"] == 0.25
+    assert found["_step"] == 7
+    assert found["validation.captions"] == ["a red cat", "a red cat"]
+    assert len(list(state.folder.glob("wandb/offline-run-*/files/media/images/*.png"))) == 2
+    first = (state.folder / "wandb-id").read_text()
+    with Trackers(state):  # type: ignore[arg-type]
+        pass
+    assert (state.folder / "wandb-id").read_text() == first, "a resume goes on with the same run"
+
+
+@pytest.mark.parametrize("error", [None, Preempted("asked to stop"), ConfigError("what ends a run")], ids=str)
+def test_wandb_is_told_how_a_run_ended(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: FastdiffError | None
+) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
+    state.folder.mkdir()
+    with suppress(FastdiffError), Trackers(state) as boards:  # type: ignore[arg-type]
+        boards.scalars({"loss": 0.25}, 1)
+        if error is not None:
+            raise error
+    wandb.teardown()
+    codes = [record.exit.exit_code for record in _wandb_records(state.folder) if record.HasField("exit")]
+    assert codes == [int(isinstance(error, ConfigError))]
+
+
+@contextmanager
+def tracker() -> Iterator[tuple[str, threading.Event, threading.Event]]:
+    """A server that wandb takes for its own: its address; set it to stall; whether it was asked while it stalled."""
+    stalls, asked, end = threading.Event(), threading.Event(), threading.Event()
+    bucket = {"id": "b", "name": "x", "displayName": "x", "config": "{}", "sweepName": None, "historyLineCount": 0}
+    project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "me"}}
+    answer = json.dumps(
+        {
+            "data": {
+                "viewer": {"id": "v", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}},
+                "serverInfo": {"features": []},
+                "model": {"bucket": None, "id": "x"},
+                "upsertBucket": {"bucket": bucket | {"project": project}, "inserted": True},
+            }
+        }
+    ).encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if stalls.is_set():
+                asked.set()
+                end.wait(120)
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_GET = do_POST
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", stalls, asked
+        finally:
+            end.set()
+            server.shutdown()
+
+
+def to_tracker(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    for name, value in (("BASE_URL", address), ("API_KEY", "0" * 40), ("SILENT", "true"), ("MODE", "online")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setattr(of_boards, "INIT_S", 20.0)
+    monkeypatch.setattr(of_boards, "FINISH_S", 2.0)
+
+
+@pytest.mark.fault(29)
+def test_a_tracker_that_stalls_does_not_hold_up_the_steps(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real wandb, whose server answers nothing from the first step on: all steps are done while it stalls."""
+    import wandb
+
+    done_while_it_stalls = []
+    with tracker() as (address, stalls, asked):
+        to_tracker(monkeypatch, address)
+        begin, log = of_boards._Wandb._begin, of_boards._Wandb.scalars
+
+        def begun(self: Any, options: dict[str, Any]) -> Any:
+            try:
+                return begin(self, options)
+            finally:
+                stalls.set()
+
+        def logged(self: Any, values: Any, step: int) -> None:
+            log(self, values, step)
+            done_while_it_stalls.append(step)
+
+        monkeypatch.setattr(of_boards._Wandb, "_begin", begun)
+        monkeypatch.setattr(of_boards._Wandb, "scalars", logged)
+        train(tiny(digits, tmp_path / "run", steps=6, output__report_to=("wandb",)), launch(0), world)
+        assert asked.is_set(), "the server was asked, and did not answer"
+    wandb.teardown()
+    assert done_while_it_stalls == [1, 2, 3, 4, 5, 6]
+    assert len(losses(tmp_path / "run")) == 6
+    assert list((tmp_path / "run").glob("wandb/run-*/run-*.wandb")), "kept, for `wandb sync`"
+
+
+@pytest.mark.fault(29)
+def test_a_tracker_that_stalls_does_not_hold_up_a_preemption(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real wandb, of a server that stalls: who is about to be killed does not wait until it gives up."""
+    import wandb
+
+    stop = StopRequest()
+    with tracker() as (address, stalls, _):
+        to_tracker(monkeypatch, address)
+        monkeypatch.setattr(of_boards, "FINISH_S", 60.0)
+        monkeypatch.setattr(of_boards, "BROKEN_OFF_S", 1.0)
+        log = of_boards._Wandb.scalars
+
+        def logged(self: Any, values: Any, step: int) -> None:
+            stalls.set()
+            log(self, values, step)
+            stop.make("a test")
+
+        monkeypatch.setattr(of_boards._Wandb, "scalars", logged)
+        began = time.monotonic()
+        with pytest.raises(Preempted):
+            train(tiny(digits, tmp_path / "run", steps=10_000, output__report_to=("wandb",)), launch(0), world, stop)
+        assert time.monotonic() - began < 30
+    wandb.teardown()
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert "did not take all within 1 s" in "".join(capsys.readouterr())
+
+
+@pytest.mark.fault(29)
+def test_a_tracker_that_is_away_at_the_start_is_done_without(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import wandb
+
+    with tracker() as (address, stalls, asked):
+        stalls.set()
+        to_tracker(monkeypatch, address)
+        state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
+        state.folder.mkdir()
+        with Trackers(state) as boards:  # type: ignore[arg-type]
+            assert asked.is_set()
+            boards.scalars({"loss": 0.25}, 1)
+    wandb.teardown()
+    assert "does not answer within 20 s" in "".join(capsys.readouterr())
+    assert _wandb_history(state.folder)["loss"] == 0.25
+
+
+class _Stuck:
+    """A board that takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.go, self.shown, self.closed = threading.Event(), list[int](), list[bool]()
+
+    def scalars(self, values: Any, step: int) -> None:
+        self.go.wait(60)
+        self.shown.append(step)
+        if step == 2:
+            raise OSError("what https://me:pw@server/?key=1 says")
+
+    def images(self, images: Any, step: int) -> None:
+        pass
+
+    def close(self, *, failed: bool, patience_s: float) -> None:
+        self.closed.append(failed)
+
+
+@pytest.mark.fault(29)
+def test_a_board_that_is_stuck_is_left_behind_with_one_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stuck = _Stuck()
+    board = Unhurried(stuck)
+    for step in range(1000):
+        board.scalars({"loss": 1.0}, step)
+    board.close(failed=False, patience_s=0.1)
+    assert not stuck.shown
+    assert "".join(capsys.readouterr()).count("warning: a board") == 1
+    stuck.go.set()
+
+
+@pytest.mark.fault(29)
+def test_a_board_that_fails_goes_on_with_the_next_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    stuck = _Stuck()
+    stuck.go.set()
+    board = Unhurried(stuck)
+    for step in range(5):
+        board.scalars({"loss": 1.0}, step)
+    board.close(failed=True, patience_s=60.0)
+    assert (stuck.shown, stuck.closed) == ([0, 1, 2, 3, 4], [True])
+    assert "failed (what https://server/ says)" in "".join(capsys.readouterr())
+
+
+class _State:
+    """What the boards read of a run."""
+
+    def __init__(self, config: Any, world: World) -> None:
+        self.config, self.world = config, world
+        self.folder = Path(config.output.folder)
+
+
+def _wandb_history(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for record in _wandb_records(folder):
+        for item in record.history.item:
+            found[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+    return found
+
+
+def _wandb_records(folder: Path) -> Iterator[Any]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    [path] = folder.glob("wandb/offline-run-*/run-*.wandb")
+    for data in _log_records(path.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        yield record
+
+
+def _log_records(log: bytes) -> Iterator[bytes]:
+    """The records of a log in the format of LevelDB behind its 7 bytes: blocks of 32 KiB, records cut at their ends."""
+    place, parts, full_or_last = 7, b"", (1, 4)
+    while place + 7 <= len(log):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        length, kind = int.from_bytes(log[place + 4 : place + 6], "little"), log[place + 6]
+        parts += log[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in full_or_last:
+            yield parts
+            parts = b""
