@@ -15,20 +15,30 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "fastdiff").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
 BENCH = sorted((ROOT / "bench").rglob("*.py"))
 
-# What a module may import of fastdiff; "*" anything but the entry points.
-ENTRY_POINTS = {"fastdiff.train", "fastdiff.config.command_line", "fastdiff.cli.main"}
-FREE_OF_SIBLINGS = {
-    "errors": {"printable"},
-    "adm_config": {"errors"},
-    "model_config": {"adm_config", "errors"},
-    "data_config": {"errors"},
-    "objective_config": {"errors"},
-    "divergence_config": {"errors"},
-    "timestep_config": {"errors", "objective_config"},
-    "config": {"errors", "model_config", "data_config", "divergence_config", "objective_config", "timestep_config"},
-    "progress": set(),
-    "grid": set(),
-}
+# The rooms, from the ground up, and what each may import: itself and what stands here. "" is the ground floor.
+ROOMS: dict[str, set[str]] = {
+    "": set(),
+    "config": {""},
+    "parallel": {""},
+    "diffusion": {"", "config", "parallel"},
+    "checkpoint": {"", "config", "parallel"},
+    "models": {"", "config", "diffusion"},
+    "data": {"", "config", "models"},
+    "sampling": {"", "config", "diffusion", "checkpoint", "models", "data"},
+    "evaluation": {"", "config", "diffusion", "models", "data", "sampling"},
+    "training": {
+        "", "config", "parallel", "diffusion", "checkpoint", "models", "data", "sampling", "evaluation",
+    },
+    "cluster": {"", "config", "parallel", "checkpoint", "models", "data", "training"},
+    "export": {"", "config", "parallel", "diffusion", "checkpoint", "models", "sampling", "training"},
+    "cli": {
+        "", "config", "parallel", "checkpoint", "models", "data", "sampling", "evaluation", "training", "cluster",
+        "export",
+    },
+    "train": {"", "config", "parallel", "training"},
+}  # fmt: skip
+GROUND = {"", "batch", "console", "errors", "files", "progress", "rng", "sanitize"}
+FREE_OF_TORCH = ("config", "errors", "files", "sanitize", "progress", "console")
 
 
 def module_name(path: Path) -> str:
@@ -107,20 +117,49 @@ def test_kernels_depend_on_torch_and_triton_only() -> None:
     assert not any("xformers" in line for line in at_import)
 
 
-@pytest.mark.parametrize("name", sorted(FREE_OF_SIBLINGS))
-def test_basic_modules_import_no_siblings(name: str) -> None:
-    siblings = {n.split(".")[1] for n in imports(ROOT / "fastdiff" / f"{name}.py") if n.startswith("fastdiff.")}
-    assert siblings <= FREE_OF_SIBLINGS[name]
+def room_of(module: str) -> str:
+    """The room of a module of fastdiff; "" for the ground floor."""
+    first = module.partition(".")[2].partition(".")[0]
+    return "" if first in GROUND else first
 
 
-def test_models_and_data_do_not_know_the_trainer() -> None:
-    trainer = {
-        f"fastdiff.{n}"
-        for n in ("engine", "callbacks", "checkpoint", "start", "train", "cli", "commands", "presets", "ema")
-    }
+def test_every_module_lies_in_a_room() -> None:
+    assert {room_of(module_name(path)) for path in SOURCES if "kernels" not in path.parts} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_downward_only(room: str) -> None:
+    """Whatever a room imports stands in its row, and every row is needed."""
+    found = {}
     for path in SOURCES:
-        if path.parent.name in ("models", "data"):
-            assert not trainer & set(imports(path)), path
+        if "kernels" in path.parts or room_of(module_name(path)) != room:
+            continue
+        for name in imports(path):
+            if name.startswith("fastdiff.") and room_of(name) != room:
+                found.setdefault(room_of(name), f"{module_name(path)} imports {name}")
+    assert {other: line for other, line in found.items() if other not in ROOMS[room]} == {}
+    assert set(found) == ROOMS[room]
+
+
+def test_rows_name_only_rooms_below() -> None:
+    order = list(ROOMS)
+    for room, below in ROOMS.items():
+        assert all(order.index(other) < order.index(room) for other in below), room
+
+
+def test_at_most_twelve_modules_in_a_folder() -> None:
+    for folder in {path.parent for path in SOURCES}:
+        modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= 12, f"{folder}: {modules}"
+
+
+def test_packages_build_nothing() -> None:
+    """An ``__init__.py`` is a docstring; the package of the presets is their list, that of the cluster a setting."""
+    for path in (ROOT / "fastdiff").rglob("__init__.py"):
+        body = ast.parse(path.read_text()).body
+        assert isinstance(body[0], ast.Expr), path
+        if path.parent.name not in ("fastdiff", "presets", "cluster"):
+            assert len(body) == 1, path
 
 
 def test_import_direction_has_no_cycle() -> None:
@@ -140,9 +179,12 @@ def test_import_direction_has_no_cycle() -> None:
         visit(module, ())
 
 
-def test_config_is_free_of_torch() -> None:
+@pytest.mark.parametrize("room", FREE_OF_TORCH)
+def test_free_of_torch(room: str) -> None:
     """So that --help and a typing error answer at once."""
-    code = "import sys, fastdiff.config.presets, fastdiff.config.config_file; sys.exit('torch' in sys.modules)"
+    folder = ROOT / "fastdiff" / room
+    names = [module_name(path) for path in folder.rglob("*.py")] if folder.is_dir() else [f"fastdiff.{room}"]
+    code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
