@@ -65,7 +65,7 @@ def test_fp16_stops_at_the_smallest_loss_scale(
             super().backward(loss * 1e30, discard=discard)
 
     with (
-        mock.patch("fastdiff.training.engine.Engine", Overflowing),
+        mock.patch("fastdiff.training.build.Engine", Overflowing),
         pytest.raises(DivergedError, match="smallest loss scale"),
     ):
         train(config, launch(stage), world)
