@@ -142,7 +142,9 @@ def add(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.out is None and not arguments.readme:
-        raise BenchError("report: expected OUT.html to write a page, --readme to write the tables of the documentation, or both")
+        raise BenchError(
+            "report: expected OUT.html to write a page, --readme to write the tables of the documentation, or both"
+        )
     if arguments.out is not None:
         if arguments.out.suffix != ".html":
             raise BenchError(f"report: {arguments.out}: expected a file to write that ends in .html, then the records")

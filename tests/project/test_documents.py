@@ -96,7 +96,10 @@ def test_functions_are_in_the_files_that_are_named_for_them() -> None:
     assert len(found) > 20
     for names, files in found:
         source = "\n".join(file.read_text() for file in files if file.exists())
-        defined = {*re.findall(r"(?:^|\n) *(?:class|def) (\w+)", source), *re.findall(r"\n(\w+)(?:: [^=\n]+)? = ", source)}
+        defined = {
+            *re.findall(r"(?:^|\n) *(?:class|def) (\w+)", source),
+            *re.findall(r"\n(\w+)(?:: [^=\n]+)? = ", source),
+        }
         missing += [name for name in names if not set(name.split(".")) <= {*defined, "DataError"}]
     assert not missing
 

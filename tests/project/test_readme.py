@@ -27,7 +27,9 @@ RESULTS = ROOT / "bench" / "results" / "cpu-2-cores"
 
 def test_the_demo_runs_the_commands_that_the_readme_shows() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    (demo,) = (block for block in README.split("```")[1::2] if block.startswith("\nfastdiff encode digits data/digits\n"))
+    (demo,) = (
+        block for block in README.split("```")[1::2] if block.startswith("\nfastdiff encode digits data/digits\n")
+    )
     commands = demo.split("\n")[1:-1]
     assert len(commands) == 3
     for command in commands:
@@ -104,7 +106,9 @@ def test_the_losses_of_8_bit_adam_stand_in_the_record() -> None:
 
 def test_the_cost_of_a_checkpoint_stands_in_the_record() -> None:
     claim = re.search(
-        r"meanwhile take ([\d.]+) times.*?checkpoint takes ([\d.]+)\s+times.*?(\d+) MiB.*?`(\S+)`", BENCHMARKS, re.DOTALL
+        r"meanwhile take ([\d.]+) times.*?checkpoint takes ([\d.]+)\s+times.*?(\d+) MiB.*?`(\S+)`",
+        BENCHMARKS,
+        re.DOTALL,
     )
     assert claim is not None
     found = {row.quantity: row.value for row in record.read(ROOT / claim[4] / "checkpoint.jsonl").measurements}
