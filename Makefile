@@ -51,7 +51,7 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	bash bench/gpu.sh
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt fastdiff/__init__.py
 	$(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt .venv/bin/python -m pip install --quiet torch triton
 	PIP_CONSTRAINT=constraints.txt .venv/bin/python -m pip install --quiet --editable ".[dali,xformers,peft,remote,hf,bench,dev]"

@@ -1,3 +1,3 @@
 """fastdiff: train diffusion models from sharded latents, fast, at any scale."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Writes what records hold for people: one HTML page, and the tables of the README files and of the documentation."""
+"""``bench report``: records as one HTML page, and as the tables in the documentation."""
 
 from __future__ import annotations
 
@@ -129,20 +129,22 @@ def _alike(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
 
 def add(commands: Commands) -> None:
     """Register the command."""
-    parser = commands.add_parser("report", help="records as one page with tables and plots, or in the README files")
+    parser = commands.add_parser("report", help="records as one page with tables and plots, or in the documentation")
     parser.add_argument("out", nargs="?", type=Path, metavar="OUT.html", help="the page to write")
     parser.add_argument(
         "records", nargs="*", type=Path, metavar="RECORDS", help="files and folders; default: all of bench/results"
     )
     parser.add_argument(
-        "--readme", action="store_true", help="bring the tables in the README files and docs/ up to date"
+        "--readme", action="store_true", help="rewrite the tables in docs/ and in README files from their records"
     )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.out is None and not arguments.readme:
-        raise BenchError("report: expected OUT.html to write a page, --readme to write the README's tables, or both")
+        raise BenchError(
+            "report: expected OUT.html to write a page, --readme to write the tables of the documentation, or both"
+        )
     if arguments.out is not None:
         if arguments.out.suffix != ".html":
             raise BenchError(f"report: {arguments.out}: expected a file to write that ends in .html, then the records")

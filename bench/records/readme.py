@@ -1,4 +1,4 @@
-"""Writes the tables of measured numbers in the README files and in the documentation, from records.
+"""Tables of measured numbers in the documentation, written from records.
 
 Where a file has::
 
@@ -24,7 +24,7 @@ from bench.records.record import Measurement, Record
 
 Row: TypeAlias = tuple[str, ...]
 
-FILES = (ROOT / "README.md", ROOT / "kernels" / "README.md", ROOT / "docs" / "objectives.md")
+FILES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "objectives.md", ROOT / "kernels" / "README.md")
 
 _BEGIN, _END = "<!-- bench:", "<!-- end bench -->"
 _BLOCK = re.compile(rf"^({_BEGIN} (\S+) (.+?) -->)\n(.*?)^{_END}$", re.MULTILINE | re.DOTALL)
