@@ -30,9 +30,9 @@ from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import PREDICTION_TYPES, DiffusionConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.diffusion.levels import GAMMA
 from fastdiff.diffusion.schedules import betas
 from fastdiff.training.optim import build_lr_schedule
-from fastdiff_kernels.weights import GAMMA
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which a launcher tells a process its rank: with them accelerate would wrap the network for many."""

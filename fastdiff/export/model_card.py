@@ -16,10 +16,10 @@ from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import PREDICTION_TYPES, DiffusionConfig, Prediction
 from fastdiff.config.run import ModelConfig, RunConfig
 from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.diffusion.levels import GAMMA
 from fastdiff.export.diffusers_dit import FOLDER, SAME_TIMES
 from fastdiff.export.weights import ExportedWeights
 from fastdiff.sampling.run import config_of
-from fastdiff_kernels.weights import GAMMA
 
 _SAMPLES = "samples.png"
 _NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}

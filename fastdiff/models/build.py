@@ -13,7 +13,7 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.run import ModelConfig
 from fastdiff.models.dit.network import DiT
 from fastdiff.models.embeddings import position_table
-from fastdiff_kernels.attention import AttentionBackend
+from fastdiff_kernels.names import AttentionBackend
 
 if TYPE_CHECKING:
     from fastdiff.models.adm.network import AdmUNet

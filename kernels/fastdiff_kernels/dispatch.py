@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, who decides it, and how to see it.
+"""Choice of the implementation of each op, and a report of it.
 
 Three implementations of each op: ``triton`` (the kernel), ``reference`` (plain torch next to it), ``compile`` (the
 reference through ``torch.compile``). The decision, strongest first: the ``backend`` argument of a call, ``force`` for
@@ -11,18 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch._dynamo.config
 from torch import Tensor, nn
 
 from fastdiff_kernels import launch
-
-Backend = Literal["triton", "reference", "compile"]
-
-OPS = ("philox", "noising", "loss", "group_norm", "adaln", "dropout", "adamw8bit")
-"""Every op whose backend can be forced; attention has its own registry (``attention.py``)."""
+from fastdiff_kernels.names import BACKENDS, OPS, Backend
 
 _forced: dict[str, Backend] = {}
 
@@ -55,10 +51,10 @@ def choose(op: str, tensor: Tensor, backend: Backend | None = None) -> Backend:
     """The implementation of ``op`` that works on ``tensor``.
 
     Args:
-        op: one of ``OPS``.
+        op: one of ``names.OPS``.
         tensor: an argument of the op; its device decides.
-        backend: what the caller asks for; None: what is forced, else Triton on a CUDA device where it is installed,
-            else the reference.
+        backend: the caller's choice; None: the forced one, otherwise Triton on a CUDA device where it is installed,
+            otherwise the reference.
 
     Raises:
         ValueError: no such op or backend.
@@ -89,7 +85,7 @@ def _check_op(op: str) -> None:
 
 
 def _check(backend: str) -> None:
-    if backend not in get_args(Backend):
+    if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r}: expected 'triton', 'reference', 'compile' or None (the default)")
 
 
@@ -126,7 +122,7 @@ def plain(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which implementation of an op one layer uses, and why."""
+    """The implementation of an op in one layer, and the reason."""
 
     op: str
     forward: str
@@ -139,7 +135,7 @@ def choice(op: str, example: Tensor, *, differentiated: bool = True) -> Choice:
     """The ``Choice`` of an op whose forward and backward have the same implementation.
 
     Args:
-        op: one of ``OPS``.
+        op: one of ``names.OPS``.
         example: a tensor of the device that the op will work on.
         differentiated: False for an op through which no gradient flows.
 
@@ -156,12 +152,12 @@ class Explains(Protocol):
     """A module that calls ops of this package directly (not through a child module)."""
 
     def choices(self, example: Tensor) -> Iterator[Choice]:
-        """Yield what ``forward`` would use, op by op, for inputs of the device and dtype of ``example``."""
+        """Yield the ``Choice`` of each op in ``forward``, for inputs of the device and dtype of ``example``."""
         ...
 
 
 def explain(model: nn.Module, example: Tensor | None = None) -> list[tuple[str, Choice]]:
-    """Which implementation each layer of ``model`` uses, forward and backward.
+    """The implementation of each op in each layer of ``model``, forward and backward.
 
     Args:
         model: its modules that call ops have a method ``choices`` (``Explains``).

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastdiff.batch import Batch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.objective import DiffusionConfig
+from fastdiff.diffusion.levels import loss_weights
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.schedules import Schedule, betas
 from fastdiff.errors import ConfigError
@@ -16,7 +17,6 @@ from fastdiff.models.dit.network import DiT
 from fastdiff.rng import Stream, normal
 from fastdiff.training.metrics import Meters
 from fastdiff_kernels import dispatch
-from fastdiff_kernels.weights import loss_weights
 from tests.support.references.timesteps import uniform_timesteps
 
 PREDICTIONS = ("epsilon", "v", "x0")

@@ -15,7 +15,7 @@ from fastdiff.models.adm.network import AdmUNet
 from fastdiff.parallel.world import World
 from fastdiff.training.engine import Engine
 from fastdiff_kernels import dispatch
-from fastdiff_kernels.dispatch import Backend
+from fastdiff_kernels.names import Backend
 from tests.support.references.adm_networks import SMALL, built, inputs
 from tests.support.references.unet_reference import gradients
 from tests.support.runs import launch, tiny

@@ -11,7 +11,7 @@ import torch
 
 from fastdiff.cli import doctor
 from fastdiff.config.presets import preset
-from fastdiff.config.run import KERNEL_OPS, PerformanceConfig, RunConfig
+from fastdiff.config.run import PerformanceConfig, RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.errors import ConfigError
 from fastdiff.models import kernel_choice
@@ -22,6 +22,7 @@ from fastdiff.training.resume import config_changes
 from fastdiff_kernels import dispatch
 from fastdiff_kernels import launch as kernel_launch
 from fastdiff_kernels.dispatch import Choice
+from fastdiff_kernels.names import OPS
 from tests.support.runs import launch, reseal, tiny, train_losses
 
 CPU = torch.device("cpu")
@@ -35,10 +36,10 @@ def performance(config: RunConfig, **changes: str) -> RunConfig:
     ("given", "forced"),
     [
         ("auto", {}),
-        ("triton", dict.fromkeys(KERNEL_OPS, "triton")),
+        ("triton", dict.fromkeys(OPS, "triton")),
         ("adaln=compile", {"adaln": "compile"}),
         ("auto, adaln=compile,loss=reference", {"adaln": "compile", "loss": "reference"}),
-        ("reference,loss=auto", {op: "reference" for op in KERNEL_OPS if op != "loss"}),
+        ("reference,loss=auto", {op: "reference" for op in OPS if op != "loss"}),
     ],
 )
 def test_kernels_are_a_default_and_exceptions(given: str, forced: dict[str, str]) -> None:
