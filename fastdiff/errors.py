@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
+import re
 
+from fastdiff.console import write_line
+from fastdiff.exit_message import on_first_node, say_once
 from fastdiff.sanitize import escape
 
 _STORAGE_ERRNOS = (
@@ -26,6 +28,10 @@ _STORAGE_ERRNOS = (
     errno.ENOTDIR,
     errno.EISDIR,
 )
+_LOST_CONNECTION = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|ncclRemoteError|remote process exited", re.IGNORECASE
+)
+"""In what gloo and NCCL say when the rank at the other end is gone."""
 
 
 class FastdiffError(Exception):
@@ -36,7 +42,7 @@ class FastdiffError(Exception):
     def __init__(self, message: str, *, everywhere: bool | None = None) -> None:
         super().__init__(message)
         self.everywhere = self.usually_everywhere if everywhere is None else everywhere
-        """True when every rank raises it, so that rank 0 alone prints it."""
+        """True when every rank raises it: the message then names none of them."""
 
     usually_everywhere = False
 
@@ -81,13 +87,21 @@ def require(condition: bool, message: str) -> None:
 
 
 def report(error: FastdiffError) -> int:
-    """Print ``error`` as one message, on one rank if all have it, and return its exit code."""
-    rank = os.environ.get("RANK", "0")
-    if rank == "0" or not error.everywhere:
-        where = f" (rank {rank})" if os.environ.get("WORLD_SIZE", "1") != "1" and not error.everywhere else ""
-        message = "\n".join(map(escape, str(error).split("\n")))  # it may hold names from foreign files
-        print(f"fastdiff: error{where}: {message}", file=sys.stderr, flush=True)
-    return error.exit_code
+    """Print ``error``, unless another rank of this job has printed its own, and return the exit code of that message.
+
+    Of an error that all ranks have, ranks on other nodes than the first say nothing (``exit_message``).
+    """
+    rank, several = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") != "1"
+    if error.everywhere and not on_first_node():
+        return error.exit_code
+    where = f" (rank {rank})" if several and not error.everywhere else ""
+    message = "\n".join(map(escape, str(error).split("\n")))  # it may hold names from foreign files
+    return say_once(error.exit_code, lambda: write_line(f"fastdiff: error{where}: {message}"))
+
+
+def is_lost_connection(message: str) -> bool:
+    """Whether it is what a rank says that lost another one, and not of a failure of its own."""
+    return _LOST_CONNECTION.search(message) is not None
 
 
 def is_of_storage(error: Exception) -> bool:

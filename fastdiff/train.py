@@ -11,6 +11,7 @@ if __name__ == "__main__":
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _own]
 
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -20,8 +21,9 @@ from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from fastdiff.console import ignoring_closed_output, quieten
-from fastdiff.errors import FastdiffError, Preempted, as_storage_error, is_of_storage, report
+from fastdiff.console import ignoring_closed_output, log, quieten, write_line
+from fastdiff.errors import FastdiffError, Preempted, as_storage_error, is_lost_connection, is_of_storage, report
+from fastdiff.exit_message import say_once
 from fastdiff.parallel.heartbeat import note_failure
 from fastdiff.parallel.preemption import StopRequest, listening
 from fastdiff.parallel.world import World, start_world, stop_world, world_size
@@ -32,6 +34,7 @@ from fastdiff.training.callbacks.divergence import Rewind, RewindRequest, releas
 from fastdiff.training.state import TrainState
 
 _GRACE_S = 10.0
+"""For a launcher to see which rank ended first, and to end those that lost it."""
 
 
 def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | None = None) -> Progress:
@@ -123,7 +126,7 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code: 0, 2, 65, 70, 74 or 75 (see ``errors.py``)."""
+    """Run the command line and return the exit code: 0, 2, 65, 70, 74 or 75 (see ``errors.py``), or 1 after a bug."""
     quieten()
     with ignoring_closed_output():
         stop = StopRequest()
@@ -146,19 +149,36 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
 
 
 def _report(error: Exception, stop: StopRequest) -> int:
-    """Print what is for users and return its exit code; raise anything else again."""
+    """Leave one message for all ranks of the job, a bug with its traceback, and return the exit code that goes with it.
+
+    Raises:
+        Exception: a bug, in a run of one rank.
+    """
     _note(error)
     if isinstance(error, OSError) and is_of_storage(error):
         error = as_storage_error(error)
     if isinstance(error, FastdiffError):
         return report(error)
-    if isinstance(error, RuntimeError) and world_size() > 1:
-        # Most likely another rank ended and cut the connection. Its message and exit code are the ones to show: the
-        # launcher sees them first and ends this rank.
-        if stop.reason is not None:
-            return 1  # as it has just done, while this rank came to its end
+    if world_size() == 1:
+        raise error
+    code = say_once(1, partial(_say, error))
+    if isinstance(error, RuntimeError) and stop.reason is None:
+        # Most likely another rank ended and cut the connection. The launcher is to find that one first: its exit code
+        # is the one of the run.
+        sys.stderr.flush()
         time.sleep(_GRACE_S)
-    raise error
+    return code
+
+
+def _say(error: Exception) -> None:
+    if is_lost_connection(str(error)):
+        log.error(
+            "lost the connection to another rank, which was killed (out of memory?) or is on another node, where its "
+            "message is: %s",
+            " ".join(str(error).split()),
+        )
+    else:
+        write_line("".join(traceback.format_exception(error)).rstrip())
 
 
 def _note(error: Exception) -> None:

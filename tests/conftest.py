@@ -84,6 +84,14 @@ def fast_interpreter() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _warned_of_nothing() -> None:
+    """A process warns once of a thing; each test is to be warned."""
+    from fastdiff.console import once
+
+    once.given.clear()
+
+
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The encoded digits."""

@@ -17,8 +17,8 @@ from types import TracebackType
 
 import torch
 import torch.distributed
-from tqdm import tqdm
 
+from fastdiff.console import log
 from fastdiff.errors import FastdiffError
 from fastdiff.parallel.world import World
 
@@ -114,14 +114,14 @@ class AsyncSaves:
             raise error
         if self.world.is_first:
             count = f"; {self._failures[what]} failed in a row" if self._failures[what] > 1 else ""
-            tqdm.write(f"warning: the {what} of step {save.step} failed{count}, the run goes on: {error}")
+            log.warning(f"the {what} of step {save.step} failed{count}, the run goes on: {error}")
 
     def _outcome(self, what: str, save: _Save) -> BaseException | None:
         told = not self.world.is_first
         while not futures.wait([save.done], _SILENT_S).done:
             self._beat()
             if not told:
-                tqdm.write(f"waiting: the {what} of step {save.step} is still being written")
+                log.info(f"waiting: the {what} of step {save.step} is still being written")
                 told = True
         return save.done.exception()
 
@@ -134,7 +134,10 @@ class AsyncSaves:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Let what is being written come to its end; if the run failed, not for ever: others may be gone."""
+        """Let what is being written come to its end; if the run failed, not for ever: others may be gone.
+
+        Then the connections stay: no rank may lose them before this one has left its message (``exit_message``).
+        """
         self._jobs.put(None)
         until = math.inf if error is None else time.monotonic() + _PARTING_S
         while self._thread.is_alive() and time.monotonic() < until:
@@ -142,8 +145,8 @@ class AsyncSaves:
             self._thread.join(_SILENT_S)
         for what, save in self._running.items():
             if self.world.is_first and save.done.done() and save.done.exception() is not None:
-                tqdm.write(f"warning: the {what} of step {save.step} failed: {save.done.exception()}")
-        if self._group is not None and not self._thread.is_alive():
+                log.warning(f"the {what} of step {save.step} failed: {save.done.exception()}")
+        if self._group is not None and error is None and not self._thread.is_alive():
             torch.distributed.destroy_process_group(self._group)
 
     def _work(self) -> None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from fastdiff.checkpoint.manifest import committed, digest_of, step_of, verify
 from fastdiff.checkpoint.power_function import exponent, fit, power_name
 from fastdiff.checkpoint.reader import Checkpoint, snapshot_folder
+from fastdiff.console import log
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Fragment
 from fastdiff.progress import Progress
@@ -104,7 +104,7 @@ def _earlier_snapshots(saved: Checkpoint) -> list[Checkpoint]:
         if step_of(folder) < step_of(saved.folder):
             damage = verify(folder)
             if damage:
-                tqdm.write(f"warning: passing over a damaged snapshot: {damage[0]}")
+                log.warning(f"passing over a damaged snapshot: {damage[0]}")
             else:
                 found.append(Checkpoint(folder))
     return [snapshot for snapshot in found if _applied(snapshot)]

@@ -6,8 +6,11 @@ import argparse
 import inspect
 import json
 import os
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
 import tyro
@@ -20,6 +23,7 @@ from fastdiff.config.presets import PRESETS, preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.errors import ConfigError
+from fastdiff.exit_message import on_first_node, say_once
 
 
 def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
@@ -38,15 +42,7 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
     default = preset(own.preset) if own.preset else RunConfig()
     if own.config:
         default = config_file.overlay(default, own.config)
-    config = tyro.cli(
-        RunConfig,
-        prog="deepspeed fastdiff/train.py",
-        description=_description(own.preset),
-        default=default,
-        args=rest,
-        config=(tyro.conf.AvoidSubcommands,),
-        console_outputs=os.environ.get("RANK", "0") == "0",
-    )
+    config = _parse_fields(default, rest, _description(own.preset))
     if not config.output.folder:
         raise ConfigError("--output.folder is missing: a run without a preset needs a folder, for example runs/first")
     path = own.deepspeed_config or (own.deepspeed if isinstance(own.deepspeed, str) else None)
@@ -60,6 +56,34 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
         argv=tuple(argv),
     )
     return launch, config
+
+
+def _parse_fields(default: RunConfig, flags: Sequence[str], description: str) -> RunConfig:
+    """Return ``default`` with the fields that ``flags`` set; help, and what is wrong, is printed by one rank."""
+    parse: Callable[..., RunConfig] = partial(
+        tyro.cli,
+        RunConfig,
+        prog="deepspeed fastdiff/train.py",
+        description=description,
+        default=default,
+        args=flags,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    try:
+        return parse(console_outputs=False)
+    except SystemExit as end:
+        if not end.code:
+            parse(console_outputs=os.environ.get("RANK", "0") == "0")
+        elif on_first_node():
+            raise SystemExit(say_once(int(end.code), partial(_print_why, parse))) from None
+        raise
+
+
+def _print_why(parse: Callable[[], RunConfig]) -> None:
+    with suppress(SystemExit):
+        parse()
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _description(name: str | None) -> str:

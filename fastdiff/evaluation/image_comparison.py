@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from fastdiff.console import log
 from fastdiff.errors import ConfigError, require
 from fastdiff.evaluation.features import Extractor, features_of, open_extractor
 from fastdiff.evaluation.image_metrics import NEIGHBOURS, Features, Gaussian, kernel_distance, precision_recall
@@ -129,4 +128,4 @@ def _versions() -> dict[str, str]:
 
 
 def _warn(text: str) -> None:
-    tqdm.write(f"warning: {text}", file=sys.stderr)
+    log.warning(text)

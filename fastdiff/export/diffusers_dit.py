@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.console import log
 from fastdiff.errors import require
 from fastdiff.export.diffusers_model import Source, Sources, layer, projections, write_model
 from fastdiff.export.weights import ExportedWeights
@@ -59,7 +59,7 @@ def write_transformer(folder: Path, weights: ExportedWeights, model: DiTConfig, 
         ConfigError: diffusers has no such network.
     """
     config = to_diffusers(model)
-    tqdm.write(
+    log.warning(
         "DiTTransformer2DModel has other frequencies of the timesteps; the code in the model card, README.md beside "
         "it, sets those of DiT"
     )

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from fastdiff.checkpoint.power_function import constant_name
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.safetensors_writer import write_tensors
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.console import log
 from fastdiff.errors import StorageError
 from fastdiff.export.adamw_state import MOMENTS, Moment, Read, adamw_state, moments
 from fastdiff.export.weights import ExportedWeights, exported_weights
@@ -81,7 +81,7 @@ def write_iddpm(folder: Path, saved: Checkpoint, config: RunConfig) -> None:
     """
     step, raw = saved.manifest["progress"]["steps"], _as_trained(saved, config)
     if saved.ema_stds:
-        tqdm.write(f"the averages of the widths {list(saved.ema_stds)} are left out: only rates are in names of files")
+        log.warning(f"the averages of the widths {list(saved.ema_stds)} are left out: only rates are in names of files")
     averages = {
         f"ema_{constant_name(rate)}_": exported_weights(saved, config, ema=rate, raw=False, merge=True)
         for rate in saved.ema_rates
@@ -101,7 +101,7 @@ def _as_trained(saved: Checkpoint, config: RunConfig) -> ExportedWeights:
 def _moments_or_say(saved: Checkpoint, config: RunConfig) -> Read | None:
     found = moments(saved, config)
     if isinstance(found, str):
-        tqdm.write(f"the state of the optimizer is left out: {found}")
+        log.warning(f"the state of the optimizer is left out: {found}")
         return None
     return found
 

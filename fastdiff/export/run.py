@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from tqdm import tqdm
 
 from fastdiff.checkpoint.power_function import constant_name, in_words
 from fastdiff.checkpoint.reader import Checkpoint
@@ -23,6 +22,7 @@ from fastdiff.checkpoint.weights import AS_TRAINED
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.console import log
 from fastdiff.errors import ConfigError, StorageError, require
 from fastdiff.export.diffusers_adm import write_unet2d
 from fastdiff.export.diffusers_dit import write_transformer
@@ -131,7 +131,7 @@ def _write(folder: Path, choice: Choice, saved: Checkpoint, config: RunConfig, w
             assert isinstance(config.model, AdmConfig)
             write_iddpm(folder, saved, config)
             if other := other_norms(config.model):
-                tqdm.write(other)
+                log.warning(other)
         case "safetensors":
             write_tensors(folder / "model.safetensors", weights.shapes, dtype, weights.reader(dtype))
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from fastdiff.batch import Condition
 from fastdiff.checkpoint.manifest import committed, digest_of, step_of, verify
@@ -18,6 +17,7 @@ from fastdiff.config.config_file import from_mapping
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import require_run
+from fastdiff.console import log
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.models.load import build_network, check_base, null_label, pretrained
 from fastdiff.sampling.image_grid import image_grid
@@ -282,7 +282,7 @@ def _newest_intact(checkpoints: Path, folders: Sequence[Path]) -> Checkpoint:
         found = verify(folder)
         if not found:
             return Checkpoint(folder)
-        tqdm.write(f"warning: passing over a damaged checkpoint: {found[0]}")
+        log.warning(f"passing over a damaged checkpoint: {found[0]}")
         damage += found
     if damage:
         raise StorageError(f"{checkpoints}: no checkpoint is intact ({damage[0]}); restore one from a copy")

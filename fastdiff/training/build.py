@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from fastdiff.checkpoint.async_saves import AsyncSaves
 from fastdiff.checkpoint.reader import Checkpoint
@@ -16,6 +15,7 @@ from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, claim, versions, write_run_json
+from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import build_batches, build_order, loader_name
 from fastdiff.data.loading.order import SampleOrder
@@ -122,7 +122,7 @@ def build(
         checkpoints.save(state)  # so that a kill does not repeat it
     batches = stack.enter_context(_open_batches(state))
     if world.is_first:
-        tqdm.write(_summary(state, batches, chosen))
+        log.info(_summary(state, batches, chosen))
     device_name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     world.on_first(lambda: write_run_json(folder, config, launch, ds_config, device_name))
     callbacks = _callbacks(state, checkpoints, background, stack.enter_context(Trackers(state)))

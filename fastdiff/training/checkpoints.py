@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from tqdm import tqdm
 
 from fastdiff.checkpoint.manifest import FORMAT, VERSION, committed, step_of, verify
 from fastdiff.checkpoint.reader import METERS, SPIKES, TIMESTEPS, Checkpoint
 from fastdiff.checkpoint.step_folders import Draft, StepFolders
+from fastdiff.console import log
 from fastdiff.errors import StorageError, require
 from fastdiff.parallel.fragments import Flat, Fragment, owned_blocks, owned_fragments
 from fastdiff.parallel.world import World
@@ -61,7 +61,7 @@ class Checkpoints:
                 return Checkpoint(folder)
             damage += found
             if self._world.is_first:
-                tqdm.write(f"warning: passing over a damaged checkpoint: {found[0]}")
+                log.warning(f"passing over a damaged checkpoint: {found[0]}")
         if damage:
             raise StorageError(
                 f"none of the {len(folders)} checkpoints in {self._folder} is intact ({damage[0]}); restore one "

@@ -21,10 +21,10 @@ from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from fastdiff.config.deepspeed import DsConfig, zero_stage
 from fastdiff.config.run import RunConfig
+from fastdiff.console import log, without_prints
 from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.parallel import extension_locks
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
@@ -80,11 +80,9 @@ class Engine:
         # Some of DeepSpeed's wrappers take a step with zero gradients to create the state: without a learning rate
         # it moves nothing, and the state it leaves is thrown away.
         _set_lr(optimizer, 0.0)
-        self._engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            config={**ds_config, **({"gradient_clipping": 0.0} if guard else {})},
-        )
+        ds_config = {**ds_config, **({"gradient_clipping": 0.0} if guard else {})}
+        with without_prints():  # of every rank, that an operator was built
+            self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
         if guard and world.size == 1:
             # It would join all gradients, send them to itself and copy them back. (In bf16 it then sends a flag.)
             self._engine.enable_backward_allreduce = False
@@ -181,7 +179,8 @@ class Engine:
 
 def build_operators() -> None:
     """Let DeepSpeed compile or load what its ranks compile or load when they start on this machine."""
-    build_shm_op()
+    with without_prints():
+        build_shm_op()
 
 
 def wait_for_builds() -> None:
@@ -191,7 +190,7 @@ def wait_for_builds() -> None:
         ConfigError: a build that was killed left its lock.
     """
     first = os.environ.get("LOCAL_RANK", "0") == "0"
-    extension_locks.wait(extension_locks.folder(), ShareMemCommBuilder.NAME, tqdm.write if first else lambda _: None)
+    extension_locks.wait(extension_locks.folder(), ShareMemCommBuilder.NAME, log.info if first else lambda _: None)
 
 
 def _require_input_gradients(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from fastdiff.checkpoint.power_function import constant_name
 from fastdiff.checkpoint.reader import Checkpoint
@@ -18,6 +17,7 @@ from fastdiff.config.config_file import with_kind
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import OptimConfig, RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.console import log
 from fastdiff.errors import ConfigError, require
 from fastdiff.models.pretrained.training_state import AdamState, PublishedTraining, read_published_training
 from fastdiff.parallel.fragments import Flat
@@ -151,7 +151,7 @@ def continue_from(path: Path, state: TrainState) -> Progress:
             for flat, average in zip(state.engine.flats, averages, strict=True):
                 _fill(flat, average, found)
         elif first:
-            tqdm.write(f"{path} has no average {name}: it starts at the weights")
+            log.warning(f"{path} has no average {name}: it starts at the weights")
     if training.optimizer is not None and config.optim.name == "adamw":
         if first:
             _report_differences(path, training, config.optim)
@@ -159,7 +159,7 @@ def continue_from(path: Path, state: TrainState) -> Progress:
             flat.states[flat.key] = _adamw(flat, training.optimizer)
     elif first:
         reason = f"--optim.name is {config.optim.name}" if training.optimizer is not None else f"{path} has none"
-        tqdm.write(f"the optimizer starts without the state of an AdamW: {reason}")
+        log.warning(f"the optimizer starts without the state of an AdamW: {reason}")
     state.engine.restore(training.step, {})
     return Progress(samples=training.step * config.batch.samples, steps=training.step)
 
@@ -169,7 +169,7 @@ def _report_differences(path: Path, training: PublishedTraining, optim: OptimCon
     saved, step = training.optimizer, training.step
     assert saved is not None
     if saved.applied != step:
-        tqdm.write(
+        log.warning(
             f"{path}: its AdamW has taken {saved.applied} of {step} steps; the learning rate is that of step {step}, "
             f"the bias correction that of {saved.applied}"
         )
@@ -177,7 +177,7 @@ def _report_differences(path: Path, training: PublishedTraining, optim: OptimCon
     if optim.schedule != "constant":
         del theirs["lr"]  # it follows from the step
     if differing := [name for name in theirs if theirs[name] != ours[name]]:
-        tqdm.write(
+        log.warning(
             f"{path}: its AdamW had {', '.join(f'{name} {theirs[name]}' for name in differing)}; the run goes on with "
             + ", ".join(f"--optim.{name} {ours[name]}" for name in differing)
         )

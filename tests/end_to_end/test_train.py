@@ -127,7 +127,7 @@ def test_resume_equals_the_uninterrupted_run(
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000006")
     capsys.readouterr()
     train(tiny(digits, tmp_path / "parts", **changes), launch(stage), world)
-    assert "resuming from step 3" in capsys.readouterr().out
+    assert "resuming from step 3" in capsys.readouterr().err
     whole, parts = (
         [(r["step"], r["loss"].hex(), r["lr"], r["grad_norm"]) for r in records(tmp_path / name)]
         for name in ("whole", "parts")

@@ -137,7 +137,7 @@ def test_the_card_of_a_run_loads_the_network_that_it_trained(
     train(tiny(digits, run, steps=1, model=replace(model, channels=1, size=8, classes=10)), launch(1), world)
     capsys.readouterr()
     assert main(["export", str(run), str(out), "--format", "diffusers"]) == 0
-    assert ("has other frequencies" in capsys.readouterr().out) == (model == DIT)
+    assert ("has other frequencies" in capsys.readouterr().err) == (model == DIT)
     [code] = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(code, "card", "exec"), names)

@@ -181,9 +181,9 @@ def test_an_adm_run_says_where_the_class_of_its_files_differs(
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     assert main(["export", "run", "out", "--format", "iddpm"]) == 0
-    told, card = capsys.readouterr().out, Path("out", "README.md").read_text()
+    told, card = capsys.readouterr().err, Path("out", "README.md").read_text()
     assert "of this network has 4 groups, and in the class of improved-diffusion 32" in told
-    assert told.splitlines()[0] in card
+    assert told.partition("WARNING ")[2].splitlines()[0] in card
     assert "channel_mult=(1, 2)" in card
     scope: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0], scope)

@@ -402,7 +402,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         file.write_bytes(content)
     capsys.readouterr()
     resumed = train_losses(world, grown(trained, 6), launch())
-    assert "resuming from step 2" in capsys.readouterr().out
+    assert "resuming from step 2" in capsys.readouterr().err
     assert hexes(resumed) == hexes(whole)
 
 

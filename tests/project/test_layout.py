@@ -37,8 +37,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "train": {"", "config", "parallel", "training"},
 }  # fmt: skip
-GROUND = {"", "batch", "console", "errors", "files", "progress", "rng", "sanitize"}
-FREE_OF_TORCH = ("config", "errors", "files", "sanitize", "progress", "console")
+GROUND = {"", "batch", "console", "errors", "exit_message", "files", "progress", "rng", "sanitize"}
+FREE_OF_TORCH = ("config", "errors", "exit_message", "files", "sanitize", "progress", "console")
 
 
 def module_name(path: Path) -> str:

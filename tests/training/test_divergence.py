@@ -210,7 +210,7 @@ def test_logging_changes_nothing_and_is_bounded(
     """The loss jumps at step 9 and stays: two warnings, then the new level is the normal one."""
     data = marred(tmp_path / "data", {in_step(step): 100.0 for step in range(9, 16)})
     train(spiky(data, tmp_path / "log", divergence__limit=2), launch(1), world)
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert [line["step"] for line in lines(tmp_path / "log")] == [9, 10]
     assert said.count("is a spike: loss") == 2
     assert key_at(data, in_step(9)) in said
@@ -555,7 +555,7 @@ def test_the_keys_of_a_batch_that_is_not_finite_are_bounded(
     (line,) = lines(tmp_path / "run", "skipped.jsonl")
     assert (line["step"], line["samples"]) == (2, 20)
     assert line["keys"] == [key_at(data, position) for position in range(64, 64 + 16)]
-    assert f"{line['keys'][-1]} and 4 more" in capsys.readouterr().out
+    assert f"{line['keys'][-1]} and 4 more" in capsys.readouterr().err
 
 
 @pytest.mark.fault(20)

@@ -268,7 +268,7 @@ def test_a_board_that_is_stuck_is_left_behind_with_one_warning(
         board.scalars({"loss": 1.0}, step)
     board.close(failed=False, patience_s=0.1)
     assert not stuck.shown
-    assert "".join(capsys.readouterr()).count("warning: a board") == 1
+    assert "".join(capsys.readouterr()).count("WARNING a board") == 1
     stuck.go.set()
 
 

@@ -205,7 +205,7 @@ def test_another_data_set_is_said_and_validated_anew(
         capsys.readouterr()
         checked = ValidationConfig(data=str(data), every=2, samples=samples)
         train(tiny(digits, run, 2, validation=checked), launch(0), world)
-        return capsys.readouterr().out
+        return capsys.readouterr().err
 
     expected = [(digests[0], 40), (digests[1], 40), (digests[1], 64)]
     assert "not comparable" not in go_on(small, 40)

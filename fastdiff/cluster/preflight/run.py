@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
-from tqdm import tqdm
 
 from fastdiff.cluster.preflight import bandwidth, clock
 from fastdiff.cluster.preflight.node_checks import (
@@ -100,7 +100,8 @@ def _judge(keys: Store, own: NodeReport, nodes: int, folder: SharedFolder, deadl
     verdict = [asdict(problem) for problem in problems]
     keys.set("verdict", json.dumps(verdict))
     if nodes > 1:
-        tqdm.write(table(reports, problems))
+        sys.stdout.write(f"{table(reports, problems)}\n")
+        sys.stdout.flush()
     return verdict
 
 

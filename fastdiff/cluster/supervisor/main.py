@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
-from tqdm import tqdm
 
 import fastdiff
 from fastdiff.cluster.preflight import run
@@ -29,7 +28,7 @@ from fastdiff.cluster.supervisor.signals import STOP, Interrupted, Signals
 from fastdiff.cluster.supervisor.watch import Limits, Watch
 from fastdiff.config import command_line
 from fastdiff.config.run import RunConfig
-from fastdiff.console import ignoring_closed_output
+from fastdiff.console import ignoring_closed_output, log, write_line
 from fastdiff.errors import FastdiffError, Preempted, as_storage_error, report, require
 
 _CONTACT_S = 60.0
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         return report(as_storage_error(error))
     if outcome.line:
-        tqdm.write(f"\n{outcome.line}", file=sys.stderr)  # a progress bar of a rank may stand in its line
+        write_line(f"\n{outcome.line}")  # a progress bar of a rank may stand in its line
     return outcome.exit_code
 
 
@@ -113,7 +112,7 @@ def _prepare(
     try:
         with signals.raising(reason):
             environment.choose(store, job.master, job.node_rank, job.nodes)
-            operators.prepare(extensions, _say)
+            operators.prepare(extensions, log.info)
             if job.preflight:
                 run.run(store, job.node_rank, job.nodes, config, ranks_per_node=job.ranks_per_node)
     except Interrupted as interrupted:
@@ -169,10 +168,6 @@ def _stopped_early(interrupted: Interrupted) -> Outcome:
 
 def _name(job: argparse.Namespace) -> str:
     return f"node {job.node_rank} on {socket.gethostname()}"
-
-
-def _say(text: str) -> None:
-    tqdm.write(f"fastdiff: {text}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fastdiff.cluster.supervisor.ranks import STOPPED_STATES, Sight
-from fastdiff.errors import Preempted
+from fastdiff.errors import Preempted, is_lost_connection
 from fastdiff.parallel.heartbeat import STACKS
 
 UNAVAILABLE = 69
 """Exit code: a rank or a node stopped answering (EX_UNAVAILABLE of sysexits.h)."""
-_CONNECTION = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|ncclRemoteError|remote process exited", re.IGNORECASE
-)
-"""In what gloo and NCCL say when the rank at the other end is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +55,7 @@ def of_failed_rank(rank: int, process: int, node: str, code: int, error: Path) -
         message = " ".join(str(json.loads(error.read_text())["message"]).split())
     except (OSError, ValueError, KeyError):
         message = "what it printed stands above"
-    return Outcome(code, f"{who}: exit code {code}: {message}", consequence=_CONNECTION.search(message) is not None)
+    return Outcome(code, f"{who}: exit code {code}: {message}", consequence=is_lost_connection(message))
 
 
 def of_hang(

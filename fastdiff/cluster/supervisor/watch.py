@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from fastdiff.cluster.supervisor.nodes import Nodes
 from fastdiff.cluster.supervisor.outcome import UNAVAILABLE, Outcome, of_ends, of_failed_rank, of_lost_node
 from fastdiff.cluster.supervisor.ranks import Rank, Ranks
 from fastdiff.cluster.supervisor.signals import STOP, Signals
+from fastdiff.console import log
 from fastdiff.errors import Preempted
 
 _TICK_S = 0.5
@@ -179,8 +177,7 @@ class Watch:
             self._signals.take(deadline - time.monotonic())
             list(self._ranks.reap())
         for rank in self._ranks.kill():
-            tqdm.write(
-                f"fastdiff: rank {rank.number} ({self._name}, process {rank.process.pid}) cannot be killed: it waits "
-                "in the kernel for a device or for storage, and may hold its GPU until the node is started again",
-                file=sys.stderr,
+            log.error(
+                f"rank {rank.number} ({self._name}, process {rank.process.pid}) cannot be killed: it waits "
+                "in the kernel for a device or for storage, and may hold its GPU until the node is started again"
             )

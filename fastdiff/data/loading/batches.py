@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import queue
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from fastdiff.batch import Batch
+from fastdiff.console import log
 from fastdiff.data.loading.order import Int64, RankPositions, SampleOrder
 from fastdiff.data.shards.format import LATENT, DatasetInfo, Normalisation
 from fastdiff.data.shards.reader import Arrays, LatentReader
@@ -125,11 +125,9 @@ class Batches(ABC):
         self._thread.join(_JOIN_SECONDS)
         if self._thread.is_alive():
             # A read from storage that hangs cannot be cut short; the process must be able to end all the same.
-            warnings.warn(
+            log.warning(
                 f"the thread {self._thread.name} did not end within {_JOIN_SECONDS:g} s and is left to the end of the "
-                f"process; check the storage of {self.source.folder}",
-                RuntimeWarning,
-                stacklevel=2,
+                f"process; check the storage of {self.source.folder}"
             )
 
     def __enter__(self) -> Self:

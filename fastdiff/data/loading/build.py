@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from fastdiff.config.data import DataConfig
+from fastdiff.console import log
 from fastdiff.data.loading.bucket_order import BucketOrder
 from fastdiff.data.loading.order import Order, RankPositions, SampleOrder
 from fastdiff.data.shards.format import DatasetInfo
@@ -68,12 +68,10 @@ def build_order(info: DatasetInfo, *, seed: int, window_shards: int, global_batc
     order = BucketOrder(seed, sizes, buckets, window_shards, global_batch, info.buckets)
     if order.left_out and os.environ.get("RANK", "0") == "0":
         lost = (f"{bucket} ({'{}x{}'.format(*info.buckets[bucket])}): {n}" for bucket, n in order.left_out.items())
-        warnings.warn(
+        log.warning(
             f"never trained on, as their buckets fill no batch of --batch.samples {global_batch}: "
             f"{sum(order.left_out.values())} of {info.samples} samples (bucket (latents): samples; {', '.join(lost)}); "
-            "use a smaller batch, or encode with fewer buckets",
-            RuntimeWarning,
-            stacklevel=2,
+            "use a smaller batch, or encode with fewer buckets"
         )
     return order
 

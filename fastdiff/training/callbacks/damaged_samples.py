@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from tqdm import tqdm
-
+from fastdiff.console import log
 from fastdiff.data.shards.reader import LatentReader, Substitution
 from fastdiff.errors import DataError
 from fastdiff.progress import Every
@@ -62,8 +61,8 @@ class DamagedSamples(Callback):
                 fields = {"key": each.damaged, "by": each.by, "reason": each.reason}
                 lines.write({"step": step, "position": position, **fields})
         first = found[0][1]
-        tqdm.write(
-            f"warning: up to step {state.progress.steps}, {len(found)} more damaged samples were replaced (in all "
+        log.warning(
+            f"up to step {state.progress.steps}, {len(found)} more damaged samples were replaced (in all "
             f"{self._total}, listed in {self._path}), the first, {first.damaged}, by {first.by}: {first.reason}"
         )
 

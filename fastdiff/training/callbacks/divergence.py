@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from fastdiff.checkpoint.reader import Checkpoint
+from fastdiff.console import log
 from fastdiff.errors import DivergedError, Preempted
 from fastdiff.progress import Progress
 from fastdiff.training.callbacks.base import Callback
@@ -105,7 +105,7 @@ class Rewind:
     def _log(self, state: TrainState, before: Progress) -> None:
         ends = [before.samples, self.spiked.samples - 1]
         first, last = state.reader.keys(state.order.samples(ends))
-        tqdm.write(
+        log.warning(
             f"rewind {state.progress.rewinds} of {state.config.divergence.limit}: {self.spike}; going on from the "
             f"weights of step {before.steps}, without the {self.spiked.samples - before.samples} samples from there on"
         )
@@ -167,7 +167,7 @@ def _act(state: TrainState, spike: Spike, what: str) -> None:
         if spike.in_a_row == limit:
             state.spikes.forget()
             if state.world.is_first:
-                tqdm.write(f"warning: {limit} spikes in a row: what is normal is measured anew")
+                log.warning(f"{limit} spikes in a row: what is normal is measured anew")
         return
     done = spike.in_a_row - 1 if policy == "skip" else state.progress.rewinds
     if done >= limit:
@@ -210,7 +210,7 @@ def release_memory() -> None:
 
 
 def _note(warning: str, path: Path, record: Record) -> None:
-    tqdm.write(f"warning: {warning}")
+    log.warning(warning)
     _append(path, record)
 
 

@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from torch import Tensor
-from tqdm import tqdm
 
 from fastdiff import sanitize
 from fastdiff.config.run_record import as_json
+from fastdiff.console import log
 from fastdiff.errors import ConfigError, Preempted
 from fastdiff.sanitize import escape
 from fastdiff.training.state import TrainState
@@ -158,7 +158,7 @@ class Unhurried:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            tqdm.write(f"warning: a board of --output.report_to {what}; all numbers are in metrics.jsonl")
+            log.warning(f"a board of --output.report_to {what}; all numbers are in metrics.jsonl")
 
 
 class _TensorBoard:
@@ -216,8 +216,8 @@ class _Wandb:
         except self._wandb.errors.CommError as error:
             if not _UNANSWERED.search(str(error)):  # it has answered, and refuses
                 raise
-        tqdm.write(
-            f"warning: wandb's server does not answer within {INIT_S:g} s; the run is recorded in "
+        log.warning(
+            f"wandb's server does not answer within {INIT_S:g} s; the run is recorded in "
             f"{options['dir']}/wandb, from where `wandb sync` uploads it"
         )
         self._wandb.teardown()  # or the run that did not begin would still be in use

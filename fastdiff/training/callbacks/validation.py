@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from fastdiff.checkpoint.power_function import in_words
 from fastdiff.checkpoint.weights import AS_TRAINED
 from fastdiff.config.objective import DiffusionConfig
+from fastdiff.console import log
 from fastdiff.data.loading.batches import per_channel
 from fastdiff.diffusion.levels import clean_per_error
 from fastdiff.diffusion.objective import Objective
@@ -116,8 +116,8 @@ class ValidationLoss(Callback):
         now = {"data": self._data, "val_count": len(self._index), "unit": unit(self._config)}
         changes = [f"{name} {last.get(name)} -> {value}" for name, value in now.items() if last.get(name) != value]
         if changes:
-            tqdm.write(
-                f"warning: {lines} goes on with a loss that is not comparable with that up to step {last['step']}: "
+            log.warning(
+                f"{lines} goes on with a loss that is not comparable with that up to step {last['step']}: "
                 f"{', '.join(changes)}"
             )
         return -1 if changes else int(last["step"])

@@ -1,0 +1,90 @@
+"""What a process says while it runs: with time, rank and level, once, and not into a progress bar."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tqdm import tqdm
+
+from fastdiff.console import log, write_line
+from tests.support.processes import ROOT, deepspeed
+from tests.support.runs import flags, tiny
+
+
+def test_a_line_has_time_and_level_and_the_rank_if_there_are_several(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.info("alone")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO alone\n", capsys.readouterr().err)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    log.error("one of four")
+    assert re.fullmatch(r"\r\d\d:\d\d:\d\d \[rank 3\] ERROR one of four\n", capsys.readouterr().err)
+
+
+def test_a_warning_is_given_once_and_other_lines_as_often_as_they_come(capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2, 1):
+        log.warning("warning %d", number)
+        log.info("line %d", number)
+    said = capsys.readouterr().err
+    assert [said.count(f"warning {number}") for number in (1, 2)] == [1, 1]
+    assert said.count("line 1") == 2
+
+
+def test_a_bar_is_not_torn(capsys: pytest.CaptureFixture[str]) -> None:
+    with tqdm(total=4, desc="run", mininterval=0) as bar:
+        bar.update(1)
+        write_line("said")
+    lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    assert "said" in lines
+
+
+def test_what_libraries_say_is_said_alike_and_once_per_node() -> None:
+    code = """
+import logging, warnings
+from fastdiff.console import quieten
+theirs = logging.getLogger("DeepSpeed")  # as DeepSpeed sets it up
+theirs.propagate = False
+theirs.addHandler(logging.StreamHandler())
+quieten()
+for _ in range(2):
+    warnings.warn("of a library", UserWarning)
+    theirs.warning("of DeepSpeed")
+    theirs.info("a setting")
+    warnings.warn("x is deprecated", FutureWarning)
+"""
+    said = []
+    for local_rank in "01":
+        environment = {"LOCAL_RANK": local_rank, "RANK": local_rank, "WORLD_SIZE": "2", "PATH": ""}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        )
+        said.append(re.sub(r"\d\d:\d\d:\d\d", "TIME", done.stdout + done.stderr))
+    assert said == [
+        "TIME [rank 0] WARNING of a library (UserWarning of <string>:9)\nTIME [rank 0] WARNING of DeepSpeed\n",
+        "",
+    ]
+
+
+def test_nothing_of_a_run_is_said_twice(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    """The ranks alone: what DeepSpeed's launcher says is its own."""
+    done = deepspeed(*flags(tiny(digits, tmp_path / "run", steps=2)), ranks=2)
+    assert done.code == 0, done.output
+    lines = [line for line in done.output.replace("\r", "\n").splitlines() if line.strip()]
+    own = [line for line in lines if not re.search(r"\[(launch|runner)\.py:", line) and not re.match(r"run: +\d", line)]
+    (start,) = [line for line in own if "parameters" in line]
+    assert re.match(r"\d\d:\d\d:\d\d \[rank 0\] INFO ", start)
+    own.remove(start)
+    assert len([line for line in own if "get_accelerator" not in line]) == 0, done.output
+    assert len(own) <= 2, "of the command and its launcher, none of the ranks"
+
+
+def test_the_logger_is_apart_from_those_of_others() -> None:
+    assert log.name == "fastdiff"
+    assert not log.propagate
+    assert logging.getLogger("fastdiff.part").parent is log

@@ -1,0 +1,254 @@
+"""Every way out of a job leaves one message, whichever rank is the slowest, before a launcher kills the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdiff import errors, exit_message
+from fastdiff import train as trainer
+from fastdiff.config import command_line
+from fastdiff.errors import DataError
+from fastdiff.exit_message import say_once
+from fastdiff.parallel.world import World
+from fastdiff.training.build import build
+from fastdiff.training.callbacks.base import Callbacks
+from tests.support.forked import Ranks
+from tests.support.processes import ROOT
+from tests.support.runs import flags, tiny
+
+_DELAY_S = 2.0
+"""How long a rank is held up that the others wait for: what must not happen, has time to happen."""
+
+
+# --- ranks that end, one of them late ---------------------------------------------------------------------------
+
+
+def _rank(world: World, argv: list[str], fault: str, slow: int, where: str, folder: Path) -> None:
+    """End as ``fastdiff/train.py`` does, with the output of all ranks in one file; rank ``slow`` is held up."""
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    (folder / f"{world.rank}.pid").write_text(str(os.getpid()))
+    if world.rank == slow:
+        for module, name in _PLACES[where]:
+            setattr(module, name, _late(getattr(module, name), folder, world))
+    trainer._GRACE_S = 0.0 if fault == "rank 1 is killed" else 60.0
+    _FAULTS[fault](world)
+    os._exit(trainer.main(argv))
+
+
+_PLACES: dict[str, list[tuple[Any, str]]] = {
+    "before": [(trainer, "_report"), (command_line, "say_once")],
+    "printing": [(trainer, "write_line"), (errors, "write_line"), (command_line, "_print_why")],
+}
+"""Where a rank is held up: before it asks whether it may speak, or when it may and has not yet spoken."""
+
+
+def _late(action: Callable[..., Any], folder: Path, world: World) -> Callable[..., Any]:
+    """``action`` after another rank has ended, or could have."""
+
+    def wait(*arguments: Any) -> Any:
+        others = [folder / f"{rank}.pid" for rank in range(world.size) if rank != world.rank]
+        until = time.monotonic() + _DELAY_S
+        while time.monotonic() < until and all(_runs(int(path.read_text())) for path in others):
+            time.sleep(0.01)
+        return action(*arguments)
+
+    return wait
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _raise_in_a_step(rank: int | None, error: Callable[[], BaseException]) -> Callable[[World], None]:
+    """Let a rank, or all of them, fail in the second step."""
+
+    def install(world: World) -> None:
+        if rank not in (None, world.rank):
+            return
+        original, calls = Callbacks.on_step, []
+
+        def on_step(self: Any, state: Any) -> None:
+            original(self, state)
+            calls.append(state)
+            if len(calls) == 2:
+                raise error()
+
+        Callbacks.on_step = on_step  # type: ignore[method-assign]
+
+    return install
+
+
+class _Killed(BaseException):
+    def __init__(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _signal_in_a_step(world: World) -> None:
+    original = Callbacks.on_step
+
+    def on_step(self: Any, state: Any) -> None:
+        if state.progress.steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self, state)
+
+    Callbacks.on_step = on_step  # type: ignore[method-assign]
+
+
+def _signal_at_the_start(world: World) -> None:
+    original = build
+
+    def build_run(*arguments: Any) -> Any:
+        world.gather(0)  # all ranks are there
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        return original(*arguments)
+
+    build = build_run
+
+
+_FAULTS: dict[str, Callable[[World], None]] = {
+    "none": lambda world: None,
+    "data of rank 1": _raise_in_a_step(1, lambda: DataError("damaged sample")),
+    "storage of rank 1": _raise_in_a_step(1, lambda: OSError(28, "No space left on device", "file")),
+    "bug of all": _raise_in_a_step(None, lambda: ZeroDivisionError("a bug")),
+    "bug of rank 1": _raise_in_a_step(1, lambda: RuntimeError("a bug of the shapes")),
+    "rank 1 is killed": _raise_in_a_step(1, _Killed),
+    "signals in a step": _signal_in_a_step,
+    "signals at the start": _signal_at_the_start,
+}
+
+
+def ends(folder: Path, argv: list[str], fault: str, slow: int, where: str, ranks: int) -> tuple[int, set[int], str]:
+    """Return what the first rank that ended badly ended with, the codes of all that ended by themselves, the output.
+
+    As from DeepSpeed's launcher, the others get SIGTERM at once; after a kill they come to their own end.
+    """
+    running = Ranks(_rank, argv, fault, slow, where, folder, ranks=ranks)
+    deadline = time.monotonic() + 120
+    while not (codes := [p.exitcode for p in running.processes if p.exitcode]):
+        assert time.monotonic() < deadline, "no rank has ended"
+        assert any(p.is_alive() for p in running.processes), "all ended well"
+        time.sleep(0.005)
+    if codes != [-signal.SIGKILL]:
+        running.kill(signal.SIGTERM)
+    for process in running.processes:
+        process.join(60)
+    by_themselves = {p.exitcode for p in running.processes if p.exitcode is not None and p.exitcode >= 0}
+    running.wait()
+    return codes[0] or 0, by_themselves, (folder / "log").read_text()
+
+
+CASES = {
+    "a wrong preset": (2, "none", {"preset": "digist"}, "did you mean digits?"),
+    "a wrong flag": (2, "none", {"optim.lrr": "1"}, "Unrecognized options: --optim.lrr"),
+    "a run that is not there": (2, "none", {"resume": "must"}, "no checkpoint"),
+    "no data": (65, "none", {"data.path": "/nothing"}, "fastdiff encode"),
+    "a damaged sample": (65, "data of rank 1", {}, "fastdiff: error (rank 1): damaged sample"),
+    "losses that are no numbers": (70, "none", {"optim.lr": "1e38"}, "had to be skipped"),
+    "a full disk": (74, "storage of rank 1", {}, "fastdiff: error (rank 1): file: No space left on device"),
+    "no folder": (74, "none", {"output.folder": "/dev/null/run"}, "Not a directory"),
+    "a request to stop": (75, "signals in a step", {}, "the same command goes on from there"),
+    "an early request to stop": (75, "signals at the start", {}, "SIGTERM before the first step"),
+    "a bug": (1, "bug of all", {}, "ZeroDivisionError: a bug"),
+    "a bug of one rank": (1, "bug of rank 1", {}, "RuntimeError: a bug of the shapes"),
+}
+_TRIALS = [
+    *((case, 2, slow, where) for case in CASES for slow, where in ((0, "before"), (1, "before"), (0, "printing"))),
+    *((case, 3, slow, "before") for case in ("a run that is not there", "a damaged sample") for slow in range(3)),
+]
+
+
+@pytest.mark.parametrize(("case", "ranks", "slow", "where"), _TRIALS)
+def test_one_message_whichever_rank_is_slow(
+    torch_extensions: Path, digits: Path, tmp_path: Path, case: str, ranks: int, slow: int, where: str
+) -> None:
+    code, fault, changes, message = CASES[case]
+    config = tiny(digits, tmp_path / "run", steps=6, batch__samples=6 * ranks)
+    argv = flags(config)
+    for name, value in changes.items():
+        argv += [f"--{name}", value]
+    first, codes, output = ends(tmp_path, argv, fault, slow, where, ranks)
+    assert (first, codes) == (code, {code}), output
+    assert output.count(message) == 1, output
+    assert output.count("fastdiff: error") + output.count("Traceback") + output.count("Unrecognized options ─") == 1
+    assert "ERROR" not in output
+
+
+def test_a_rank_that_loses_a_killed_one_says_so(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+    argv = flags(tiny(digits, tmp_path / "run", steps=6, batch__samples=18))
+    code, codes, output = ends(tmp_path, argv, "rank 1 is killed", 0, "before", 3)
+    assert code == -signal.SIGKILL
+    assert codes == {1}
+    assert output.count("ERROR lost the connection to another rank") == 1, output
+    assert "Traceback" not in output
+
+
+# --- the lock ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the files of a job of two ranks."""
+    monkeypatch.setattr(exit_message.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    return tmp_path / f"fastdiff-{os.getuid()}"
+
+
+def test_the_code_is_that_of_the_message(job: Path) -> None:
+    said: list[str] = []
+    assert say_once(65, lambda: said.append("first")) == 65
+    assert say_once(2, lambda: said.append("second")) == 65
+    assert said == ["first"]
+
+
+def test_a_rank_that_ends_before_it_has_spoken_leaves_it_to_the_next(job: Path) -> None:
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        say_once(65, fail)
+    said: list[str] = []
+    assert say_once(2, lambda: said.append("second")) == 2
+    assert said == ["second"]
+
+
+def test_another_job_speaks_for_itself_and_cleans_up(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say_once(65, lambda: None)
+    ended = job / "4194305-1.0-127.0.0.1-1"  # a process that cannot be
+    ended.touch()
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert say_once(2, lambda: None) == 2
+    assert not ended.exists()
+    assert len(list(job.iterdir())) == 2, "the launcher of both is alive"
+
+
+def test_an_earlier_job_of_the_same_launcher_is_another_one(job: Path) -> None:
+    """As of a shell, without a port."""
+    code = "from fastdiff.exit_message import say_once; print(say_once(65, lambda: print('said')))"
+    environment = {"PATH": "", "WORLD_SIZE": "2", "TMPDIR": str(job.parent)}
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.stdout == "said\n65\n", done.stderr
+    assert len(list(job.iterdir())) == 1
+
+
+def test_a_folder_of_others_is_not_used(job: Path) -> None:
+    job.mkdir(mode=0o777)
+    job.chmod(0o777)
+    said: list[str] = []
+    assert [say_once(code, lambda: said.append("each")) for code in (65, 2)] == [65, 2]
+    assert len(said) == 2, "rather twice than never"
