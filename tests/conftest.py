@@ -78,7 +78,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def fast_interpreter() -> Iterator[None]:
-    from tests.interpreter import patching_once
+    from tests.support.benches.interpreter import patching_once
 
     with patching_once():
         yield

@@ -16,7 +16,7 @@ from fastdiff_kernels.adamw8bit import BLOCK, AdamW8bit, companding, rounding
 from fastdiff_kernels.adamw8bit.blocks import build_blocks, find_straddling
 from fastdiff_kernels.adamw8bit.kernels import _adamw8bit_triton, _largest_triton, _numbers, _table, adamw8bit, largest
 from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step
-from tests.interpreter import patching_once
+from tests.support.benches.interpreter import patching_once
 from tests.support.processes import run_ranks
 
 BACKENDS = ("reference", "triton")
