@@ -18,6 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file
 
+from fastdiff import train as train_module
 from fastdiff.config.divergence import DivergenceConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
@@ -31,7 +32,6 @@ from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
 from fastdiff.train import train
-from fastdiff.training.build import build
 from fastdiff.training.checkpoints import Checkpoints
 from fastdiff.training.metrics import Meters
 from fastdiff.training.resume import config_changes
@@ -443,7 +443,7 @@ def test_the_way_back_passes_over_damage(world: World, digits: Path, tmp_path: P
 def _train_and_count(world: World, config: RunConfig, stage: int) -> list[int]:
     """How many parts of each run there were; none of them may be left when the next run is built."""
     built: list[list[weakref.ref[Any]]] = []
-    original = build
+    original = train_module.build
 
     def build(*args: Any, **options: Any) -> Any:
         alive = {type(found) for reference in (built[-1] if built else ()) if (found := reference()) is not None}
@@ -455,7 +455,7 @@ def _train_and_count(world: World, config: RunConfig, stage: int) -> list[int]:
         built.append([weakref.ref(part) for part in parts])
         return state, *rest
 
-    build = build  # type: ignore[assignment]
+    train_module.build = build  # type: ignore[assignment]
     train(config, launch(stage), world)
     return [len(parts) for parts in built]
 
