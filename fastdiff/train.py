@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 
 from fastdiff.batch import Batch
 from fastdiff.config import command_line
@@ -28,9 +27,9 @@ from fastdiff.parallel.heartbeat import note_failure
 from fastdiff.parallel.preemption import StopRequest, listening
 from fastdiff.parallel.world import World, start_world, stop_world, world_size
 from fastdiff.progress import Progress
-from fastdiff.training.build import build
+from fastdiff.training.build import Run, build
 from fastdiff.training.callbacks.base import Callbacks
-from fastdiff.training.callbacks.divergence import Rewind, RewindRequest, release_memory
+from fastdiff.training.callbacks.divergence import RewindRequest
 from fastdiff.training.state import TrainState
 
 _GRACE_S = 10.0
@@ -50,78 +49,57 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
         FastdiffError: with the exit code of what went wrong.
     """
     stop = stop or StopRequest()
-    with ExitStack() as held:
-        outcome = _run(config, launch, world, held, stop)
-        while isinstance(outcome, Rewind):
-            stop.disarm()
-            release_memory()
-            outcome = _run(config, launch, world, held, stop, outcome)
-        return outcome
-
-
-def _run(
-    config: RunConfig,
-    launch: Launch,
-    world: World,
-    held: ExitStack,
-    stop: StopRequest,
-    rewind: Rewind | None = None,
-) -> Progress | Rewind:
-    """Run to the end, or to a spike from which to go back; what was built is released with this frame."""
     with ExitStack() as stack:
-        state, batches, callbacks = build(config, launch, world, stack, stop, rewind, held)
+        run = build(config, launch, world, stack, stop)
         world.agree(None)  # from here on all ranks have something to save; until here none
-        stop.arm(state.heart)
+        stop.arm(run.state.heart)
         try:
-            take_steps(state, batches, callbacks)
-            state.heart.beat(state.progress.steps, "end")
-            callbacks.on_end(state)
-        except RewindRequest as request:
-            state.engine.close()
-            return request.rewind  # without the traceback, whose frames hold the engine
+            _take_all_steps(run)
+            run.state.heart.beat(run.state.progress.steps, "end")
+            run.callbacks.on_end(run.state)
         except Preempted:
             try:
-                callbacks.on_preempted(state)
+                run.callbacks.on_preempted(run.state)
             finally:
                 stop.answered = True
             raise
         except Exception as error:
             _note(error)  # before others that wait for this rank notice
             raise
-        return state.progress
+        return run.state.progress
+
+
+def _take_all_steps(run: Run) -> None:
+    """Take the steps of a run to its end; go back behind each spike that asks for it."""
+    while True:
+        try:
+            return take_steps(run.state, run.batches, run.callbacks)
+        except RewindRequest as request:
+            rewind = request.rewind
+        run.go_back(rewind)
 
 
 def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks) -> None:
     """Take optimizer steps until the run has seen its samples; ``batches`` are this rank's micro-batches."""
-    config, engine, objective, ema, meters = state.config, state.engine, state.objective, state.ema, state.meters
-    accumulation = config.batch.accumulation(state.world.size)
+    config, engine, objective, meters, guard = state.config, state.engine, state.objective, state.meters, state.guard
 
     while state.progress.samples < config.samples:
-        beat = partial(state.heart.beat, state.progress.steps)
-        meters.start_step()
-        for _ in range(accumulation):
-            beat("data")
-            with meters.waiting_for_data():
+        meters.start_step(state.progress.steps)
+        for _ in range(config.batch.accumulation(state.world.size)):
+            with meters.phase("data"):
                 batch = next(batches)
-            beat("forward")
-            corruption = objective.corrupt(batch)
-            corruption = objective.dream(corruption, batch, engine)
-            prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
-            losses = objective.loss(prediction, batch, corruption)
+            with meters.phase("forward"):
+                corruption = objective.corrupt(batch, engine)
+                prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
+                losses = objective.loss(prediction, batch, corruption)
             meters.add(losses, batch.position, corruption.levels, corruption.importance)
-            beat("backward")
-            engine.backward(losses.mean(), discard=state.spikes.discards(meters.step, accumulation))
-        beat("step")
+            discard = guard.observe(losses)
+            engine.backward(losses.mean(), discard=discard)
         objective.timesteps.end_step(state.world)
-        state.votes.cast((losses for _, losses in meters.step), failed_save=state.failed_save)
-        state.applied = engine.step()
-        state.tally = state.votes.tally()
-        state.progress = state.progress.after(
-            config.batch.samples, applied=state.applied, discarded=state.spikes.discarded
-        )
+        state.applied = guard.take_step(engine)
+        state.progress = state.progress.after(config.batch.samples, applied=state.applied, discarded=guard.discarded)
         if state.applied:
-            ema.update(state.progress.applied)
-        beat("callbacks")
+            state.ema.update(state.progress.applied)
         callbacks.on_step(state)
 
 

@@ -63,6 +63,8 @@ class Turn:
         self._left = 0
         self._marks: list[Any] = []
         self._phases: list[tuple[str, int, Any, Any]] = []
+        self._phase: str | None = None
+        self._begun: Any = None
         self._cpu_seconds = 0.0
         self._retries = 0
 
@@ -90,10 +92,21 @@ class Turn:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Take the time of a part of a step: ``data``, ``forward``, ``backward``, ``optimizer``, ``ema``, ..."""
-        begin = self._mark()
+        """Take the time of a part of a step: ``data``, ``forward``, ``backward``, ``optimizer``, ``ema``, ...
+
+        A phase inside of another one interrupts it.
+        """
+        outer = self._phase
+        self._enter(name)
         yield
-        self._phases.append((name, len(self._marks) - 1, begin, self._mark()))
+        self._enter(outer)
+
+    def _enter(self, name: str | None) -> None:
+        """End the phase that lasts, if any, and begin one (None: none)."""
+        now = self._mark()
+        if self._phase is not None:
+            self._phases.append((self._phase, len(self._marks) - 1, self._begun, now))
+        self._phase, self._begun = name, now
 
     def _wait(self) -> None:
         self._left = self._connection.recv()

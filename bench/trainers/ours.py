@@ -50,7 +50,8 @@ def run(turn: Turn, subject: Subject, data: Path, phases: bool = False, launched
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         config = subject.config(data, folder)
         launch = Launch(deepspeed=subject.deepspeed_json(), resume="never")
-        state, batches, callbacks = build(config, launch, world, stack)
+        built = build(config, launch, world, stack)
+        state, batches, callbacks = built.state, built.batches, built.callbacks
         turn.ready(
             parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()),
             device=torch.cuda.get_device_name() if turn.device.type == "cuda" else "cpu",
@@ -141,9 +142,9 @@ class _TimedEngine(_Timed):
 
 
 class _TimedObjective(_Timed):
-    def corrupt(self, batch: Batch) -> Corruption:
+    def corrupt(self, batch: Batch, model: Any) -> Corruption:
         with self._turn.phase("objective"):
-            return cast(Corruption, self._part.corrupt(batch))
+            return cast(Corruption, self._part.corrupt(batch, model))
 
     def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
         with self._turn.phase("objective"):

@@ -87,7 +87,8 @@ def run(turn: Turn, subject: Subject, data: Path, place: Path | None, quiet: int
         if world.is_first:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         launch = Launch(deepspeed=subject.deepspeed_json(), resume="never")
-        state, batches, _ = build(subject.config(data, folder), launch, world, stack)
+        built = build(subject.config(data, folder), launch, world, stack)
+        state, batches = built.state, built.batches
         background = stack.enter_context(AsyncSaves(world, allowed=0))
         turn.ready(parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()))
         checkpoints = Checkpoints(folder / "checkpoints", 2, background.world)

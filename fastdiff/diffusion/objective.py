@@ -94,7 +94,9 @@ class Objective:
         # The loss of the noise alone does not read the latents.
         self._reads_clean = config.predicted not in ("epsilon", "score")
 
-    def corrupt(self, batch: Batch, native: Tensor | None = None) -> Corruption:
+    def corrupt(
+        self, batch: Batch, model: Callable[..., Tensor] | None = None, *, native: Tensor | None = None
+    ) -> Corruption:
         """Draw a noise level and noise for each sample and mix the noise in.
 
         The noise offset and the multi-resolution noise are part of the noise, and so of the target; the input
@@ -102,6 +104,8 @@ class Objective:
 
         Args:
             batch: latents of fp32, bf16 or fp16, or pixels in uint8, contiguous.
+            model: whose estimate of the noise moves input and target under ``config.dream``; called as in the training
+                step, without a gradient. None: neither is moved.
             native: ``[B]`` levels as the process counts them; None: drawn.
         """
         importance = None
@@ -111,22 +115,17 @@ class Objective:
         noisy, levels = self._mix(batch, levels)
         condition = self._drop(batch) | self._made(batch)
         corruption = Corruption(noisy, levels, condition, importance=importance)
-        return self._add_pyramid(corruption, batch) if self.config.multires_noise_iterations else corruption
+        if self.config.multires_noise_iterations:
+            corruption = self._add_pyramid(corruption, batch)
+        return self._dream(corruption, batch, model) if self.config.dream and model is not None else corruption
 
     @torch.no_grad()
-    def dream(self, corruption: Corruption, batch: Batch, model: Callable[..., Tensor]) -> Corruption:
+    def _dream(self, corruption: Corruption, batch: Batch, model: Callable[..., Tensor]) -> Corruption:
         """Move input and target towards the model's own estimate of the noise, as its sampling will.
 
         DREAM (Zhou et al. 2023, arXiv:2312.00210, eqs. 8 to 10): ``d = sigma^p * (noise - estimate)`` is added to the
-        target, and ``sigma * d`` to the input. Without ``config.dream`` nothing happens.
-
-        Args:
-            corruption: what ``corrupt`` returned for ``batch``.
-            batch: the clean latents.
-            model: called as in the training step, without a gradient.
+        target, and ``sigma * d`` to the input.
         """
-        if not self.config.dream:
-            return corruption
         shape = corruption.noisy.shape
         estimate = model(corruption.noisy, corruption.time, **corruption.condition)[:, : shape[1]].float()
         sigma = corruption.levels.table[corruption.levels.row, 1].view(-1, 1, 1, 1)

@@ -110,6 +110,10 @@ class Heartbeat:
             timeout_s = max(START_TIMEOUT_S, self._timeout_s) if phase == "start" else self._timeout_s
             faulthandler.dump_traceback_later(timeout_s, exit=True, file=self._stacks)
 
+    def enter(self, phase: Phase) -> None:
+        """Tell that this rank begins ``phase`` of the same step."""
+        self.beat(self._last[0], phase)
+
     def again(self) -> None:
         """Tell that this rank is still at what it began, and not hanging."""
         self.beat(*self._last)

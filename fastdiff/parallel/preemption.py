@@ -44,13 +44,6 @@ class StopRequest:
         with self._lock:
             self._heart = heart
 
-    def disarm(self) -> None:
-        """From now on requests end the process at once, also one that came before: there is nothing new to save."""
-        with self._lock:
-            self._heart = None
-            if self.reason is not None:
-                self._exit("after a spike of the loss")
-
     def make(self, reason: str) -> None:
         """Ask to stop: at the next step or, if there is nothing to save, now. From any thread."""
         with self._lock:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastdiff.checkpoint.async_saves import AsyncSaves
+from fastdiff.checkpoint.async_saves import ANY_NUMBER, AsyncSaves
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
@@ -39,9 +40,10 @@ from fastdiff.training.callbacks.previews import PromptImages, SampleGrid
 from fastdiff.training.callbacks.saving import Checkpointing, Snapshots
 from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.callbacks.validation import ValidationLoss
-from fastdiff.training.checkpoints import Checkpoints, restore
+from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
 from fastdiff.training.engine import Engine, wait_for_builds
+from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
@@ -49,15 +51,69 @@ from fastdiff.training.state import TrainState
 from fastdiff_kernels import dispatch
 
 
-def build(
-    config: RunConfig,
-    launch: Launch,
-    world: World,
-    stack: ExitStack,
-    stop: StopRequest | None = None,
-    rewind: Rewind | None = None,
-    held: ExitStack | None = None,
-) -> tuple[TrainState, Batches, Callbacks]:
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What precedes the model: it lives as long as the run, whatever is restored."""
+
+    config: RunConfig
+    launch: Launch
+    ds_config: deepspeed_config.DsConfig
+    world: World
+    ops: str
+    """What computes each op, in words."""
+    reader: Data
+    order: SampleOrder
+    folder: Path
+    heart: Heartbeat
+    facts: dict[str, Any]
+    background: AsyncSaves
+    checkpoints: Checkpoints
+
+
+class Run:
+    """A run in memory: its state and, opened where its data go on, its batches and callbacks.
+
+    Args:
+        parts: what precedes the model.
+        state: new or restored.
+        stack: closes what is opened here.
+    """
+
+    batches: Batches
+    callbacks: Callbacks
+
+    def __init__(self, parts: _Parts, state: TrainState, stack: ExitStack) -> None:
+        self.state = state
+        self._parts = parts
+        self._opened = stack.enter_context(ExitStack())
+        self._open()
+
+    def go_back(self, rewind: Rewind) -> None:
+        """Go on behind a spike, from the newest intact checkpoint before it; called by all ranks.
+
+        Everything is as if the process had started from that checkpoint, but nothing is built anew.
+
+        Raises:
+            FastdiffError: there is no such checkpoint, it cannot be read, or the state behind the spike not be saved.
+        """
+        state, parts = self.state, self._parts
+        state.heart.beat(state.progress.steps, "start")
+        self._opened.close()
+        self.callbacks = Callbacks([])  # the step of the spike is not to be saved
+        parts.background.wait_for_all(ANY_NUMBER)
+        state.progress = return_to(rewind.find(parts.checkpoints), state)
+        rewind.go_behind(state)
+        parts.checkpoints.save(state)  # so that a kill does not repeat it
+        self._open()
+
+    def _open(self) -> None:
+        """Open what depends on where the run stands."""
+        self.batches = self._opened.enter_context(_open_batches(self.state))
+        _announce(self.state, self._parts, self.batches)
+        self.callbacks = _open_callbacks(self.state, self._parts, self._opened)
+
+
+def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, stop: StopRequest | None = None) -> Run:
     """Build the run, or restore it from its newest intact checkpoint; called by all ranks.
 
     Args:
@@ -66,69 +122,97 @@ def build(
         world: the ranks.
         stack: closes what is opened here.
         stop: requests to save and end, which reach this rank.
-        rewind: start behind a spike, from the newest checkpoint before it; the folder is claimed.
-        held: keeps the folder claimed; None: ``stack`` does.
 
     Raises:
         FastdiffError: a part does not fit the others, the folder is in use, or the data are damaged.
     """
+    parts = _prepare(config, launch, world, stack)
+    saved = resume.find(parts.checkpoints, launch, parts.facts, parts.folder)
+    state = _build_state(parts, saved, stop)
+    state.progress = _restore(parts, state, saved)
+    return Run(parts, state, stack)
+
+
+def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) -> _Parts:
+    """Check the configuration and the ops, open the data, claim the folder."""
     config = world.on_first(lambda: _resolve(config))
     ds_config = deepspeed_config.resolve(launch.deepspeed, config, world.size)
     loader_name(config.data)  # refuses a missing loader before anything is built
     world.on_first(lambda: tracker_module.require_installed(config.output.report_to))
-    chosen = _choose_backends(config, ds_config, world)
+    ops = _choose_backends(config, ds_config, world)
     stack.enter_context(dispatch.forced(**config.performance.kernel_backends()))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
     world.agree(attempt(wait_for_builds)[1])
     reader, order = _open_data(config, world, stack)
     folder = Path(config.output.folder)
-    if rewind is None:
-        world.on_first(lambda: _claim(folder, held or stack))
+    world.on_first(lambda: _claim(folder, stack))
     heart, error = attempt(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
     world.agree(error)
     assert heart is not None
     stack.callback(heart.close)
-    facts = _facts(config, reader, world)
     background = stack.enter_context(AsyncSaves(world, config.output.failed_saves, heart.again))
-    checkpoints = Checkpoints(folder / "checkpoints", config.output.keep, background.world)
-    saved = resume.find(checkpoints, launch, facts, folder) if rewind is None else rewind.find(checkpoints)
+    return _Parts(
+        config=config,
+        launch=launch,
+        ds_config=ds_config,
+        world=world,
+        ops=ops,
+        reader=reader,
+        order=order,
+        folder=folder,
+        heart=heart,
+        facts=_facts(config, reader, world),
+        background=background,
+        checkpoints=Checkpoints(folder / "checkpoints", config.output.keep, background.world),
+    )
 
+
+def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | None) -> TrainState:
+    """Build the model with the weights of a checkpoint, the engine, and what works on its weights."""
+    config, world = parts.config, parts.world
     # The restored weights before DeepSpeed casts and shards them: so the working copies are those of the masters.
     model, error = attempt(lambda: _build_model(config, world, saved))
     world.agree(error)
     assert model is not None
-    engine = Engine(model, config, ds_config, world, blocks=model.block_classes)
-    state = TrainState(
+    engine = Engine(model, config, parts.ds_config, world, blocks=model.block_classes)
+    spikes = Spikes(config.divergence, config.batch.samples, world)
+    accumulation = config.batch.accumulation(world.size)
+    return TrainState(
         config=config,
         world=world,
         engine=engine,
-        objective=_build_objective(config, reader, model, world),
+        objective=_build_objective(config, parts.reader, model, world),
         ema=Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup),
-        meters=Meters(world),
-        reader=reader,
-        order=order,
-        facts=facts,
+        meters=Meters(world, parts.heart),
+        reader=parts.reader,
+        order=parts.order,
+        facts=parts.facts,
         progress=Progress(),
-        votes=Consensus(world, stop),
-        heart=heart,
-        spikes=Spikes(config.divergence, config.batch.samples, world),
+        heart=parts.heart,
+        guard=StepGuard(Consensus(world, stop), spikes, parts.heart, accumulation),
     )
+
+
+def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Progress:
+    """Restore the state of a checkpoint or of a published training, or start anew."""
     if saved is not None:
-        state.progress = restore(saved, state)
-    elif config.pretrained.training:
-        state.progress = _go_on(state)
-    if rewind is not None:
-        rewind.go_behind(state)
-        checkpoints.save(state)  # so that a kill does not repeat it
-    batches = stack.enter_context(_open_batches(state))
-    if world.is_first:
-        log.info(_summary(state, batches, chosen))
-    device_name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
-    world.on_first(lambda: write_run_json(folder, config, launch, ds_config, device_name))
-    callbacks = _callbacks(state, checkpoints, background, stack.enter_context(Trackers(state)))
+        return restore(saved, state)
+    return _go_on(state) if parts.config.pretrained.training else Progress()
+
+
+def _announce(state: TrainState, parts: _Parts, batches: Batches) -> None:
+    """Say what runs, and record it in the run folder."""
+    if state.world.is_first:
+        log.info(_summary(state, batches, parts.ops))
+    device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
+    state.world.on_first(lambda: write_run_json(parts.folder, state.config, parts.launch, parts.ds_config, device))
+
+
+def _open_callbacks(state: TrainState, parts: _Parts, stack: ExitStack) -> Callbacks:
+    callbacks = _callbacks(state, parts.checkpoints, parts.background, stack.enter_context(Trackers(state)))
     for callback in callbacks:
         stack.callback(callback.close)
-    return state, batches, Callbacks(callbacks)
+    return Callbacks(callbacks)
 
 
 def _go_on(state: TrainState) -> Progress:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fastdiff.checkpoint.step_folders import Draft, StepFolders
 from fastdiff.console import log
 from fastdiff.errors import StorageError, require
 from fastdiff.parallel.fragments import Flat, Fragment, owned_blocks, owned_fragments
-from fastdiff.parallel.world import World
+from fastdiff.parallel.world import World, attempt
 from fastdiff.progress import Progress
 from fastdiff.training import optimizer_state
 from fastdiff.training.optim import PER_BLOCK
@@ -118,7 +119,9 @@ class Checkpoints:
 
 
 def restore(saved: Checkpoint, state: TrainState) -> Progress:
-    """Copy a checkpoint into a freshly built state, whose module already has the saved weights.
+    """Copy a checkpoint into a state whose module has the saved weights and whose optimizer has taken no step.
+
+    Both are so after a start (``training.build``) and after ``return_to``.
 
     Optimizer state goes to any number of ranks and any ZeRO stage (``optimizer_state``).
     What the checkpoint does not have starts anew: an added average of constant rate at the weights, another optimizer
@@ -146,10 +149,20 @@ def restore(saved: Checkpoint, state: TrainState) -> Progress:
                     fragment.of(average).copy_(saved.slice(kind, fragment))
     state.meters.restore(saved.meters(state.world.rank, state.world.size))
     state.objective.timesteps.restore(saved.timesteps())
-    state.spikes.restore(saved.spikes())
+    state.guard.spikes.restore(saved.spikes())
     engine.restore(progress.applied, manifest["loss_scale"])
     optimizer_state.check_groups(engine.optimizer, state.config.optim, state.config.steps, progress.applied)
     return progress
+
+
+def return_to(saved: Checkpoint, state: TrainState) -> Progress:
+    """Put a state that has trained where a start from ``saved`` would put it, bit for bit; called by all ranks.
+
+    Raises:
+        StorageError: on every rank: any could not read it.
+    """
+    state.world.agree(attempt(lambda: state.engine.return_to(partial(saved.slice, "master")))[1])
+    return restore(saved, state)
 
 
 def _check_widths(saved: Checkpoint, wanted: Sequence[float]) -> None:
@@ -195,7 +208,7 @@ def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
     tensors[METERS] = state.meters.sums
     if state.world.is_first:  # the same on every rank
         tensors |= {TIMESTEPS + name: values for name, values in state.objective.timesteps.state().items()}
-        tensors |= {SPIKES + name: values for name, values in state.spikes.state().items()}
+        tensors |= {SPIKES + name: values for name, values in state.guard.spikes.state().items()}
     return tensors | dict(optimizer_state.raw_state(state.engine)), starts
 
 

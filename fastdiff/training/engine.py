@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from functools import _lru_cache_wrapper
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import build_shm_op
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -29,7 +27,7 @@ from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.parallel import extension_locks
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
 from fastdiff.parallel.world import World, attempt
-from fastdiff.training.optim import build_lr_schedule, build_optimizer, create_8bit_state, set_lr_step
+from fastdiff.training.optim import build_lr_schedule, build_optimizer, create_8bit_state, forget, set_lr_step
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -96,6 +94,8 @@ class Engine:
         world.agree(attempt(lambda: create_8bit_state(optimizer, config.optim.name, self.flats, world))[1])
         _unname_shared_memory()
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
+        self._rank = world.rank
+        self._first_scale = self.loss_scale
         self._discarding = False
         self.lr = 0.0
         """Learning rate of the last step."""
@@ -155,16 +155,23 @@ class Engine:
     def restore(self, applied: int, loss_scale: dict[str, float]) -> None:
         """Put learning rate and, under fp16, loss scale where they stood after ``applied`` steps."""
         set_lr_step(self._schedule, applied)
-        self._set_loss_scale(loss_scale if self._precision == "fp16" else {})
+        self._set_loss_scale({**self._first_scale, **loss_scale} if self._precision == "fp16" else {})
 
-    def close(self) -> None:
-        """Let go of the memory, as far as nobody else holds it; the engine cannot be used any more."""
-        self._engine.destroy()
-        # ZeRO-3 keeps every module for ever, here and in caches of its methods; its hooks hold the engine.
-        FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not self._engine.module]
-        for cache in gc.get_objects():
-            if type(cache) is _lru_cache_wrapper and cache.__module__.startswith("deepspeed.runtime.zero."):
-                cache.cache_clear()
+    @torch.no_grad()
+    def return_to(self, read: Callable[[Fragment], Tensor]) -> None:
+        """Take the weights of a checkpoint as those with which an engine is built, between two steps.
+
+        The optimizer is as before its first step afterwards, in the memory that it has; the masters are left to
+        ``checkpoint.restore``, as after a start.
+
+        Args:
+            read: returns a fragment of the weights, ``[numel]`` fp32 on the CPU.
+        """
+        for name, parameter in self._engine.module.named_parameters():
+            if parameter.requires_grad:
+                _overwrite(parameter, name, self._rank, read)
+        for flat in self.flats:
+            forget(flat.state)
 
     def _lift_loss_scale(self) -> dict[str, float]:
         """Make room for the loss scale to fall, and return its state to go back to: a discarded step is no overflow."""
@@ -253,6 +260,16 @@ def _set_masters(flats: Iterable[Flat], weights: Mapping[str, Tensor]) -> None:
             if fragment.name in weights:
                 values = weights[fragment.name].flatten()[fragment.start : fragment.start + fragment.numel]
                 fragment.of(flat.master).copy_(values)
+
+
+def _overwrite(parameter: Any, name: str, rank: int, read: Callable[[Fragment], Tensor]) -> None:
+    """Copy fp32 weights into the working copy of a parameter, rounded as a step rounds them."""
+    if hasattr(parameter, "ds_tensor"):
+        for own in _stage3_fragments([parameter], {id(parameter): name}, rank):
+            parameter.ds_tensor[: own.numel].copy_(read(own))
+        if parameter.ds_status is not ZeroParamStatus.AVAILABLE:
+            return
+    parameter.copy_(read(Fragment(name, 0, parameter.numel(), 0)).view(parameter.shape))
 
 
 def _flats(engine: Any, optimizer: torch.optim.Optimizer, names: dict[int, str], world: World) -> Iterator[Flat]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastdiff.diffusion.levels import Levels
 from fastdiff.diffusion.snr_bins import BINS, SNR_EDGES
+from fastdiff.parallel.heartbeat import Heartbeat, Phase
 from fastdiff.parallel.world import World
 
 Record = dict[str, Any]
@@ -29,10 +30,16 @@ class Meters:
     """Losses and times since the last read.
 
     ``add`` does no host synchronisation; ``read`` does, once, so only a callback that is due calls it.
+
+    Args:
+        world: the ranks.
+        heart: of this rank, which ``phase`` beats; None: outside of a training nobody listens.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, heart: Heartbeat | None = None) -> None:
         self._world = world
+        self._heart = heart
+        self._taken = 0
         self.sums = torch.zeros(2, 1 + len(BY_LEVEL), dtype=torch.float64, device=world.device)
         """Of the finite losses since the last read, on this rank: their sums (row 0) and weights (row 1), over all
         samples (column 0: their number) and by noise level (``BY_LEVEL``); part of a checkpoint."""
@@ -67,17 +74,21 @@ class Meters:
         bin_ = torch.bucketize(levels.log_snr[levels.row], self._edges, right=True).unsqueeze(1)
         return torch.cat([quartile == self._groups[:QUARTILES], bin_ == self._groups[QUARTILES:]], dim=1)
 
-    def start_step(self) -> None:
-        """Begin the next optimizer step."""
+    def start_step(self, taken: int) -> None:
+        """Begin the next optimizer step, after ``taken`` of them."""
+        self._taken = taken
         self.step.clear()
         self._steps += 1
 
     @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Count the time inside as waiting for data."""
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Tell the heart of a phase that begins; the time in ``data`` counts as waiting for data."""
+        if self._heart is not None:
+            self._heart.beat(self._taken, name)
         before = time.perf_counter()
         yield
-        self._data_wait += time.perf_counter() - before
+        if name == "data":
+            self._data_wait += time.perf_counter() - before
 
     def read(self) -> Record:
         """Return ``loss`` (mean over all ranks' samples since the last read) and times; start anew.
@@ -102,6 +113,12 @@ class Meters:
         """Go on with sums from a checkpoint; anew, if it is older than the sums by noise level."""
         if sums.shape == self.sums.shape:
             self.sums.copy_(sums)
+
+    def reset(self) -> None:
+        """Start anew: what was gathered is of steps that are undone."""
+        self.sums.zero_()
+        self.step.clear()
+        self._reset_times()
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:

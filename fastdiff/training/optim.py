@@ -19,6 +19,8 @@ PER_ELEMENT = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_sq_codes")
 """Optimizer state with one entry per element of a parameter (AdamW, AdamW8bit)."""
 PER_BLOCK = ("exp_avg_scales", "exp_avg_sq_scales")
 """Optimizer state with one entry per block of a parameter (AdamW8bit)."""
+_TABLES = "qmap"
+"""Prefix of what bitsandbytes keeps beside its moments, the same at every step."""
 _MOMENTS_8BIT = {"adamw8bit": ("exp_avg_codes", "exp_avg_sq_codes"), "adamw8bit-bnb": ("state1", "state2")}
 
 
@@ -110,6 +112,18 @@ def lr_after(config: OptimConfig, steps: int, applied: int) -> float:
 def step_count(name: str, applied: int, device: torch.device) -> Tensor | int:
     """Return the optimizer's own step counter after ``applied`` steps, as it keeps it for a parameter on ``device``."""
     return torch.tensor(float(applied), device=device) if name == "adamw" else applied
+
+
+def forget(state: dict[str, Any]) -> None:
+    """Make the state of one tensor that of an optimizer before its first step, in place.
+
+    In place, because DeepSpeed keeps views of it: new tensors would leave the old ones in memory.
+    """
+    for key, value in state.items():
+        if key == "step":
+            state[key] = value * 0  # a number, or a tensor
+        elif isinstance(value, Tensor) and not key.startswith(_TABLES):
+            value.zero_()
 
 
 def create_8bit_state(optimizer: torch.optim.Optimizer, name: str, flats: Sequence[Flat], world: World) -> None:

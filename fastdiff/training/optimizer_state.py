@@ -60,7 +60,9 @@ def _steps(flats: Sequence[Flat]) -> int:
 
 
 def restore(saved: Checkpoint, state: TrainState) -> None:
-    """Copy the optimizer's state, of at least one step, into a fresh optimizer; called by all ranks.
+    """Copy the optimizer's state, of at least one step, into an optimizer that has none (``optim.forget``), in place.
+
+    Called by all ranks.
 
     Bit for bit, but for that of bitsandbytes of other ranks or another stage.
 
@@ -76,10 +78,16 @@ def restore(saved: Checkpoint, state: TrainState) -> None:
             requantize(flat, blockwise)
             values = flat.state
         else:
-            values = {key: value.to(flat.key.device) for key, value in saved.raw(index, world.rank).items()}
+            values = {key: _copied(value, flat, key) for key, value in saved.raw(index, world.rank).items()}
         values |= _sliced(saved, flat, [key for key in saved.manifest["sliced_state"] if key not in values])
         values["step"] = step_count(state.config.optim.name, saved.optimizer_steps, flat.key.device)
         flat.states[flat.key] = values
+
+
+def _copied(value: Tensor, flat: Flat, key: str) -> Tensor:
+    """Return ``value`` in the memory that the optimizer has for it."""
+    held = flat.state.get(key)
+    return value.to(flat.key.device) if held is None else held.copy_(value)
 
 
 def _blockwise(saved: Checkpoint) -> BlockwiseState:

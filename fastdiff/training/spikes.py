@@ -52,18 +52,17 @@ class Spikes:
         """Whether the last step was discarded as a spike."""
         return self._config.policy == "skip" and self.last is not None
 
-    def discards(self, step: Sequence[tuple[Tensor, Tensor]], micro_batches: int) -> bool:
+    def discards(self, step: Sequence[Tensor]) -> bool:
         """Decide before the last backward pass of a step whether the step is to be discarded; called by all ranks.
 
         Only the policy skip does, and only it waits here: for the losses of all ranks.
 
         Args:
-            step: (positions, losses), ``[micro]`` each, of the micro-batches of this step so far.
-            micro_batches: how many a step has.
+            step: the losses of this rank, ``[micro]`` of each micro-batch of the step.
         """
-        if self._config.policy != "skip" or len(step) < micro_batches:
+        if self._config.policy != "skip":
             return False
-        losses = torch.cat([losses for _, losses in step])
+        losses = torch.cat(list(step))
         finite = torch.isfinite(losses)
         total = torch.stack([torch.where(finite, losses, 0.0).sum(dtype=torch.float64), finite.sum().double()])
         loss_sum, count = self._world.sum_(total).tolist()
@@ -123,6 +122,8 @@ class Spikes:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on with the state of a checkpoint; an empty one, of an older version, starts anew."""
+        self.forget()
+        self.last = None
         if state:
             self._accepted = state["accepted"].tolist()[-self._config.window :]
             self._in_a_row = int(state["in_a_row"])

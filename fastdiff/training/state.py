@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,13 @@ from fastdiff.config.run import RunConfig
 from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.loading.training_set import Data
 from fastdiff.diffusion.objective import Objective
-from fastdiff.parallel.consensus import Consensus, StepFlags
 from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
 from fastdiff.training.ema import Ema
 from fastdiff.training.engine import Engine
+from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
-from fastdiff.training.spikes import Spikes
 
 
 @dataclass(slots=True)
@@ -35,15 +34,10 @@ class TrainState:
     facts: dict[str, Any]
     """What every manifest records of the run: configuration, data set, versions."""
     progress: Progress
-    votes: Consensus
     heart: Heartbeat
-    spikes: Spikes
-    tally: StepFlags = field(default_factory=StepFlags)
-    """What the ranks voted in the last step."""
+    guard: StepGuard
     applied: bool = True
     """False if the last step was skipped."""
-    failed_save: bool = False
-    """True if this rank could not write its part of the save that runs beside the steps."""
 
     @property
     def folder(self) -> Path:

@@ -123,7 +123,7 @@ def test_input_and_loss_are_those_of_the_equations(path: Any, prediction: Any, w
     assert isinstance(ours.process, Flow)
     t = times(ours.process)
     batch = batch_of(len(t))
-    corruption = ours.corrupt(batch, t)
+    corruption = ours.corrupt(batch, native=t)
     guess = torch.randn(len(t), *SHAPE, generator=torch.Generator().manual_seed(1))
     found = ours.loss(guess, batch, corruption).double().numpy()
 
@@ -213,7 +213,7 @@ def test_the_linear_path_is_that_of_diffusers() -> None:
     guess = torch.randn(len(chosen), *SHAPE, generator=torch.Generator().manual_seed(2))
     for weighting in ("none", "sigma_sqrt", "cosmap"):
         ours = objective(weighting=weighting)
-        corruption = ours.corrupt(batch, t[chosen])
+        corruption = ours.corrupt(batch, native=t[chosen])
         torch.testing.assert_close(corruption.noisy, noisy, rtol=1e-6, atol=1e-6)
         weight = compute_loss_weighting_for_sd3(weighting, scheduler.sigmas[chosen])
         expected = weight * (guess - (noise - batch.latents)).square().mean(dim=(1, 2, 3))
@@ -223,7 +223,7 @@ def test_the_linear_path_is_that_of_diffusers() -> None:
     of_x0 = (noisy - sigmas[:, None, None, None] * guess - batch.latents).square().mean(dim=(1, 2, 3))
     expected = compute_loss_weighting_for_sd3("sigma_sqrt", sigmas) * of_x0
     ours = objective(weighting="none")
-    found = ours.loss(guess, batch, ours.corrupt(batch, t[chosen]))
+    found = ours.loss(guess, batch, ours.corrupt(batch, native=t[chosen]))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
 
 
@@ -233,7 +233,7 @@ def test_the_cosine_term_is_that_of_lightningdit(path: FlowPath, weight: float) 
     ours, batch = objective(path=path, cosine_weight=weight, multires_noise_iterations=2), batch_of(5)
     t = torch.tensor([0.05, 0.3, 0.5, 0.8, 0.97])
     guess = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(4))
-    found = ours.loss(guess, batch, ours.corrupt(batch, t)).double().numpy()
+    found = ours.loss(guess, batch, ours.corrupt(batch, native=t)).double().numpy()
     _, alpha_slope, _, sigma_slope = plan(path, t.double().numpy()[:, None, None, None])
     noise = ours._noise(batch, torch.Size(SHAPE)).double().numpy()
     velocity = -(alpha_slope * batch.latents.double().numpy() + sigma_slope * noise)

@@ -181,7 +181,7 @@ def test_the_objective_weights_the_loss_and_learns_from_it_unweighted() -> None:
     assert torch.equal(corruption.time, learned.draw(batch.position)[0])
     guess = torch.zeros_like(batch.latents)
     found = objective.loss(guess, batch, corruption)
-    expected = plain.loss(guess, batch, plain.corrupt(batch, corruption.time))
+    expected = plain.loss(guess, batch, plain.corrupt(batch, native=corruption.time))
     assert torch.equal(found, expected * corruption.importance)
     objective.timesteps.end_step(ALONE)
     learned.observe(corruption.time, expected, batch.position)

@@ -154,10 +154,10 @@ def test_dream_corrects_towards_all_of_the_noise() -> None:
     objective, batch = _objective(dream=True, noise_offset=0.1), _batch(6)
     before = objective.corrupt(batch)
     perfect = _noise(objective, batch, (2, 8, 8)).float()
-    after = objective.dream(before, batch, lambda noisy, time: perfect)
+    after = objective.corrupt(batch, lambda noisy, time: perfect)
     torch.testing.assert_close(after.noisy, before.noisy, rtol=0, atol=1e-5)
     assert objective.loss(perfect, batch, after).max() < 1e-10
-    wrong = objective.dream(before, batch, lambda noisy, time: perfect - 1)
+    wrong = objective.corrupt(batch, lambda noisy, time: perfect - 1)
     sigma = before.levels.table[before.time, 1].view(-1, 1, 1, 1)
     torch.testing.assert_close(wrong.noisy, before.noisy + sigma**2, rtol=0, atol=1e-5)
     assert objective.loss(perfect + sigma, batch, wrong).max() < 1e-10

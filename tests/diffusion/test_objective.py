@@ -177,7 +177,7 @@ def test_a_perfect_prediction_has_no_loss(prediction, zero_terminal, posterior):
 def test_the_loss_and_its_gradient_agree_with_fp64(prediction, gamma, zero_terminal, posterior):
     options = {"prediction": prediction, "min_snr_gamma": gamma, "zero_terminal_snr": zero_terminal}
     objective, batch = _objective(posterior=posterior, **options), _batch(32, posterior=posterior)
-    corruption = objective.corrupt(batch, torch.linspace(0, 999, 32).long())
+    corruption = objective.corrupt(batch, native=torch.linspace(0, 999, 32).long())
     guess = torch.randn(corruption.noisy.shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
     losses = objective.loss(guess, batch, corruption)
     (gradient,) = torch.autograd.grad(losses.sum(), guess)
@@ -268,7 +268,7 @@ class _NoSync(TorchDispatchMode):
 
 def _step(objective, batch, guess):
     """What the loop does besides model and optimizer."""
-    corruption = objective.dream(objective.corrupt(batch), batch, lambda noisy, time, label: guess)
+    corruption = objective.corrupt(batch, lambda noisy, time, label: guess)
     return objective.loss(guess, batch, corruption), corruption.levels
 
 

@@ -105,12 +105,13 @@ def watch(
             time.sleep(0.001)
 
     with ExitStack() as stack:
-        state, batches, callbacks = build(config, launch(stage), world, stack, stop)
+        run = build(config, launch(stage), world, stack, stop)
+        state, batches, callbacks = run.state, run.batches, run.callbacks
         stop.arm(state.heart)
         corrupt = state.objective.corrupt
 
-        def corrupt_and_note(batch: Batch) -> Corruption:
-            corruption = corrupt(batch)
+        def corrupt_and_note(batch: Batch, model: Any) -> Corruption:
+            corruption = corrupt(batch, model)
             seen.times.update(zip(batch.position.tolist(), corruption.time.tolist(), strict=True))
             return corruption
 

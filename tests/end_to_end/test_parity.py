@@ -92,7 +92,7 @@ def ours(model: Any, config: DiffusionConfig, latents: Tensor, condition: Condit
     """The loss of the training loop."""
     objective = Objective(config, seed=SEED, null={}, device="cpu", posterior=posterior)
     batch = Batch(latents, POSITION, condition)
-    corruption = objective.dream(objective.corrupt(batch), batch, model)
+    corruption = objective.corrupt(batch, model)
     prediction = model(corruption.noisy, corruption.time, **corruption.condition)
     return objective.loss(prediction, batch, corruption).mean()
 

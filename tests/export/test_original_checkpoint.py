@@ -157,7 +157,8 @@ def test_a_run_that_goes_on_draws_no_graph_behind_its_averages(world: World, dig
     start = PretrainedConfig(path=str(tmp_path / "out" / "model000001.pt"), weights=True, training=True)
     second = replace(config, pretrained=start, output=output(tmp_path / "second"))
     with ExitStack() as stack:
-        state, batches, callbacks = build(second, launch(1), world, stack)
+        run = build(second, launch(1), world, stack)
+        state, batches, callbacks = run.state, run.batches, run.callbacks
         take_steps(state, batches, callbacks)
         assert state.progress.steps == 2
         averages = [average for kind in state.ema.averages.values() for average in kind if average is not None]
@@ -186,7 +187,8 @@ def test_an_adamw_that_has_counted_fewer_steps_keeps_its_count_and_the_schedule_
     capsys.readouterr()
     second = replace(config, pretrained=start, output=replace(config.output, folder=str(tmp_path / "second")))
     with ExitStack() as stack:
-        state, batches, callbacks = build(second, launch(1), world, stack)
+        run = build(second, launch(1), world, stack)
+        state, batches, callbacks = run.state, run.batches, run.callbacks
         take_steps(state, batches, callbacks)
         assert [flat.state["step"].item() for flat in state.engine.flats] == [4.0] * len(state.engine.flats)
     assert "its AdamW has taken 1 of 3 steps; the learning rate is that of step 3, the bias" in capsys.readouterr().err

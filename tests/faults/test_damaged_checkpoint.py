@@ -74,7 +74,7 @@ def resume_without_a_step(world: World, data: Path, folders: list[Path]) -> list
     found = []
     for folder in folders:
         with ExitStack() as stack:
-            state, _, _ = build(config_of(data, folder), launch(), world, stack)
+            state = build(config_of(data, folder), launch(), world, stack).state
             found.append((state.progress.steps, digest_of_weights(state)))
     return found
 

@@ -146,7 +146,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
 def train_with(world: World, config: RunConfig, *more: Callback, request: StopRequest | None = None) -> None:
     """Train with more callbacks, which come after the run's own."""
     with ExitStack() as stack:
-        state, batches, callbacks = build(config, launch(), world, stack, request)
+        run = build(config, launch(), world, stack, request)
+        state, batches, callbacks = run.state, run.batches, run.callbacks
         if request is not None:
             request.arm(state.heart)
         try:

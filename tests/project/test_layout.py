@@ -217,15 +217,17 @@ def test_a_pip_package_named_kernels_wins_over_our_folder(tmp_path: Path) -> Non
 
 
 def test_the_loop_reads_as_prose() -> None:
-    """At most 80 lines, no rank checks, no reads from the device, no modulo, no try."""
+    """At most 20 statements; no rank checks, no reads from the device, no modulo, no dtypes and devices, no try."""
     tree = ast.parse((ROOT / "fastdiff" / "train.py").read_text())
-    loop = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "train")
-    assert loop.end_lineno is not None
-    assert loop.end_lineno - loop.lineno < 80
-    for node in ast.walk(loop):
-        assert not isinstance(node, ast.Try)
-        assert not isinstance(node, ast.Mod)
-        assert not (isinstance(node, ast.Attribute) and node.attr in ("rank", "is_first", "item", "cuda", "dtype"))
+    loop = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "take_steps")
+    inside = [node for statement in loop.body for node in ast.walk(statement)]
+    assert any(isinstance(node, ast.While) for node in inside), "this is the loop"
+    assert sum(isinstance(node, ast.stmt) for node in inside) <= 20
+    assert not any(isinstance(node, ast.Try | ast.Mod) for node in inside)
+    names = {node.attr for node in inside if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in inside if isinstance(node, ast.Name)}
+    others = {"rank", "is_first", "item", "tolist", "cuda", "cpu", "to", "device", "dtype", "precision", "torch"}
+    assert not names & others
 
 
 def test_files_and_functions_stay_small() -> None:
@@ -234,7 +236,7 @@ def test_files_and_functions_stay_small() -> None:
         assert len(path.read_text().splitlines()) <= 400, path
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.end_lineno:
-                assert node.end_lineno - node.lineno <= 80, f"{path}: {node.name}"
+                assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
 
 
 def test_no_junk_drawers() -> None:

@@ -60,7 +60,7 @@ def save_again(world: World, digits: Path, start: Path, folder: Path) -> None:
         run = folder / str(stage)
         world.on_first(lambda run=run: shutil.copytree(start, run))  # type: ignore[misc]
         with ExitStack() as stack:
-            state, _, _ = build(config_of(digits, run, 9), launch(stage), world, stack)
+            state = build(config_of(digits, run, 9), launch(stage), world, stack).state
             Checkpoints(run / "again" / "checkpoints", 2, world).save(state)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file
 
-from fastdiff import train as train_module
 from fastdiff.config.divergence import DivergenceConfig
+from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.data.encoding.builtin import digits as real_digits
@@ -32,6 +31,8 @@ from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
 from fastdiff.train import train
+from fastdiff.training.build import Run
+from fastdiff.training.callbacks.divergence import Rewind
 from fastdiff.training.checkpoints import Checkpoints
 from fastdiff.training.metrics import Meters
 from fastdiff.training.resume import config_changes
@@ -440,35 +441,96 @@ def test_the_way_back_passes_over_damage(world: World, digits: Path, tmp_path: P
     assert checkpoints.newest(before=2) is None
 
 
-def _train_and_count(world: World, config: RunConfig, stage: int) -> list[int]:
-    """How many parts of each run there were; none of them may be left when the next run is built."""
-    built: list[list[weakref.ref[Any]]] = []
-    original = train_module.build
-
-    def build(*args: Any, **options: Any) -> Any:
-        alive = {type(found) for reference in (built[-1] if built else ()) if (found := reference()) is not None}
-        assert not alive, f"both runs in memory: {alive}"
-        state, *rest = original(*args, **options)
-        flats = [tensor for flat in state.engine.flats for tensor in (flat.key, flat.master)]
-        averages = [average for averages in state.ema.averages.values() for average in averages]
-        parts = [state.engine, state.engine._engine, state.ema, *flats, *averages]
-        built.append([weakref.ref(part) for part in parts])
-        return state, *rest
-
-    train_module.build = build  # type: ignore[assignment]
-    train(config, launch(stage), world)
-    return [len(parts) for parts in built]
+class _Ended(Exception):
+    """Instead of a kill."""
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_the_old_run_is_released_before_the_new_one_is_built(
-    torch_extensions: Path, two_spikes: Path, tmp_path: Path, stage: int
+def _rewind_and_start_again(world: World, rewound: RunConfig, started: RunConfig, deepspeed: dict[str, Any]) -> None:
+    """One run that goes back in its engine; the other ends behind each spike, and starts from what it saved there."""
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    start = launch()
+    start.deepspeed.update(deepspeed)
+    _train_in_one_engine(world, rewound, start)
+    save = Checkpoints.save
+
+    def save_and_end(self: Checkpoints, state: TrainState) -> None:
+        save(self, state)
+        raise _Ended
+
+    Checkpoints.save = save_and_end  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(_Ended):
+            train(started, start, world)
+    train(started, start, world)
+
+
+def _train_in_one_engine(world: World, config: RunConfig, start: Launch) -> None:
+    """Train; what is as large as the model stays where it is."""
+    places: list[list[int]] = []
+    go_back = Run.go_back
+
+    def watched(self: Run, rewind: Rewind) -> None:
+        places.append(_places(self.state))
+        go_back(self, rewind)
+        places.append(_places(self.state))
+
+    with mock.patch.object(Run, "go_back", watched):
+        train(config, start, world)
+    assert len(places) == 4
+    assert len(places[0]) > 2
+    assert all(found == places[0] for found in places)
+
+
+def _places(state: TrainState) -> list[int]:
+    """Addresses of weights, optimizer state and averages."""
+    flats = state.engine.flats
+    averages = [average for each in state.ema.averages.values() for average in each if average is not None]
+    moments = [v for flat in flats for v in flat.state.values() if isinstance(v, torch.Tensor) and v.numel() > 1]
+    return [tensor.data_ptr() for tensor in [*(flat.master for flat in flats), *averages, *moments]]
+
+
+ON_HOST = {"device": "cpu"}
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize(
+    ("zero", "precision", "optimizer", "ranks"),
+    [
+        ({"stage": 0}, "fp32", "adamw", 1),
+        ({"stage": 0}, "bf16", "adamw8bit", 2),
+        ({"stage": 1}, "bf16", "adamw8bit-bnb", 2),
+        ({"stage": 1}, "fp16", "adamw", 1),
+        ({"stage": 2, "offload_optimizer": ON_HOST}, "bf16", "adamw8bit", 2),
+        ({"stage": 3, "stage3_param_persistence_threshold": 0}, "fp32", "adamw8bit-bnb", 2),
+        ({"stage": 3, "offload_optimizer": ON_HOST, "offload_param": ON_HOST}, "bf16", "adamw", 2),
+    ],
+    ids=lambda value: str(value["stage"]) + "-offload" * (len(value) > 2) if isinstance(value, dict) else str(value),
+)
+def test_the_way_back_in_the_engine_is_that_of_a_new_start(
+    torch_extensions: Path, two_spikes: Path, tmp_path: Path, zero: Any, precision: str, optimizer: str, ranks: int
 ) -> None:
-    """In a process of its own: pytest keeps what is logged, and so the frames of an exception that is."""
-    config = spiky(two_spikes, tmp_path / "run", divergence__policy="rewind")
-    ((*parts,),) = values(forked_ranks(_train_and_count, config, stage, ranks=1))
-    assert len(parts) == 3
-    assert min(parts) >= 7
+    """To the bit, and in the memory that it has."""
+    runs = [
+        spiky(
+            two_spikes,
+            tmp_path / name,
+            divergence__policy="rewind",
+            performance__precision=precision,
+            batch__micro=4,
+            optim__name=optimizer,
+            optim__schedule="linear",
+            ema__power_stds=(0.1,),
+            timesteps__density="importance",
+        )
+        for name in ("rewound", "started")
+    ]
+    deepspeed = {"zero_optimization": zero} | ({"fp16": {"initial_scale_power": 8}} if precision == "fp16" else {})
+    values(forked_ranks(_rewind_and_start_again, *runs, deepspeed, ranks=ranks))
+    assert newest(tmp_path / "rewound").manifest["progress"]["rewinds"] == 2
+    assert newest(tmp_path / "rewound").manifest["loss_scale"] == newest(tmp_path / "started").manifest["loss_scale"]
+    assert hexes(losses(tmp_path / "rewound")) == hexes(losses(tmp_path / "started"))
+    assert lines(tmp_path / "rewound") == lines(tmp_path / "started")
+    assert_same_checkpoint(tmp_path / "rewound", tmp_path / "started")
 
 
 def test_the_progress_behind_a_spike() -> None:

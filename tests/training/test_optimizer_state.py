@@ -81,7 +81,7 @@ def load_at_every_stage(world: World, digits: Path, start: Path, folder: Path, t
         run = folder / f"{world.size}-{stage}"
         world.on_first(lambda run=run: shutil.copytree(start, run))  # type: ignore[misc]
         with ExitStack() as stack:
-            state, _, _ = build(blockwise_config(digits, run), launch(stage), world, stack)
+            state = build(blockwise_config(digits, run), launch(stage), world, stack).state
             assert state.progress.steps == 3
             same_layout = layout_digest(world, state.engine.flats) == newest(start).manifest["layout"]
             for flat in state.engine.flats:
@@ -94,7 +94,8 @@ def train_and_load(world: World, digits: Path, folder: Path) -> dict[str, dict[s
     """Two ranks under ZeRO-3 train, and load under every stage; as arrays, which outlive the process."""
     config = blockwise_config(digits, folder / "start")
     with ExitStack() as stack:
-        state, batches, callbacks = build(config, launch(3), world, stack)
+        run = build(config, launch(3), world, stack)
+        state, batches, callbacks = run.state, run.batches, run.callbacks
         take_steps(state, batches, callbacks)
         callbacks.on_end(state)
         truth = held(world, state.engine)
@@ -122,7 +123,8 @@ def test_moments_of_bitsandbytes_are_rounded_once_at_other_ranks_and_stages(
     load_at_every_stage(world, digits, start, tmp_path / "from-two", truth)
     config = blockwise_config(digits, tmp_path / "start")
     with ExitStack() as stack:
-        state, batches, callbacks = build(config, launch(0), world, stack)
+        run = build(config, launch(0), world, stack)
+        state, batches, callbacks = run.state, run.batches, run.callbacks
         take_steps(state, batches, callbacks)
         callbacks.on_end(state)
         kept = {flat.state["state1"].dtype for flat in state.engine.flats}

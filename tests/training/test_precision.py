@@ -146,7 +146,7 @@ def test_adamw8bit_needs_an_eps() -> None:
 def test_8bit_state_takes_two_bytes_per_parameter(world: World, digits: Path, tmp_path: Path, name: str) -> None:
     config = tiny(digits, tmp_path / "run", steps=2, optim__name=name)
     with ExitStack() as stack:
-        engine = build(config, launch(3), world, stack)[0].engine
+        engine = build(config, launch(3), world, stack).state.engine
         parameters = sum(torch.Size(shape).numel() for shape in engine.shapes.values())
         held = sum(
             value.numel() * value.element_size()

@@ -42,12 +42,7 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
     run, every = f"{flags.results_dir}/{model}-{flags.image_size}", flags.ckpt_every
     return Translation(
         commands=[
-            [
-                "fastdiff", "encode", flags.data_path, latents,
-                "--pretrained", f"stabilityai/sd-vae-ft-{flags.vae}",
-                "--resolution", str(flags.image_size), "--crop", "adm", "--decode", "pillow", "--flip",
-                "--workers", str(max(1, flags.num_workers)),
-            ],
+            _encode(flags, latents),
             [
                 *launcher(gpus),
                 *flag("preset", f"{model}-256"),
@@ -89,3 +84,12 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
             "--performance.precision bf16 is several times faster than their fp32",
         ],
     )  # fmt: skip
+
+
+def _encode(flags: argparse.Namespace, latents: str) -> list[str]:
+    return [
+        "fastdiff", "encode", flags.data_path, latents,
+        "--pretrained", f"stabilityai/sd-vae-ft-{flags.vae}",
+        "--resolution", str(flags.image_size), "--crop", "adm", "--decode", "pillow", "--flip",
+        "--workers", str(max(1, flags.num_workers)),
+    ]  # fmt: skip

@@ -62,10 +62,7 @@ def open_source(
             classes_from=classes_from,
         )
     if tars is None and not folder.is_dir() and (folder.exists() or not re.fullmatch(_HUB_ID, text)):
-        raise DataError(
-            f"{escape(text)} is no source: expected a folder of images, a folder or data set of Hugging Face's "
-            "datasets, or tars of images (a path or address ending in .tar, with braces for several)"
-        )
+        raise _no_source(text)
     name = shown(text) if is_remote(text) else escape(text)
     if classes_from != "auto":
         raise ConfigError(
@@ -81,6 +78,13 @@ def open_source(
         caption_column=caption_column,
         split=split,
         max_samples=max_samples,
+    )
+
+
+def _no_source(text: str) -> DataError:
+    return DataError(
+        f"{escape(text)} is no source: expected a folder of images, a folder or data set of Hugging Face's "
+        "datasets, or tars of images (a path or address ending in .tar, with braces for several)"
     )
 
 

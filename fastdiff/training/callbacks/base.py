@@ -56,8 +56,8 @@ class Preempt(Callback):
         Raises:
             Preempted: on every rank, after the same step.
         """
-        if state.tally.stop:
-            reason = next(reason for reason in state.world.gather(state.votes.reason) if reason is not None)
+        if state.guard.tally.stop:
+            reason = next(reason for reason in state.world.gather(state.guard.votes.reason) if reason is not None)
             raise preempted(reason, state)
 
 

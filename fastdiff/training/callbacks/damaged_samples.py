@@ -31,8 +31,8 @@ class DamagedSamples(Callback):
 
     def on_step(self, state: TrainState) -> None:
         """Record and count when due; DataError above the limit."""
-        tally = state.tally
-        rewinds = state.config.divergence.policy == "rewind" and state.spikes.is_spike(
+        tally = state.guard.tally
+        rewinds = state.config.divergence.policy == "rewind" and state.guard.spikes.is_spike(
             tally.loss_sum, tally.loss_count, applied=state.applied
         )
         last = rewinds or tally.stop or state.progress.samples >= state.config.samples

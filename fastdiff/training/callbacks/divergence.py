@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -40,7 +39,7 @@ class NonFiniteGuard(Callback):
 
     def on_step(self, state: TrainState) -> None:
         """Log a skipped step with the keys of its non-finite samples; DivergedError at the third in a row."""
-        if state.applied or state.spikes.discarded:
+        if state.applied or state.guard.discarded:
             return
         bad = [position for share in state.world.gather(_non_finite(state)) for position in share]
         keys = _keys(state, bad)
@@ -91,14 +90,14 @@ class Rewind:
         return saved
 
     def go_behind(self, state: TrainState) -> None:
-        """Let ``state``, as restored from that checkpoint, go on behind the spike; called by all ranks.
+        """Let ``state``, once it has returned to that checkpoint, go on behind the spike; called by all ranks.
 
         Noise, order and schedules need nothing else: they are functions of the position and of the applied steps.
         The snapshots of the steps that are left go: averages of other widths are made of one course of the weights.
         """
         before = state.progress
         state.progress = before.behind(self.spiked)
-        state.meters.sums.zero_()  # of steps that are left out: the log keeps what it has of them
+        state.meters.reset()  # of steps that are left out: the log keeps what it has of them
         remove_after(state, before.steps)
         state.world.on_first(lambda: self._log(state, before))
 
@@ -134,7 +133,7 @@ class SpikeGuard(Callback):
         Raises:
             Preempted: on all ranks, if the step was a spike under the policy rewind.
         """
-        if state.spikes.last is not None and state.config.divergence.policy == "rewind":
+        if state.guard.spikes.last is not None and state.config.divergence.policy == "rewind":
             raise Preempted(
                 f"asked to stop at step {state.progress.steps}, a spike, which is not saved; the same command goes on "
                 "from the newest checkpoint before it"
@@ -148,7 +147,8 @@ class SpikeGuard(Callback):
             Preempted: the same, if the run is to stop: the next start comes to the spike again.
             DivergedError: on all ranks, at one spike more than the limit.
         """
-        spike = state.spikes.see(state.tally.loss_sum, state.tally.loss_count, applied=state.applied)
+        tally = state.guard.tally
+        spike = state.guard.spikes.see(tally.loss_sum, tally.loss_count, applied=state.applied)
         if spike is None:
             return
         keys = _largest_keys(state)
@@ -165,7 +165,7 @@ def _act(state: TrainState, spike: Spike, what: str) -> None:
     policy, limit = state.config.divergence.policy, state.config.divergence.limit
     if policy == "log":
         if spike.in_a_row == limit:
-            state.spikes.forget()
+            state.guard.spikes.forget()
             if state.world.is_first:
                 log.warning(f"{limit} spikes in a row: what is normal is measured anew")
         return
@@ -179,7 +179,7 @@ def _act(state: TrainState, spike: Spike, what: str) -> None:
             "newest"
         )
     if policy == "rewind":
-        if state.tally.stop:
+        if state.guard.tally.stop:
             raise Preempted(f"asked to stop at {what}")
         raise RewindRequest(Rewind(state.progress, what))
 
@@ -200,13 +200,6 @@ def _keys(state: TrainState, positions: Sequence[int]) -> list[str]:
     """Names of the first few of these samples, the same positions on every rank; called by all ranks."""
     chosen = positions[:_KEYS]
     return state.world.on_first(lambda: state.reader.keys(state.order.samples(chosen))) if chosen else []
-
-
-def release_memory() -> None:
-    """Return the memory of a run that nobody refers to any more: its objects refer to one another."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _note(warning: str, path: Path, record: Record) -> None:

@@ -236,8 +236,9 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
 
     def before_forward(*_: object) -> None:
         state.heart.again()  # a validation may take longer than a rank may be silent
-        if state.votes.reason is not None:
-            raise preempted(state.votes.reason, state)  # which the ranks agree on, like any error in a validation
+        reason = state.guard.votes.reason
+        if reason is not None:
+            raise preempted(reason, state)  # which the ranks agree on, like any error in a validation
 
     model.register_forward_pre_hook(before_forward)
     return model

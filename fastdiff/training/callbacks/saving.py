@@ -42,12 +42,12 @@ class Checkpointing(Callback):
         Raises:
             StorageError: on every rank: saves failed more often than --output.failed_saves allows.
         """
-        if state.tally.failed_save:
+        if state.guard.tally.failed_save:
             self._background.wait_for_all()
         if self._every.due(state.progress):
             self._background.wait(_CHECKPOINT)
             self._begin(state)
-        state.failed_save = self._background.failed
+        state.guard.failed_save = self._background.failed
 
     def on_end(self, state: TrainState) -> None:
         """Save the last step, unless it is saved.
@@ -69,7 +69,7 @@ class Checkpointing(Callback):
 
     def _save_now(self, state: TrainState) -> None:
         self._background.wait(_CHECKPOINT, ANY_NUMBER)  # what failed may succeed now
-        if state.progress.steps != (self._background.committed(_CHECKPOINT) or self._restored):
+        if state.progress.steps != max(self._background.committed(_CHECKPOINT) or 0, self._restored):
             self._begin(state)
         self._background.wait(_CHECKPOINT, 0)
 

@@ -1,0 +1,66 @@
+"""The guard of a step: the heartbeat, spikes of the loss, and what all ranks must know at the same step."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastdiff.parallel.consensus import Consensus, StepFlags
+from fastdiff.parallel.heartbeat import Heartbeat
+from fastdiff.training.engine import Engine
+from fastdiff.training.spikes import Spikes
+
+
+class StepGuard:
+    """Watches every optimizer step, on every rank alike.
+
+    Args:
+        votes: of this rank.
+        spikes: the losses of the steps before.
+        heart: of this rank.
+        accumulation: micro-batches of a step.
+    """
+
+    def __init__(self, votes: Consensus, spikes: Spikes, heart: Heartbeat, accumulation: int) -> None:
+        self.votes, self.spikes = votes, spikes
+        self.failed_save = False
+        """True if this rank could not write its part of the save that runs beside the steps."""
+        self.tally = StepFlags()
+        """What the ranks voted in the last step."""
+        self._heart = heart
+        self._accumulation = accumulation
+        self._losses: list[Tensor] = []
+
+    @property
+    def discarded(self) -> bool:
+        """Whether the last step was discarded as a spike."""
+        return self.spikes.discarded
+
+    def observe(self, losses: Tensor) -> bool:
+        """Take in the losses of a micro-batch before its backward pass; called by all ranks.
+
+        Args:
+            losses: ``[micro]`` fp32, of this rank.
+
+        Returns:
+            Whether the step is to be discarded as a spike (``Engine.backward``), which the last micro-batch decides.
+        """
+        self._heart.enter("backward")
+        self._losses.append(losses.detach())
+        return len(self._losses) == self._accumulation and self.spikes.discards(self._losses)
+
+    def take_step(self, engine: Engine) -> bool:
+        """Take the optimizer step, and learn meanwhile what the ranks voted; called by all ranks.
+
+        Returns:
+            False if the step moved nothing: a gradient was not finite, or the step is discarded.
+
+        Raises:
+            DivergedError: see ``Engine.step``.
+        """
+        self._heart.enter("step")
+        self.votes.cast(self._losses, failed_save=self.failed_save)
+        self._losses.clear()
+        applied = engine.step()
+        self.tally = self.votes.tally()
+        self._heart.enter("callbacks")
+        return applied
