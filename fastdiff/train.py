@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from fastdiff.batch import Batch
 from fastdiff.config import command_line
