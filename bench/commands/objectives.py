@@ -33,7 +33,7 @@ from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.evaluation.digits import evaluate_run, evaluation_labels
 from fastdiff.parallel.world import free_port
 from fastdiff.sampling.image_grid import image_grid
-from fastdiff.sampling.run import CLASS_CFG, Run
+from fastdiff.sampling.run import Run
 
 OBJECTIVES = {
     "epsilon, Min-SNR": "--objective.prediction epsilon --objective.schedule scaled_linear --objective.min_snr_gamma 5",
@@ -116,7 +116,8 @@ def outcome(flags: Sequence[str], data: Path, folder: Path) -> Outcome:
     run = Run(folder)
     measured = evaluate_run(run)
     # Those that were measured first: an image depends on its seed, its number and its class.
-    images = run.draw(evaluation_labels(1), scheduler="dpmsolver++", steps=20, cfg=CLASS_CFG, seed=0, progress=False)
+    cfg = run.family.usual_guidance
+    images = run.draw(evaluation_labels(1), scheduler="dpmsolver++", steps=20, cfg=cfg, seed=0, progress=False)
     return Outcome(
         run.step, training_seconds(folder / "metrics.jsonl"), measured["accuracy"], measured["frechet_distance"], images
     )

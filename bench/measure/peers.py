@@ -24,9 +24,10 @@ from bench.trainers import dit, images, plain, text_to_image
 from bench.trainers.plain_torch import FLAGS, untrained
 from bench.trainers.text_encoders import FACTOR, Shares
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.presets import SD15_UNET
-from fastdiff.config.run import ModelConfig, RunConfig
+from fastdiff.config.run import RunConfig
 
 _RUNS = {"plain": plain.run, "dit": dit.run, "diffusers": text_to_image.run}
 PEERS = tuple(_RUNS)

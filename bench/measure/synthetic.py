@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from fastdiff.config.networks.pretrained import CAPTION_TOKENS
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.run import ModelConfig
 from fastdiff.data.encoding.builtin import encode_synthetic, versions
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.shards.reader import Arrays

@@ -22,7 +22,7 @@ import torch
 
 from bench import BenchError
 from bench.scaling.communication import Message, Part
-from fastdiff.config.run import ModelConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.build import build_model
 
 _WHOLE_BUCKET = 500_000_000

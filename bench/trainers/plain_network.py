@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from bench import BenchError
 from fastdiff.batch import Condition
-from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.models.dit.network import DiT, DiTBlock, FinalLayer
 from fastdiff.models.kernel_choice import compiles
@@ -37,9 +37,7 @@ def network(config: RunConfig, device: torch.device, *, best: bool) -> Any:
         with torch.device("meta"):
             model: Any = PlainDiT(config.model, recompute=recompute)
         model.load_state_dict(weights, assign=True)
-    elif isinstance(config.model, AdmConfig):
-        raise BenchError("there is no plain ADM UNet to race with; choose another preset, or no --peer")
-    else:
+    elif isinstance(config.model, UNetConfig):
         from diffusers import UNet2DConditionModel
 
         model = UNet2DConditionModel(**config.model.to_diffusers())
@@ -48,6 +46,8 @@ def network(config: RunConfig, device: torch.device, *, best: bool) -> Any:
             model.enable_gradient_checkpointing()
         if best:
             model.to(memory_format=torch.channels_last)
+    else:
+        raise BenchError(f"{config.model.title} has no plain network to race with; choose another preset, or no --peer")
     return model.to(device).train()
 
 

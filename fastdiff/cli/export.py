@@ -8,8 +8,6 @@ from pathlib import Path
 from fastdiff.config.argument_types import Subcommands, add_averages, count
 from fastdiff.errors import require
 
-_FORMATS = "diffusers", "lora", "dit", "dit-training", "iddpm", "safetensors"
-
 
 def add(commands: Subcommands) -> None:
     """Register the command."""
@@ -18,7 +16,7 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
     parser.add_argument(
         "--format",
-        choices=_FORMATS,
+        metavar="FORMAT",
         required=True,
         help="diffusers: a pipeline, or the network alone (of a DiT with two lines of code to run after loading, in "
         "OUT/README.md); lora: pytorch_lora_weights.safetensors; dit: the weights of "

@@ -12,14 +12,11 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from fastdiff.config.networks.adm import AdmConfig
-from fastdiff.config.networks.dit import DiTConfig
-from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.run import ModelConfig, RunConfig
+from fastdiff.config.networks.registry import network_called
+from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
 
-_KINDS: dict[str, type[ModelConfig]] = {"dit": DiTConfig, "unet": UNetConfig, "adm": AdmConfig}
 _LARGEST = 1 << 20
 """Bytes of a file of fields."""
 
@@ -64,24 +61,26 @@ def from_mapping(fields: dict[str, Any], source: str) -> RunConfig:
     return _lay_over(RunConfig(), fields, source)
 
 
-def with_kind(base: RunConfig, given: dict[str, Any]) -> RunConfig:
-    """Return ``base`` with the defaults of the kind of model that is given, if that is another one."""
+def with_kind(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
+    """Return ``base`` with the defaults of the kind of network that is given, if that is another one.
+
+    Raises:
+        ConfigError: there is no such network; ``source`` is where it was asked for.
+    """
     model = given.get("model")
-    other = _KINDS.get(str(model.get("kind"))) if isinstance(model, dict) else None
-    return base if other is None or isinstance(base.model, other) else replace(base, model=other())
+    kind = model.get("kind", base.model.kind) if isinstance(model, dict) else base.model.kind
+    return base if kind == base.model.kind else replace(base, model=network_called(kind, source)())
 
 
 def _lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
-    base = with_kind(base, given)
+    base = with_kind(base, given, source)
     merged = _merge(asdict(base), given, source)
     try:
         return TypeAdapter(RunConfig).validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
-        # Of the union of the networks, the errors of the others say only that this is not one of them.
-        kind = type(base.model).__name__
-        found = error.errors()
-        first = next((each for each in found if each["loc"][0] != "model" or kind in each["loc"]), found[0])
-        field = ".".join(str(part) for part in first["loc"] if part != kind)
+        first = error.errors()[0]
+        place = [str(part) for part in first["loc"]]
+        field = ".".join([*place[:1], *place[2:]] if place[:2] == ["model", base.model.kind] else place)
         raise ConfigError(f"{source}: {field}: {first['msg']}, given {first['input']!r}") from None
 
 

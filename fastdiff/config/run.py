@@ -12,10 +12,9 @@ from typing import Literal, cast
 
 from fastdiff.config.data import DataConfig
 from fastdiff.config.divergence import DivergenceConfig
-from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
-from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.networks.registry import ModelConfig, networks
 from fastdiff.config.objective import DiffusionConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError, require
@@ -268,9 +267,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**64, f"--seed {self.seed}: from 0 to 2**64 - 1")
-        if self.output.sample_every and self.model.kind != "unet":
+        if self.output.sample_every and not self.model.text_conditional:
             require(
-                not self._enlarges(),
+                self.model.low_res_size == 0,
                 "--output.sample_every: no grid is drawn of a model that enlarges images; set it to 0, and use "
                 "`fastdiff sample --low-res`",
             )
@@ -310,20 +309,16 @@ class RunConfig:
 
     def _check_objective(self) -> None:
         self.timesteps.check(self.objective)
-        doubled = not isinstance(self.model, UNetConfig) and self.model.learn_sigma
         require(
-            doubled or not self.objective.learns_variance,
+            self.model.learn_sigma or not self.objective.learns_variance,
             f"--objective.variance {self.objective.variance} needs a model with twice the output channels: a DiT or an "
             "ADM UNet with --model.learn_sigma",
         )
         require(
-            not self.objective.low_res_noise or self._enlarges(),
+            not self.objective.low_res_noise or self.model.low_res_size > 0,
             f"--objective.low_res_noise {self.objective.low_res_noise} is noise on the small images of a model that "
             "enlarges them, an ADM UNet with --model.low_res_size; set it to 0",
         )
-
-    def _enlarges(self) -> bool:
-        return isinstance(self.model, AdmConfig) and self.model.low_res_size > 0
 
     def _check_pretrained(self) -> None:
         wants = {
@@ -350,17 +345,19 @@ class RunConfig:
             f"--ema.power_stds {' '.join(map(str, self.ema.power_stds))} with --pretrained.training: such an average "
             "is one of the whole course of the weights, of which a published training has the end alone; leave it out",
         )
+        if self.lora.rank and not self.model.lora_targets:
+            able = [network.title for network in networks().values() if network.lora_targets]
+            raise ConfigError(
+                f"--lora.rank {self.lora.rank} is for {' or '.join(able)}, not {self.model.title}; set it to 0"
+            )
+        # The network of a pipeline replaces the one that is given.
+        text = self.model.text_conditional or (self.pretrained.weights and not self.pretrained.is_file)
         require(
-            self.lora.rank == 0 or self.model.kind != "adm",
-            f"--lora.rank {self.lora.rank} is for a DiT or a UNet of Stable Diffusion, not an ADM UNet; set it to 0",
-        )
-        unet = self.model.kind == "unet" or (self.pretrained.weights and not self.pretrained.is_file)
-        require(
-            not self.data.online or unet,
+            not self.data.online or text,
             "--data.online is for models of text; encode classes with `fastdiff encode`",
         )
         require(
-            not self.validation.prompts or unet,
+            not self.validation.prompts or text,
             "--validation.prompts is for models of text; others draw grids (--output.sample_every)",
         )
 
@@ -368,6 +365,3 @@ class RunConfig:
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.samples // self.batch.samples
-
-
-ModelConfig = DiTConfig | UNetConfig | AdmConfig

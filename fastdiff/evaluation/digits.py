@@ -20,7 +20,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.evaluation.image_metrics import frechet_distance
 from fastdiff.models.load import null_label
 from fastdiff.sampling.image_grid import image_grid
-from fastdiff.sampling.run import CLASS_CFG, Drawing, Run
+from fastdiff.sampling.run import Drawing, Run
 
 _DRAWS = 8
 """Images that are drawn for each small one."""
@@ -56,7 +56,7 @@ def _evaluate_drawn(run: Run) -> dict[str, Any]:
             "evaluate SAMPLES --reference REAL`"
         )
     labels = evaluation_labels()
-    cfg = CLASS_CFG if run.config.objective.condition_dropout else 1.0
+    cfg = run.family.usual_guidance if run.config.objective.condition_dropout else 1.0
     images = run.draw(labels, scheduler="dpmsolver++", steps=20, cfg=cfg, seed=0, progress=True)
     return evaluate_digits(images, labels)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.errors import require
+from fastdiff.export.card_text import Place, python, told
 from fastdiff.export.diffusers_model import Source, Sources, layer, projections, write_model
+from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import ExportedWeights, Shapes
 
 FOLDER = "unet"
@@ -170,3 +173,16 @@ def _layers(model: AdmConfig) -> Iterator[tuple[str, str, int]]:
                 last = 2 if attended[level] else 1
                 yield f"up_blocks.{up}.upsamplers.0", f"output_blocks.{number}.{last}", widths[level]
             number += 1
+
+
+def _write(folder: Path, exported: Exported) -> None:
+    write_unet2d(folder, exported.weights, cast(AdmConfig, exported.config.model), exported.dtype)
+
+
+def _use(config: RunConfig, place: Place, step: int) -> str:
+    load = f'UNet2DModel.from_pretrained("{place}", subfolder="{FOLDER}")'
+    none = f"\nClass {config.model.classes} stands for no class.\n" if config.model.classes else ""
+    return python(f"from diffusers import UNet2DModel\n\nmodel = {load}") + none + told(config, diffusers=True)
+
+
+DIFFUSERS = ExportFormat(write=_write, use=_use, library="diffusers")

@@ -8,14 +8,17 @@ which its configuration does not have; ``SAME_TIMES`` sets it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.errors import require
+from fastdiff.export.card_text import Place, python, told
 from fastdiff.export.diffusers_model import Source, Sources, layer, projections, write_model
+from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import ExportedWeights
 
 FOLDER = "transformer"
@@ -90,3 +93,19 @@ def _block(theirs: str, ours: str, heads: int) -> Sources:
         **layer(f"{theirs}.ff.net.0.proj", f"{ours}.mlp.fc1"),
         **layer(f"{theirs}.ff.net.2", f"{ours}.mlp.fc2"),
     }
+
+
+def _write(folder: Path, exported: Exported) -> None:
+    write_transformer(folder, exported.weights, cast(DiTConfig, exported.config.model), exported.dtype)
+
+
+def _use(config: RunConfig, place: Place, step: int) -> str:
+    code = "from diffusers import DiTTransformer2DModel\n\n"
+    code += f'model = DiTTransformer2DModel.from_pretrained("{place}", subfolder="{FOLDER}")\n{SAME_TIMES.rstrip()}'
+    return (
+        python(code) + "\nThe last two lines set the frequencies of the timesteps that DiT was published with and this "
+        f"one trained with; those of diffusers are others. Class {config.model.classes} stands for no class.\n"
+    ) + told(config, diffusers=True)
+
+
+DIFFUSERS = ExportFormat(write=_write, use=_use, library="diffusers")

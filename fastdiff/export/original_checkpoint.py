@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,41 +23,40 @@ from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.errors import StorageError
 from fastdiff.export.adamw_state import MOMENTS, Moment, Read, adamw_state, moments
+from fastdiff.export.card_text import Place, load_pickle
+from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import ExportedWeights, exported_weights
-from fastdiff.models.embeddings import position_table
+from fastdiff.models.family import family_of
 from fastdiff.sanitize import address
 
-_POSITIONS = "pos_embed"
 
-
-def write_dit(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
+def write_dit(folder: Path, exported: Exported) -> None:
     """Write ``dit.pt`` with the state dict under ``ema``, all that DiT's sampling reads.
 
     Raises:
         StorageError: it could not be written.
     """
-    with _state_dict(folder / "scratch", weights, config, dtype) as state:
+    with _state_dict(folder / "scratch", exported.weights, exported.config, exported.dtype) as state:
         _save(folder / "dit.pt", {"ema": state})
 
 
-def write_dit_training(folder: Path, saved: Checkpoint, config: RunConfig, average: ExportedWeights) -> None:
+def write_dit_training(folder: Path, exported: Exported) -> None:
     """Write ``NNNNNNN.pt`` of ``model``, ``ema``, ``opt`` and ``args``, as DiT's train.py does, in fp32.
 
     Args:
         folder: exists and is empty.
-        saved: the checkpoint.
-        config: the run's, of a DiT.
-        average: what stands under ``ema``.
+        exported: of a run of a DiT; its weights stand under ``ema``.
 
     Raises:
         StorageError: it could not be written.
     """
-    step, fp32 = saved.manifest["progress"]["steps"], torch.float32
+    saved, config, fp32 = exported.saved, exported.config, torch.float32
+    step = saved.manifest["progress"]["steps"]
     raw = _as_trained(saved, config)
     read = _moments_or_say(saved, config)
     with (
         _state_dict(folder / "model.scratch", raw, config, fp32) as model,
-        _state_dict(folder / "ema.scratch", average, config, fp32) as ema,
+        _state_dict(folder / "ema.scratch", exported.weights, config, fp32) as ema,
         _optimizer(folder / "opt.scratch", saved, config, raw, read) as opt,
     ):
         content = {"model": model, "ema": ema, "opt": opt, "args": _arguments(config)}
@@ -66,19 +65,19 @@ def write_dit_training(folder: Path, saved: Checkpoint, config: RunConfig, avera
         _save(folder / f"{step:07d}.pt", content)
 
 
-def write_iddpm(folder: Path, saved: Checkpoint, config: RunConfig) -> None:
+def write_iddpm(folder: Path, exported: Exported) -> None:
     """Write ``modelNNNNNN.pt``, ``ema_RATE_NNNNNN.pt`` and ``optNNNNNN.pt``, as improved-diffusion does, in fp32.
 
     Averages of another kind than a constant rate have no such file.
 
     Args:
         folder: exists and is empty.
-        saved: the checkpoint.
-        config: the run's, of an ADM UNet.
+        exported: of a run of an ADM UNet.
 
     Raises:
         StorageError: a file could not be written.
     """
+    saved, config = exported.saved, exported.config
     step, raw = saved.manifest["progress"]["steps"], _as_trained(saved, config)
     if saved.ema_stds:
         log.warning(f"the averages of the widths {list(saved.ema_stds)} are left out: only rates are in names of files")
@@ -92,6 +91,9 @@ def write_iddpm(folder: Path, saved: Checkpoint, config: RunConfig) -> None:
     with _optimizer(folder / "scratch", saved, config, raw, _moments_or_say(saved, config)) as opt:
         if opt is not None:
             _save(folder / f"opt{step:06d}.pt", opt)
+    published = family_of(config.model).published(config.model)
+    if published is not None and published.note:
+        log.warning(published.note)
 
 
 def _as_trained(saved: Checkpoint, config: RunConfig) -> ExportedWeights:
@@ -110,10 +112,8 @@ def _moments_or_say(saved: Checkpoint, config: RunConfig) -> Read | None:
 def _state_dict(
     scratch: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor]]:
-    """The weights in the order of their model; of a DiT with its table of positions, a parameter there."""
-    first = {}
-    if isinstance(config.model, DiTConfig):
-        first[_POSITIONS] = position_table(config.model.hidden, config.model.size // config.model.patch).to(dtype)
+    """The weights in the order of their model, behind the buffers, which are parameters there."""
+    first = {name: value.to(dtype) for name, value in family_of(config.model).buffers(config.model).items()}
     with _mapped(scratch, weights.shapes, dtype, weights.reader(dtype)) as state:
         yield first | state
 
@@ -126,7 +126,7 @@ def _optimizer(
     if read is None:
         yield None
         return
-    first = 1 if isinstance(config.model, DiTConfig) else 0  # its table of positions is never trained
+    first = len(family_of(config.model).buffers(config.model))  # which are never trained
     places: dict[str, tuple[Moment, str]] = {
         f"{moment}/{name}": (moment, name) for name in weights.shapes for moment in MOMENTS
     }
@@ -166,8 +166,7 @@ def _save(path: Path, content: dict[str, Any]) -> None:
 
 def _arguments(config: RunConfig) -> argparse.Namespace:
     """The command line of DiT's train.py, None for what a run does not know; of folders the names alone."""
-    model, output = config.model, config.output
-    assert isinstance(model, DiTConfig)
+    model, output = cast(DiTConfig, config.model), config.output
     shapes = {
         (depth, hidden, heads, patch): f"DiT-{letter}/{patch}"
         for letter, (depth, hidden, heads) in DIT_SIZES.items()
@@ -187,3 +186,21 @@ def _arguments(config: RunConfig) -> argparse.Namespace:
         log_every=output.log_every,
         ckpt_every=output.checkpoint_every,
     )
+
+
+def _use_dit(config: RunConfig, place: Place, step: int) -> str:
+    return load_pickle(config, place, "dit.pt", '["ema"]')
+
+
+def _use_dit_training(config: RunConfig, place: Place, step: int) -> str:
+    return load_pickle(config, place, f"{step:07d}.pt", '["ema"]', namespace=True)
+
+
+def _use_iddpm(config: RunConfig, place: Place, step: int) -> str:
+    average = f"ema_{constant_name(config.ema.rates[0])}_" if config.ema.rates else "model"
+    return load_pickle(config, place, f"{average}{step:06d}.pt")
+
+
+DIT = ExportFormat(write=write_dit, use=_use_dit)
+DIT_TRAINING = ExportFormat(write=write_dit_training, use=_use_dit_training, training=True)
+IDDPM = ExportFormat(write=write_iddpm, use=_use_iddpm, training=True, every_average=True)

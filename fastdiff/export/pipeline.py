@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,6 +18,8 @@ from fastdiff.config.objective import PREDICTION_TYPES, DiffusionConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.diffusion.schedules import betas
 from fastdiff.errors import ConfigError
+from fastdiff.export.card_text import Place, base_name, python
+from fastdiff.export.formats import Exported, ExportFormat, write_lora
 from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.load import pretrained
 from fastdiff.models.pretrained.pipeline import Pretrained
@@ -45,12 +47,12 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
             pipeline can draw with what the run has learned.
         OSError: the disk is full, or something else is wrong with it.
     """
-    assert isinstance(config.model, UNetConfig)
+    model = cast(UNetConfig, config.model)
     version = importlib.metadata.version("diffusers")
     pipeline = pretrained(config) if config.pretrained.path else None
     scheduler = scheduler_config(pipeline.scheduler_config(), config.objective) if pipeline else {}
     (folder / "unet").mkdir()
-    unet = {"_class_name": "UNet2DConditionModel", "_diffusers_version": version, **config.model.to_diffusers()}
+    unet = {"_class_name": "UNet2DConditionModel", "_diffusers_version": version, **model.to_diffusers()}
     _write_json(folder / "unet" / "config.json", unet)
     write_tensors(folder / "unet" / _WEIGHTS, weights.shapes, dtype, weights.reader(dtype))
     if pipeline is None:
@@ -162,3 +164,32 @@ def _plain(text: str, variant: str | None) -> str:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _write(folder: Path, exported: Exported) -> None:
+    write_pipeline(folder, exported.weights, exported.config, exported.dtype)
+
+
+_DRAW = 'image = pipeline("a photograph of a cat").images[0]\nimage.save("image.png")'
+
+
+def _use(config: RunConfig, place: Place, step: int) -> str:
+    if config.pretrained.path:
+        return python(_load(str(place)) + _DRAW)
+    code = f'unet = UNet2DConditionModel.from_pretrained("{place}", subfolder="unet")'
+    return python(f"from diffusers import UNet2DConditionModel\n\n{code}")
+
+
+def _use_adapter(config: RunConfig, place: Place, step: int) -> str:
+    given = {"revision": config.pretrained.revision, "variant": config.pretrained.variant}
+    version = "".join(f', {name}="{value}"' for name, value in given.items() if value is not None)
+    return python(f'{_load(base_name(config), version)}pipeline.load_lora_weights("{place}")\n{_DRAW}')
+
+
+def _load(path: str, options: str = "") -> str:
+    load = f'DiffusionPipeline.from_pretrained("{path}"{options})'
+    return f"from diffusers import DiffusionPipeline\n\npipeline = {load}\n"
+
+
+DIFFUSERS = ExportFormat(write=_write, use=_use, library="diffusers")
+LORA = ExportFormat(write=write_lora, use=_use_adapter, adapter=True)

@@ -13,44 +13,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from fastdiff.checkpoint.power_function import constant_name, in_words
 from fastdiff.checkpoint.reader import Checkpoint
-from fastdiff.checkpoint.safetensors_writer import write_tensors
 from fastdiff.checkpoint.weights import AS_TRAINED
-from fastdiff.config.networks.adm import AdmConfig
-from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.run import RunConfig
-from fastdiff.console import log
 from fastdiff.errors import ConfigError, StorageError, require
-from fastdiff.export.diffusers_adm import write_unet2d
-from fastdiff.export.diffusers_dit import write_transformer
-from fastdiff.export.model_card import Place, other_norms, write_card
-from fastdiff.export.original_checkpoint import write_dit, write_dit_training, write_iddpm
-from fastdiff.export.pipeline import write_pipeline
+from fastdiff.export.card_text import Place
+from fastdiff.export.formats import Exported, ExportFormat, format_of, formats_of
+from fastdiff.export.model_card import write_card
 from fastdiff.export.weights import ExportedWeights, exported_weights
 from fastdiff.files import fsync
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.sampling.run import config_of, open_saved
-
-Format = Literal["diffusers", "lora", "dit", "dit-training", "iddpm", "safetensors"]
-
-_TRAININGS = ("dit-training", "iddpm")
-_ONLY = {"dit": "dit", "dit-training": "dit", "iddpm": "adm"}
-"""Formats that one kind of network has."""
-_NETWORKS = {"dit": "a DiT", "unet": "a UNet of Stable Diffusion", "adm": "an ADM UNet"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """Which weights of a run are exported, and how."""
 
-    format: Format
+    format: str
     """diffusers: a pipeline, or the network alone if the run has none. lora: the adapter. dit: the weights of the
     published DiT. dit-training, iddpm: all that DiT and improved-diffusion keep of a training, with weights, average
-    and optimizer, in fp32. safetensors: a plain state dict. In those that are not lora, an adapter is added to the
-    weights that it was trained on: W + alpha / rank * B A, also if these were quantized in the training."""
+    and optimizer, in fp32. safetensors: a plain state dict. Networks of other packages may have more. In
+    those that are not lora, an adapter is added to the weights that it was trained on: W + alpha / rank * B A, also if
+    these were quantized in the training."""
     ema: float | None = None
     """Decay rate of the average; None, and no ``ema_std``: the first one, or the weights if there is none."""
     ema_std: float | None = None
@@ -78,89 +64,40 @@ def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = N
     """
     if out.exists():
         raise ConfigError(f"{out} exists; export to a new folder, or delete it")
-    training = choice.format in _TRAININGS
-    saved = open_saved(run, choice.step, snapshots=choice.ema_std is not None and not training)
+    saved = open_saved(run, choice.step, snapshots=choice.ema_std is not None)
     config = config_of(saved)
-    _check(choice, config)
+    form = _checked(choice, config)
+    if form.training and choice.ema_std is not None:
+        saved = open_saved(run, choice.step)  # a snapshot does not have all of a training
     weights = exported_weights(
-        saved, config, ema=choice.ema, raw=choice.raw, merge=choice.format != "lora", ema_std=choice.ema_std
+        saved, config, ema=choice.ema, raw=choice.raw, merge=not form.adapter, ema_std=choice.ema_std
     )
     with _new_folder(out) as folder:
-        _write(folder, choice, saved, config, weights)
-        if training:
-            weights = replace(weights, description=_all_of(choice, saved, weights))
+        form.write(folder, Exported(saved, config, weights, DTYPES[choice.dtype]))
+        if form.training:
+            weights = replace(weights, description=_all_of(form, saved, weights))
         write_card(folder, run, saved, weights, choice.format, choice.dtype, Place(out, published_as))
 
 
-def _check(choice: Choice, config: RunConfig) -> None:
-    """ConfigError if the run cannot have the format, or the format not what else is chosen."""
-    name, kind = choice.format, config.model.kind
+def _checked(choice: Choice, config: RunConfig) -> ExportFormat:
+    """The format; ConfigError if the run cannot have it, or it has not what else is chosen."""
+    name = choice.format
     if name == "lora":
-        require(config.lora.rank > 0, "--format lora: the run trained all weights, there is no adapter; use diffusers")
-    own = [form for form, network in _ONLY.items() if network == kind]
-    require(
-        _ONLY.get(name, kind) == kind,
-        f"--format {name} is for {_NETWORKS[_ONLY.get(name, kind)]}, the run has {_NETWORKS[kind]}; use "
-        f"{', '.join(['diffusers', *own])} or safetensors",
-    )
-    if name in _TRAININGS:
+        instead = next(iter(formats_of(config.model)))
+        require(config.lora.rank > 0, f"--format lora: the run trained all weights, there is no adapter; use {instead}")
+    found = format_of(config.model, name)
+    if found.training:
         require(choice.dtype == "fp32", f"--dtype {choice.dtype}: the files of --format {name} are in fp32")
         require(not choice.raw, f"--raw: --format {name} has the weights themselves, beside their averages")
     which = "--ema" if choice.ema is not None else "--ema-std" if choice.ema_std is not None else None
-    require(name != "iddpm" or which is None, f"{which}: --format iddpm has every average of a constant rate")
+    require(not found.every_average or which is None, f"{which}: --format {name} has every average of a constant rate")
+    return found
 
 
-def _all_of(choice: Choice, saved: Checkpoint, weights: ExportedWeights) -> str:
+def _all_of(found: ExportFormat, saved: Checkpoint, weights: ExportedWeights) -> str:
     """What the files of a training hold, in words."""
     averages = [in_words(constant_name(rate)) for rate in saved.ema_rates]
-    return ", ".join([AS_TRAINED, *(averages if choice.format == "iddpm" else [weights.description])])
-
-
-def _write(folder: Path, choice: Choice, saved: Checkpoint, config: RunConfig, weights: ExportedWeights) -> None:
-    dtype = DTYPES[choice.dtype]
-    match choice.format:
-        case "diffusers":
-            _write_diffusers(folder, weights, config, dtype)
-        case "lora":
-            _write_lora(folder, weights, config, dtype)
-        case "dit":
-            write_dit(folder, weights, config, dtype)
-        case "dit-training":
-            write_dit_training(folder, saved, config, weights)
-        case "iddpm":
-            assert isinstance(config.model, AdmConfig)
-            write_iddpm(folder, saved, config)
-            if other := other_norms(config.model):
-                log.warning(other)
-        case "safetensors":
-            write_tensors(folder / "model.safetensors", weights.shapes, dtype, weights.reader(dtype))
-
-
-def _write_diffusers(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
-    if isinstance(config.model, DiTConfig):
-        write_transformer(folder, weights, config.model, dtype)
-    elif isinstance(config.model, AdmConfig):
-        write_unet2d(folder, weights, config.model, dtype)
-    else:
-        write_pipeline(folder, weights, config, dtype)
-
-
-def _write_lora(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    from fastdiff.models.lora import save_lora
-
-    read = weights.reader(dtype)
-    try:
-        file = save_lora(folder, {name: read(name).to(dtype) for name in weights.shapes}, config.lora, config.model)
-    except SafetensorError as error:
-        raise StorageError(f"{folder}: the adapter could not be written ({error}); make room") from None
-    # Again, because the library writes the entries of the metadata in another order each time.
-    with safe_open(file, framework="pt") as saved:
-        metadata, names = saved.metadata(), saved.keys()
-        shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in names}
-        write_tensors(folder / "sorted.safetensors", shapes, dtype, saved.get_tensor, metadata)
-    (folder / "sorted.safetensors").replace(file)
+    return ", ".join([AS_TRAINED, *(averages if found.every_average else [weights.description])])
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from fastdiff.checkpoint.weights import select
 from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
+from fastdiff.models.family import family_of
 from fastdiff.models.load import build_network, check_base, pretrained
 from fastdiff.models.pretrained.pipeline import readable
 
@@ -91,11 +92,12 @@ def _base(config: RunConfig) -> tuple[Shapes, Read]:
         found = {name: value.detach() for name, value in build_network(plain).named_parameters()}
         return {name: tuple(value.shape) for name, value in found.items()}, found.__getitem__
     files = [path] if path.suffix == ".safetensors" else pretrained(config).weight_files("unet")
+    buffers = family_of(config.model).buffers(config.model)
     handles: dict[str, Any] = {}
     for file in files:
         with readable(file):
             handle: Any = safe_open(file, framework="pt")
-        handles |= {name: handle for name in handle.keys() if name != "pos_embed"}  # noqa: SIM118 (not a mapping)
+        handles |= {name: handle for name in handle.keys() if name not in buffers}  # noqa: SIM118 (not a mapping)
     shapes = {name: tuple(handle.get_slice(name).get_shape()) for name, handle in handles.items()}
     return shapes, lambda name: handles[name].get_tensor(name).float()
 

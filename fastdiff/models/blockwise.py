@@ -9,6 +9,8 @@ import torch._dynamo.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fastdiff.config.networks.registry import ModelConfig
+
 _RECOMPILES = 1024
 """Shapes of one class of blocks that are compiled; a UNet has dozens, torch gives up after 8."""
 
@@ -18,6 +20,7 @@ class BlockwiseModel(nn.Module):
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = ()
     """Classes of the blocks. No block lies in another one, and none draws random numbers from a generator."""
+    config: ModelConfig
     inputs: ClassVar[tuple[str, ...]] = ()
     """What the network can be conditioned on besides the time: names of arguments of its forward."""
     low_res_size: int = 0

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from fastdiff.config.networks.adm import AdmConfig
-from fastdiff.config.networks.dit import DiTConfig
-from fastdiff.config.run import ModelConfig
-from fastdiff.models.dit.network import DiT
-from fastdiff.models.embeddings import position_table
+from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.models.blockwise import BlockwiseModel
+from fastdiff.models.family import family_of
 from fastdiff_kernels.names import AttentionBackend
-
-if TYPE_CHECKING:
-    from fastdiff.models.adm.network import AdmUNet
-    from fastdiff.models.unet.network import UNet
 
 __all__ = ["Model", "build_model", "load_model"]
 
-Model: TypeAlias = "DiT | UNet | AdmUNet"
+Model: TypeAlias = BlockwiseModel
 
 
 def build_model(
@@ -62,7 +56,7 @@ def load_model(
 
     Args:
         config: Shape of the network.
-        weights: Every parameter by name; not the position table of a DiT, which the shape decides.
+        weights: Every parameter by name; not the buffers, which the shape decides.
         recompute: As in ``build_model``.
         attention: As in ``build_model``.
         seed: Key of a dropout.
@@ -72,21 +66,12 @@ def load_model(
     """
     with torch.device("meta"):
         model = _new(config, recompute, attention, seed)
-    buffers = {}
-    if isinstance(config, DiTConfig):
-        table = position_table(config.hidden, config.size // config.patch)
-        buffers["pos_embed"] = table.to(next(iter(weights.values())).device)
+    if buffers := family_of(config).buffers(config):
+        device = next(iter(weights.values())).device
+        buffers = {name: value.to(device) for name, value in buffers.items()}
     model.load_state_dict({**weights, **buffers}, assign=True)
     return model
 
 
 def _new(config: ModelConfig, recompute: bool, attention: AttentionBackend, seed: int) -> Model:
-    if isinstance(config, DiTConfig):
-        return DiT(config, recompute=recompute, attention=attention)
-    if isinstance(config, AdmConfig):
-        from fastdiff.models.adm.network import AdmUNet
-
-        return AdmUNet(config, recompute=recompute, attention=attention, dropout_seed=seed & (2**64 - 1))
-    from fastdiff.models.unet.network import UNet
-
-    return UNet(config, recompute=recompute, attention=attention)
+    return family_of(config).build(config, recompute=recompute, attention=attention, seed=seed & (2**64 - 1))

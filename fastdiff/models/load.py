@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,21 +10,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import PREDICTION_TYPES, PREDICTIONS, Prediction
 from fastdiff.config.run import RunConfig
 from fastdiff.diffusion.schedules import alpha_bar_of, betas
 from fastdiff.errors import ConfigError
 from fastdiff.files import file_digest
 from fastdiff.models.build import Model, build_model, load_model
-from fastdiff.models.embeddings import position_table
+from fastdiff.models.family import family_of
 from fastdiff.models.pretrained.pickles import load_published
 from fastdiff.models.pretrained.pipeline import TEXT_ENCODERS, Pretrained, readable
 from fastdiff.models.pretrained.training_state import read_published_training
-
-_ROUNDED = 5e-3
-"""How far a table of positions may be from the exact one: bf16 rounds it by 2e-3, and an average of it, which DiT's
-training makes as of any weight, drifts by 2e-4."""
 
 
 def pretrained(config: RunConfig) -> Pretrained:
@@ -145,7 +139,6 @@ def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None
 
 def null_label(config: RunConfig) -> Tensor:
     """``[]`` int64: the class that stands for none."""
-    assert not isinstance(config.model, UNetConfig)
     return torch.tensor(config.model.classes)
 
 
@@ -160,24 +153,10 @@ def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
             found = read_published_training(path).weights
         else:
             found = load_file(path) if path.suffix == ".safetensors" else load_published(path)
-    if (table := found.get("pos_embed")) is not None:
-        _check_positions(path, table.float())
-    return {name: value.float() for name, value in found.items() if name != "pos_embed"}
-
-
-def _check_positions(path: Path, table: Tensor) -> None:
-    """Refuse weights that were trained with other positions than those of ``DiT``, which no file replaces.
-
-    Those of another grid are not refused: a DiT may go on with larger or smaller images.
-    """
-    tokens, hidden = table.shape[1:] if table.dim() == 3 else (0, 0)
-    side = math.isqrt(tokens)
-    possible = table.numel() > 0 and table.shape == (1, side**2, hidden) and hidden % 4 == 0
-    if not possible or not torch.allclose(table, position_table(hidden, side), rtol=0, atol=_ROUNDED):
-        raise ConfigError(
-            f"{path}: its pos_embed, of shape {tuple(table.shape)}, is not the fixed sine-cosine table of a DiT, the "
-            "only one that this network has; give weights that were trained with that table"
-        )
+    family = family_of(config.model)
+    family.check_published(path, found)
+    buffers = family.buffers(config.model)
+    return {name: value.float() for name, value in found.items() if name not in buffers}
 
 
 def _predicted(scheduler: Mapping[str, object]) -> Prediction:

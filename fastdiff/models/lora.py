@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig
-from fastdiff.config.run import ModelConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import Model
+from fastdiff.models.family import family_of
 from fastdiff.models.quantized import Bits, QuantizedLinear
 
 WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
@@ -54,8 +54,7 @@ def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[st
 
 def lora_targets(config: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
     """Ends of the names of the layers that are adapted."""
-    attention = ("attn.qkv", "attn.proj") if isinstance(model, DiTConfig) else ("to_q", "to_k", "to_v", "to_out.0")
-    return config.targets or attention
+    return config.targets or model.lora_targets
 
 
 def lora_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,8 +78,8 @@ def save_lora(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, m
     """Write the adapter as diffusers writes its own, and return the file.
 
     For a UNet, ``pipeline.load_lora_weights(folder)`` applies it with the same scale: rank and alpha stand in the
-    metadata of the file. Programs that do not read them scale by 1, which is the same only if alpha is the rank. For a
-    DiT the names begin with ``transformer.``; diffusers has no pipeline with the names of its layers.
+    metadata of the file. Programs that do not read them scale by 1, which is the same only if alpha is the rank. For
+    others the names begin with ``transformer.``; diffusers has no pipeline with the names of a DiT's layers.
 
     Args:
         folder: made if it is missing.
@@ -92,14 +91,10 @@ def save_lora(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, m
 
     metadata = {"r": config.rank, "lora_alpha": config.numerator, "target_modules": list(lora_targets(config, model))}
     layers = lora_weights(weights)
-    if isinstance(model, DiTConfig):
-        SD3LoraLoaderMixin.save_lora_weights(
-            folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
-        )
-    else:
-        StableDiffusionLoraLoaderMixin.save_lora_weights(
-            folder, unet_lora_layers=layers, unet_lora_adapter_metadata=metadata
-        )
+    component = family_of(model).lora_component
+    loader = {"transformer": SD3LoraLoaderMixin, "unet": StableDiffusionLoraLoaderMixin}[component]
+    given = {f"{component}_lora_layers": layers, f"{component}_lora_adapter_metadata": metadata}
+    loader.save_lora_weights(folder, **given)
     return folder / WEIGHTS_FILE
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
-from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.data.shards.format import canonical_json
 from fastdiff.errors import ConfigError, require
 from fastdiff.files import file_digest
@@ -73,7 +72,7 @@ def conditions(run: Run, wish: Wish, seed: int) -> Conditions:
         ConfigError: the model cannot be asked for that, or the number of images is not given.
         DataError: the npz of small images cannot be read.
     """
-    if isinstance(run.config.model, UNetConfig):
+    if run.config.model.text_conditional:
         return _of_prompts(run, wish)
     require(not wish.prompts, f"{run.folder} was trained with classes, not captions; use --classes")
     require(

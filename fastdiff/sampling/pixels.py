@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError, DataError, StorageError
@@ -85,7 +84,7 @@ def autoencoder_of(config: RunConfig) -> str | None:
     try:
         made_by = DatasetInfo.read(Path(config.data.path)).provenance.autoencoder
     except (DataError, StorageError):  # the data are not on this machine
-        made_by = IDENTITY if isinstance(config.model, AdmConfig) else ""
+        made_by = IDENTITY if config.model.in_pixels else ""
     if made_by == IDENTITY:
         return IDENTITY if may_be_pixels(made_by, config.model.channels) else None
     return made_by or None

@@ -14,18 +14,16 @@ from fastdiff.checkpoint.manifest import committed, digest_of, step_of, verify
 from fastdiff.checkpoint.reader import Checkpoint, snapshot_folder
 from fastdiff.checkpoint.weights import select
 from fastdiff.config.config_file import from_mapping
-from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import require_run
 from fastdiff.console import log
 from fastdiff.errors import ConfigError, StorageError
+from fastdiff.models.family import ModelFamily, family_of
 from fastdiff.models.load import build_network, check_base, null_label, pretrained
 from fastdiff.sampling.image_grid import image_grid
 from fastdiff.sampling.pixels import IDENTITY, autoencoder_of
 from fastdiff.sampling.solvers import SchedulerName, grid_classes, sample
-
-CLASS_CFG, PROMPT_CFG = 1.5, 7.5
-"""Usual scales of classifier-free guidance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +85,14 @@ class Run:
         self.model = build_network(anywhere, weights).to(device).eval()
 
     @property
+    def family(self) -> ModelFamily[ModelConfig]:
+        """The family of its network."""
+        return family_of(self.config.model)
+
+    @property
     def known_classes(self) -> int:
         """Number of classes that the model can be asked for; 0: none."""
-        return 0 if isinstance(self.config.model, UNetConfig) or not self.config.model.classes else self.classes or 0
+        return self.classes or 0 if self.config.model.classes else 0
 
     def check_classes(self, classes: Sequence[int]) -> None:
         """Refuse classes that the model was not trained with; ConfigError."""
@@ -112,7 +115,7 @@ class Run:
         Raises:
             ConfigError: the model was not trained with these classes, or with prompts instead.
         """
-        if isinstance(self.config.model, UNetConfig):
+        if self.config.model.text_conditional:
             raise ConfigError(f"{self.folder} was trained with captions; say what to draw with --prompt")
         if self.model.low_res_size:
             raise ConfigError(f"{self.folder} was trained to enlarge images; give them with --low-res, and --npz")
@@ -146,7 +149,7 @@ class Run:
         """
         from fastdiff.sampling.text import encode_prompts
 
-        if not isinstance(self.config.model, UNetConfig):
+        if not self.config.model.text_conditional:
             raise ConfigError(f"{self.folder} was trained with classes, not captions; use --classes")
         if not self.config.pretrained.path:
             raise ConfigError(f"{self.folder} was trained without --pretrained.path: nothing embeds its prompts")
@@ -164,10 +167,10 @@ class Run:
             ConfigError: guidance towards classes, and there are none, or it has not been learned to do without them;
                 channels to guide, and no guidance.
         """
-        usual = PROMPT_CFG
-        if not isinstance(self.config.model, UNetConfig):
+        usual = self.family.usual_guidance
+        if not self.config.model.text_conditional:
             dropped = bool(self.config.objective.condition_dropout)
-            usual = CLASS_CFG if self.known_classes and dropped else 1.0
+            usual = usual if self.known_classes and dropped else 1.0
             if not self.known_classes and drawing.cfg not in (None, 1.0):
                 raise ConfigError(f"--cfg {drawing.cfg:g}: {self.folder} has no classes to guide to; leave it out")
             # Weights that a fine-tuning started from may have learned it before.
@@ -204,7 +207,7 @@ class Run:
             null: the condition of nothing, one sample of each input that guidance replaces.
             drawing: how.
             first_index: number of the first image, where they are part of a larger set.
-            batch: images per forward pass; None: 256, of prompts 4.
+            batch: images per forward pass; None: as many as is usual for the network.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -228,7 +231,7 @@ class Run:
             cfg_channels=drawing.cfg_channels,
             clip=bool(drawing.clip),
             seed=drawing.seed,
-            batch=batch or (4 if isinstance(model, UNetConfig) else 256),
+            batch=batch or self.family.sampling_batch,
             first_index=first_index,
             progress=progress,
         ).cpu()

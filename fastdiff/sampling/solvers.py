@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
-from fastdiff.config.networks.adm import AdmConfig
-from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.objective import DiffusionConfig, Variance
 from fastdiff.diffusion.levels import Process
 from fastdiff.diffusion.processes import build_process
@@ -41,7 +40,7 @@ Denoiser = Callable[..., Tensor]
 tensors by name; returns ``[B, C or 2C, H, W]``, of which the first C predict and the others are for the variance."""
 
 
-def grid_classes(model: DiTConfig | AdmConfig, trained: int | None, most: int = 10) -> Tensor:
+def grid_classes(model: ModelConfig, trained: int | None, most: int = 10) -> Tensor:
     """Classes for the columns of a grid: the first ones of the data, or the null class if the data had none.
 
     Args:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
-from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.sampling.image_grid import image_grid
 
 
 @torch.no_grad()
 def encode_prompts(
-    pipeline: Pretrained, prompts: Sequence[str], model: UNetConfig, *, negative: str | None = None
+    pipeline: Pretrained, prompts: Sequence[str], model: ModelConfig, *, negative: str | None = None
 ) -> tuple[Condition, Condition]:
     """Embed prompts in fp32 on the CPU; the text encoder is loaded for this and freed.
 
@@ -33,7 +33,7 @@ def encode_prompts(
     encoder = pipeline.text()
     condition = encoder(prompts)
     null = encoder.null() if negative is None else {name: value[0] for name, value in encoder([negative]).items()}
-    if model.pooled_dim:
+    if "pooled" in model.text_widths:
         pixels = float(model.size * scale_factor(pipeline))
         sizes = torch.tensor([pixels, pixels, 0.0, 0.0, pixels, pixels])
         condition["time_ids"] = sizes.expand(len(prompts), -1)

@@ -269,7 +269,7 @@ def _callbacks(state: TrainState, checkpoints: Checkpoints, background: AsyncSav
     found += [Snapshots(state, background), checkpointing, Preempt()]
     if state.config.validation.data:
         found.append(ValidationLoss(state, boards))
-    if state.config.model.kind != "unet":
+    if not state.config.model.text_conditional:
         found.append(SampleGrid(state))
     elif state.config.validation.prompts and state.config.validation.every:
         found.append(PromptImages(state, boards))

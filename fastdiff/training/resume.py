@@ -89,7 +89,7 @@ def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
     Not ``FREE`` or ``allowed`` ones, nor the length of the run while no learning-rate schedule depends on it.
     """
     free = (*FREE, "samples") if str(now["optim"]["schedule"]).startswith("constant") else FREE
-    defaults, new = flatten(as_json(with_kind(RunConfig(), saved))), flatten(now)
+    defaults, new = flatten(as_json(with_kind(RunConfig(), saved, "the checkpoint"))), flatten(now)
     # A field that is newer than the run had its default.
     old = {key: value for key, value in defaults.items() if key in new} | flatten(saved)
     return {

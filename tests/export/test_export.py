@@ -22,7 +22,8 @@ from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.errors import ConfigError, StorageError
-from fastdiff.export.model_card import Place, use_of
+from fastdiff.export.card_text import Place
+from fastdiff.export.model_card import use_of
 from fastdiff.export.run import Choice, export
 from fastdiff.models.build import build_model
 from fastdiff.models.load import build_network

@@ -16,7 +16,8 @@ from fastdiff.config.presets import preset
 from fastdiff.config.run import EmaConfig, OutputConfig, RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.config.timesteps import TimestepConfig
-from fastdiff.export.model_card import Place, objective_facts, use_of
+from fastdiff.export.card_text import Place
+from fastdiff.export.model_card import objective_facts, use_of
 
 UNIFORM = TimestepConfig()
 

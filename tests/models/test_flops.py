@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig, dit_config
 from fastdiff.config.networks.pretrained import CAPTION_TOKENS
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.presets import PRESETS
-from fastdiff.config.run import ModelConfig
 from fastdiff.models.build import build_model
 from fastdiff.models.flops import forward_flops, peak_flops, training_flops
 from tests.support.references.unet_reference import SMALL

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig
-from fastdiff.config.run import ModelConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import Model, build_model, load_model
 from fastdiff.models.lora import add_lora, lora_weights, save_lora

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fastdiff.config.deepspeed import resolve
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
-from fastdiff.config.run import BatchConfig, ModelConfig, OptimConfig, RunConfig
+from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.run import BatchConfig, OptimConfig, RunConfig
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.tiny_pipeline import UNETS

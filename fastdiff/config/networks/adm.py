@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import require
 
 QkvOrder = Literal["head_major", "qkv_major"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdmConfig:
+class AdmConfig(ModelConfig):
     """The UNet of IDDPM and ADM, in pixel space.
 
     Nichol & Dhariwal 2021, arXiv:2102.09672; Dhariwal & Nichol 2021, arXiv:2105.05233.
@@ -53,6 +54,11 @@ class AdmConfig:
     """Twice the output channels, the second half for the variance."""
     norm_num_groups: int = 32
     """Groups of every group normalisation."""
+
+    family: ClassVar[str] = "fastdiff.models.adm.family:ADM"
+    title: ClassVar[str] = "an ADM UNet"
+    in_pixels: ClassVar[bool] = True
+    needs_classes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("channels", "size", "width", "res_blocks", "heads", "norm_num_groups"):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fastdiff.config.networks.adm import AdmConfig as AdmConfig
+from fastdiff.config.networks.registry import ModelConfig as ModelConfig
 from fastdiff.errors import ConfigError, require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DiTConfig:
+class DiTConfig(ModelConfig):
     """A diffusion transformer (Peebles & Xie 2023, arXiv:2212.09748)."""
 
     kind: Literal["dit"] = "dit"
@@ -33,6 +34,10 @@ class DiTConfig:
     """Width of the MLP over the width of a token."""
     learn_sigma: bool = False
     """Twice the output channels, the second half for the variance, as in the published checkpoints."""
+
+    family: ClassVar[str] = "fastdiff.models.dit.family:DIT"
+    title: ClassVar[str] = "a DiT"
+    lora_targets: ClassVar[tuple[str, ...]] = ("attn.qkv", "attn.proj")
 
     def __post_init__(self) -> None:
         for name in ("depth", "hidden", "heads", "patch", "channels", "size", "classes"):

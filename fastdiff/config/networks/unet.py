@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
 from fastdiff.config.networks.adm import AdmConfig as AdmConfig
+from fastdiff.config.networks.registry import ModelConfig as ModelConfig
 from fastdiff.errors import ConfigError, require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UNetConfig:
+class UNetConfig(ModelConfig):
     """The UNet of Stable Diffusion 1.x, 2.x and XL; tuples have one entry per level, the finest first.
 
     Rombach et al. 2022, arXiv:2112.10752; Podell et al. 2023, arXiv:2307.01952.
@@ -45,6 +47,11 @@ class UNetConfig:
     """Groups of every group normalisation."""
     upcast_attention: bool = False
     """For diffusers, which then computes attention in fp32; fastdiff's softmax is fp32 always."""
+
+    family: ClassVar[str] = "fastdiff.models.unet.family:UNET"
+    title: ClassVar[str] = "a UNet of Stable Diffusion"
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    any_size: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in (
@@ -86,6 +93,16 @@ class UNetConfig:
     def smallest_factor(self) -> int:
         """What height and width of the latents must divide by."""
         return int(2 ** (len(self.block_out_channels) - 1))
+
+    @property
+    def text_widths(self) -> Mapping[str, int]:
+        """Of the tokens and, for SDXL, of the whole caption."""
+        return {"context": self.cross_attention_dim} | ({"pooled": self.pooled_dim} if self.pooled_dim else {})
+
+    def at_size(self, height: int, width: int) -> Self:
+        """Square, of about the same area."""
+        factor = self.smallest_factor
+        return replace(self, size=factor * max(1, round(math.sqrt(height * width) / factor)))
 
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any]) -> UNetConfig:

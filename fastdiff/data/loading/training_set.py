@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from fastdiff.batch import Condition
-from fastdiff.config.networks.adm import AdmConfig
-from fastdiff.config.networks.dit import DiTConfig
-from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.format import DatasetInfo
@@ -63,7 +60,7 @@ def null_condition(config: RunConfig, reader: Data) -> Condition:
     Raises:
         ConfigError: captions are to be dropped, and the data do not say what stands for none.
     """
-    if not isinstance(config.model, UNetConfig):
+    if not config.model.text_conditional:
         return {"label": null_label(config)}
     null = {name: torch.from_numpy(value) for name, value in reader.null().items()}
     if config.objective.condition_dropout and CONTEXT not in null:
@@ -82,16 +79,16 @@ def _open_images(config: RunConfig, device: torch.device) -> OnlineImages:
 
 def _check(config: RunConfig, info: DatasetInfo) -> None:
     _check_latents(config, info)
-    if isinstance(config.model, UNetConfig):
-        _check_text(config, config.model, info)
+    if config.model.text_conditional:
+        _check_text(config, info)
     else:
-        _check_classes(config, config.model, info)
+        _check_classes(config, info)
 
 
 def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
     channels, height, width = info.latent.shape
     channels //= 2 if info.kind == "posterior" else 1
-    if isinstance(config.model, UNetConfig):
+    if config.model.any_size:
         sizes, factor = info.buckets or ((height, width),), config.model.smallest_factor
         wrong = [size for size in sizes if size[0] % factor or size[1] % factor]
         if channels != config.model.channels or wrong:
@@ -108,8 +105,9 @@ def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
         )
 
 
-def _check_classes(config: RunConfig, model: DiTConfig | AdmConfig, info: DatasetInfo) -> None:
-    if info.classes is None and isinstance(model, AdmConfig) and model.classes:
+def _check_classes(config: RunConfig, info: DatasetInfo) -> None:
+    model = config.model
+    if info.classes is None and model.needs_classes and model.classes:
         raise ConfigError(
             f"{address(config.data.path)} has no classes, the model {model.classes}, which would never be trained; "
             "encode with --classes-from, or use --model.classes 0"
@@ -120,8 +118,8 @@ def _check_classes(config: RunConfig, model: DiTConfig | AdmConfig, info: Datase
         )
 
 
-def _check_text(config: RunConfig, model: UNetConfig, info: DatasetInfo) -> None:
-    expected = {CONTEXT: model.cross_attention_dim} | ({"pooled": model.pooled_dim} if model.pooled_dim else {})
+def _check_text(config: RunConfig, info: DatasetInfo) -> None:
+    expected = dict(config.model.text_widths)
     found = {name: info.columns[name].shape[-1] for name in (CONTEXT, "pooled") if name in info.columns}
     if found != expected:
         raise ConfigError(

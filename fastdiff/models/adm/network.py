@@ -51,6 +51,7 @@ class AdmUNet(BlockwiseModel):
 
     block_classes = (ResBlock, AttentionBlock)
     inputs = ("label", "low_res", "position")
+    config: AdmConfig
 
     def __init__(
         self, config: AdmConfig, *, recompute: bool = False, attention: AttentionBackend = "auto", dropout_seed: int = 0

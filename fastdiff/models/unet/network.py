@@ -51,6 +51,7 @@ class UNet(BlockwiseModel):
 
     block_classes = (ResBlock, TransformerBlock)
     inputs = ("context", "pooled", "time_ids")
+    config: UNetConfig
 
     def __init__(self, config: UNetConfig, *, recompute: bool = False, attention: AttentionBackend = "auto") -> None:
         super().__init__()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from tqdm import tqdm
 
-from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.models.flops import peak_flops, training_flops
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
@@ -94,10 +91,7 @@ def _flops(state: TrainState) -> float:
     total = 0.0
     for shard in info.shards:
         height, width = info.buckets[shard.bucket] if info.buckets else info.latent.shape[1:]
-        model = config.model
-        if isinstance(model, UNetConfig):
-            side = model.smallest_factor * max(1, round(math.sqrt(height * width) / model.smallest_factor))
-            model = replace(model, size=side)
+        model = config.model.at_size(height, width)
         step = training_flops(model, adapter=config.lora.rank > 0, dream=config.objective.dream)
         total += step * shard.samples / info.samples
     return total

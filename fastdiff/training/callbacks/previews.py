@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
-from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import Model
 from fastdiff.models.kernel_choice import DTYPES
@@ -35,7 +34,7 @@ class PromptImages(Callback):
     fp32 and the decoding of one image. The text encoder is in memory once, at the start, on the CPU of rank 0.
 
     Args:
-        state: a run of a UNet with a pretrained pipeline; all ranks make this together.
+        state: a run of a network of captions with a pretrained pipeline; all ranks make this together.
         boards: show the images too.
 
     Raises:
@@ -48,7 +47,7 @@ class PromptImages(Callback):
         self._drawn = -1
         self._pipeline = pretrained(state.config)
         self._condition, self._null = state.world.on_first(
-            lambda: encode_prompts(self._pipeline, state.config.validation.prompts, _network(state))
+            lambda: encode_prompts(self._pipeline, state.config.validation.prompts, state.config.model)
         )
         state.world.on_first(self._load_autoencoder)
 
@@ -67,7 +66,7 @@ class PromptImages(Callback):
 
     def _draw(self, state: TrainState) -> None:
         self._drawn = state.progress.steps
-        config, network = state.config, _network(state)
+        config, network = state.config, state.config.model
         latents = draw_together(
             state,
             averaged_model(state, DTYPES[config.performance.precision]),
@@ -94,11 +93,6 @@ class PromptImages(Callback):
         self._boards.images(shown, state.progress.steps)
 
 
-def _network(state: TrainState) -> UNetConfig:
-    assert isinstance(state.config.model, UNetConfig)
-    return state.config.model
-
-
 class SampleGrid(Callback):
     """Draws a grid of images with the averaged weights: one column per class, on all ranks together."""
 
@@ -121,7 +115,6 @@ class SampleGrid(Callback):
     def _draw(self, state: TrainState) -> None:
         self._drawn = state.progress.steps
         config = state.config
-        assert not isinstance(config.model, UNetConfig)
         classes = state.reader.info.classes if config.model.classes else None
         labels = grid_classes(config.model, classes).repeat(self.rows)
         images = draw_together(

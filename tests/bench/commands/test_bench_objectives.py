@@ -21,8 +21,9 @@ from bench.records import readme, record
 from bench.records.fingerprint import ROOT
 from bench.records.record import Log, Record
 from fastdiff.config.command_line import parse
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.objective import FlowPath, LossName, Prediction, Process, ScheduleName, Variance, Weighting
-from fastdiff.config.run import ModelConfig, RunConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.timesteps import Density
 
 DOCUMENT = ROOT / "docs" / "objectives.md"

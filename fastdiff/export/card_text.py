@@ -1,0 +1,123 @@
+"""Parts of a model card that several formats share: loading a file, whose names it has, what the network is told."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.objective import PREDICTION_TYPES, Prediction
+from fastdiff.config.run import RunConfig
+from fastdiff.models.family import PublishedClass, family_of
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the examples of a card find the model."""
+
+    out: Path
+    """Its folder."""
+    repo_id: str | None = None
+    """Its id on the Hugging Face hub, if it goes there; the examples then use that."""
+
+    def __str__(self) -> str:
+        return self.repo_id or str(self.out)
+
+    @property
+    def imports(self) -> str:
+        """What ``file`` needs."""
+        return "from huggingface_hub import hf_hub_download\n" if self.repo_id else ""
+
+    def file(self, name: str) -> str:
+        """Code for the path of one of its files."""
+        return f'hf_hub_download("{self.repo_id}", "{name}")' if self.repo_id else f'"{self.out / name}"'
+
+
+def python(code: str) -> str:
+    """Markdown of a block of code."""
+    return f"```python\n{code}\n```\n"
+
+
+def base_name(config: RunConfig) -> str:
+    """What a card calls the pretrained pipeline: its id on the hub, or the last part of a path on this machine."""
+    path = config.pretrained.path
+    is_id = _HUB_ID.fullmatch(path) and not config.pretrained.is_file and not Path(path).exists()
+    return path if is_id else Path(path).resolve().name
+
+
+def load_safetensors(config: RunConfig, place: Place, name: str) -> str:
+    """Markdown of how a plain state dict is read, and of what takes it."""
+    code = f"{place.imports}from safetensors.torch import load_file\n\nweights = load_file({place.file(name)})"
+    return python(code) + names(config.model) + told(config)
+
+
+def load_pickle(config: RunConfig, place: Place, name: str, entry: str = "", *, namespace: bool = False) -> str:
+    """Markdown of how a ``.pt`` file is read, and of what takes it.
+
+    Args:
+        config: the run's.
+        place: of the file.
+        name: of the file.
+        entry: code that picks the state dict.
+        namespace: whether there is an ``argparse.Namespace`` in it.
+    """
+    load = f"torch.load({place.file(name)}, weights_only=True){entry}"
+    code = f"{place.imports}import torch\n\nstate_dict = {load}"
+    if namespace:
+        code = (
+            f"{place.imports}from argparse import Namespace\n\nimport torch\n\n"
+            f"with torch.serialization.safe_globals([Namespace]):\n    state_dict = {load}"
+        )
+    return python(code) + names(config.model) + told(config)
+
+
+def names(model: ModelConfig) -> str:
+    """How the class of the published models is called for these weights; empty if there is none."""
+    if (published := family_of(model).published(model)) is None:
+        return ""
+    called = f"\nThe names are those of {published.owner}, whose class takes them as `{published.call}`.\n"
+    return called + (f"\n{published.note}\n" if published.note else "")
+
+
+def told(config: RunConfig, *, diffusers: bool = False) -> str:
+    """Time and output conventions that differ from those of the sampler of the published class.
+
+    Args:
+        config: the run's.
+        diffusers: whether the network is one of diffusers, with its schedulers.
+    """
+    model, objective = config.model, config.objective
+    if (published := family_of(model).published(model)) is None:
+        return ""
+    where = " in the first half of its channels" if model.learn_sigma else ""
+    if objective.process == "ddpm":
+        rescaled = objective.rescale_timesteps and objective.timesteps != 1000
+        time = f"\nIt is told t * 1000 / {objective.timesteps} (`rescale_timesteps`) instead of the timestep t.\n"
+        return (time if rescaled else "") + _returned(objective.predicted, where, published, diffusers)
+    returned = {"flow": "the velocity dx/dt", "epsilon": "the noise", "score": "the score"}
+    time, returns = {
+        "flow": ("x and 1000 t (t = 0: the data, 1: noise)", returned.get(objective.predicted)),
+        "edm": ("c_in x and ln(sigma) / 4", "F of the denoiser c_skip x + c_out F (Karras et al. 2022)"),
+    }[objective.process]
+    sampler = f"the sampler that comes with {published.sampler}"
+    return f"\nIt is told {time} and returns {returns}{where}: {sampler} cannot use it.\n"
+
+
+def _returned(predicted: Prediction, where: str, published: PublishedClass, diffusers: bool) -> str:
+    """What a model of discrete steps returns, if not the noise, and which sampler knows it."""
+    if predicted == "epsilon":
+        return ""
+    returns = "the mean of the step before" if predicted == "previous_x" else predicted
+    sampler = f"the sampler that comes with {published.sampler}"
+    use = f"{sampler} cannot use it"
+    if diffusers:
+        name = PREDICTION_TYPES.get(predicted)
+        use = f'give the scheduler `prediction_type="{name}"`' if name else "no scheduler of diffusers can use it"
+    elif predicted == "x0":
+        use = f"create {sampler} with `predict_xstart=True`"
+    elif predicted == "previous_x" and published.samples_previous_x:
+        use = f"create {sampler} with `model_mean_type=ModelMeanType.PREVIOUS_X`"
+    return f"\nIt returns {returns}{where}: {use}.\n"

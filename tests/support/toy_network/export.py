@@ -1,0 +1,15 @@
+"""A format that the toy network alone has: the names of its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastdiff.export.card_text import python
+from fastdiff.export.formats import Exported, ExportFormat
+
+
+def _write(folder: Path, exported: Exported) -> None:
+    (folder / "names.txt").write_text("\n".join(exported.weights.shapes))
+
+
+NAMES = ExportFormat(write=_write, use=lambda config, place, step: python(f"open({place.file('names.txt')})"))

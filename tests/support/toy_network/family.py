@@ -1,0 +1,27 @@
+"""The family of the toy network."""
+
+from __future__ import annotations
+
+from fastdiff.models.family import ModelFamily
+from fastdiff_kernels.names import AttentionBackend
+from toy_network.config import ToyConfig
+from toy_network.network import Toy
+
+
+def _build(config: ToyConfig, /, *, recompute: bool, attention: AttentionBackend, seed: int) -> Toy:
+    return Toy(config, recompute=recompute)
+
+
+def _into(config: ToyConfig) -> float:
+    return float((config.channels * config.size**2 + 1) * config.hidden)
+
+
+TOY = ModelFamily(
+    config=ToyConfig,
+    build=_build,
+    multiply_adds=lambda config: _into(config) + 2 * config.hidden**2 + _into(config) - config.hidden,
+    input_multiply_adds=_into,
+    subject=lambda config: "A toy",
+    formats={"toy": "toy_network.export:NAMES"},
+    usual_guidance=1.25,
+)
