@@ -21,12 +21,16 @@ demo-t2i: $(INSTALLED)
 	python -m fastdiff.cli.demo_t2i judge runs/digits-t2i/pipeline --picture runs/digits-t2i/digits.png
 
 # Two at a time: most tests wait for processes that they started. More threads than cores wait for one another.
+# Files in the order of conftest.py, the longest first (tests/durations.json). Compiled modules are kept even where the
+# environment says otherwise, because hundreds of processes would compile them anew.
+TWO_WORKERS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --junitxml .reports/tests.xml
+	$(TWO_WORKERS) --junitxml .reports/tests.xml
 
 # The long trials: more kills, full-size networks, every size of a kernel. Before a release.
 test-nightly: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest -m "nightly and not cluster" --nightly --timeout 7200 --numprocesses 2 --dist loadfile --junitxml .reports/nightly.xml
+	$(TWO_WORKERS) -m "nightly and not cluster" --nightly --timeout 7200 --junitxml .reports/nightly.xml
 
 # A real Slurm, ssh and pulled cables, on machines made of Linux namespaces; as root. Installs what is missing (Debian).
 test-cluster: $(INSTALLED)
@@ -38,7 +42,7 @@ NIGHTLY ?= --nightly --timeout 7200
 test-faults: $(INSTALLED)
 	bash tests/slurm/install.sh
 	rm -rf .reports
-	-OMP_NUM_THREADS=1 python -m pytest -m "fault and not cluster" $(NIGHTLY) --numprocesses 2 --dist loadfile --junitxml .reports/tests.xml
+	-$(TWO_WORKERS) -m "fault and not cluster" $(NIGHTLY) --junitxml .reports/tests.xml
 	-python -m pytest -m "fault and cluster" $(NIGHTLY) --junitxml .reports/cluster.xml tests/slurm
 	python -m tests.support.fault_table .reports/*.xml
 

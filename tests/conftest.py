@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.support import durations
+
 if TYPE_CHECKING:
     from fastdiff.parallel.world import World
 
@@ -40,6 +42,7 @@ def nightly(request: pytest.FixtureRequest) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     select_trials(config, items)
+    items.sort(key=lambda item: -durations.expected(item.path))
     for item in items:
         item.user_properties += [("fault", mark.args[0]) for mark in item.iter_markers("fault")]
     if not torch.cuda.is_available():
@@ -103,24 +106,22 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def torch_extensions(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """A private folder for the operators that DeepSpeed compiles, with those of a CPU run in it.
 
-    Built once for all workers of pytest-xdist, in a process of its own, so that no test that is killed can leave a lock
-    in it; each worker has a copy, because it may.
+    Built once for all workers of pytest-xdist and for the next tests, in a process of its own, so that no test that is
+    killed can leave a lock in it; each worker has a copy, because it may.
     """
     from tests.support.processes import build_operators, run_ranks
 
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    built, folder = shared / "built_operators", tmp_path_factory.mktemp("torch_extensions")
-    with (shared / "built_operators.lock").open("w") as lock:
+    built, folder = pytestconfig.cache.mkdir("operators"), tmp_path_factory.mktemp("torch_extensions")
+    with built.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not built.exists():
-            os.environ["TORCH_EXTENSIONS_DIR"] = str(built)
-            run_ranks(build_operators, ranks=1)
-    shutil.copytree(built, folder, dirs_exist_ok=True)
+        for left in built.rglob("lock"):  # by a build that was killed
+            left.unlink()
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(built)
+        run_ranks(build_operators, ranks=1)
+        shutil.copytree(built, folder, dirs_exist_ok=True)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     return folder
 
@@ -128,6 +129,8 @@ def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def world(torch_extensions: Path) -> World:
     """This process as the only rank."""
+    import tests.imported  # noqa: F401
+
     from fastdiff.parallel.world import start_world
 
     return start_world()

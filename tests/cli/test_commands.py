@@ -13,8 +13,10 @@ from fastdiff.checkpoint.manifest import committed
 from fastdiff.cli.doctor import examine
 from fastdiff.cli.main import main
 from fastdiff.parallel.world import World
+from fastdiff.train import main as train_main
 from fastdiff.train import train
-from tests.support.processes import ROOT, deepspeed, fastdiff, run_ranks
+from tests.support.forked import forked_ranks, values
+from tests.support.processes import ROOT, deepspeed, fastdiff
 from tests.support.runs import flags, launch, losses, newest, records, tiny, train_losses
 
 
@@ -29,16 +31,29 @@ def test_two_gloo_ranks_train_the_preset(torch_extensions: Path, digits: Path, t
     assert (tmp_path / "run" / "samples" / "step-00000010.png").exists()
 
 
+@pytest.fixture(scope="module")
+def trained(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, which tests only read."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(tiny(digits, folder, steps=2), launch(), world)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run without ZeRO."""
+    return train_losses(world, tiny(digits, tmp_path_factory.mktemp("reference") / "run", steps=3), launch(0))
+
+
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "zero3_offload"])
 def test_every_deepspeed_file_trains(
-    torch_extensions: Path, world: World, digits: Path, tmp_path: Path, name: str
+    world: World, reference: list[float], digits: Path, tmp_path: Path, name: str
 ) -> None:
     from fastdiff.config.deepspeed import read
     from fastdiff.config.launch_options import Launch
 
-    reference = train_losses(world, tiny(digits, tmp_path / "reference"), launch(0))
     start = Launch(deepspeed=read(str(ROOT / "deepspeed_configs" / f"{name}.json")))
-    found = train_losses(world, tiny(digits, tmp_path / "run"), start)
+    found = train_losses(world, tiny(digits, tmp_path / "run", steps=3), start)
     assert found == pytest.approx(reference, rel=1e-5)
 
 
@@ -52,20 +67,17 @@ def test_run_json_tells_what_ran(world: World, digits: Path, tmp_path: Path) -> 
     assert found["versions"]["deepspeed"]
 
 
-def test_sample_and_evaluate(world: World, digits: Path, tmp_path: Path) -> None:
-    config = tiny(digits, tmp_path / "run", steps=2)
-    train(config, launch(), world)
+def test_sample_and_evaluate(trained: Path, tmp_path: Path) -> None:
     png = tmp_path / "grid.png"
     options = ["--scheduler", "dpmsolver++", "--steps", "5", "--cfg", "1.5", "--classes", "0-2,7", "--per-class", "3"]
-    done = fastdiff("sample", tmp_path / "run", *options, "--grid", png)
+    done = fastdiff("sample", trained, *options, "--grid", png)
     assert done.code == 0, done.output
     assert "step 2, EMA of rate 0.9" in done.output
     width, height = Image.open(png).size
     assert round(width / height, 1) == round(4 / 3, 1), "four columns, three rows"
 
-    done = fastdiff("evaluate", tmp_path / "run")
-    assert done.code == 0, done.output
-    result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert main(["evaluate", str(trained)]) == 0
+    result = json.loads((trained / "evaluation.json").read_text())
     assert result.keys() == {"accuracy", "frechet_distance", "samples"}
     assert result["samples"] == 500
     assert result["accuracy"] < 0.5, "two steps teach nobody to write"
@@ -83,37 +95,45 @@ def test_sample_and_evaluate(world: World, digits: Path, tmp_path: Path) -> None
     ],
 )
 def test_a_wrong_sample_option_exits_2(
-    world: World, digits: Path, tmp_path: Path, options: list[str], message: str
+    trained: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    train(tiny(digits, tmp_path / "run", steps=1), launch(), world)
-    done = fastdiff("sample", tmp_path / "run", *options)
-    assert done.code == 2, done.output
-    assert message in done.output
-    assert "Traceback" not in done.output
+    assert exit_code(["sample", str(trained), *options]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
 
 
-def test_evaluating_other_data_is_refused(world: World, tmp_path: Path) -> None:
-    assert fastdiff("encode", "synthetic", tmp_path / "noise", "--shape", "1,8,8", "--samples", "64").code == 0
+def exit_code(arguments: list[str]) -> int:
+    """Of the ``fastdiff`` command, in this process."""
+    try:
+        return main(arguments)
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+
+
+def test_evaluating_other_data_is_refused(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["encode", "synthetic", str(tmp_path / "noise"), "--shape", "1,8,8", "--samples", "64"]) == 0
     config = tiny(tmp_path / "noise", tmp_path / "run", steps=1, model__classes=1000)
     train(config, launch(), world)
-    done = fastdiff("evaluate", tmp_path / "run")
-    assert done.code == 2
-    assert "only for digits" in done.output
+    assert main(["evaluate", str(tmp_path / "run")]) == 2
+    assert "only for digits" in capsys.readouterr().err
 
 
 def test_the_grid_of_a_run_does_not_depend_on_the_ranks(world: World, digits: Path, tmp_path: Path) -> None:
     changes = {"steps": 2, "output__sample_every": 2, "output__sample_steps": 3, "batch__micro": 8}
     train(tiny(digits, tmp_path / "one", **changes), launch(0), world)
-    run_ranks(train_losses, tiny(digits, tmp_path / "two", **changes), launch(3), ranks=2)
+    values(forked_ranks(train_losses, tiny(digits, tmp_path / "two", **changes), launch(3)))
     one, two = (np.asarray(Image.open(tmp_path / n / "samples" / "step-00000002.png"), int) for n in ("one", "two"))
     assert one.shape == two.shape
     assert abs(one - two).max() <= 1
 
 
-def test_dry_run_prints_and_writes_nothing(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
-    done = deepspeed(*flags(tiny(digits, tmp_path / "run")), "--dry-run")
-    assert done.code == 0, done.output
-    printed = json.loads(done.output[done.output.index("{\n") : done.output.rindex("}") + 1])
+def test_dry_run_prints_and_writes_nothing(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_main([*flags(tiny(digits, tmp_path / "run")), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    printed = json.loads(said[said.index("{\n") : said.rindex("}") + 1])
     assert printed["config"]["output"]["folder"] == str(tmp_path / "run")
     assert printed["deepspeed"]["train_batch_size"] == 16
     assert not (tmp_path / "run").exists()
@@ -140,12 +160,12 @@ def test_doctor_names_the_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert any(line.startswith("PROBLEM") and "lock" in line and "delete it" in line for line in examine())
 
 
-def test_doctor_command(torch_extensions: Path) -> None:
-    done = fastdiff("doctor", "--preset", "digits")
-    assert done.code == 0, done.output
-    assert "data loader: DALI" in done.output
-    assert "preset digits on cpu, fp32, blocks eager:" in done.output
-    assert "blocks.0-3.attn  attention  sdpa (" in done.output
+def test_doctor_command(torch_extensions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--preset", "digits"]) == 0
+    said = capsys.readouterr().out
+    assert "data loader: DALI" in said
+    assert "preset digits on cpu, fp32, blocks eager:" in said
+    assert "blocks.0-3.attn  attention  sdpa (" in said
 
 
 def test_doctor_refuses_an_unknown_preset_before_it_says_anything(capsys: pytest.CaptureFixture[str]) -> None:

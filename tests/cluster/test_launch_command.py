@@ -97,6 +97,12 @@ def recorded(stand_ins: dict[str, str], name: str) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
+def with_stand_ins(monkeypatch: pytest.MonkeyPatch, stand_ins: dict[str, str]) -> None:
+    """Let commands that this process starts be stand-ins."""
+    for name, value in stand_ins.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture
 def work(tmp_path: Path, stand_ins: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder whose name needs quotes, with an interpreter that records."""
@@ -230,16 +236,18 @@ def slurm_argv(folder: Path) -> list[str]:
     return ["launch", "slurm", "--nodes", "2", "--ranks-per-node", "4", "--output", str(folder / "job")]
 
 
-def test_slurm_writes_or_submits(tmp_path: Path, stand_ins: dict[str, str]) -> None:
+def test_slurm_writes_or_submits(
+    tmp_path: Path, stand_ins: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     argv = [*slurm_argv(tmp_path), "--sbatch", "gpus-per-node=4"]
-    written = fastdiff(*argv, "--", "--preset", "digits", "--output.folder", "a b", **stand_ins)
-    assert written.code == 0, written.output
-    assert f"next: sbatch {tmp_path / 'job'}" in written.output
+    with_stand_ins(monkeypatch, stand_ins)
+    assert main([*argv, "--", "--preset", "digits", "--output.folder", "a b"]) == 0
+    assert f"next: sbatch {tmp_path / 'job'}" in capfd.readouterr().out
     assert not recorded(stand_ins, "sbatch")
     assert "#SBATCH --gpus-per-node=4" in (tmp_path / "job").read_text()
     assert (tmp_path / "job").stat().st_mode & 0o077 == 0
-    submitted = fastdiff(*argv, "--submit", "--", "--preset", "digits", **stand_ins)
-    assert "submitted job 4711\n" in submitted.output
+    assert main([*argv, "--submit", "--", "--preset", "digits"]) == 0
+    assert "submitted job 4711\n" in capfd.readouterr().out
     (given,) = recorded(stand_ins, "sbatch")
     assert given["argv"] == ["--parsable", str(tmp_path / "job")]
 
@@ -448,13 +456,16 @@ def test_names_that_kubernetes_refuses_are_refused_here(changed: dict[str, Any],
         kubernetes.Pods(**{"name": "fastdiff", "image": "image", **changed})
 
 
-def test_k8s_writes_or_submits(tmp_path: Path, stand_ins: dict[str, str]) -> None:
+def test_k8s_writes_or_submits(
+    tmp_path: Path, stand_ins: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with_stand_ins(monkeypatch, stand_ins)
     argv = ["launch", "k8s", "--nodes", "2", "--ranks-per-node", "1", "--image", "i", "--output", str(tmp_path / "job")]
-    written = fastdiff(*argv, "--pvc", "data:/data", "--", "--preset", "digits", **stand_ins)
-    assert written.code == 0, written.output
-    assert f"next: kubectl apply -f {tmp_path / 'job'}" in written.output
+    assert main([*argv, "--pvc", "data:/data", "--", "--preset", "digits"]) == 0
+    assert f"next: kubectl apply -f {tmp_path / 'job'}" in capfd.readouterr().out
     assert len(list(yaml.safe_load_all((tmp_path / "job").read_text()))) == 2
-    assert "job.batch/x created" in fastdiff(*argv, "--submit", "--", "--preset", "digits", **stand_ins).output
+    assert main([*argv, "--submit", "--", "--preset", "digits"]) == 0
+    assert "job.batch/x created" in capfd.readouterr().out
     (given,) = recorded(stand_ins, "kubectl")
     assert given["argv"] == ["apply", "-f", str(tmp_path / "job")]
     twice = main([*argv, "--pvc", "data:/a", "--pvc", "data:/b", "--", "--preset", "digits"])

@@ -14,16 +14,21 @@ import psutil
 import pytest
 
 from fastdiff.cluster.supervisor import operators
+from fastdiff.config.launch_options import Launch
+from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel import extension_locks
 from fastdiff.parallel.extension_locks import stale_locks
-from tests.support.processes import deepspeed
-from tests.support.runs import flags, tiny
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from tests.support.processes import run_ranks
+from tests.support.runs import launch, tiny
 
 HOLD = """
-import sys, time
-from torch.utils.file_baton import FileBaton
-baton = FileBaton(sys.argv[1])
+import runpy, sys, time
+from importlib.util import find_spec
+[torch] = find_spec("torch").submodule_search_locations  # all of which takes long to import
+baton = runpy.run_path(f"{torch}/utils/file_baton.py")["FileBaton"](sys.argv[1])
 assert baton.try_acquire()
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))
@@ -109,11 +114,15 @@ def test_a_plain_start_explains_a_stale_lock(digits: Path, tmp_path: Path, root:
     lock = root / OPERATOR / "lock"
     lock.touch()
     os.utime(lock, (time.time() - 3600, time.time() - 3600))
-    done = deepspeed(*flags(tiny(digits, tmp_path / "run")), ranks=2)
-    assert done.code != 0
-    [line] = [line for line in done.output.splitlines() if line.startswith("fastdiff: error")]
-    assert re.search(rf"{re.escape(str(lock))}: the lock of a build, 6\d minutes old", line)
-    assert "delete it" in line
+    for message in run_ranks(_fail_to_train, tiny(digits, tmp_path / "run"), launch(1), ranks=2):
+        assert re.search(rf"{re.escape(str(lock))}: the lock of a build, 6\d minutes old", message)
+        assert "delete it" in message
+
+
+def _fail_to_train(world: World, config: RunConfig, start: Launch) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train(config, start, world)
+    return str(caught.value)
 
 
 def test_the_cache_keeps_times_and_no_locks(torch_extensions: Path, tmp_path: Path, caches: Path) -> None:

@@ -22,10 +22,11 @@ from fastdiff.cluster.preflight.node_checks import checkpoint_bytes, examine_dat
 from fastdiff.cluster.preflight.report import NodeReport, as_error, compare
 from fastdiff.config import command_line
 from fastdiff.errors import ConfigError, DataError, StorageError
-from fastdiff.parallel.world import free_port
+from fastdiff.parallel.world import World, free_port
+from fastdiff.train import train
 from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
-from tests.support.processes import ROOT, Finished, deepspeed, start, stop
+from tests.support.processes import ROOT, Finished, start, stop
 
 FLAGS = ("--preset", "digits", "--data.path", "digits", "--output.folder", "run")
 
@@ -154,14 +155,14 @@ def test_a_disk_without_room_for_three_checkpoints(digits: Path, tmp_path: Path)
         run.run(one_store(), 0, 1, config, ranks_per_node=1)
 
 
-def test_the_size_of_a_checkpoint_is_foreseen(digits: Path, tmp_path: Path, torch_extensions: Path) -> None:
+def test_the_size_of_a_checkpoint_is_foreseen(digits: Path, tmp_path: Path, world: World) -> None:
     flags = [
         "--preset", "digits", "--data.path", str(digits), "--output.folder", str(tmp_path / "run"),
         "--samples", "64", "--ema.power-stds", "0.05", "--optim.name", "adamw8bit", "--output.sample_every", "0",
     ]  # fmt: skip
-    foreseen = checkpoint_bytes(command_line.parse(flags)[1])
-    done = deepspeed(*flags)
-    assert done.code == 0, done.output
+    launch, config = command_line.parse(flags)
+    foreseen = checkpoint_bytes(config)
+    train(config, launch, world)
     newest = committed(tmp_path / "run" / "checkpoints")[0]
     written = sum(path.stat().st_size for path in newest.iterdir())
     assert foreseen == pytest.approx(written, rel=0.1)

@@ -47,6 +47,7 @@ CASES: dict[str, list[object]] = {
     "victim": [None, 0, 1],
     "hang": ["stopped", "locked"],
     "far": ["killed", "stopped", "unreachable"],
+    "lost": [0, 1],
 }
 """Of each the first in every run of the tests, all in one that has the night."""
 
@@ -185,7 +186,6 @@ def test_two_nodes_print_the_same_last_line(start: Start, far: str) -> None:
 
 
 @pytest.mark.fault(13)
-@pytest.mark.parametrize("lost", [0, 1])
 def test_a_node_that_dies_as_a_whole_is_named(start: Start, lost: int) -> None:
     """Not the rank of another node, whose connection to it was cut."""
     nodes = two_nodes(start, "--no-preflight")

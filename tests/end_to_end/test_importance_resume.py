@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import sys
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,9 @@ from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.metrics import BY_LEVEL
 from tests.end_to_end.test_resume import lines, wait_for_step
-from tests.support.processes import run_ranks, start, stop
-from tests.support.runs import assert_same_checkpoint, flags, hexes, intact, launch, newest, records, tiny, train_losses
+from tests.support.forked import Ranks
+from tests.support.processes import run_ranks
+from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, newest, records, tiny, train_losses
 
 STEPS, KILL_AFTER = 60, 13
 
@@ -52,15 +53,16 @@ def test_a_killed_run_goes_on_with_its_losses(world: World, digits: Path, tmp_pa
     process, which has been started already; ``test_resume`` gives the same command again.
     """
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    process = start([sys.executable, "fastdiff/train.py", *flags(config_of(digits, killed))])
+    same = Launch(deepspeed=deepspeed_config.DEFAULT)
+    process = Ranks(train_losses, config_of(digits, killed), same, ranks=1)
     try:
         wait_for_step(killed / "metrics.jsonl", KILL_AFTER)
     finally:
-        stop(process)
+        process.kill()
+        assert process.wait()[0].code == -signal.SIGKILL
     assert lines(killed / "metrics.jsonl") < STEPS, "killed too late to prove anything"
     assert newest(killed).timesteps()["count"].min() >= HISTORY, "killed too early to prove anything"
     assert intact(killed)[0] >= 10, "not from the beginning"
-    same = Launch(deepspeed=deepspeed_config.DEFAULT)
     resumed = train_losses(world, config_of(digits, killed), same)
     expected = train_losses(world, config_of(digits, whole), same)
     assert hexes(resumed) == hexes(expected)

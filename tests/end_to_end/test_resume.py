@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from tests.support.processes import deepspeed, deepspeed_command, start, stop
-from tests.support.runs import assert_same_checkpoint, flags, hexes, losses, tiny
+from tests.support.processes import deepspeed, deepspeed_command, run_ranks, start, stop
+from tests.support.runs import assert_same_checkpoint, flags, hexes, losses, tiny, train_losses
 
 STEPS, KILL_AFTER = 40, 13
 
@@ -25,11 +27,11 @@ def test_a_killed_command_resumes_hex_equal(torch_extensions: Path, digits: Path
 
     ``test_random_kills`` has many kills, and both optimizers.
     """
-    zero3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
-    whole = deepspeed(*flags(config_of(digits, tmp_path / "whole")), *zero3, ranks=2)
-    assert whole.code == 0, whole.output
+    zero3 = "deepspeed_configs/zero3.json"
+    whole = config_of(digits, tmp_path / "whole")
+    run_ranks(train_losses, whole, Launch(deepspeed=deepspeed_config.read(zero3)), ranks=2)
 
-    command = [*flags(config_of(digits, tmp_path / "killed")), *zero3]
+    command = [*flags(config_of(digits, tmp_path / "killed")), "--deepspeed_config", zero3]
     process = start(deepspeed_command(*command, ranks=2))
     try:
         wait_for_step(tmp_path / "killed" / "metrics.jsonl", KILL_AFTER)

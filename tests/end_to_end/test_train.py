@@ -24,7 +24,7 @@ from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.ema import Ema
 from fastdiff.training.engine import Engine
-from tests.support.processes import run_ranks
+from tests.support.forked import forked_ranks, values
 from tests.support.runs import STEPS, assert_same_checkpoint, launch, newest, records, tiny, train_losses
 
 
@@ -34,7 +34,8 @@ def close(a: list[float], b: list[float], relative: float) -> bool:
 
 def test_one_rank_with_accumulation_equals_two_ranks(world: World, digits: Path, tmp_path: Path) -> None:
     accumulated = train_losses(world, tiny(digits, tmp_path / "one", batch__micro=8), launch())
-    parallel = run_ranks(train_losses, tiny(digits, tmp_path / "two", batch__micro=8), launch(), ranks=2)[0]
+    config = tiny(digits, tmp_path / "two", batch__micro=8)
+    parallel = values(forked_ranks(train_losses, config, launch()))[0]
     assert close(accumulated, parallel, 1e-6)
     assert accumulated[-1] < accumulated[0]
 
@@ -65,7 +66,7 @@ def _first_noise(world: World, digits: Path) -> tuple[list[int], list[float], li
 
 def test_two_real_ranks_draw_different_noise(world: World, digits: Path) -> None:
     """And together exactly what one rank draws."""
-    first, second = run_ranks(_first_noise, digits, ranks=2)
+    first, second = values(forked_ranks(_first_noise, digits))
     assert not set(first[0]) & set(second[0])
     assert not set(first[1]) & set(second[1])
     assert tuple(a + b for a, b in zip(first, second, strict=True)) == _first_noise(world, digits)
@@ -74,7 +75,7 @@ def test_two_real_ranks_draw_different_noise(world: World, digits: Path) -> None
 def _every_stage(world: World, digits: Path, folder: Path) -> dict[str, list[list[float]]]:
     return {
         optimizer: [
-            train_losses(world, tiny(digits, folder / f"{optimizer}{stage}", optim__name=optimizer), launch(stage))
+            train_losses(world, tiny(digits, folder / f"{optimizer}{stage}", 4, optim__name=optimizer), launch(stage))
             for stage in range(4)
         ]
         for optimizer in ("adamw", "adamw8bit")
@@ -82,40 +83,51 @@ def _every_stage(world: World, digits: Path, folder: Path) -> dict[str, list[lis
 
 
 def test_zero_stages_agree(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
-    for optimizer, stages in run_ranks(_every_stage, digits, tmp_path, ranks=2)[0].items():
+    for optimizer, stages in values(forked_ranks(_every_stage, digits, tmp_path))[0].items():
         for stage in (1, 2, 3):
             assert close(stages[stage], stages[0], 1e-5), (optimizer, stage)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adamw8bit-bnb"])
-def test_bf16_follows_fp32_at_every_stage(world: World, digits: Path, tmp_path: Path, optimizer: str) -> None:
-    exact = train_losses(world, tiny(digits, tmp_path / "fp32", optim__name=optimizer), launch(0))
-    for stage in range(4):
+STAGES = {"adamw": (0, 1, 2, 3), "adamw8bit": (1, 3), "adamw8bit-bnb": (0, 2)}
+
+
+@pytest.mark.parametrize("optimizer", STAGES)
+def test_bf16_follows_fp32(world: World, digits: Path, tmp_path: Path, optimizer: str, nightly: bool) -> None:
+    """AdamW at every stage, the others at two; by night all at every one."""
+    exact = train_losses(world, tiny(digits, tmp_path / "fp32", 4, optim__name=optimizer), launch(0))
+    for stage in range(4) if nightly else STAGES[optimizer]:
         changes = {"performance__precision": "bf16", "optim__name": optimizer}
-        found = train_losses(world, tiny(digits, tmp_path / str(stage), **changes), launch(stage))
+        found = train_losses(world, tiny(digits, tmp_path / str(stage), 4, **changes), launch(stage))
         assert close(found, exact, 0.02), stage
         assert found != exact, "the forward pass is really in bf16"
 
 
-_OPTIMIZERS = [
-    ("adamw", "fp32"),
-    ("adamw8bit", "fp32"),
-    ("adamw8bit-bnb", "fp32"),
-    ("adamw", "bf16"),
-    ("adamw8bit", "bf16"),
-]
+_DAILY = {
+    ("adamw", "fp32"): (1, 3),
+    ("adamw8bit", "fp32"): (0, 2),
+    ("adamw8bit-bnb", "fp32"): (0, 3),
+    ("adamw", "bf16"): (0, 2),
+    ("adamw8bit", "bf16"): (1, 3),
+}
+"""The stages at which each optimizer and precision resumes every day; by night all do at every one."""
 
 
 @pytest.mark.fault(26)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("optimizer", "precision"), _OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "stage"),
+    [
+        pytest.param(*pair, stage, marks=() if stage in daily else pytest.mark.nightly)
+        for pair, daily in _DAILY.items()
+        for stage in range(4)
+    ],
+)
 def test_resume_equals_the_uninterrupted_run(
     world: World,
     digits: Path,
     tmp_path: Path,
-    stage: int,
     optimizer: str,
     precision: str,
+    stage: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With a learning rate that changes, and a log that is due between checkpoints and between steps of the log."""
@@ -139,23 +151,28 @@ def test_resume_equals_the_uninterrupted_run(
 @pytest.mark.fault(22)
 def test_adamw_resumes_with_another_number_of_ranks(world: World, digits: Path, tmp_path: Path) -> None:
     whole = train_losses(world, tiny(digits, tmp_path / "whole"), launch(3))
-    run_ranks(train_losses, tiny(digits, tmp_path / "parts", steps=STEPS // 2), launch(2), ranks=2)
+    values(forked_ranks(train_losses, tiny(digits, tmp_path / "parts", steps=STEPS // 2), launch(2)))
     continued = train_losses(world, tiny(digits, tmp_path / "parts"), launch(3))
     assert close(continued, whole, 1e-6)
 
 
 @pytest.mark.fault(22)
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
-def test_adamw_resumes_at_every_other_stage(world: World, digits: Path, tmp_path: Path, before: int) -> None:
-    train(tiny(digits, tmp_path / "start", steps=STEPS // 2), launch(before), world)
-    whole = train_losses(world, tiny(digits, tmp_path / "whole"), launch(before))
-    for after in range(4):
+def test_adamw_resumes_at_other_stages(world: World, digits: Path, tmp_path: Path, before: int, nightly: bool) -> None:
+    """From each to the next one and to the one across, so that each is left and reached twice; by night all pairs."""
+    every = {"output__checkpoint_every": STEPS // 2}
+    whole = train_losses(world, tiny(digits, tmp_path / "whole", **every), launch(before))
+    shutil.copytree(tmp_path / "whole", tmp_path / "start")
+    shutil.rmtree(tmp_path / "start" / "checkpoints" / f"step-{STEPS:08d}")
+    for after in range(4) if nightly else ((before + 1) % 4, (before + 2) % 4):
         shutil.copytree(tmp_path / "start", tmp_path / str(after))
-        assert close(train_losses(world, tiny(digits, tmp_path / str(after)), launch(after)), whole, 1e-5), after
+        config = tiny(digits, tmp_path / str(after), **every)
+        assert close(train_losses(world, config, launch(after)), whole, 1e-5), after
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16"), (0, "bf16"), (3, "fp32")]
+)
 def test_gradient_clipping_clips(world: World, digits: Path, tmp_path: Path, stage: int, precision: str) -> None:
     """After one step Adam's first moment is (1 - beta1) times the clipped gradient."""
     check_clipping(world, tiny(digits, tmp_path / "run", steps=1, performance__precision=precision), stage)
@@ -173,7 +190,7 @@ def check_clipping(world: World, config: RunConfig, stage: int) -> None:
 
 @pytest.mark.fault(26)
 def test_sharded_ema_equals_a_gathered_ema_bitwise(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
-    for equal in run_ranks(_compare_ema, digits, tmp_path, ranks=2):
+    for equal in values(forked_ranks(_compare_ema, digits, tmp_path)):
         assert len(equal) == 16
         assert all(equal.values()), equal
 

@@ -1,8 +1,8 @@
 """Kills at random moments: the run goes on each time, and ends with every bit that it would have had.
 
 Two gloo ranks under ZeRO-3, both with SIGKILL. The moments are spread evenly over the steps of the run, and within a
-step over its time; every fifth comes while the run starts again. If none of 30 kills does harm, fewer than 10 % of all
-kills do, with 95 % confidence; if none of 300, fewer than 1 %.
+step over its time; every third comes while the run starts again. By night: if none of 300 kills does harm, fewer than
+1 % of all kills do, with 95 % confidence.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.support.forked import Ranks, forked_ranks, values
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, losses, records, tiny, train_losses
 
 SEED = 20
-START_S = 3.0
-"""Longer than a start takes on a quiet machine."""
+START_S = 2.0
+"""About what a start takes; who is faster is killed at the first step."""
 _END = 16_384
 """Bytes, more than a record has."""
 AFTER = 30
@@ -59,9 +59,9 @@ class Moment:
 def moments(kills: int, last: int, step_s: float) -> Iterator[Moment]:
     """Draw moments; those of steps, up to the last one, in their order, so that every start has some way to go."""
     draw = random.Random(SEED)
-    targets = iter(sorted(draw.randint(1, last) for _ in range(kills - kills // 5)))
+    targets = iter(sorted(draw.randint(1, last) for _ in range(kills - kills // 3)))
     for number in range(kills):
-        if number % 5 == 4:
+        if number % 3 == 2:
             yield Moment(None, draw.uniform(0, START_S))
         else:
             yield Moment(next(targets), draw.uniform(0, step_s))
@@ -94,7 +94,9 @@ def wait_for(ranks: Ranks, folder: Path, moment: Moment, old_log: int, timeout_s
             seen, deadline = now, time.monotonic() + timeout_s
         assert time.monotonic() < deadline, f"no step for {timeout_s} s behind {seen}, expected {moment.step}"
         time.sleep(0.002)
-    time.sleep(moment.delay_s)
+    until = time.monotonic() + moment.delay_s
+    while time.monotonic() < until and (moment.step is not None or log_file(folder) == old_log):
+        time.sleep(0.002)
 
 
 def train_noting_the_port(world: World, config: RunConfig, start: Launch, note: Path) -> None:
@@ -159,7 +161,7 @@ def assert_survives(
 
 @pytest.mark.fault(1)
 @pytest.mark.timeout(2 * 3600)
-@pytest.mark.parametrize(("optimizer", "kills"), [("adamw", 24), ("adamw8bit", 6)])
+@pytest.mark.parametrize(("optimizer", "kills"), [("adamw", 3), ("adamw8bit", 2)])
 def test_a_run_that_is_killed_at_random_moments_ends_hex_equal(
     torch_extensions: Path,
     digits: Path,
@@ -169,8 +171,8 @@ def test_a_run_that_is_killed_at_random_moments_ends_hex_equal(
     nightly: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """30 kills, by night 300: losses, weights, moments and averages have equal bytes."""
-    trials = kills * (10 if nightly else 1)
+    """5 kills, by night 300: losses, weights, moments and averages have equal bytes."""
+    trials = kills * (60 if nightly else 1)
     record_property("trials", trials)
     assert_survives(torch_extensions, digits, tmp_path, optimizer, trials, steps=3 * trials + AFTER, every=3)
 
@@ -184,7 +186,7 @@ def test_a_long_run_that_is_killed_now_and_then_ends_hex_equal(
     nightly: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """By night 10,000 steps (89 epochs of the digits), killed about every 200; by day 60 steps, killed twice."""
-    steps, kills = (10_000, 50) if nightly else (60, 2)
+    """By night 10,000 steps (89 epochs of the digits), killed about every 200; by day 60 steps, killed once."""
+    steps, kills = (10_000, 50) if nightly else (60, 1)
     record_property("trials", kills)
     assert_survives(torch_extensions, digits, tmp_path, "adamw", kills, steps, every=20)

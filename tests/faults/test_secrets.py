@@ -19,6 +19,7 @@ from fastdiff.parallel.world import free_port
 from fastdiff.sanitize import escape
 from tests.support.processes import ROOT, run
 from tests.support.runs import flags, tiny
+from tests.support.scripts import TRAIN, run_script
 from tests.support.web_servers import http_server
 
 SECRETS = {
@@ -64,8 +65,8 @@ def test_no_secret_is_in_any_file_or_line_of_a_run(
     environment = {
         "HF_TOKEN": SECRETS["hub"], "WANDB_API_KEY": SECRETS["wandb"], "AWS_SECRET_ACCESS_KEY": SECRETS["aws"],
     }  # fmt: skip
-    command = [sys.executable, "fastdiff/train.py", *flags(config), *given]
-    done = run(command, timeout_s=240, **environment)
+    command = [*flags(config), *given]
+    done = run_script(TRAIN, *command, **environment)
     assert done.code == {"well": 0, "in an error": 65, "before it begins": 2}[ends], done.output
     assert not found_in(done.output.encode())
     files = [path for path in out.rglob("*") if path.is_file()]
@@ -76,7 +77,7 @@ def test_no_secret_is_in_any_file_or_line_of_a_run(
         assert record["config"]["data"]["path"] == served.partition("?")[0].replace(f"me:{SECRETS['password']}@", "")
         assert record["deepspeed"]["comet"]["api_key"] == "***"
         assert_nothing_to_run(out / "run" / "checkpoints")
-        dry = run([*command, "--dry-run"], **environment)
+        dry = run([sys.executable, TRAIN, *command, "--dry-run"], **environment)
         assert dry.code == 0
         assert not found_in(dry.output.encode())
 

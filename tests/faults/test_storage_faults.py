@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sys
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from fastdiff.training.state import TrainState
 from tests.support.forked import forked_ranks, values
 from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
-from tests.support.processes import run
+from tests.support.processes import Finished
 from tests.support.runs import flags, hexes, intact, launch, losses, tiny
 
 pytestmark = pytest.mark.timeout(600)
@@ -65,13 +65,11 @@ class Neighbour:
         return self.original(path, *args, **options)
 
 
-SHARES = (0.2, 0.6, 0.99)
-"""Of a checkpoint, that still fit on the disk; so do the lines of the log."""
-
-
 @pytest.mark.fault(7)
-@pytest.mark.parametrize("reserves", [True, False], ids=["reserved", "as it is written"])
-@pytest.mark.parametrize(("share", "stand_in"), [*((share, None) for share in SHARES), (SHARES[1], True)])
+@pytest.mark.parametrize(
+    ("share", "stand_in", "reserves"),
+    [(0.2, None, True), (0.6, None, False), (0.99, True, True), (0.2, True, False), (0.99, None, False)],
+)
 def test_a_disk_that_fills_in_the_middle_of_a_save(
     world: World,
     digits: Path,
@@ -82,7 +80,11 @@ def test_a_disk_that_fills_in_the_middle_of_a_save(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With --output.failed_saves 1 the run goes on and the next save works; with 0 it ends with 74."""
+    """With --output.failed_saves 1 the run goes on and the next save works; with 0 it ends with 74.
+
+    A share of a checkpoint still fits on the disk, and so do the lines of the log. Room for a checkpoint is reserved,
+    or taken as it is written.
+    """
     with tiny_disk(tmp_path / "disk", 6, stand_in=stand_in) as disk, monkeypatch.context() as patches:
         _fill_in_the_middle(world, digits, disk, share, patches, capsys, reserves=reserves)
 
@@ -263,8 +265,29 @@ def test_a_snapshot_that_fails_does_not_cost_a_preemption(torch_extensions: Path
 # --- storage that fails for real: system calls that do ----------------------------------------------------------------
 
 
-def command_of(config: RunConfig) -> list[str | Path]:
-    return [sys.executable, "fastdiff/train.py", *flags(config)]
+def main_under_strace(world: World, injection: str, config: RunConfig, output: Path) -> int:
+    """Run the command in a process whose system calls of one kind fail or are slow."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    tracer = subprocess.Popen([*strace(injection), "-p", str(os.getpid())])
+    wait_until(lambda: all(_traced(thread) for thread in Path("/proc/self/task").iterdir()))
+    try:
+        return main(flags(config))
+    finally:
+        tracer.terminate()
+        tracer.wait()
+
+
+def _traced(thread: Path) -> bool:
+    return "\nTracerPid:\t0\n" not in (thread / "status").read_text()
+
+
+def run_under_strace(injection: str, config: RunConfig) -> Finished:
+    """Return its exit code, and what it printed."""
+    output = Path(config.output.folder).with_suffix(".txt")
+    (code,) = values(forked_ranks(main_under_strace, injection, config, output, ranks=1, timeout_s=300))
+    return Finished(code, output.read_text())
 
 
 @pytest.mark.fault(10)
@@ -278,7 +301,7 @@ def test_an_fsync_that_fails_costs_one_checkpoint(
     for number in (1, 2, 3, 4, 5) if nightly else (2, 5):
         folder = tmp_path / str(number)
         config = config_of(digits, folder, steps=6, output__failed_saves=1, output__keep=9)
-        done = run([*strace(f"fsync:error=EIO:when={number}"), *command_of(config)], timeout_s=300)
+        done = run_under_strace(f"fsync:error=EIO:when={number}", config)
         assert done.code == 0, done.output
         assert "WARNING the checkpoint of step 2 failed, the run goes on: " in done.output
         assert "Input/output error" in done.output
@@ -292,7 +315,7 @@ def test_an_fsync_that_fails_ends_a_run_that_survives_none(
     torch_extensions: Path, digits: Path, tmp_path: Path
 ) -> None:
     config = config_of(digits, tmp_path / "run", steps=40)
-    done = run([*strace("fsync:error=EIO:when=2"), *command_of(config)], timeout_s=300)
+    done = run_under_strace("fsync:error=EIO:when=2", config)
     assert done.code == 74, done.output
     assert "rank-00000.safetensors: could not be written (Input/output error)" in done.output
     assert not temporaries(tmp_path / "run")
@@ -341,7 +364,7 @@ def test_the_training_goes_on_during_a_save(torch_extensions: Path, digits: Path
 def test_slow_storage_delays_and_does_not_end_a_run(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
     """Every fsync takes 0.7 s longer, so that each save is still being written when the next one is due."""
     config = config_of(digits, tmp_path / "run", steps=6)
-    done = run([*strace("fsync:delay_enter=700000"), *command_of(config)], timeout_s=300)
+    done = run_under_strace("fsync:delay_enter=700000", config)
     assert done.code == 0, done.output
     assert "waiting: the checkpoint of step 2 is still being written" in done.output
     assert intact(tmp_path / "run") == [6, 4]

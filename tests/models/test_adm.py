@@ -196,9 +196,13 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(("height", "width"), [(8, 8), (4, 4), (4, 12), (12, 4)])
+@pytest.mark.parametrize(
+    ("batch", "channels", "height", "width"),
+    [
+        *((1, 1, 8, 8), (2, 3, 8, 8), (1, 3, 4, 4), (2, 1, 4, 4)),
+        *((1, 1, 4, 12), (2, 3, 4, 12), (1, 3, 12, 4), (2, 1, 12, 4)),
+    ],
+)
 @kinds
 def test_maps_are_channels_last_and_are_not_copied(
     kind: str, channels: int, batch: int, height: int, width: int

@@ -1,6 +1,6 @@
 """Real ranks from a server that has imported everything: a trial takes a second or two, so that many can be made.
 
-Unlike ``processes.run_ranks``, ranks may die here: what they came to is returned.
+Ranks may die here: what they came to is returned. ``processes.run_ranks`` is for those that may not.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import time
@@ -15,12 +16,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 from fastdiff.parallel.world import free_port
 
-_IMPORTED = ["deepspeed", "deepspeed.ops.adam", "transformers", "fastdiff.train", "tests.support.runs"]
+_IMPORTED = f"{__package__}.imported"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,13 @@ class Ended:
     """The traceback of what it raised."""
 
 
+def fork_server() -> ForkServerContext:
+    """What starts processes that have imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_IMPORTED])
+    return context
+
+
 class Ranks:
     """Running ranks.
 
@@ -42,17 +51,21 @@ class Ranks:
         function: called as ``function(world, *args)`` on every rank.
         args: picklable.
         ranks: how many gloo ranks.
+        group_timeout_s: how long a rank waits for the others in a collective operation.
     """
 
-    def __init__(self, function: Callable[..., Any], *args: Any, ranks: int = 2) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
+    def __init__(self, function: Callable[..., Any], *args: Any, ranks: int = 2, group_timeout_s: float = 60) -> None:
+        context = fork_server()
         self._results: Any = context.Queue()
         self._port = port = free_port()
-        environment = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR", "PATH") if name in os.environ}
+        environment = {
+            **{name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR", "PATH") if name in os.environ},
+            **{"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": "1"},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        }
         self.processes = [
-            context.Process(target=_rank, args=(self._results, rank, ranks, port, environment, function, args))
-            for rank in range(ranks)
+            context.Process(target=_rank, args=(self._results, {**environment, **own}, group_timeout_s, function, args))
+            for own in ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
         ]
         for process in self.processes:
             process.start()
@@ -91,7 +104,7 @@ class Ranks:
             rank, value, trace = self._results.get(timeout=timeout_s)
         except queue.Empty:
             return False
-        found[rank] = (value, trace)
+        found[rank] = (pickle.loads(value), trace)
         return True
 
 
@@ -115,32 +128,25 @@ def stop_server() -> None:
 
 def _rank(
     results: Any,
-    rank: int,
-    ranks: int,
-    port: int,
     environment: dict[str, str],
+    group_timeout_s: float,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    os.environ.update(
-        environment,
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
+    os.environ.update(environment)
     import torch
 
     from fastdiff.parallel.world import start_world, stop_world
 
+    def tell(value: Any, trace: str | None) -> None:
+        # As bytes: a queue would hand over a tensor as a handle, which is void once its process has ended.
+        results.put((int(environment["RANK"]), pickle.dumps(value), trace))
+
     torch.set_num_threads(1)
     try:
-        value = function(start_world(timeout_s=60), *args)
+        value = function(start_world(timeout_s=group_timeout_s), *args)
+        tell(value, None)
     except BaseException:
-        results.put((rank, None, traceback.format_exc()))
+        tell(None, traceback.format_exc())
         raise
-    results.put((rank, value, None))
     stop_world()

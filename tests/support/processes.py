@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import queue
 import signal
 import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastdiff.parallel.world import free_port
+from tests.support.forked import Ranks, values
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -24,55 +21,8 @@ BIN = Path(sys.executable).parent
 
 def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, timeout_s: float = 240) -> list[Any]:
     """Call ``function(world, *args)`` on ``ranks`` gloo ranks and return their values in rank order."""
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    port = free_port()
-    processes = [
-        context.Process(target=_rank, args=(results, rank, ranks, port, function, args)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    values: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout_s
-    try:
-        while len(values) < ranks:
-            try:
-                rank, value, trace = results.get(timeout=1)
-            except queue.Empty:
-                assert time.monotonic() < deadline, f"no result within {timeout_s} s; have ranks {sorted(values)}"
-                dead = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
-                assert not dead, f"a rank died with exit code {dead[0]}"
-                continue
-            assert trace is None, f"rank {rank} failed:\n{trace}"
-            values[rank] = value
-    finally:
-        for process in processes:
-            process.join(timeout=10 if len(values) == ranks else 0)
-            process.kill()
-    return [values[rank] for rank in range(ranks)]
-
-
-def _rank(results: Any, rank: int, ranks: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
-    try:
-        import torch
-
-        from fastdiff.parallel.world import start_world, stop_world
-
-        torch.set_num_threads(1)
-        results.put((rank, function(start_world(), *args), None))
-        stop_world()
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
-        raise
+    running = Ranks(function, *args, ranks=ranks, group_timeout_s=timeout_s)
+    return values(running.wait(timeout_s))
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,10 @@ class _Unquantised(AdamW8bit):
             state["exp_avg_sq_codes"] = state["exp_avg_sq_codes"].float()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["adamw8bit", "adamw8bit-bnb"])
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [(0, "adamw8bit"), (1, "adamw8bit-bnb"), (2, "adamw8bit"), (3, "adamw8bit"), (3, "adamw8bit-bnb")],
+)
 def test_a_moment_that_is_not_8bit_stops_the_run_before_it_starts(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stage: int
 ) -> None:

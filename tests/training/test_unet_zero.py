@@ -18,11 +18,11 @@ from fastdiff.models.unet.network import UNet
 from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
 from fastdiff.training.engine import Engine
-from tests.support.processes import run_ranks
+from tests.support.forked import forked_ranks, values
 from tests.support.references.unet_reference import SMALL, built, inputs
 from tests.support.runs import launch, tiny
 
-_STEPS = 3
+_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _every_way(world: World, kind: str) -> dict[str, Learned]:
 
 @pytest.fixture(scope="module", params=["sd15", "sdxl"])
 def learned(request: pytest.FixtureRequest, torch_extensions: Path) -> list[dict[str, Learned]]:
-    return run_ranks(_every_way, request.param, ranks=2)
+    return values(forked_ranks(_every_way, request.param, timeout_s=600))
 
 
 def test_recomputation_under_zero3_changes_no_bit(learned: list[dict[str, Learned]]) -> None:
@@ -114,8 +114,7 @@ def test_blocks_are_what_zero3_gathers(world: World) -> None:
     assert {type(module) for module in get_z3_leaf_modules(model)} == {ResBlock, TransformerBlock}
 
 
-@pytest.mark.parametrize("leaves", [UNet.block_classes, (Attention,)])
-@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+@pytest.mark.parametrize(("kind", "leaves"), [("sd15", UNet.block_classes), ("sdxl", (Attention,))])
 def test_one_sample_stays_channels_last(world: World, kind: str, leaves: tuple[type[nn.Module], ...]) -> None:
     """DeepSpeed's hooks change the stride of the axis of a single sample, and with it what torch makes of a map."""
     config = tiny(Path(), Path(), model=SMALL[kind])

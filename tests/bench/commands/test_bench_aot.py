@@ -107,6 +107,35 @@ def test_widths_are_read_from_ptx(ptx: str, side: Side, widths: dict[int, int]) 
     assert access_widths(ptx, side) == widths
 
 
+def test_every_kernel_compiles_in_every_dtype(tmp_path: Path) -> None:
+    """A case of each dtype for one GPU, in turn; by night every case for all of them."""
+    code = f"""
+import sys
+from pathlib import Path
+from bench import aot
+from bench.cases import KERNELS, cases
+from bench.record import Log
+first = {{}}
+for case in cases(KERNELS):
+    first.setdefault((case.op, case.dtype), case)
+chosen = {{arch: [] for arch in aot.ARCHITECTURES}}
+for number, case in enumerate(first.values()):
+    chosen[aot.ARCHITECTURES[(number + number // 3) % 3]].append(case)
+with Log(Path({str(tmp_path)!r}) / "aot.jsonl") as log:
+    sys.exit(max(aot.main(of_arch, [arch], log) for arch, of_arch in chosen.items()))
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    found = record.read(tmp_path / "aot.jsonl")
+    assert found.failures == ()
+    assert {m.case.split()[0] for m in found.measurements} == set(KERNELS)
+    for arch in (80, 90, 100):
+        dtypes = {m.case.split()[2] for m in found.measurements if m.case.endswith(f" sm_{arch}")}
+        assert dtypes == {"float32", "bfloat16", "float16"}
+    assert {m.value for m in found.measurements if m.quantity == "spilled"} == {0}
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_compiles_without_spills_and_with_wide_accesses(name: str, tmp_path: Path) -> None:
     done = python("-m", "bench", "aot", name, "--out", str(tmp_path))

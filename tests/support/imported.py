@@ -1,0 +1,29 @@
+"""Imports all that a run imports, at once or later, so that a process forked from here does not; then freezes it.
+
+Frozen objects are not looked at by the garbage collector, which ZeRO-3 calls at every start: that took half a second.
+"""
+
+from __future__ import annotations
+
+import gc
+from importlib import import_module
+
+for name in (
+    "bitsandbytes.optim",
+    "deepspeed.moe.layer",
+    "deepspeed.ops.adam",
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "peft",
+    "pydantic.dataclasses",
+    "pytest",
+    "tests.support.runs",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.utils.cpp_extension",
+    "torch.utils.tensorboard",
+    "transformers.trainer_pt_utils",
+):
+    import_module(name)
+gc.collect()
+gc.freeze()
