@@ -38,7 +38,7 @@ def derived(tree: ast.AST) -> set[str]:
 
 
 TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
-OWN = {path for path, tree in TREES.items() if derived(tree) or path.stem == "network_config" or "models" in path.parts}
+OWN = {path for path, tree in TREES.items() if derived(tree) or "networks" in path.parts or "models" in path.parts}
 """The networks, their configurations and what is between them."""
 TYPES = {*BASES, *(name for tree in TREES.values() for name in derived(tree))}
 
@@ -162,7 +162,7 @@ def test_a_configuration_without_a_kind_is_refused() -> None:
 
 def installed(site: Path, entry: str) -> Path:
     """A folder for PYTHONPATH with the toy network, as pip leaves it there."""
-    shutil.copytree(ROOT / "tests" / "toy_network", site / "toy_network", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests" / "support" / "toy_network", site / "toy_network", ignore=shutil.ignore_patterns("__pycache__"))
     metadata = site / "toy_network-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-network\nVersion: 1.0\n")
