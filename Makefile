@@ -21,7 +21,7 @@ demo-t2i: $(INSTALLED)
 	python -m fastdiff.cli.demo_t2i judge runs/digits-t2i/pipeline --picture runs/digits-t2i/digits.png
 
 # Two at a time: most tests wait for processes that they started. More threads than cores wait for one another.
-# Files in the order of conftest.py, the longest first (tests/durations.json). Compiled modules are kept even where the
+# Files in the order of conftest.py, the longest first. Compiled modules are kept even where the
 # environment says otherwise, because hundreds of processes would compile them anew.
 TWO_WORKERS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 

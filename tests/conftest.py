@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shutil
 import sys
@@ -124,6 +125,16 @@ def torch_extensions(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pyt
         shutil.copytree(built, folder, dirs_exist_ok=True)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def released() -> Iterator[None]:
+    """What is frozen refers to the engines of ZeRO-3: those of a module are let go behind it."""
+    yield
+    if gc.get_freeze_count():
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

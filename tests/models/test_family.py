@@ -162,7 +162,9 @@ def test_a_configuration_without_a_kind_is_refused() -> None:
 
 def installed(site: Path, entry: str) -> Path:
     """A folder for PYTHONPATH with the toy network, as pip leaves it there."""
-    shutil.copytree(ROOT / "tests" / "support" / "toy_network", site / "toy_network", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "tests" / "support" / "toy_network", site / "toy_network", ignore=shutil.ignore_patterns("__pycache__")
+    )
     metadata = site / "toy_network-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-network\nVersion: 1.0\n")
