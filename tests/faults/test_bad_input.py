@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from fastdiff.cli import main
+from fastdiff.cli import main as commands
 from fastdiff.config.run import RunConfig
 from fastdiff.data.encoding.builtin import digits as real_digits
 from fastdiff.data.encoding.builtin import pixels_template, write
@@ -95,8 +95,8 @@ def test_two_ranks_print_one_message(torch_extensions: Path) -> None:
 
 
 def test_a_wrong_fastdiff_command_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["encode", "digist", str(tmp_path / "out")]) == 2
-    assert main.main(["sample", str(tmp_path / "nothing")]) == 2
+    assert commands.main(["encode", "digist", str(tmp_path / "out")]) == 2
+    assert commands.main(["sample", str(tmp_path / "nothing")]) == 2
     assert "no run" in capsys.readouterr().err
     done = fastdiff("verify", tmp_path / "nothing")
     assert done.code == 65

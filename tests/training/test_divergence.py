@@ -494,7 +494,7 @@ def _places(state: TrainState) -> list[int]:
     flats = state.engine.flats
     averages = [average for each in state.ema.averages.values() for average in each if average is not None]
     moments = [v for flat in flats for v in flat.state.values() if isinstance(v, torch.Tensor) and v.numel() > 1]
-    return [tensor.data_ptr() for tensor in [*(flat.master for flat in flats), *averages, *moments]]
+    return sorted(tensor.data_ptr() for tensor in [*(flat.master for flat in flats), *averages, *moments])
 
 
 ON_HOST = {"device": "cpu"}
