@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 from fastdiff.data_config import DataConfig
 from fastdiff.divergence_config import DivergenceConfig
@@ -16,11 +16,9 @@ from fastdiff.errors import ConfigError, require
 from fastdiff.model_config import AdmConfig, DiTConfig, LoraConfig, ModelConfig, PretrainedConfig, UNetConfig
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.timestep_config import TimestepConfig
+from fastdiff_kernels.names import BACKENDS, OPS, AttentionBackend, Backend
 
 Precision = Literal["fp32", "bf16", "fp16"]
-KernelBackend = Literal["triton", "reference", "compile"]
-KERNEL_OPS = ("philox", "noising", "loss", "group_norm", "adaln", "dropout", "adamw8bit")
-"""The ops of ``fastdiff_kernels.dispatch``, without its torch."""
 WIDEST = 12.0**-0.5
 """Relative width of the plain mean of all weights so far, the widest power-function average that does not favour old
 weights over new ones."""
@@ -177,14 +175,14 @@ class PerformanceConfig:
     kernels: str = "auto"
     """Who computes fastdiff's own ops: auto (Triton on a GPU, else plain torch), triton, reference (plain torch) or
     compile (plain torch by torch.compile), then exceptions: auto,adaln=compile,loss=reference."""
-    attention: Literal["auto", "sdpa", "cudnn", "flash", "xformers", "reference"] = "auto"
+    attention: AttentionBackend = "auto"
     """Who computes attention: auto (the fastest known for the GPU), sdpa (torch's choice), cudnn, flash, xformers, or
     reference (matrix products and a softmax)."""
 
     def __post_init__(self) -> None:
         self.kernel_backends()
 
-    def kernel_backends(self) -> dict[str, KernelBackend]:
+    def kernel_backends(self) -> dict[str, Backend]:
         """What ``kernels`` forces, by op; an op that is not named has its default.
 
         Raises:
@@ -195,16 +193,16 @@ class PerformanceConfig:
             default, exceptions = "auto", [default, *exceptions]
         named = [part.partition("=")[::2] for part in exceptions]
         for op, _ in named:
-            require(op in KERNEL_OPS, f"{self._given()}: {op!r} is none of the ops {', '.join(KERNEL_OPS)}")
+            require(op in OPS, f"{self._given()}: {op!r} is none of the ops {', '.join(OPS)}")
             require([o for o, _ in named].count(op) == 1, f"{self._given()}: {op} is named twice")
-        chosen = dict.fromkeys(KERNEL_OPS, default) | dict(named)
+        chosen = dict.fromkeys(OPS, default) | dict(named)
         for backend in (default, *chosen.values()):
             require(
-                backend in ("auto", *get_args(KernelBackend)),
-                f"{self._given()}: {backend!r} is none of auto, {', '.join(get_args(KernelBackend))}; "
+                backend in ("auto", *BACKENDS),
+                f"{self._given()}: {backend!r} is none of auto, {', '.join(BACKENDS)}; "
                 "write for example auto,adaln=compile",
             )
-        return {op: cast(KernelBackend, backend) for op, backend in chosen.items() if backend != "auto"}
+        return {op: cast(Backend, backend) for op, backend in chosen.items() if backend != "auto"}
 
     def _given(self) -> str:
         return f"--performance.kernels {self.kernels}"

@@ -11,11 +11,11 @@ from fastdiff.config import RunConfig
 from fastdiff.diffusers_dit import FOLDER, SAME_TIMES
 from fastdiff.export_weights import ExportedWeights
 from fastdiff.model_config import AdmConfig, DiTConfig, ModelConfig, PretrainedConfig, UNetConfig
+from fastdiff.noise.levels import GAMMA
 from fastdiff.objective_config import PREDICTION_TYPES, DiffusionConfig, Prediction
 from fastdiff.saved import Saved, constant_name
 from fastdiff.timestep_config import TimestepConfig
 from fastdiff.trained import config_of
-from fastdiff_kernels.weights import GAMMA
 
 _SAMPLES = "samples.png"
 _NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}

@@ -15,7 +15,7 @@ from fastdiff.fragments import Fragment
 from fastdiff.optim import lr_after
 from fastdiff.progress import Progress
 from fastdiff.saved import FRAGMENTS, Saved
-from fastdiff_kernels.companding import BLOCK, decode_m_reference, decode_root_v_reference
+from fastdiff_kernels.adamw8bit.companding import BLOCK, decode_m_reference, decode_root_v_reference
 
 Moment = Literal["exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Moment, Moment] = ("exp_avg", "exp_avg_sq")

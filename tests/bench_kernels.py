@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bench.cases.case import Case, Inputs, elements
 from fastdiff_kernels import dispatch
-from fastdiff_kernels.dispatch import Backend
 from fastdiff_kernels.launch import jit, run, tl
+from fastdiff_kernels.names import Backend
 
 SIZE = 2**16
 

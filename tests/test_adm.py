@@ -329,7 +329,7 @@ def test_kernels_give_the_numbers_of_the_reference(kind: str, compiled: bool, mo
     found = worst(second, gradients(reference, expected))
     assert found[0] < 2e-5, found
     norms = sum(isinstance(module, GroupNorm) for module in model.modules())
-    assert launched["one_pass_kernel"] == launched["one_pass_backward_kernel"] == norms
+    assert launched["group_norm_fwd_one_pass_kernel"] == launched["group_norm_bwd_one_pass_kernel"] == norms
     scaled = sum(isinstance(module, ModulatedGroupNorm) for module in model.modules())
     assert scaled == (sum(isinstance(module, ResBlock) for module in model.modules()) if kind == "iddpm" else 0)
 

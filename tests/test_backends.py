@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastdiff import backends, doctor
-from fastdiff.config import KERNEL_OPS, PerformanceConfig, RunConfig
+from fastdiff.config import PerformanceConfig, RunConfig
 from fastdiff.dist import World
 from fastdiff.errors import ConfigError
 from fastdiff.launch import as_json
@@ -21,6 +21,7 @@ from fastdiff.trained import TrainedRun
 from fastdiff_kernels import dispatch
 from fastdiff_kernels import launch as kernel_launch
 from fastdiff_kernels.dispatch import Choice
+from fastdiff_kernels.names import OPS
 from tests.runs import launch, reseal, tiny, train_losses
 
 CPU = torch.device("cpu")
@@ -34,10 +35,10 @@ def performance(config: RunConfig, **changes: str) -> RunConfig:
     ("given", "forced"),
     [
         ("auto", {}),
-        ("triton", dict.fromkeys(KERNEL_OPS, "triton")),
+        ("triton", dict.fromkeys(OPS, "triton")),
         ("adaln=compile", {"adaln": "compile"}),
         ("auto, adaln=compile,loss=reference", {"adaln": "compile", "loss": "reference"}),
-        ("reference,loss=auto", {op: "reference" for op in KERNEL_OPS if op != "loss"}),
+        ("reference,loss=auto", {op: "reference" for op in OPS if op != "loss"}),
     ],
 )
 def test_kernels_are_a_default_and_exceptions(given: str, forced: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from fastdiff.engine import Engine
 from fastdiff.models.adm import AdmUNet
 from fastdiff.models.adm_blocks import ResBlock
 from fastdiff_kernels import dispatch
-from fastdiff_kernels.dispatch import Backend
+from fastdiff_kernels.names import Backend
 from tests.adm_networks import SMALL, built, inputs
 from tests.runs import launch, tiny
 from tests.unet_reference import gradients

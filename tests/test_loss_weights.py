@@ -9,14 +9,14 @@ import torch
 
 from fastdiff.batch import Batch
 from fastdiff.errors import ConfigError
+from fastdiff.noise.levels import SnrWeighting, loss_weights
 from fastdiff.objective import Objective
 from fastdiff.objective_config import DiffusionConfig, ScheduleName
 from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import Schedule
-from fastdiff_kernels.weights import Weighting, loss_weights
 
 PREDICTIONS = ("epsilon", "v", "x0", "flow")
-KINDS = [kind for kind in get_args(Weighting) if kind != "none"]
+KINDS = [kind for kind in get_args(SnrWeighting) if kind != "none"]
 OF_X0 = {
     "min_snr": lambda snr, gamma: min(snr, gamma),
     "soft_min_snr": lambda snr, gamma: snr * gamma / (snr + gamma),
@@ -89,7 +89,7 @@ def test_where_there_is_no_signal_a_weight_is_its_limit(kind, prediction):
     assert weight == (1.0 if prediction == "epsilon" and kind != "debiased" else 0.0)
 
 
-@pytest.mark.parametrize("kind", get_args(Weighting))
+@pytest.mark.parametrize("kind", get_args(SnrWeighting))
 @pytest.mark.parametrize("prediction", PREDICTIONS[:3])
 def test_weights_are_finite_under_zero_terminal_snr(kind, prediction):
     for schedule in get_args(ScheduleName):
@@ -103,7 +103,7 @@ def test_weights_are_finite_under_zero_terminal_snr(kind, prediction):
 
 
 @pytest.mark.parametrize("zero_terminal", [False, True])
-@pytest.mark.parametrize("kind", get_args(Weighting))
+@pytest.mark.parametrize("kind", get_args(SnrWeighting))
 @pytest.mark.parametrize("prediction", ["epsilon", "v", "x0", "previous_x"])
 def test_the_loss_is_that_of_the_papers(kind, prediction, zero_terminal):
     if prediction == "previous_x" and kind != "none":

@@ -11,12 +11,12 @@ from fastdiff.errors import ConfigError
 from fastdiff.metrics import Meters
 from fastdiff.model_config import DiTConfig
 from fastdiff.models.dit import DiT
+from fastdiff.noise.levels import loss_weights
 from fastdiff.objective import Objective
 from fastdiff.objective_config import DiffusionConfig
 from fastdiff.randomness import Stream, normal
 from fastdiff.schedule import Schedule, betas
 from fastdiff_kernels import dispatch
-from fastdiff_kernels.weights import loss_weights
 from tests.timesteps import uniform_timesteps
 
 PREDICTIONS = ("epsilon", "v", "x0")

@@ -258,7 +258,7 @@ def test_kernels_give_the_numbers_of_the_reference(compiled: bool, monkeypatch: 
     assert difference(got, expected) < 1e-5
     assert max(difference(second[name], first[name]) for name in first) < 2e-5
     norms = sum(isinstance(module, GroupNorm) for module in model.modules())
-    assert launched["one_pass_kernel"] == launched["one_pass_backward_kernel"] == norms
+    assert launched["group_norm_fwd_one_pass_kernel"] == launched["group_norm_bwd_one_pass_kernel"] == norms
 
 
 def test_layers_say_what_they_use() -> None:

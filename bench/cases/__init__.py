@@ -9,9 +9,9 @@ import torch
 
 from bench import BenchError
 from bench.cases.case import Case
-from fastdiff_kernels import dispatch
+from fastdiff_kernels import names
 
-KERNELS = dispatch.OPS
+KERNELS = names.OPS
 """Ops with Triton kernels."""
 OPS = (*KERNELS, "attention")
 

@@ -8,7 +8,7 @@ import torch
 
 from bench.cases.case import Case, Inputs, Outputs, elements
 from fastdiff_kernels.adaln import gated_modulated_norm, modulated_norm, residual_modulated_norm
-from fastdiff_kernels.dispatch import Backend
+from fastdiff_kernels.names import Backend
 
 # Channels of DiT-S, -B, -L and -XL.
 WIDTHS = {"S": 384, "B": 768, "L": 1024, "XL": 1152}

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from bench.cases.case import Case, Inputs, elements
 from bench.cases.philox import WORD
-from fastdiff_kernels.adamw8bit_kernel import adamw8bit, largest
-from fastdiff_kernels.adamw8bit_reference import Extras, Moments, Step
-from fastdiff_kernels.blocks import Blocks, Whole, build_blocks
-from fastdiff_kernels.dispatch import Backend
+from fastdiff_kernels.adamw8bit.blocks import Blocks, Whole, build_blocks
+from fastdiff_kernels.adamw8bit.kernels import adamw8bit, largest
+from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step
+from fastdiff_kernels.names import Backend
 
 _WIDTH = 1152
 _SIZES = (_WIDTH * _WIDTH, _WIDTH, 16 * _WIDTH, 6 * _WIDTH)
@@ -127,7 +127,7 @@ CASES = [
         exact=_exact,
         forward_bytes=_bytes,
         forward_operations=elements("param", _operations(param, extras)),
-        narrow=("_masked_kernel", "_largest_kernel"),
+        narrow=("_adamw8bit_masked_kernel", "_adamw8bit_largest_kernel"),
         build=_build(param, grad, extras=extras, cut=cut),
         build_large=_build(param, grad, extras=extras, cut=cut, times=_TIMES_LARGE),
         rivals=_RIVALS if param == grad and not extras and not cut else {},

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from bench.cases.case import Case, Inputs
-from fastdiff_kernels.attention import BACKENDS, AttentionBackend, attention
+from fastdiff_kernels.attention import attention
+from fastdiff_kernels.names import ATTENTION_BACKENDS, AttentionBackend
 
 _TEXT = 77
 _QUERIES_LARGE = 2**15
@@ -52,7 +53,7 @@ def _case(model: str, heads: int, queries: int, head_dim: int, keys: int) -> Cas
         op="attention",
         shape=f"{model}-{heads}x{queries}x{head_dim}-{'text' if keys == _TEXT else 'self'}",
         dtype=torch.bfloat16,
-        backends=BACKENDS,
+        backends=ATTENTION_BACKENDS,
         build=partial(build, samples=1, heads=1),
         build_large=partial(build, samples=_QUERIES_LARGE // queries, heads=heads),
         call=_call,

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bench.cases.case import Case, Inputs, elements
 from bench.cases.philox import WORD
-from fastdiff_kernels.dispatch import Backend
 from fastdiff_kernels.dropout import dropout
+from fastdiff_kernels.names import Backend
 
 _BATCH = 128
 _SEED, _STREAM, _SHARE = 1234567, 11, 0.3

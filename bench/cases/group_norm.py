@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases.case import Case, Inputs, Outputs, elements
-from fastdiff_kernels.dispatch import Backend
 from fastdiff_kernels.group_norm import group_norm, group_norm_reference
+from fastdiff_kernels.names import Backend
 
 _BATCH = 64
 _GROUPS = 32

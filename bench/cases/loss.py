@@ -11,8 +11,8 @@ from torch import Tensor
 from bench.cases.case import Case, Inputs
 from bench.cases.noising import BATCH, TIMESTEPS, noise_operations
 from bench.cases.noising import latents as corruption
-from fastdiff_kernels.dispatch import Backend
 from fastdiff_kernels.loss import weighted_mse, weighted_mse_reference
+from fastdiff_kernels.names import Backend
 from fastdiff_kernels.noising import Streams
 
 _SEED = 1234567

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.cases.case import Case, Inputs
 from bench.cases.philox import NORMAL
-from fastdiff_kernels.dispatch import Backend
+from fastdiff_kernels.names import Backend
 from fastdiff_kernels.noising import Streams, corrupt, corrupt_reference
 
 TIMESTEPS = 1000

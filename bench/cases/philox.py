@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.cases.case import Case, Inputs
 from fastdiff_kernels import philox
-from fastdiff_kernels.dispatch import Backend
+from fastdiff_kernels.names import Backend
 
 _COUNT = 4 * 64 * 64
 

@@ -28,11 +28,11 @@ from bench.turn import Fact, Turn
 from fastdiff.batch import Condition
 from fastdiff.config import RunConfig
 from fastdiff.model_config import UNetConfig
+from fastdiff.noise.levels import GAMMA
 from fastdiff.objective_config import PREDICTION_TYPES, DiffusionConfig
 from fastdiff.optim import build_lr_schedule
 from fastdiff.schedule import betas
 from fastdiff.timestep_config import TimestepConfig
-from fastdiff_kernels.weights import GAMMA
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which a launcher tells a process its rank: with them accelerate would wrap the network for many."""

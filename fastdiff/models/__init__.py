@@ -11,7 +11,7 @@ from torch import Tensor
 from fastdiff.model_config import AdmConfig, DiTConfig, ModelConfig
 from fastdiff.models.dit import DiT
 from fastdiff.models.embeddings import position_table
-from fastdiff_kernels.attention import AttentionBackend
+from fastdiff_kernels.names import AttentionBackend
 
 if TYPE_CHECKING:
     from fastdiff.models.adm import AdmUNet

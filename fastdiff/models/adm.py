@@ -33,7 +33,7 @@ from fastdiff.models.embeddings import timestep_sinusoids
 from fastdiff.models.unet_blocks import Conv2d, GroupNorm
 from fastdiff.randomness import dropout_stream
 from fastdiff_kernels import dispatch
-from fastdiff_kernels.attention import AttentionBackend
+from fastdiff_kernels.names import AttentionBackend
 
 
 class AdmUNet(BlockwiseModel):

@@ -18,9 +18,9 @@ from fastdiff.models.blockwise import run_block
 from fastdiff.models.unet_blocks import Conv2d, GroupNorm, block_choice, doubled, in_order
 from fastdiff_kernels import attention as attention_op
 from fastdiff_kernels import dispatch
-from fastdiff_kernels.attention import AttentionBackend
 from fastdiff_kernels.dropout import dropout
 from fastdiff_kernels.group_norm import group_norm
+from fastdiff_kernels.names import AttentionBackend
 
 Resize = Literal["down", "up"]
 Maps: TypeAlias = "tuple[Tensor, Tensor | None, Tensor]"

@@ -20,7 +20,7 @@ from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedd
 from fastdiff_kernels import attention as attention_op
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.adaln import gated_modulated_norm, modulated_norm, residual_modulated_norm
-from fastdiff_kernels.attention import AttentionBackend
+from fastdiff_kernels.names import AttentionBackend
 
 _NORM_EPS = 1e-6
 

@@ -31,7 +31,7 @@ from fastdiff.models.unet_blocks import (
     in_order,
 )
 from fastdiff_kernels import dispatch
-from fastdiff_kernels.attention import AttentionBackend
+from fastdiff_kernels.names import AttentionBackend
 
 _SIZES = 6
 """Numbers in ``time_ids``."""

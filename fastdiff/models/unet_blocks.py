@@ -19,8 +19,8 @@ from fastdiff.model_config import CAPTION_TOKENS
 from fastdiff.models.blockwise import is_compiled, run_block
 from fastdiff_kernels import attention as attention_op
 from fastdiff_kernels import dispatch
-from fastdiff_kernels.attention import AttentionBackend
 from fastdiff_kernels.group_norm import group_norm
+from fastdiff_kernels.names import AttentionBackend
 
 _TRANSFORMER_NORM_EPS = 1e-6
 _MLP_RATIO = 4

@@ -40,8 +40,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff_kernels.dispatch import Backend, choose, plain
+from fastdiff_kernels.dispatch import choose, plain
 from fastdiff_kernels.launch import jit, processors, run, tl, triton
+from fastdiff_kernels.names import Backend
 
 _MAX_WIDTH = 4096
 _WARPS_PER_PROCESSOR = 16  # enough loads in flight to reach the bandwidth; more would only add partial sums
@@ -71,22 +72,22 @@ def gated_modulated_norm_reference(
 
 
 @jit
-def _columns(HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
+def _columns(BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.arange(0, BLOCK_HEAD), BLOCK_HEAD + tl.arange(0, BLOCK_TAIL)
 
 
 @jit
-def _load(row, head, tail, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load(row_ptr, head, tail, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Both parts of the row that starts at the pointer ``row``, in fp32; 0 past its end."""
-    a = tl.load(row + head)
-    b = tl.load(row + tail, mask=tail < D, other=0.0)
+    a = tl.load(row_ptr + head)
+    b = tl.load(row_ptr + tail, mask=tail < D, other=0.0)
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @jit
-def _store(row, head, tail, a, b, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    tl.store(row + head, a.to(row.dtype.element_ty))
-    tl.store(row + tail, b.to(row.dtype.element_ty), mask=tail < D)
+def _store(row_ptr, head, tail, a, b, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(row_ptr + head, a.to(row_ptr.dtype.element_ty))
+    tl.store(row_ptr + tail, b.to(row_ptr.dtype.element_ty), mask=tail < D)
 
 
 @jit
@@ -98,73 +99,75 @@ def _row_mean(a, b, D: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-un
 
 
 @jit
-def _stream(x, branch, at, gate_a, gate_b, head, tail, D: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _stream(x_ptr, branch_ptr, at, gate_a, gate_b, head, tail, D: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
     """The row that is normalised: ``x``, or ``x + gate * branch`` as it is stored."""
-    a, b = _load(x + at, head, tail, D)
+    a, b = _load(x_ptr + at, head, tail, D)
     if GATED:
-        branch_a, branch_b = _load(branch + at, head, tail, D)
-        a = (a + gate_a * branch_a).to(x.dtype.element_ty).to(tl.float32)
-        b = (b + gate_b * branch_b).to(x.dtype.element_ty).to(tl.float32)
+        branch_a, branch_b = _load(branch_ptr + at, head, tail, D)
+        a = (a + gate_a * branch_a).to(x_ptr.dtype.element_ty).to(tl.float32)
+        b = (b + gate_b * branch_b).to(x_ptr.dtype.element_ty).to(tl.float32)
         return a, b, branch_a, branch_b
     else:
         return a, b, a, b
 
 
 @jit
-def _forward_kernel(  # type: ignore[no-untyped-def]
-    y, h, means, rstds, x, branch, gate, shift, scale, gate_stride, shift_stride, scale_stride, length, rows, blocks,
-    eps, D: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
+def _adaln_fwd_kernel(  # type: ignore[no-untyped-def]
+    y_ptr, h_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, gate_ptr, shift_ptr, scale_ptr,
+    gate_stride, shift_stride, scale_stride, length, rows, blocks, eps,
+    D: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """One program does ``rows`` tokens of one sample."""
     program = tl.program_id(0).to(tl.int64)
     sample, start = program // blocks, program % blocks * rows
     stop = tl.minimum(start + rows, length)
-    head, tail = _columns(HEAD, TAIL)
-    shift_a, shift_b = _load(shift + sample * shift_stride, head, tail, D)
-    scale_a, scale_b = _load(scale + sample * scale_stride, head, tail, D)
+    head, tail = _columns(BLOCK_HEAD, BLOCK_TAIL)
+    shift_a, shift_b = _load(shift_ptr + sample * shift_stride, head, tail, D)
+    scale_a, scale_b = _load(scale_ptr + sample * scale_stride, head, tail, D)
     if GATED:
-        gate_a, gate_b = _load(gate + sample * gate_stride, head, tail, D)
+        gate_a, gate_b = _load(gate_ptr + sample * gate_stride, head, tail, D)
     else:
         gate_a, gate_b = scale_a, scale_b
     for row in range(sample * length + start, sample * length + stop):
         at = row * D
-        a, b, _, _ = _stream(x, branch, at, gate_a, gate_b, head, tail, D, GATED)
+        a, b, _, _ = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, head, tail, D, GATED)
         if GATED:
-            _store(h + at, head, tail, a, b, D)
+            _store(h_ptr + at, head, tail, a, b, D)
         mean = _row_mean(a, b, D, LANES)
         a, b = a - mean, tl.where(tail < D, b - mean, 0.0)
         rstd = tl.rsqrt(_row_mean(a * a, b * b, D, LANES) + eps)
-        tl.store(means + row, mean)
-        tl.store(rstds + row, rstd)
+        tl.store(mean_ptr + row, mean)
+        tl.store(rstd_ptr + row, rstd)
         a, b = a * rstd * (1 + scale_a) + shift_a, b * rstd * (1 + scale_b) + shift_b
-        _store(y + at, head, tail, a, b, D)
+        _store(y_ptr + at, head, tail, a, b, D)
 
 
 @jit
-def _backward_kernel(  # type: ignore[no-untyped-def]
-    dx, dbranch, partials, dy, dh, x, branch, gate, scale, means, rstds, gate_stride, scale_stride, length, rows,
-    blocks, D: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
+def _adaln_bwd_kernel(  # type: ignore[no-untyped-def]
+    dx_ptr, dbranch_ptr, partials_ptr, dy_ptr, dh_ptr, x_ptr, branch_ptr, gate_ptr, scale_ptr, mean_ptr, rstd_ptr,
+    gate_stride, scale_stride, length, rows, blocks,
+    D: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """One program does ``rows`` tokens of one sample, and one row of partial sums for each of the modulations."""
     program = tl.program_id(0).to(tl.int64)
     sample, start = program // blocks, program % blocks * rows
     stop = tl.minimum(start + rows, length)
-    head, tail = _columns(HEAD, TAIL)
-    scale_a, scale_b = _load(scale + sample * scale_stride, head, tail, D)
+    head, tail = _columns(BLOCK_HEAD, BLOCK_TAIL)
+    scale_a, scale_b = _load(scale_ptr + sample * scale_stride, head, tail, D)
     if GATED:
-        gate_a, gate_b = _load(gate + sample * gate_stride, head, tail, D)
+        gate_a, gate_b = _load(gate_ptr + sample * gate_stride, head, tail, D)
     else:
         gate_a, gate_b = scale_a, scale_b
-    dshift_a, dshift_b = tl.zeros((HEAD,), tl.float32), tl.zeros((TAIL,), tl.float32)
+    dshift_a, dshift_b = tl.zeros((BLOCK_HEAD,), tl.float32), tl.zeros((BLOCK_TAIL,), tl.float32)
     dscale_a, dscale_b, dgate_a, dgate_b = dshift_a, dshift_b, dshift_a, dshift_b
     for row in range(sample * length + start, sample * length + stop):
         at = row * D
-        a, b, branch_a, branch_b = _stream(x, branch, at, gate_a, gate_b, head, tail, D, GATED)
-        up_a, up_b = _load(dy + at, head, tail, D)
+        a, b, branch_a, branch_b = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, head, tail, D, GATED)
+        up_a, up_b = _load(dy_ptr + at, head, tail, D)
         if RESIDUAL:  # read here, so that it does not wait for the means
-            dh_a, dh_b = _load(dh + at, head, tail, D)
-        mean, rstd = tl.load(means + row), tl.load(rstds + row)
+            dh_a, dh_b = _load(dh_ptr + at, head, tail, D)
+        mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
         a, b = (a - mean) * rstd, (b - mean) * rstd
         dshift_a, dshift_b = dshift_a + up_a, dshift_b + up_b
         dscale_a, dscale_b = dscale_a + up_a * a, dscale_b + up_b * b
@@ -174,26 +177,26 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         if RESIDUAL:
             a, b = a + dh_a, b + dh_b
         if GATED:
-            _store(dbranch + at, head, tail, a * gate_a, b * gate_b, D)
+            _store(dbranch_ptr + at, head, tail, a * gate_a, b * gate_b, D)
             dgate_a, dgate_b = dgate_a + a * branch_a, dgate_b + b * branch_b
-        _store(dx + at, head, tail, a, b, D)
+        _store(dx_ptr + at, head, tail, a, b, D)
     step = tl.num_programs(0).to(tl.int64) * D
-    _store(partials + program * D, head, tail, dshift_a, dshift_b, D)
-    _store(partials + step + program * D, head, tail, dscale_a, dscale_b, D)
+    _store(partials_ptr + program * D, head, tail, dshift_a, dshift_b, D)
+    _store(partials_ptr + step + program * D, head, tail, dscale_a, dscale_b, D)
     if GATED:
-        _store(partials + 2 * step + program * D, head, tail, dgate_a, dgate_b, D)
+        _store(partials_ptr + 2 * step + program * D, head, tail, dgate_a, dgate_b, D)
 
 
 @jit
-def _fold_kernel(out, partials, blocks, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _adaln_fold_kernel(out_ptr, partials_ptr, blocks, D: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program adds up the partial sums of one modulation of one sample, in order."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     exists = column < D
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK_D,), tl.float32)
     for block in range(blocks):
-        total += tl.load(partials + (row * blocks + block) * D + column, mask=exists, other=0.0)
-    tl.store(out + row * D + column, total.to(out.dtype.element_ty), mask=exists)
+        total += tl.load(partials_ptr + (row * blocks + block) * D + column, mask=exists, other=0.0)
+    tl.store(out_ptr + row * D + column, total.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 def _plan(x: Tensor, gated: bool) -> tuple[int, int, dict[str, Any]]:
@@ -207,7 +210,7 @@ def _plan(x: Tensor, gated: bool) -> tuple[int, int, dict[str, Any]]:
     programs = processors(x) * (_WARPS_PER_PROCESSOR // warps)
     blocks = min(max(programs // max(batch, 1), 1), triton.cdiv(length, _LEAST_ROWS))
     rows = triton.cdiv(length, max(blocks, 1))
-    constants = {"D": width, "HEAD": head, "TAIL": tail, "LANES": lanes, "GATED": gated, "num_warps": warps}
+    constants = {"D": width, "BLOCK_HEAD": head, "BLOCK_TAIL": tail, "LANES": lanes, "GATED": gated, "num_warps": warps}
     return rows, triton.cdiv(length, max(rows, 1)), constants
 
 
@@ -217,105 +220,6 @@ def _strided(modulation: Tensor | None) -> tuple[Any, int]:
         return None, 0
     rows = modulation if modulation.stride(1) == 1 else modulation.contiguous()
     return rows, rows.stride(0)
-
-
-@torch.library.custom_op("fastdiff::adaln_forward", mutates_args=())
-def _forward_triton(
-    x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
-) -> list[Tensor]:
-    """``[y, mean, rstd]``, for a gated pair ``[y, mean, rstd, h]``; statistics are ``[B, T]`` fp32."""
-    outputs: list[Tensor] = _forward_empty(x, branch, gate, shift, scale, eps)
-    y, mean, rstd, *h = outputs
-    rows, blocks, constants = _plan(x, branch is not None)
-    branch = None if branch is None else branch.contiguous()
-    (gate, gate_stride), (shift, shift_stride) = _strided(gate), _strided(shift)
-    scale, scale_stride = _strided(scale)
-    run(
-        _forward_kernel, (x.shape[0] * blocks,),
-        y, h[0] if h else None, mean, rstd, x.contiguous(), branch, gate, shift, scale, gate_stride, shift_stride,
-        scale_stride, x.shape[1], rows, blocks, eps, **constants,
-    )  # fmt: skip
-    return outputs
-
-
-@_forward_triton.register_fake
-def _forward_empty(
-    x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
-) -> list[Tensor]:
-    mean, rstd = (x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2))
-    return [x.new_empty(x.shape), mean, rstd, *([] if branch is None else [x.new_empty(x.shape)])]
-
-
-@torch.library.custom_op("fastdiff::adaln_backward", mutates_args=())
-def _backward_triton(
-    dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, gate: Tensor | None, scale: Tensor, mean: Tensor,
-    rstd: Tensor,
-) -> list[Tensor]:  # fmt: skip
-    """``[dx, modulations]``, for a gated pair ``[dx, modulations, dbranch]``.
-
-    ``modulations`` is ``[K, B, D]``: the gradients of shift and scale, for a gated pair also of the gate.
-    """
-    outputs: list[Tensor] = _backward_empty(dy, dh, x, branch, gate, scale, mean, rstd)
-    dx, modulations, *dbranch = outputs
-    batch, length, width = x.shape
-    rows, blocks, constants = _plan(x, branch is not None)
-    partials = x.new_empty((len(modulations), batch, blocks, width), dtype=torch.float32)
-    dh, branch = (None if t is None else t.contiguous() for t in (dh, branch))
-    (gate, gate_stride), (scale, scale_stride) = _strided(gate), _strided(scale)
-    # 128 is what fits _WARPS_PER_PROCESSOR; left alone, the assembler spills to fit more.
-    registers = 128 if branch is None else None
-    run(
-        _backward_kernel, (batch * blocks,),
-        dx, dbranch[0] if dbranch else None, partials, dy.contiguous(), dh, x.contiguous(), branch, gate, scale,
-        mean.contiguous(), rstd.contiguous(), gate_stride, scale_stride, length, rows, blocks,
-        RESIDUAL=dh is not None, maxnreg=registers, **constants,
-    )  # fmt: skip
-    grid = (len(modulations) * batch, triton.cdiv(width, 256))
-    run(_fold_kernel, grid, modulations, partials, blocks, D=width, BLOCK=256, num_warps=1)
-    return outputs
-
-
-@_backward_triton.register_fake
-def _backward_empty(
-    dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, gate: Tensor | None, scale: Tensor, mean: Tensor,
-    rstd: Tensor,
-) -> list[Tensor]:  # fmt: skip
-    modulations = scale.new_empty((2 if branch is None else 3, *scale.shape))
-    return [x.new_empty(x.shape), modulations, *([] if branch is None else [x.new_empty(x.shape)])]
-
-
-class _AdaLN(torch.autograd.Function):
-    """``h`` (unless it is ``x`` and not asked for) and ``y``. While compiling, the forward is plain torch."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float,
-        residual: bool,
-    ) -> Any:  # fmt: skip
-        forward = _forward_plain if torch.compiler.is_compiling() else _forward_triton
-        y, mean, rstd, *h = forward(x, branch, gate, shift, scale, eps)
-        ctx.save_for_backward(x, branch, gate, scale, mean, rstd)
-        return (*(h or [x.view_as(x)]), y) if residual else y
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        *dh, dy = upstream
-        x, branch, gate, scale, mean, rstd = ctx.saved_tensors
-        residual = dh[0] if dh else None
-        dx, modulations, *dbranch = _backward_triton(dy, residual, x, branch, gate, scale, mean, rstd)
-        dshift, dscale, *dgate = modulations.unbind(0)
-        return dx, dbranch[0] if dbranch else None, dgate[0] if dgate else None, dshift, dscale, None, None
-
-
-def _forward_plain(
-    x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
-) -> list[Tensor]:
-    """What ``_forward_triton`` returns, by plain torch ops."""
-    h = x if branch is None or gate is None else x + gate.unsqueeze(1) * branch
-    # In fp32, because on a CPU the statistics come in the dtype of the argument.
-    normed, mean, rstd = torch.native_layer_norm(h.float(), h.shape[-1:], None, None, eps)
-    y = modulate(normed.to(x.dtype), shift, scale)
-    return [y, mean, rstd] if branch is None else [y, mean, rstd, h]
 
 
 def _validate(kernel: bool, x: Tensor, shift: Tensor, scale: Tensor, **gated: Tensor) -> None:
@@ -334,6 +238,105 @@ def _validate(kernel: bool, x: Tensor, shift: Tensor, scale: Tensor, **gated: Te
                 f"{name} is {tensor.dtype} on {tensor.device}, expected that of x, {x.dtype} on {x.device}; "
                 f"use {name}.to(x)"
             )
+
+
+@torch.library.custom_op("fastdiff::adaln_forward", mutates_args=())
+def _adaln_triton(
+    x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
+) -> list[Tensor]:
+    """``[y, mean, rstd]``, for a gated pair ``[y, mean, rstd, h]``; statistics are ``[B, T]`` fp32."""
+    outputs: list[Tensor] = _empty(x, branch, gate, shift, scale, eps)
+    y, mean, rstd, *h = outputs
+    rows, blocks, constants = _plan(x, branch is not None)
+    branch = None if branch is None else branch.contiguous()
+    (gate, gate_stride), (shift, shift_stride) = _strided(gate), _strided(shift)
+    scale, scale_stride = _strided(scale)
+    run(
+        _adaln_fwd_kernel, (x.shape[0] * blocks,),
+        y, h[0] if h else None, mean, rstd, x.contiguous(), branch, gate, shift, scale, gate_stride, shift_stride,
+        scale_stride, x.shape[1], rows, blocks, eps, **constants,
+    )  # fmt: skip
+    return outputs
+
+
+@_adaln_triton.register_fake
+def _empty(
+    x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
+) -> list[Tensor]:
+    mean, rstd = (x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2))
+    return [x.new_empty(x.shape), mean, rstd, *([] if branch is None else [x.new_empty(x.shape)])]
+
+
+@torch.library.custom_op("fastdiff::adaln_backward", mutates_args=())
+def _adaln_backward_triton(
+    dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, gate: Tensor | None, scale: Tensor, mean: Tensor,
+    rstd: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """``[dx, modulations]``, for a gated pair ``[dx, modulations, dbranch]``.
+
+    ``modulations`` is ``[K, B, D]``: the gradients of shift and scale, for a gated pair also of the gate.
+    """
+    outputs: list[Tensor] = _empty_gradients(dy, dh, x, branch, gate, scale, mean, rstd)
+    dx, modulations, *dbranch = outputs
+    batch, length, width = x.shape
+    rows, blocks, constants = _plan(x, branch is not None)
+    partials = x.new_empty((len(modulations), batch, blocks, width), dtype=torch.float32)
+    dh, branch = (None if t is None else t.contiguous() for t in (dh, branch))
+    (gate, gate_stride), (scale, scale_stride) = _strided(gate), _strided(scale)
+    # 128 is what fits _WARPS_PER_PROCESSOR; left alone, the assembler spills to fit more.
+    registers = 128 if branch is None else None
+    run(
+        _adaln_bwd_kernel, (batch * blocks,),
+        dx, dbranch[0] if dbranch else None, partials, dy.contiguous(), dh, x.contiguous(), branch, gate, scale,
+        mean.contiguous(), rstd.contiguous(), gate_stride, scale_stride, length, rows, blocks,
+        RESIDUAL=dh is not None, maxnreg=registers, **constants,
+    )  # fmt: skip
+    grid = (len(modulations) * batch, triton.cdiv(width, 256))
+    run(_adaln_fold_kernel, grid, modulations, partials, blocks, D=width, BLOCK_D=256, num_warps=1)
+    return outputs
+
+
+@_adaln_backward_triton.register_fake
+def _empty_gradients(
+    dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, gate: Tensor | None, scale: Tensor, mean: Tensor,
+    rstd: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    modulations = scale.new_empty((2 if branch is None else 3, *scale.shape))
+    return [x.new_empty(x.shape), modulations, *([] if branch is None else [x.new_empty(x.shape)])]
+
+
+def _adaln_plain(
+    x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
+) -> list[Tensor]:
+    """What ``_adaln_triton`` returns, by plain torch ops."""
+    h = x if branch is None or gate is None else x + gate.unsqueeze(1) * branch
+    # In fp32, because on a CPU the statistics come in the dtype of the argument.
+    normed, mean, rstd = torch.native_layer_norm(h.float(), h.shape[-1:], None, None, eps)
+    y = modulate(normed.to(x.dtype), shift, scale)
+    return [y, mean, rstd] if branch is None else [y, mean, rstd, h]
+
+
+class _AdaLN(torch.autograd.Function):
+    """``h`` (unless it is ``x`` and not asked for) and ``y``. While compiling, the forward is plain torch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float,
+        residual: bool,
+    ) -> Any:  # fmt: skip
+        forward = _adaln_plain if torch.compiler.is_compiling() else _adaln_triton
+        y, mean, rstd, *h = forward(x, branch, gate, shift, scale, eps)
+        ctx.save_for_backward(x, branch, gate, scale, mean, rstd)
+        return (*(h or [x.view_as(x)]), y) if residual else y
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        *dh, dy = upstream
+        x, branch, gate, scale, mean, rstd = ctx.saved_tensors
+        residual = dh[0] if dh else None
+        dx, modulations, *dbranch = _adaln_backward_triton(dy, residual, x, branch, gate, scale, mean, rstd)
+        dshift, dscale, *dgate = modulations.unbind(0)
+        return dx, dbranch[0] if dbranch else None, dgate[0] if dgate else None, dshift, dscale, None, None
 
 
 def modulated_norm(

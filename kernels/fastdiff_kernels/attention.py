@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +39,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastdiff_kernels.dispatch import Choice
-
-AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "xformers", "reference"]
-
-BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
+from fastdiff_kernels.names import ATTENTION_BACKENDS, AttentionBackend
 
 _TORCH = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -54,6 +51,13 @@ _CUDNN_ANY_LENGTH = 91501
 """cuDNN before 9.15.1 reads out of bounds where a length is no multiple of 128 (pytorch/pytorch#169849)."""
 _CUDNN_256 = 91000
 _HALF = (torch.float16, torch.bfloat16)
+
+
+def attention_reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """``attention`` in plain torch, in the dtype of its arguments."""
+    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+    mixed: Tensor = scores.softmax(-1) @ value
+    return mixed
 
 
 class Machine(NamedTuple):
@@ -147,125 +151,13 @@ def preference(capability: tuple[int, int]) -> tuple[AttentionBackend, ...]:
     return ("cudnn", "flash") if capability[0] in (9, 10) else ("flash",)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, backend: AttentionBackend = "auto") -> Tensor:
-    """Attention of every query over all keys, scaled by ``1 / sqrt(head_dim)``.
-
-    Args:
-        query: ``[B, H, T, head_dim]``; any strides, so that it can be a view of a packed projection.
-        key: ``[B, H, S, head_dim]``, of the dtype and device of ``query``.
-        value: like ``key``.
-        backend: see the table above; ``auto``, ``sdpa`` and ``reference`` always run, another one or nothing.
-
-    Returns:
-        ``[B, H, T, head_dim]`` in the dtype of ``query``.
-
-    Raises:
-        ValueError: no such backend, or shapes, dtypes or devices that do not fit.
-        RuntimeError: ``backend`` cannot run on these tensors; the message says why.
-    """
-    _check(query, key, value, backend)
-    if backend == "reference":
-        return attention_reference(query, key, value)
-    here: Machine = machine(query.device)
-    if backend == "sdpa" or (backend == "auto" and here.device != "cuda"):
-        return F.scaled_dot_product_attention(query, key, value)
-    case = (query.dtype, query.shape[-1], query.shape[-2], key.shape[-2], here)
-    if why := reasons(backend, *case):
-        raise _refused(backend, why)
-    if backend == "xformers":
-        out: Tensor = _xformers(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))[0]
-        return out.transpose(1, 2)
-    with sdpa_kernel(_order(backend, case), set_priority=True):
-        return F.scaled_dot_product_attention(query, key, value)
+def _validate_backend(backend: str) -> None:
+    if backend not in ATTENTION_BACKENDS:
+        raise ValueError(f"attention backend {backend!r}: expected one of {', '.join(ATTENTION_BACKENDS)}")
 
 
-def attention_reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """``attention`` in plain torch, in the dtype of its arguments."""
-    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
-    mixed: Tensor = scores.softmax(-1) @ value
-    return mixed
-
-
-def choice(
-    head_dim: int, query_length: int, key_length: int, example: Tensor, backend: AttentionBackend = "auto"
-) -> Choice:
-    """What ``attention`` would run, and why.
-
-    What torch or xformers decides is asked of them, with one small head on the device of ``example``.
-
-    Args:
-        head_dim: channels of a head.
-        query_length: queries per sample.
-        key_length: keys per sample.
-        example: any tensor of the device and dtype that the attention will work in.
-        backend: what is asked for.
-
-    Raises:
-        ValueError: no such backend.
-        RuntimeError: ``backend`` cannot run there; the message says why.
-    """
-    _check_backend(backend)
-    here: Machine = machine(example.device)
-    case = (example.dtype, head_dim, query_length, key_length, here)
-    if backend == "reference":
-        return Choice("attention", "reference", "reference", "asked for")
-    query, key = (
-        torch.zeros(1, 1, length, head_dim, device=example.device, dtype=example.dtype, requires_grad=True)
-        for length in (query_length, key_length)
-    )
-    if backend in ("auto", "sdpa"):
-        kernel = f"sdpa ({_chosen_by_torch(query, key, backend, case)})"
-        return Choice("attention", kernel, kernel, _why(backend, case))
-    if why := reasons(backend, *case) or _fails(query, key, backend):
-        raise _refused(backend, why)
-    kernel = "xformers" if backend == "xformers" else f"sdpa ({backend})"
-    return Choice("attention", kernel, kernel, "asked for")
-
-
-def _order(backend: AttentionBackend, case: _Case) -> list[SDPBackend]:
-    """The kernels of torch that may run, best first."""
-    if backend != "auto":
-        return [_TORCH[backend]]
-    able = [_TORCH[b] for b in preference(case[-1].capability) if reasons(b, *case) is None]
-    return [*able, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-def _chosen_by_torch(query: Tensor, key: Tensor, backend: AttentionBackend, case: _Case) -> str:
-    ordered = backend == "auto" and case[-1].device == "cuda"
-    with sdpa_kernel(_order(backend, case), set_priority=True) if ordered else nullcontext():
-        chosen = torch._fused_sdp_choice(query, key, key)
-    return next((name for name, kernel in _TORCH.items() if kernel.value == chosen), "another kernel")
-
-
-def _why(backend: AttentionBackend, case: _Case) -> str:
-    here = case[-1]
-    if backend == "sdpa" or here.device != "cuda":
-        return f"torch's choice on {here.architecture}"
-    refused = [f"{b} {why}" for b in preference(here.capability) if (why := reasons(b, *case))]
-    return "; ".join(refused) or f"first choice on {here.architecture}"
-
-
-def _fails(query: Tensor, key: Tensor, backend: AttentionBackend) -> str | None:
-    """Run ``backend`` once, forward and backward, and return its complaint, if any."""
-    try:
-        with torch.enable_grad():
-            attention(query, key, key, backend=backend).sum().backward()  # type: ignore[no-untyped-call]
-    except (RuntimeError, ImportError) as error:  # NotImplementedError of xformers is a RuntimeError
-        return f"failed when tried: {error}"
-    return None
-
-
-def _refused(backend: str, why: str) -> RuntimeError:
-    return RuntimeError(f"attention backend {backend!r}: {why}; use 'auto'")
-
-
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"attention backend {backend!r}: expected one of {', '.join(BACKENDS)}")
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
-    _check_backend(backend)
+def _validate(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
+    _validate_backend(backend)
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
         raise ValueError(f"attention: {_shapes(query, key, value)}, expected [B, H, T, D] and twice [B, H, S, D]")
     if query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
@@ -277,6 +169,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
 
 def _shapes(*tensors: Tensor) -> str:
     return "query, key, value have shapes " + ", ".join(str(tuple(t.shape)) for t in tensors)
+
+
+def _refused(backend: str, why: str) -> RuntimeError:
+    return RuntimeError(f"attention backend {backend!r}: {why}; use 'auto'")
 
 
 @torch.library.custom_op("fastdiff::attention_xformers", mutates_args=())
@@ -312,14 +208,115 @@ def _(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *inputs)
 
 
-def _differentiate(ctx: Any, upstream: Tensor, _: Tensor | None) -> Sequence[Tensor]:
+def _backward(ctx: Any, upstream: Tensor, _: Tensor | None) -> Sequence[Tensor]:
     gradients: Sequence[Tensor] = _xformers_backward(upstream, *ctx.saved_tensors)
     return gradients
 
 
-_xformers.register_autograd(_differentiate, setup_context=_save)
+_xformers.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _order(backend: AttentionBackend, case: _Case) -> list[SDPBackend]:
+    """The kernels of torch that may run, best first."""
+    if backend != "auto":
+        return [_TORCH[backend]]
+    able = [_TORCH[b] for b in preference(case[-1].capability) if reasons(b, *case) is None]
+    return [*able, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *, backend: AttentionBackend = "auto") -> Tensor:
+    """Attention of every query over all keys, scaled by ``1 / sqrt(head_dim)``.
+
+    Args:
+        query: ``[B, H, T, head_dim]``; any strides, so that it can be a view of a packed projection.
+        key: ``[B, H, S, head_dim]``, of the dtype and device of ``query``.
+        value: like ``key``.
+        backend: see the table above; ``auto``, ``sdpa`` and ``reference`` always run, another one or nothing.
+
+    Returns:
+        ``[B, H, T, head_dim]`` in the dtype of ``query``.
+
+    Raises:
+        ValueError: no such backend, or shapes, dtypes or devices that do not fit.
+        RuntimeError: ``backend`` cannot run on these tensors; the message says why.
+    """
+    _validate(query, key, value, backend)
+    if backend == "reference":
+        return attention_reference(query, key, value)
+    here: Machine = machine(query.device)
+    if backend == "sdpa" or (backend == "auto" and here.device != "cuda"):
+        return F.scaled_dot_product_attention(query, key, value)
+    case = (query.dtype, query.shape[-1], query.shape[-2], key.shape[-2], here)
+    if why := reasons(backend, *case):
+        raise _refused(backend, why)
+    if backend == "xformers":
+        out: Tensor = _xformers(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))[0]
+        return out.transpose(1, 2)
+    with sdpa_kernel(_order(backend, case), set_priority=True):
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+def _chosen_by_torch(query: Tensor, key: Tensor, backend: AttentionBackend, case: _Case) -> str:
+    ordered = backend == "auto" and case[-1].device == "cuda"
+    with sdpa_kernel(_order(backend, case), set_priority=True) if ordered else nullcontext():
+        chosen = torch._fused_sdp_choice(query, key, key)
+    return next((name for name, kernel in _TORCH.items() if kernel.value == chosen), "another kernel")
+
+
+def _why(backend: AttentionBackend, case: _Case) -> str:
+    here = case[-1]
+    if backend == "sdpa" or here.device != "cuda":
+        return f"torch's choice on {here.architecture}"
+    refused = [f"{b} {why}" for b in preference(here.capability) if (why := reasons(b, *case))]
+    return "; ".join(refused) or f"first choice on {here.architecture}"
+
+
+def _fails(query: Tensor, key: Tensor, backend: AttentionBackend) -> str | None:
+    """Run ``backend`` once, forward and backward, and return its complaint, if any."""
+    try:
+        with torch.enable_grad():
+            attention(query, key, key, backend=backend).sum().backward()  # type: ignore[no-untyped-call]
+    except (RuntimeError, ImportError) as error:  # NotImplementedError of xformers is a RuntimeError
+        return f"failed when tried: {error}"
+    return None
+
+
+def choice(
+    head_dim: int, query_length: int, key_length: int, example: Tensor, backend: AttentionBackend = "auto"
+) -> Choice:
+    """What ``attention`` would run, and why.
+
+    What torch or xformers decides is asked of them, with one small head on the device of ``example``.
+
+    Args:
+        head_dim: channels of a head.
+        query_length: queries per sample.
+        key_length: keys per sample.
+        example: any tensor of the device and dtype that the attention will work in.
+        backend: what is asked for.
+
+    Raises:
+        ValueError: no such backend.
+        RuntimeError: ``backend`` cannot run there; the message says why.
+    """
+    _validate_backend(backend)
+    here: Machine = machine(example.device)
+    case = (example.dtype, head_dim, query_length, key_length, here)
+    if backend == "reference":
+        return Choice("attention", "reference", "reference", "asked for")
+    query, key = (
+        torch.zeros(1, 1, length, head_dim, device=example.device, dtype=example.dtype, requires_grad=True)
+        for length in (query_length, key_length)
+    )
+    if backend in ("auto", "sdpa"):
+        kernel = f"sdpa ({_chosen_by_torch(query, key, backend, case)})"
+        return Choice("attention", kernel, kernel, _why(backend, case))
+    if why := reasons(backend, *case) or _fails(query, key, backend):
+        raise _refused(backend, why)
+    kernel = "xformers" if backend == "xformers" else f"sdpa ({backend})"
+    return Choice("attention", kernel, kernel, "asked for")

@@ -11,18 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch._dynamo.config
 from torch import Tensor, nn
 
 from fastdiff_kernels import launch
-
-Backend = Literal["triton", "reference", "compile"]
-
-OPS = ("philox", "noising", "loss", "group_norm", "adaln", "dropout", "adamw8bit")
-"""Every op whose backend can be forced; attention has its own registry (``attention.py``)."""
+from fastdiff_kernels.names import BACKENDS, OPS, Backend
 
 _forced: dict[str, Backend] = {}
 
@@ -55,7 +51,7 @@ def choose(op: str, tensor: Tensor, backend: Backend | None = None) -> Backend:
     """The implementation of ``op`` that works on ``tensor``.
 
     Args:
-        op: one of ``OPS``.
+        op: one of ``names.OPS``.
         tensor: an argument of the op; its device decides.
         backend: what the caller asks for; None: what is forced, else Triton on a CUDA device where it is installed,
             else the reference.
@@ -89,7 +85,7 @@ def _check_op(op: str) -> None:
 
 
 def _check(backend: str) -> None:
-    if backend not in get_args(Backend):
+    if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r}: expected 'triton', 'reference', 'compile' or None (the default)")
 
 
@@ -139,7 +135,7 @@ def choice(op: str, example: Tensor, *, differentiated: bool = True) -> Choice:
     """The ``Choice`` of an op whose forward and backward have the same implementation.
 
     Args:
-        op: one of ``OPS``.
+        op: one of ``names.OPS``.
         example: a tensor of the device that the op will work on.
         differentiated: False for an op through which no gradient flows.
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from fastdiff_kernels import philox
-from fastdiff_kernels.dispatch import Backend, choose, plain
+from fastdiff_kernels.dispatch import choose, plain
 from fastdiff_kernels.launch import jit, run, tl, triton
+from fastdiff_kernels.names import Backend
 from fastdiff_kernels.philox import SEED_MASK, philox_words, signed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,53 +45,20 @@ def dropout_reference(x: Tensor, p: float, seed: int, stream: Tensor, position: 
 
 @jit
 def _dropout_kernel(  # type: ignore[no-untyped-def]
-    y, x, position, seed, stream, p, scale, elements, tiles, GROUPS: tl.constexpr
+    y_ptr, x_ptr, position_ptr, seed, stream_ptr, p, scale, elements, tiles, BLOCK_GROUPS: tl.constexpr
 ):
-    """One program writes ``4 * GROUPS`` consecutive elements of one sample."""
+    """One program writes ``4 * BLOCK_GROUPS`` consecutive elements of one sample."""
     program = tl.program_id(0).to(tl.int64)
     row, tile = program // tiles, program % tiles
-    group = tile * GROUPS + tl.arange(0, GROUPS)
-    w0, w1, w2, w3 = philox_words(seed, tl.load(stream), tl.load(position + row), group)
+    group = tile * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    w0, w1, w2, w3 = philox_words(seed, tl.load(stream_ptr), tl.load(position_ptr + row), group)
     # Interleaving evens and odds puts the four words of a group side by side.
     share = tl.uint_to_uniform_float(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
-    element = tile * (4 * GROUPS) + tl.arange(0, 4 * GROUPS)
+    element = tile * (4 * BLOCK_GROUPS) + tl.arange(0, 4 * BLOCK_GROUPS)
     inside = element < elements
-    value = tl.load(x + row * elements + element, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x_ptr + row * elements + element, mask=inside, other=0.0).to(tl.float32)
     value = tl.where(share >= p, value * scale, 0.0)
-    tl.store(y + row * elements + element, value.to(y.dtype.element_ty), mask=inside)
-
-
-@torch.library.custom_op("fastdiff::dropout", mutates_args=())
-def _dropout_triton(x: Tensor, position: Tensor, stream: Tensor, p: float, seed: int) -> Tensor:
-    """Launch the kernel; ``seed`` is folded into the signed int64 of the op's schema."""
-    y = torch.empty_like(x)
-    elements = x.shape[1:].numel()
-    groups = min(_GROUPS_PER_PROGRAM, max(16, triton.next_power_of_2(triton.cdiv(elements, 4))))
-    tiles = triton.cdiv(elements, 4 * groups)
-    run(
-        _dropout_kernel, (x.shape[0] * tiles,),
-        y, x, position, seed & SEED_MASK, stream, p, 1 / (1 - p), elements, tiles,
-        GROUPS=groups, num_warps=max(1, groups // _GROUPS_PER_WARP),
-    )  # fmt: skip
-    return y
-
-
-@_dropout_triton.register_fake
-def _(x: Tensor, position: Tensor, stream: Tensor, p: float, seed: int) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, position, stream, *ctx.drawn = inputs
-    ctx.save_for_backward(position, stream)
-
-
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dy = dy.movedim(1, -1).contiguous().movedim(-1, 1)
-    return _dropout_triton(dy, *ctx.saved_tensors, *ctx.drawn), None, None, None, None
-
-
-_dropout_triton.register_autograd(_differentiate, setup_context=_keep)
+    tl.store(y_ptr + row * elements + element, value.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def _validate(x: Tensor, p: float, stream: int | Tensor, position: Tensor, chosen: Backend) -> None:
@@ -125,6 +93,39 @@ def _validate_stream(x: Tensor, stream: int | Tensor) -> None:
         raise ValueError(f"stream is {given}, expected torch.int64 of shape (), or an int")
     if stream.device != x.device:
         raise ValueError(f"stream is on {stream.device}, expected {x.device} like x; use stream.to(x.device)")
+
+
+@torch.library.custom_op("fastdiff::dropout", mutates_args=())
+def _dropout_triton(x: Tensor, position: Tensor, stream: Tensor, p: float, seed: int) -> Tensor:
+    """Launch the kernel; ``seed`` is folded into the signed int64 of the op's schema."""
+    y = torch.empty_like(x)
+    elements = x.shape[1:].numel()
+    groups = min(_GROUPS_PER_PROGRAM, max(16, triton.next_power_of_2(triton.cdiv(elements, 4))))
+    tiles = triton.cdiv(elements, 4 * groups)
+    run(
+        _dropout_kernel, (x.shape[0] * tiles,),
+        y, x, position, seed & SEED_MASK, stream, p, 1 / (1 - p), elements, tiles,
+        BLOCK_GROUPS=groups, num_warps=max(1, groups // _GROUPS_PER_WARP),
+    )  # fmt: skip
+    return y
+
+
+@_dropout_triton.register_fake
+def _(x: Tensor, position: Tensor, stream: Tensor, p: float, seed: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, position, stream, *ctx.drawn = inputs
+    ctx.save_for_backward(position, stream)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dy = dy.movedim(1, -1).contiguous().movedim(-1, 1)
+    return _dropout_triton(dy, *ctx.saved_tensors, *ctx.drawn), None, None, None, None
+
+
+_dropout_triton.register_autograd(_backward, setup_context=_setup_context)
 
 
 def dropout(

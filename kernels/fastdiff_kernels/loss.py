@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastdiff_kernels.dispatch import Backend, choose, plain
+from fastdiff_kernels.dispatch import choose, plain
 from fastdiff_kernels.launch import jit, run, tl, triton
+from fastdiff_kernels.names import Backend
 from fastdiff_kernels.noising import (
     COLUMNS,
     Streams,
@@ -74,65 +75,81 @@ def weighted_mse_reference(
 
 @jit
 def _difference(  # type: ignore[no-untyped-def]
-    prediction, latents, position, table, step, seed, offset, stride, elements, row, index, group, element, mask,
+    prediction_ptr, latents_ptr, position_ptr, table_ptr,
+    step, seed, offset, stride, elements, row, index, group, element, mask,
     NOISE: tl.constexpr, POSTERIOR: tl.constexpr, OFFSET: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """fp32 block of prediction minus target, 0 where masked."""
-    place = tl.load(position + row)
-    target = tl.load(table + 4 * step + 3) * noise_block(seed, place, index, group, offset, NOISE, OFFSET)
+    place = tl.load(position_ptr + row)
+    target = tl.load(table_ptr + 4 * step + 3) * noise_block(seed, place, index, group, offset, NOISE, OFFSET)
     if CLEAN:
-        clean = clean_block(latents, row, elements, element, mask, seed, place, group, POSTERIOR)
-        target = tl.load(table + 4 * step + 2) * clean + target
-    guess = tl.load(prediction + row * stride + element, mask=mask, other=0.0).to(tl.float32)
+        clean = clean_block(latents_ptr, row, elements, element, mask, seed, place, group, POSTERIOR)
+        target = tl.load(table_ptr + 4 * step + 2) * clean + target
+    guess = tl.load(prediction_ptr + row * stride + element, mask=mask, other=0.0).to(tl.float32)
     return tl.where(mask, guess - target, 0.0)
 
 
 @jit
-def _partial_sums_kernel(  # type: ignore[no-untyped-def]
-    partials, prediction, latents, position, time, table,
+def _weighted_mse_fwd_kernel(  # type: ignore[no-untyped-def]
+    partials_ptr, prediction_ptr, latents_ptr, position_ptr, time_ptr, table_ptr,
     seed, offset, stride, elements, segment, segments, tiles,
-    NOISE: tl.constexpr, POSTERIOR: tl.constexpr, OFFSET: tl.constexpr, CLEAN: tl.constexpr, GROUPS: tl.constexpr,
+    NOISE: tl.constexpr, POSTERIOR: tl.constexpr, OFFSET: tl.constexpr, CLEAN: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """One program sums the squared error of a tile of one sample: groups of four in fp32, these in fp64."""
     program = tl.program_id(0)
-    row, index, group, element, mask = span(program, segment, segments, tiles, GROUPS)
+    row, index, group, element, mask = span(program, segment, segments, tiles, BLOCK_GROUPS)
     error = _difference(
-        prediction, latents, position, table, tl.load(time + row), seed, offset, stride, elements,
+        prediction_ptr, latents_ptr, position_ptr, table_ptr, tl.load(time_ptr + row), seed, offset, stride, elements,
         row, index, group, element, mask, NOISE, POSTERIOR, OFFSET, CLEAN,
     )  # fmt: skip
-    of_group = tl.sum(tl.reshape(error * error, [GROUPS, 4]), axis=1)
-    tl.store(partials + program, tl.sum(of_group.to(tl.float64)))
+    of_group = tl.sum(tl.reshape(error * error, [BLOCK_GROUPS, 4]), axis=1)
+    tl.store(partials_ptr + program, tl.sum(of_group.to(tl.float64)))
 
 
 @jit
-def _fold_kernel(losses, partials, time, weights, elements, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weighted_mse_fold_kernel(  # type: ignore[no-untyped-def]
+    losses_ptr, partials_ptr, time_ptr, weights_ptr, elements, programs, BLOCK_PROGRAMS: tl.constexpr
+):
     """One program folds the partial sums of one sample into its loss."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    total = tl.sum(tl.load(partials + row * programs + column, mask=column < programs, other=0.0))
-    weight = tl.load(weights + tl.load(time + row)).to(tl.float64)
-    tl.store(losses + row, (total / elements * weight).to(tl.float32))
+    column = tl.arange(0, BLOCK_PROGRAMS)
+    total = tl.sum(tl.load(partials_ptr + row * programs + column, mask=column < programs, other=0.0))
+    weight = tl.load(weights_ptr + tl.load(time_ptr + row)).to(tl.float64)
+    tl.store(losses_ptr + row, (total / elements * weight).to(tl.float32))
 
 
 @jit
-def _gradient_kernel(  # type: ignore[no-untyped-def]
-    gradient, upstream, prediction, latents, position, time, table, weights,
+def _weighted_mse_bwd_kernel(  # type: ignore[no-untyped-def]
+    gradient_ptr, upstream_ptr, prediction_ptr, latents_ptr, position_ptr, time_ptr, table_ptr, weights_ptr,
     seed, offset, upstream_stride, stride, elements, segment, segments, parts, tiles,
-    NOISE: tl.constexpr, POSTERIOR: tl.constexpr, OFFSET: tl.constexpr, CLEAN: tl.constexpr, GROUPS: tl.constexpr,
+    NOISE: tl.constexpr, POSTERIOR: tl.constexpr, OFFSET: tl.constexpr, CLEAN: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """One program writes the gradient of a tile of one sample: 0 in the ``parts - segments`` that have no target."""
-    row, index, group, element, mask = span(tl.program_id(0), segment, parts, tiles, GROUPS)
-    out = gradient + row * (segment * parts) + element
+    row, index, group, element, mask = span(tl.program_id(0), segment, parts, tiles, BLOCK_GROUPS)
+    out_ptr = gradient_ptr + row * (segment * parts) + element
     if index < segments:
-        step = tl.load(time + row)
+        step = tl.load(time_ptr + row)
         error = _difference(
-            prediction, latents, position, table, step, seed, offset, stride, elements,
+            prediction_ptr, latents_ptr, position_ptr, table_ptr, step, seed, offset, stride, elements,
             row, index, group, element, mask, NOISE, POSTERIOR, OFFSET, CLEAN,
         )  # fmt: skip
-        share = tl.div_rn(tl.load(upstream + row * upstream_stride) * tl.load(weights + step), elements * 1.0)
-        tl.store(out, (share * (2.0 * error)).to(gradient.dtype.element_ty), mask=mask)
+        share = tl.div_rn(tl.load(upstream_ptr + row * upstream_stride) * tl.load(weights_ptr + step), elements * 1.0)
+        tl.store(out_ptr, (share * (2.0 * error)).to(gradient_ptr.dtype.element_ty), mask=mask)
     else:
-        tl.store(out, tl.zeros([4 * GROUPS], gradient.dtype.element_ty), mask=mask)
+        tl.store(out_ptr, tl.zeros([4 * BLOCK_GROUPS], gradient_ptr.dtype.element_ty), mask=mask)
+
+
+def _validate_prediction(prediction: Tensor, latents: Tensor, channels: int) -> None:
+    expected = (latents.shape[0], channels, *latents.shape[2:])
+    if prediction.shape not in (expected, (expected[0], 2 * channels, *expected[2:])):
+        raise ValueError(
+            f"prediction has shape {tuple(prediction.shape)}, expected {expected} or twice the channels: "
+            "those of the latents"
+        )
+    if prediction.dtype not in _DTYPES:
+        raise ValueError(f"prediction is {prediction.dtype}, expected float32, bfloat16 or float16")
+    if prediction.device != latents.device:
+        raise ValueError(f"prediction is on {prediction.device}, the latents on {latents.device}: expected one device")
 
 
 def _by_sample(prediction: Tensor, channels: int) -> Tensor:
@@ -153,15 +170,15 @@ def _weighted_mse_triton(
     programs, elements = split.segments * split.tiles, channels * height * width
     partials, losses = table.new_empty(batch, programs, dtype=torch.float64), table.new_empty(batch)
     run(
-        _partial_sums_kernel, (batch * programs,),
+        _weighted_mse_fwd_kernel, (batch * programs,),
         partials, prediction, latents, position, time, table,
         seed & SEED_MASK, offset, prediction.stride(0), elements, split.segment, split.segments, split.tiles,
         NOISE=named.noise, POSTERIOR=named.posterior if posterior else None, OFFSET=named.offset if offset else None,
-        CLEAN=clean, GROUPS=split.groups, num_warps=split.warps, enable_fp_fusion=False,
+        CLEAN=clean, BLOCK_GROUPS=split.groups, num_warps=split.warps, enable_fp_fusion=False,
     )  # fmt: skip
     run(
-        _fold_kernel, (batch,), losses, partials, time, weights, elements, programs,
-        BLOCK=triton.next_power_of_2(programs), num_warps=1,
+        _weighted_mse_fold_kernel, (batch,), losses, partials, time, weights, elements, programs,
+        BLOCK_PROGRAMS=triton.next_power_of_2(programs), num_warps=1,
     )  # fmt: skip
     return losses
 
@@ -186,12 +203,12 @@ def _weighted_mse_backward_triton(
     split = tiling(channels, height * width, by_channel=bool(offset))
     parts = split.segments * (prediction.shape[1] // channels)
     run(
-        _gradient_kernel, (batch * parts * split.tiles,),
+        _weighted_mse_bwd_kernel, (batch * parts * split.tiles,),
         gradient, upstream, prediction, latents, position, time, table, weights,
         seed & SEED_MASK, offset, upstream.stride(0), prediction.stride(0), channels * height * width,
         split.segment, split.segments, parts, split.tiles,
         NOISE=named.noise, POSTERIOR=named.posterior if posterior else None, OFFSET=named.offset if offset else None,
-        CLEAN=clean, GROUPS=split.groups, num_warps=split.warps, enable_fp_fusion=False,
+        CLEAN=clean, BLOCK_GROUPS=split.groups, num_warps=split.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return gradient
 
@@ -204,7 +221,7 @@ def _(
     return torch.empty_like(prediction, memory_format=torch.contiguous_format)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:6])
     ctx.settings = inputs[6:]
 
@@ -214,20 +231,7 @@ def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     return gradient, *(None,) * 10
 
 
-_weighted_mse_triton.register_autograd(_backward, setup_context=_save)
-
-
-def _check_prediction(prediction: Tensor, latents: Tensor, channels: int) -> None:
-    expected = (latents.shape[0], channels, *latents.shape[2:])
-    if prediction.shape not in (expected, (expected[0], 2 * channels, *expected[2:])):
-        raise ValueError(
-            f"prediction has shape {tuple(prediction.shape)}, expected {expected} or twice the channels: "
-            "those of the latents"
-        )
-    if prediction.dtype not in _DTYPES:
-        raise ValueError(f"prediction is {prediction.dtype}, expected float32, bfloat16 or float16")
-    if prediction.device != latents.device:
-        raise ValueError(f"prediction is on {prediction.device}, the latents on {latents.device}: expected one device")
+_weighted_mse_triton.register_autograd(_backward, setup_context=_setup_context)
 
 
 def weighted_mse(
@@ -271,7 +275,7 @@ def weighted_mse(
     """
     check_latents(latents, posterior)
     batch, rows = latents.shape[0], table.shape[0]
-    _check_prediction(prediction, latents, latents.shape[1] // 2 if posterior else latents.shape[1])
+    _validate_prediction(prediction, latents, latents.shape[1] // 2 if posterior else latents.shape[1])
     for name, index in (("position", position), ("time", time)):
         check_argument(name, index, torch.int64, (batch,), latents)
     check_argument("table", table, torch.float32, (None, COLUMNS), latents)

@@ -34,8 +34,9 @@ import torch
 from torch import Tensor
 
 from fastdiff_kernels import philox
-from fastdiff_kernels.dispatch import Backend, choose, plain
+from fastdiff_kernels.dispatch import choose, plain
 from fastdiff_kernels.launch import constant, jit, run, tl, triton
+from fastdiff_kernels.names import Backend
 from fastdiff_kernels.philox import SEED_MASK, box_muller, philox_words, signed
 
 COLUMNS = 4
@@ -153,21 +154,21 @@ def noise_block(seed, position, channel, group, offset, NOISE: tl.constexpr, OFF
 
 
 @jit
-def clean_block(latents, row, elements, element, mask, seed, position, group, POSTERIOR: tl.constexpr):  # type: ignore[no-untyped-def]
+def clean_block(latents_ptr, row, elements, element, mask, seed, position, group, POSTERIOR: tl.constexpr):  # type: ignore[no-untyped-def]
     """fp32 x0 of the groups of one sample; ``POSTERIOR``: stream that samples it from mean and std, or None."""
-    if latents.dtype.element_ty == tl.uint8:
-        level = tl.load(latents + row * elements + element, mask=mask, other=0)
+    if latents_ptr.dtype.element_ty == tl.uint8:
+        level = tl.load(latents_ptr + row * elements + element, mask=mask, other=0)
         return (level.to(tl.float32) - _MIDDLE_LEVEL) * _PER_LEVEL_FP32
     if POSTERIOR is not None:
-        mean = latents + 2 * row * elements + element
-        std = tl.load(mean + elements, mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean, mask=mask, other=0.0).to(tl.float32)
+        mean_ptr = latents_ptr + 2 * row * elements + element
+        std = tl.load(mean_ptr + elements, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr, mask=mask, other=0.0).to(tl.float32)
         return mean + std * normals(seed, POSTERIOR, position, group)
-    return tl.load(latents + row * elements + element, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(latents_ptr + row * elements + element, mask=mask, other=0.0).to(tl.float32)
 
 
 @jit
-def span(program, segment, segments, tiles, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def span(program, segment, segments, tiles, BLOCK_GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """What one program works on: (row, segment's index, groups, elements, which of these it owns).
 
     A sample has ``segments`` segments of ``segment`` elements, and each has ``tiles`` programs. A segment need not
@@ -176,35 +177,35 @@ def span(program, segment, segments, tiles, GROUPS: tl.constexpr):  # type: igno
     tile, part = program % tiles, program // tiles
     row, index = (part // segments).to(tl.int64), (part % segments).to(tl.int64)
     first = index * segment
-    start = first // 4 + tile.to(tl.int64) * GROUPS
-    element = 4 * start + tl.arange(0, 4 * GROUPS)
-    return row, index, start + tl.arange(0, GROUPS), element, (element >= first) & (element < first + segment)
+    start = first // 4 + tile.to(tl.int64) * BLOCK_GROUPS
+    element = 4 * start + tl.arange(0, 4 * BLOCK_GROUPS)
+    return row, index, start + tl.arange(0, BLOCK_GROUPS), element, (element >= first) & (element < first + segment)
 
 
 @jit
 def _corrupt_kernel(  # type: ignore[no-untyped-def]
-    noisy, drawn, latents, position, table, time,
+    noisy_ptr, drawn_ptr, latents_ptr, position_ptr, table_ptr, time_ptr,
     seed, timesteps, offset, perturbation, elements, segment, segments, tiles,
     TIMESTEP: tl.constexpr, NOISE: tl.constexpr, POSTERIOR: tl.constexpr, PERTURBATION: tl.constexpr,
-    OFFSET: tl.constexpr, GROUPS: tl.constexpr,
+    OFFSET: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """One program writes a tile of one sample; a stream that is None is not drawn."""
     program = tl.program_id(0)
-    row, index, group, element, mask = span(program, segment, segments, tiles, GROUPS)
-    place = tl.load(position + row)
+    row, index, group, element, mask = span(program, segment, segments, tiles, BLOCK_GROUPS)
+    place = tl.load(position_ptr + row)
     if TIMESTEP is not None:
         word = philox_words(seed, TIMESTEP, place, row * 0)[0]
         step = (tl.uint_to_uniform_float(word) * timesteps).to(tl.int64)
-        tl.store(drawn + row, step, mask=program % (segments * tiles) == 0)
+        tl.store(drawn_ptr + row, step, mask=program % (segments * tiles) == 0)
     else:
-        step = tl.load(time + row)
-    alpha, sigma = tl.load(table + 4 * step), tl.load(table + 4 * step + 1)
-    clean = clean_block(latents, row, elements, element, mask, seed, place, group, POSTERIOR)
+        step = tl.load(time_ptr + row)
+    alpha, sigma = tl.load(table_ptr + 4 * step), tl.load(table_ptr + 4 * step + 1)
+    clean = clean_block(latents_ptr, row, elements, element, mask, seed, place, group, POSTERIOR)
     added = noise_block(seed, place, index, group, offset, NOISE, OFFSET)
     if PERTURBATION is not None:
         added = added + perturbation * normals(seed, PERTURBATION, place, group)
     value = alpha * clean + sigma * added
-    tl.store(noisy + row * elements + element, value.to(noisy.dtype.element_ty), mask=mask)
+    tl.store(noisy_ptr + row * elements + element, value.to(noisy_ptr.dtype.element_ty), mask=mask)
 
 
 class Tiling(NamedTuple):
@@ -228,42 +229,6 @@ def tiling(channels: int, area: int, by_channel: bool) -> Tiling:
     reach = segment + 3 * (segments > 1 and segment % 4 > 0)
     groups = min(_GROUPS_PER_PROGRAM, max(16, triton.next_power_of_2(triton.cdiv(reach, 4))))
     return Tiling(segment, segments, triton.cdiv(reach, 4 * groups), groups, max(1, groups // _GROUPS_PER_WARP))
-
-
-@torch.library.custom_op("fastdiff::corrupt", mutates_args=())
-def _corrupt_triton(
-    latents: Tensor, position: Tensor, table: Tensor, time: Tensor | None, seed: int, streams: Sequence[int],
-    offset: float, perturbation: float, posterior: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the kernel; the second output is the drawn timesteps, empty if ``time`` is given."""
-    noisy, drawn = _outputs(latents, time, posterior, dtype)
-    batch, channels, height, width = noisy.shape
-    named = Streams(*streams)
-    split = tiling(channels, height * width, by_channel=bool(offset))
-    run(
-        _corrupt_kernel, (batch * split.segments * split.tiles,),
-        noisy, drawn, latents, position, table, drawn if time is None else time,
-        seed & SEED_MASK, table.shape[0], offset, perturbation, channels * height * width,
-        split.segment, split.segments, split.tiles,
-        TIMESTEP=named.timestep if time is None else None, NOISE=named.noise,
-        POSTERIOR=named.posterior if posterior else None, PERTURBATION=named.perturbation if perturbation else None,
-        OFFSET=named.offset if offset else None, GROUPS=split.groups, num_warps=split.warps, enable_fp_fusion=False,
-    )  # fmt: skip
-    return noisy, drawn
-
-
-def _outputs(latents: Tensor, time: Tensor | None, posterior: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    batch, channels, height, width = latents.shape
-    noisy = latents.new_empty(batch, channels // 2 if posterior else channels, height, width, dtype=dtype)
-    return noisy, latents.new_empty(batch if time is None else 0, dtype=torch.int64)
-
-
-@_corrupt_triton.register_fake
-def _(
-    latents: Tensor, position: Tensor, table: Tensor, time: Tensor | None, seed: int, streams: Sequence[int],
-    offset: float, perturbation: float, posterior: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _outputs(latents, time, posterior, dtype)
 
 
 def check_latents(latents: Tensor, posterior: bool) -> None:
@@ -299,6 +264,43 @@ def check_argument(name: str, value: Tensor, dtype: torch.dtype, shape: tuple[in
         raise ValueError(f"{name} is on {value.device}, expected {like.device}; use {name}.to(latents.device)")
     if not value.is_contiguous():
         raise ValueError(f"{name} has strides {value.stride()}, expected contiguous; use {name}.contiguous()")
+
+
+def _empty(latents: Tensor, time: Tensor | None, posterior: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    batch, channels, height, width = latents.shape
+    noisy = latents.new_empty(batch, channels // 2 if posterior else channels, height, width, dtype=dtype)
+    return noisy, latents.new_empty(batch if time is None else 0, dtype=torch.int64)
+
+
+@torch.library.custom_op("fastdiff::corrupt", mutates_args=())
+def _corrupt_triton(
+    latents: Tensor, position: Tensor, table: Tensor, time: Tensor | None, seed: int, streams: Sequence[int],
+    offset: float, perturbation: float, posterior: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch the kernel; the second output is the drawn timesteps, empty if ``time`` is given."""
+    noisy, drawn = _empty(latents, time, posterior, dtype)
+    batch, channels, height, width = noisy.shape
+    named = Streams(*streams)
+    split = tiling(channels, height * width, by_channel=bool(offset))
+    run(
+        _corrupt_kernel, (batch * split.segments * split.tiles,),
+        noisy, drawn, latents, position, table, drawn if time is None else time,
+        seed & SEED_MASK, table.shape[0], offset, perturbation, channels * height * width,
+        split.segment, split.segments, split.tiles,
+        TIMESTEP=named.timestep if time is None else None, NOISE=named.noise,
+        POSTERIOR=named.posterior if posterior else None, PERTURBATION=named.perturbation if perturbation else None,
+        OFFSET=named.offset if offset else None, BLOCK_GROUPS=split.groups, num_warps=split.warps,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return noisy, drawn
+
+
+@_corrupt_triton.register_fake
+def _(
+    latents: Tensor, position: Tensor, table: Tensor, time: Tensor | None, seed: int, streams: Sequence[int],
+    offset: float, perturbation: float, posterior: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _empty(latents, time, posterior, dtype)
 
 
 def corrupt(

@@ -28,8 +28,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastdiff_kernels.dispatch import Backend, choose, plain
+from fastdiff_kernels.dispatch import choose, plain
 from fastdiff_kernels.launch import constant, jit, run, tl, triton
+from fastdiff_kernels.names import Backend
 
 Kind = Literal["bits", "uniform", "normal"]
 
@@ -224,14 +225,12 @@ def box_muller(word1, word2):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _philox_kernel(  # type: ignore[no-untyped-def]
-    out, positions, seed, stream, count, tiles, KIND: tl.constexpr, GROUPS: tl.constexpr
-):
-    """One program writes ``4 * GROUPS`` consecutive numbers of one position."""
+def _philox_kernel(out_ptr, position_ptr, seed, stream, count, tiles, KIND: tl.constexpr, BLOCK_GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program writes ``4 * BLOCK_GROUPS`` consecutive numbers of one position."""
     program = tl.program_id(0).to(tl.int64)
     row, tile = program // tiles, program % tiles
-    group = tile * GROUPS + tl.arange(0, GROUPS)
-    w0, w1, w2, w3 = philox_words(seed, stream, tl.load(positions + row), group)
+    group = tile * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    w0, w1, w2, w3 = philox_words(seed, stream, tl.load(position_ptr + row), group)
     if KIND == "normal":
         w0, w1 = box_muller(w0, w1)
         w2, w3 = box_muller(w2, w3)
@@ -240,8 +239,8 @@ def _philox_kernel(  # type: ignore[no-untyped-def]
         w2, w3 = tl.uint_to_uniform_float(w2), tl.uint_to_uniform_float(w3)
     # Interleaving evens and odds gives each thread four neighbours: one store of 16 bytes.
     values = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    element = tile * (4 * GROUPS) + tl.arange(0, 4 * GROUPS)
-    tl.store(out + row * count + element, values.to(out.dtype.element_ty), mask=element < count)
+    element = tile * (4 * BLOCK_GROUPS) + tl.arange(0, 4 * BLOCK_GROUPS)
+    tl.store(out_ptr + row * count + element, values.to(out_ptr.dtype.element_ty), mask=element < count)
 
 
 def signed(seed: int) -> int:
@@ -276,7 +275,7 @@ def _philox_triton(position: Tensor, seed: int, stream: int, count: int, kind: s
     tiles = triton.cdiv(count, 4 * _GROUPS_PER_PROGRAM)
     run(
         _philox_kernel, (position.shape[0] * tiles,),
-        out, position.contiguous(), seed & SEED_MASK, stream, count, tiles, KIND=kind, GROUPS=_GROUPS_PER_PROGRAM,
+        out, position.contiguous(), seed & SEED_MASK, stream, count, tiles, KIND=kind, BLOCK_GROUPS=_GROUPS_PER_PROGRAM,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -198,10 +198,10 @@ def test_the_ops_pass_opcheck(form, device):
     x, *rest = (tensor.detach() for tensor in arguments(form, (2, 3, 24), device, torch.bfloat16).values())
     shift, scale = rest[-2:]
     branch, gate = rest[:2] if form == "gated" else (None, None)
-    torch.library.opcheck(adaln._forward_triton, (x, branch, gate, shift, scale, 1e-6))
-    _, mean, rstd, *_ = adaln._forward_triton(x, branch, gate, shift, scale, 1e-6)
+    torch.library.opcheck(adaln._adaln_triton, (x, branch, gate, shift, scale, 1e-6))
+    _, mean, rstd, *_ = adaln._adaln_triton(x, branch, gate, shift, scale, 1e-6)
     dh = None if form == "modulated" else x
-    torch.library.opcheck(adaln._backward_triton, (x, dh, x, branch, gate, scale, mean, rstd))
+    torch.library.opcheck(adaln._adaln_backward_triton, (x, dh, x, branch, gate, scale, mean, rstd))
 
 
 def test_a_second_derivative_is_refused(device):

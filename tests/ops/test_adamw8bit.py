@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from bench.accuracy import assert_no_worse
 from fastdiff.fragments import Fragment
-from fastdiff_kernels import companding, dispatch, launch, rounding
-from fastdiff_kernels.adamw8bit import BLOCK, AdamW8bit
-from fastdiff_kernels.adamw8bit_kernel import _adamw8bit_triton, _largest_triton, _numbers, _table, adamw8bit, largest
-from fastdiff_kernels.adamw8bit_reference import Extras, Moments, Step
-from fastdiff_kernels.blocks import build_blocks, find_straddling
+from fastdiff_kernels import dispatch, launch
+from fastdiff_kernels.adamw8bit import BLOCK, AdamW8bit, companding, rounding
+from fastdiff_kernels.adamw8bit.blocks import build_blocks, find_straddling
+from fastdiff_kernels.adamw8bit.kernels import _adamw8bit_triton, _largest_triton, _numbers, _table, adamw8bit, largest
+from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step
 from tests.processes import run_ranks
 
 BACKENDS = ("reference", "triton")
@@ -396,11 +396,12 @@ def test_what_is_not_finite_stays_so(device, backend, value):
 def test_straddling_blocks_are_those_of_which_ranks_hold_different_pieces(monkeypatch):
     def straddling(*layouts):
         monkeypatch.setattr(
-            "fastdiff_kernels.blocks._gather", lambda mine, group: [[*map(_pieces, layout)] for layout in layouts]
+            "fastdiff_kernels.adamw8bit.blocks._gather",
+            lambda mine, group: [[*map(_pieces, layout)] for layout in layouts],
         )
         return find_straddling(layouts[0])
 
-    from fastdiff_kernels.blocks import _short_pieces
+    from fastdiff_kernels.adamw8bit.blocks import _short_pieces
 
     def _pieces(slices):
         return list(_short_pieces(slices))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import get_type_hints
 
 import pytest
 import torch
 from torch import nn
 
-from fastdiff.config import KERNEL_OPS, KernelBackend, PerformanceConfig
+from fastdiff.config import PerformanceConfig
 from fastdiff_kernels import attention, dispatch, launch
 from fastdiff_kernels.dispatch import Choice
+from fastdiff_kernels.names import BACKENDS, OPS, AttentionBackend
 
 CPU = torch.empty(0)
 
@@ -29,16 +31,12 @@ def nothing_forced():
     dispatch.force({})
 
 
-def test_the_configuration_knows_the_same_ops_and_backends():
-    assert KERNEL_OPS == dispatch.OPS
-    assert KernelBackend == dispatch.Backend
-    for backend in attention.BACKENDS:
-        assert PerformanceConfig(attention=backend)
-    assert (
-        PerformanceConfig.__annotations__["attention"]
-        .replace('"', "'")
-        .endswith(f"Literal[{', '.join(map(repr, attention.BACKENDS))}]")
-    )
+def test_the_configuration_takes_every_name_and_no_other():
+    assert get_type_hints(PerformanceConfig)["attention"] == AttentionBackend
+    assert PerformanceConfig(kernels="compile").kernel_backends() == dict.fromkeys(OPS, "compile")
+    for backend in BACKENDS:
+        for op in OPS:
+            assert PerformanceConfig(kernels=f"{op}={backend}").kernel_backends() == {op: backend}
 
 
 def test_the_default_is_triton_on_cuda_and_the_reference_elsewhere():

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from bench.accuracy import assert_as_accurate_as_eager, evaluate, exact
-from fastdiff_kernels import dispatch, group_norm_cut
+from fastdiff_kernels import dispatch
 from fastdiff_kernels import group_norm as op
-from fastdiff_kernels.group_norm import group_norm, group_norm_reference
+from fastdiff_kernels.group_norm import group_norm, group_norm_reference, tiling
 from tests.traffic import counting
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,10 +20,10 @@ FP32, BF16, FP16 = DTYPES
 def form(request, monkeypatch):
     """Both forms whatever the size; two passes in several chunks of several tiles."""
     if request.param == "one pass":
-        monkeypatch.setattr(group_norm_cut, "_ONE_PASS_BYTES", 2**30)
+        monkeypatch.setattr(tiling, "_ONE_PASS_BYTES", 2**30)
     else:
-        monkeypatch.setattr(group_norm_cut, "_ONE_PASS_BYTES", 0)
-        monkeypatch.setattr(group_norm_cut, "_PROGRAMS_PER_SAMPLE", 2)
+        monkeypatch.setattr(tiling, "_ONE_PASS_BYTES", 0)
+        monkeypatch.setattr(tiling, "_PROGRAMS_PER_SAMPLE", 2)
     return request.param
 
 

@@ -233,7 +233,7 @@ def test_the_kernel_writes_every_element_and_nothing_else(shape, options, monkey
     count = latents.numel()
     buffer = torch.full((count + 64,), torch.nan, device=device)
     drawn = torch.full((10,), -1, device=device)
-    monkeypatch.setattr(noising, "_outputs", lambda *_: (buffer[32:-32].view(shape), drawn[4:6]))
+    monkeypatch.setattr(noising, "_empty", lambda *_: (buffer[32:-32].view(shape), drawn[4:6]))
     noising._corrupt_triton._init_fn(latents, position, table, None, 0, list(Streams()), *_scales(options), False, None)
     assert buffer[32:-32].isfinite().all()
     assert buffer[:32].isnan().all()
@@ -312,7 +312,7 @@ def test_bytes_per_element(dtype, noisy, channels, options, each, device):
 def test_poison_reaches_the_kernels_outputs(device):
     """Otherwise an element that is not written would not be seen by the test of accuracy."""
     with poisoned_memory():
-        noisy, _ = noising._outputs(torch.zeros(1, 1, 2, 2, device=device), None, False, torch.bfloat16)
+        noisy, _ = noising._empty(torch.zeros(1, 1, 2, 2, device=device), None, False, torch.bfloat16)
     assert noisy.isnan().all()
 
 

@@ -116,7 +116,7 @@ def test_logarithm_and_turns_are_accurate_where_they_are_hardest():
 def test_kernel_writes_every_number_and_nothing_else(kind, count):
     buffer = torch.full((3 * count + 8,), torch.nan, device=DEVICE)
     tiles = -(-count // 64)
-    philox._philox_kernel[(3 * tiles,)](buffer, POSITIONS[:3], 1, 1, count, tiles, KIND=kind, GROUPS=16)
+    philox._philox_kernel[(3 * tiles,)](buffer, POSITIONS[:3], 1, 1, count, tiles, KIND=kind, BLOCK_GROUPS=16)
     assert buffer[: 3 * count].isfinite().all()
     assert buffer[3 * count :].isnan().all()
 
@@ -246,13 +246,13 @@ import re
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from fastdiff_kernels.philox import _philox_kernel
-names = ["out", "positions", "seed", "stream", "count", "tiles", "KIND", "GROUPS"]
+names = ["out_ptr", "position_ptr", "seed", "stream", "count", "tiles", "KIND", "BLOCK_GROUPS"]
 by_16 = [["tt.divisibility", 16]]
 for arch, kind, out in ((80, "normal", "*fp32"), (90, "bits", "*i64"), (100, "normal", "*fp32")):
     # Seed 1 and stream 1 are compiled as constants, as the launcher does with an argument that is 1.
     types = [out, "*i64", "constexpr", "constexpr", "i32", "i32", "constexpr", "constexpr"]
     source = ASTSource(
-        _philox_kernel, dict(zip(names, types)), {"seed": 1, "stream": 1, "KIND": kind, "GROUPS": 256},
+        _philox_kernel, dict(zip(names, types)), {"seed": 1, "stream": 1, "KIND": kind, "BLOCK_GROUPS": 256},
         {(0,): by_16, (1,): by_16, (4,): by_16},
     )
     ptx = compile(source, target=GPUTarget("cuda", arch, 32)).asm["ptx"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastdiff_kernels.companding import BLOCK
+from fastdiff_kernels.adamw8bit.companding import BLOCK
 from fastdiff_kernels.launch import jit, tl
 from fastdiff_kernels.philox import philox_reference, philox_words
 
@@ -32,9 +32,9 @@ def round_to_bf16_reference(value: Tensor, phase: Tensor, step: int, seed: int) 
 
 
 @jit
-def round_to_bf16(value, phase, step, seed, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As ``round_to_bf16_reference``; ``value`` ``[ROWS, 256]``, ``phase`` int32 ``[ROWS]``."""
-    group = tl.zeros([ROWS, 64], tl.int64) + tl.arange(0, 64)[None, :]
+def round_to_bf16(value, phase, step, seed, BLOCK_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As ``round_to_bf16_reference``; ``value`` ``[BLOCK_ROWS, 256]``, ``phase`` int32 ``[BLOCK_ROWS]``."""
+    group = tl.zeros([BLOCK_ROWS, 64], tl.int64) + tl.arange(0, 64)[None, :]
     position = (phase.to(tl.int64) << 32) + step.to(tl.int64)
     w0, w1, w2, w3 = philox_words(seed, 256, position[:, None], group)
     word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))

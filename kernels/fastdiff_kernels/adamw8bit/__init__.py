@@ -1,6 +1,6 @@
 """The optimizer AdamW with 8-bit moments, for whole parameters and for the flat tensors of DeepSpeed's ZeRO.
 
-Formula, bytes and limits are those of ``adamw8bit_kernel``, the codes those of ``companding``.
+Formula, bytes and limits are those of ``kernels``, the codes those of ``companding``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastdiff_kernels.adamw8bit_kernel import adamw8bit, largest
-from fastdiff_kernels.adamw8bit_reference import Extras, Moments, Step
-from fastdiff_kernels.blocks import Blocks, Slice, Whole, build_blocks, find_straddling
-from fastdiff_kernels.companding import BLOCK
+from fastdiff_kernels.adamw8bit.blocks import Blocks, Slice, Whole, build_blocks, find_straddling
+from fastdiff_kernels.adamw8bit.companding import BLOCK
+from fastdiff_kernels.adamw8bit.kernels import adamw8bit, largest
+from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step
 
 __all__ = ["BLOCK", "AdamW8bit", "Slice"]
 

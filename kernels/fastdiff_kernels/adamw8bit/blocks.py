@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastdiff_kernels.companding import BLOCK, ELEMENT_STEP
+from fastdiff_kernels.adamw8bit.companding import BLOCK, ELEMENT_STEP
 
 
 class Slice(Protocol):

@@ -26,8 +26,8 @@ What depends on ``rows`` (the positions that one program works through) or ``hw`
 channel. Weights per sample are read as often as others, and their gradients are 8 / hw more to write. The least is that
 of memory which sees every tensor once; two passes reach it where the second finds its input in the L2 cache. One pass
 is taken where whole groups fit in the registers of one program, in 32 KiB of x: in SD 1.5 the 8x8 maps and the 16x16
-maps of up to 1280 channels. How a sample is cut depends on its own shape alone, so that its output does not depend on
-the batch it is in.
+maps of up to 1280 channels. The tiling of a sample depends on its own shape alone, so that its output does not depend
+on the batch it is in.
 
 Limits: fewer than 2**31 elements per sample. Accesses are 128 bits wide where C (channels_last) or the number of
 positions (contiguous) is a multiple of 16, else narrower. A gradient of y or h whose strides are not those of x is
@@ -36,14 +36,24 @@ copied once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff_kernels import group_norm_kernels as kernels
-from fastdiff_kernels.dispatch import Backend, choose, plain
-from fastdiff_kernels.group_norm_cut import Cut, Shape, channels_last, fold_constants, one_pass_constants, power_of_2
+from fastdiff_kernels.dispatch import choose, plain
+from fastdiff_kernels.group_norm import kernels
+from fastdiff_kernels.group_norm.tiling import (
+    Shape,
+    Tiling,
+    channels_last,
+    fold_constants,
+    one_pass_constants,
+    power_of_2,
+)
 from fastdiff_kernels.launch import run, triton
+from fastdiff_kernels.names import Backend
 
 
 def group_norm_reference(
@@ -69,158 +79,6 @@ def group_norm_reference(
         y = torch.addcmul(per_channel(bias, exact), normal, per_channel(weight, exact))
     y = (F.silu(y) if silu else y).to(x.dtype)
     return y if residual is None else (y, h)
-
-
-def _empty(x: Tensor, residual: Tensor | None, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    h = x.new_empty(0) if residual is None else torch.empty_like(x)
-    mean = x.new_empty(x.shape[0], groups, dtype=torch.float32)
-    return torch.empty_like(x), h, mean, torch.empty_like(mean)
-
-
-@torch.library.custom_op("fastdiff::group_norm", mutates_args=())
-def _group_norm_triton(
-    x: Tensor, shift: Tensor | None, residual: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float,
-    silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the forward kernels: y, h (empty without a residual), mean and rstd ``[N, groups]`` fp32."""
-    y, h, mean, rstd = _empty(x, residual, groups)
-    summed = None if residual is None else h
-    shape = Shape.of(x, groups)
-    constants = {"SILU": silu, "PER_GROUP": shape.per_group, "OWN": weight.dim() == 2}
-    one_pass = one_pass_constants(shape)
-    if one_pass is not None:
-        blocks = triton.cdiv(groups, one_pass["SPAN"])
-        run(
-            kernels.one_pass_kernel, (shape.samples * blocks,),
-            x, shift, residual, weight, bias, summed, y, mean, rstd, *shape.sizes, blocks, eps,
-            **constants, **one_pass,
-        )  # fmt: skip
-        return y, h, mean, rstd
-    cut = Cut.of(shape)
-    grid = (shape.samples * cut.chunks * cut.blocks,)
-    partial = mean.new_empty(shape.samples, cut.chunks, 2, shape.channels)
-    run(kernels.statistics_kernel, grid, x, shift, residual, summed, partial, *shape.sizes, *cut.sizes, **cut.options)
-    run(
-        kernels.fold_statistics_kernel, (shape.samples * groups,),
-        partial, mean, rstd, shape.hw, shape.channels, cut.rows, cut.chunks, groups, eps,
-        **fold_constants(shape, cut.chunks),
-    )  # fmt: skip
-    source, added = (x, shift) if summed is None else (summed, None)
-    run(
-        kernels.apply_kernel, grid,
-        source, added, weight, bias, mean, rstd, y, *shape.sizes, *cut.sizes, **constants, **cut.options,
-    )  # fmt: skip
-    return y, h, mean, rstd
-
-
-@_group_norm_triton.register_fake
-def _(
-    x: Tensor, shift: Tensor | None, residual: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float,
-    silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty(x, residual, groups)
-
-
-def _empty_gradients(
-    h: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dshift = h.new_empty(0) if shift is None else torch.empty_like(shift)
-    return torch.empty_like(h), dshift, torch.empty_like(weight), torch.empty_like(bias)
-
-
-def _in_the_order_of(x: Tensor, gradient: Tensor) -> Tensor:
-    same = channels_last(gradient) if channels_last(x) else gradient.is_contiguous()
-    return gradient if same else torch.empty_like(x).copy_(gradient)
-
-
-def _fold_rows(partial: Tensor, batch: int, first: Tensor, second: Tensor | None = None) -> None:
-    """Sum fp32 ``[batch * rows, C]`` over rows into ``first``; of ``[batch * rows, 2, C]`` both parts."""
-    channels = partial.shape[-1]
-    rows = partial.shape[:-1].numel() // (max(1, batch) * (1 if second is None else 2))
-    blocks = triton.cdiv(channels, 16)
-    run(
-        kernels.fold_rows_kernel, (batch * blocks,),
-        partial, first, second, rows, channels, blocks, BLOCK_R=min(128, power_of_2(rows)), BLOCK_C=16, num_warps=4,
-    )  # fmt: skip
-
-
-@torch.library.custom_op("fastdiff::group_norm_backward", mutates_args=())
-def _group_norm_backward_triton(
-    dy: Tensor, dh: Tensor | None, h: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor,
-    rstd: Tensor, silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the backward kernels: gradients of x, shift (empty without one), weight and bias.
-
-    ``h`` is the input; with ``dh`` (that of the sum) it contains the shift already.
-    """
-    dx, dshift, dweight, dbias = gradients = _empty_gradients(h, shift, weight, bias)
-    dy = _in_the_order_of(h, dy)
-    added, dh = (shift, None) if dh is None else (None, _in_the_order_of(h, dh))
-    shape = Shape.of(h, mean.shape[1])
-    state = (added, weight, bias, mean, rstd)
-    one_pass = one_pass_constants(shape)
-    own = weight.dim() == 2
-    rows = shape.samples if own else 1
-    constants = {"SILU": silu, "PER_GROUP": shape.per_group, "OWN": own}
-    if one_pass is not None:
-        blocks = triton.cdiv(shape.groups, one_pass["SPAN"])
-        partial = mean.new_empty(shape.samples, 2, shape.channels)
-        run(
-            kernels.one_pass_backward_kernel, (shape.samples * blocks,),
-            h, dy, dh, *state, dx, None if shift is None else dshift, partial, *shape.sizes, blocks,
-            **constants, **one_pass,
-        )  # fmt: skip
-        _fold_rows(partial, rows, dbias, dweight)
-        return gradients
-    cut = Cut.of(shape)
-    grid = (shape.samples * cut.chunks * cut.blocks,)
-    partial = mean.new_empty(shape.samples, cut.chunks, 2, shape.channels)
-    run(
-        kernels.statistics_backward_kernel, grid,
-        h, dy, *state, partial, *shape.sizes, *cut.sizes, **constants, **cut.options,
-    )  # fmt: skip
-    level, slope = (mean.new_empty(shape.samples, shape.channels) for _ in range(2))
-    run(
-        kernels.fold_groups_kernel, (shape.samples * shape.groups,),
-        partial, weight, rstd, level, slope, shape.hw, shape.channels, cut.chunks, shape.groups,
-        OWN=own, **fold_constants(shape, cut.chunks),
-    )  # fmt: skip
-    _fold_rows(partial, rows, dbias, dweight)
-    sums = None if shift is None else mean.new_empty(shape.samples, cut.chunks, shape.channels)
-    run(
-        kernels.apply_backward_kernel, grid,
-        h, dy, dh, *state, level, slope, dx, sums, *shape.sizes, *cut.sizes, **constants, **cut.options,
-    )  # fmt: skip
-    if sums is not None:
-        _fold_rows(sums, shape.samples, dshift)
-    return gradients
-
-
-@_group_norm_backward_triton.register_fake
-def _(
-    dy: Tensor, dh: Tensor | None, h: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor,
-    rstd: Tensor, silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty_gradients(h, shift, weight, bias)
-
-
-def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, shift, residual, weight, bias, _, _, ctx.silu = inputs
-    _, h, mean, rstd = output
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.has_shift, ctx.has_residual = shift is not None, residual is not None
-    ctx.save_for_backward(x if residual is None else h, shift, weight, bias, mean, rstd)
-
-
-def _differentiate(ctx, dy, dh, *_):  # type: ignore[no-untyped-def]
-    dx, dshift, dweight, dbias = _group_norm_backward_triton(
-        dy, dh if ctx.has_residual else None, *ctx.saved_tensors, ctx.silu
-    )
-    shifted, added = dshift if ctx.has_shift else None, dx if ctx.has_residual else None
-    return dx, shifted, added, dweight, dbias, None, None, None
-
-
-_group_norm_triton.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _validate(
@@ -267,6 +125,161 @@ def _validate_like(x: Tensor, name: str, value: Tensor, shape: torch.Size, dtype
         raise ValueError(f"{name} is {value.dtype}, expected {names}; use {name}.to(x.dtype)")
     if value.device != x.device:
         raise ValueError(f"{name} is on {value.device}, expected {x.device} like x; use {name}.to(x.device)")
+
+
+def _empty(x: Tensor, residual: Tensor | None, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    h = x.new_empty(0) if residual is None else torch.empty_like(x)
+    mean = x.new_empty(x.shape[0], groups, dtype=torch.float32)
+    return torch.empty_like(x), h, mean, torch.empty_like(mean)
+
+
+@torch.library.custom_op("fastdiff::group_norm", mutates_args=())
+def _group_norm_triton(
+    x: Tensor, shift: Tensor | None, residual: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch the forward kernels: y, h (empty without a residual), mean and rstd ``[N, groups]`` fp32."""
+    y, h, mean, rstd = _empty(x, residual, groups)
+    summed = None if residual is None else h
+    shape = Shape.of(x, groups)
+    constants = {"SILU": silu, "PER_GROUP": shape.per_group, "OWN": weight.dim() == 2}
+    one_pass = one_pass_constants(shape)
+    if one_pass is not None:
+        blocks = triton.cdiv(groups, one_pass["SPAN"])
+        run(
+            kernels.group_norm_fwd_one_pass_kernel, (shape.samples * blocks,),
+            x, shift, residual, weight, bias, summed, y, mean, rstd, *shape.sizes, blocks, eps,
+            **constants, **one_pass,
+        )  # fmt: skip
+        return y, h, mean, rstd
+    tiling = Tiling.of(shape)
+    grid = (shape.samples * tiling.chunks * tiling.blocks,)
+    partial = mean.new_empty(shape.samples, tiling.chunks, 2, shape.channels)
+    run(
+        kernels.group_norm_fwd_statistics_kernel, grid,
+        x, shift, residual, summed, partial, *shape.sizes, *tiling.sizes, **tiling.options,
+    )  # fmt: skip
+    run(
+        kernels.group_norm_fwd_fold_kernel, (shape.samples * groups,),
+        partial, mean, rstd, shape.hw, shape.channels, tiling.rows, tiling.chunks, groups, eps,
+        **fold_constants(shape, tiling.chunks),
+    )  # fmt: skip
+    source, added = (x, shift) if summed is None else (summed, None)
+    run(
+        kernels.group_norm_fwd_apply_kernel, grid,
+        source, added, weight, bias, mean, rstd, y, *shape.sizes, *tiling.sizes, **constants, **tiling.options,
+    )  # fmt: skip
+    return y, h, mean, rstd
+
+
+@_group_norm_triton.register_fake
+def _(
+    x: Tensor, shift: Tensor | None, residual: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty(x, residual, groups)
+
+
+def _empty_gradients(
+    h: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dshift = h.new_empty(0) if shift is None else torch.empty_like(shift)
+    return torch.empty_like(h), dshift, torch.empty_like(weight), torch.empty_like(bias)
+
+
+def _in_the_order_of(x: Tensor, gradient: Tensor) -> Tensor:
+    same = channels_last(gradient) if channels_last(x) else gradient.is_contiguous()
+    return gradient if same else torch.empty_like(x).copy_(gradient)
+
+
+def _fold_rows(partial: Tensor, batch: int, first: Tensor, second: Tensor | None = None) -> None:
+    """Sum fp32 ``[batch * rows, C]`` over rows into ``first``; of ``[batch * rows, 2, C]`` both parts."""
+    channels = partial.shape[-1]
+    rows = partial.shape[:-1].numel() // (max(1, batch) * (1 if second is None else 2))
+    blocks = triton.cdiv(channels, 16)
+    run(
+        kernels.group_norm_fold_rows_kernel, (batch * blocks,),
+        partial, first, second, rows, channels, blocks, BLOCK_R=min(128, power_of_2(rows)), BLOCK_C=16, num_warps=4,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("fastdiff::group_norm_backward", mutates_args=())
+def _group_norm_backward_triton(
+    dy: Tensor, dh: Tensor | None, h: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor,
+    rstd: Tensor, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch the backward kernels: gradients of x, shift (empty without one), weight and bias.
+
+    ``h`` is the input; with ``dh`` (that of the sum) it contains the shift already.
+    """
+    dx, dshift, dweight, dbias = gradients = _empty_gradients(h, shift, weight, bias)
+    dy = _in_the_order_of(h, dy)
+    added, dh = (shift, None) if dh is None else (None, _in_the_order_of(h, dh))
+    shape = Shape.of(h, mean.shape[1])
+    state = (added, weight, bias, mean, rstd)
+    own = weight.dim() == 2
+    rows = shape.samples if own else 1
+    constants = {"SILU": silu, "PER_GROUP": shape.per_group, "OWN": own}
+    one_pass = one_pass_constants(shape)
+    if one_pass is not None:
+        blocks = triton.cdiv(shape.groups, one_pass["SPAN"])
+        partial = mean.new_empty(shape.samples, 2, shape.channels)
+        run(
+            kernels.group_norm_bwd_one_pass_kernel, (shape.samples * blocks,),
+            h, dy, dh, *state, dx, None if shift is None else dshift, partial, *shape.sizes, blocks,
+            **constants, **one_pass,
+        )  # fmt: skip
+        _fold_rows(partial, rows, dbias, dweight)
+        return gradients
+    tiling = Tiling.of(shape)
+    grid = (shape.samples * tiling.chunks * tiling.blocks,)
+    partial = mean.new_empty(shape.samples, tiling.chunks, 2, shape.channels)
+    run(
+        kernels.group_norm_bwd_statistics_kernel, grid,
+        h, dy, *state, partial, *shape.sizes, *tiling.sizes, **constants, **tiling.options,
+    )  # fmt: skip
+    level, slope = (mean.new_empty(shape.samples, shape.channels) for _ in range(2))
+    run(
+        kernels.group_norm_bwd_fold_kernel, (shape.samples * shape.groups,),
+        partial, weight, rstd, level, slope, shape.hw, shape.channels, tiling.chunks, shape.groups,
+        OWN=own, **fold_constants(shape, tiling.chunks),
+    )  # fmt: skip
+    _fold_rows(partial, rows, dbias, dweight)
+    sums = None if shift is None else mean.new_empty(shape.samples, tiling.chunks, shape.channels)
+    run(
+        kernels.group_norm_bwd_apply_kernel, grid,
+        h, dy, dh, *state, level, slope, dx, sums, *shape.sizes, *tiling.sizes, **constants, **tiling.options,
+    )  # fmt: skip
+    if sums is not None:
+        _fold_rows(sums, shape.samples, dshift)
+    return gradients
+
+
+@_group_norm_backward_triton.register_fake
+def _(
+    dy: Tensor, dh: Tensor | None, h: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor,
+    rstd: Tensor, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty_gradients(h, shift, weight, bias)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, shift, residual, weight, bias, _, _, ctx.silu = inputs
+    _, h, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.has_shift, ctx.has_residual = shift is not None, residual is not None
+    ctx.save_for_backward(x if residual is None else h, shift, weight, bias, mean, rstd)
+
+
+def _backward(ctx: Any, dy: Tensor, dh: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    dx, dshift, dweight, dbias = _group_norm_backward_triton(
+        dy, dh if ctx.has_residual else None, *ctx.saved_tensors, ctx.silu
+    )
+    shifted, added = dshift if ctx.has_shift else None, dx if ctx.has_residual else None
+    return dx, shifted, added, dweight, dbias, None, None, None
+
+
+_group_norm_triton.register_autograd(_backward, setup_context=_setup_context)
 
 
 def group_norm(

@@ -1,4 +1,4 @@
-"""How ``group_norm`` cuts its input into programs: by the shape of a sample alone, whatever the batch."""
+"""Tiling of ``group_norm``: the programs of a sample, from its shape alone, whatever the batch."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Shape:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """What every kernel is told of it."""
+        """Arguments of every kernel, in order."""
         return self.hw, self.channels, *self.strides
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a sample is cut into programs: blocks of channels times chunks of ``rows`` positions."""
+class Tiling:
+    """The programs of a sample: blocks of channels times chunks of ``rows`` positions."""
 
     block_hw: int
     block_c: int
@@ -68,8 +68,8 @@ class Cut:
     blocks: int
 
     @classmethod
-    def of(cls, shape: Shape) -> Cut:
-        """The cut of a sample of this shape."""
+    def of(cls, shape: Shape) -> Tiling:
+        """The tiling of a sample of this shape."""
         positions, channels = power_of_2(shape.hw), power_of_2(shape.channels)
         # At least 128 bytes in a row of memory, whichever way the rows run.
         block_hw = min(positions, 64 if shape.strides[1] == 1 else 512)
@@ -81,7 +81,7 @@ class Cut:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """What every kernel is told of it."""
+        """Arguments of every kernel, in order."""
         return self.rows, self.chunks, self.blocks
 
     @property
@@ -109,12 +109,12 @@ def one_pass_constants(shape: Shape) -> dict[str, int] | None:
     if tile(span) * shape.itemsize > _ONE_PASS_BYTES or shape.hw == 0:
         return None
     return {
-        "SPAN": span, "GROUPS": power_of_2(span), "BLOCK_HW": block_hw, "BLOCK_C": power_of_2(span * shape.per_group),
-        "num_warps": _warps(tile(span), 2 * _ELEMENTS_PER_THREAD),
+        "SPAN": span, "BLOCK_GROUPS": power_of_2(span), "BLOCK_HW": block_hw,
+        "BLOCK_C": power_of_2(span * shape.per_group), "num_warps": _warps(tile(span), 2 * _ELEMENTS_PER_THREAD),
     }  # fmt: skip
 
 
 def fold_constants(shape: Shape, chunks: int) -> dict[str, int]:
     """Constants of the folds over one group's chunks."""
     block = min(1024, power_of_2(chunks * shape.per_group))
-    return {"PER_GROUP": shape.per_group, "BLOCK": block, "num_warps": max(1, block // 256)}
+    return {"PER_GROUP": shape.per_group, "BLOCK_PARTIALS": block, "num_warps": max(1, block // 256)}

@@ -1,4 +1,4 @@
-"""One step of AdamW with 8-bit moments in plain torch, and the types of its arguments (``adamw8bit_kernel``)."""
+"""One step of AdamW with 8-bit moments in plain torch, and the types of its arguments (``kernels``)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastdiff_kernels import companding
-from fastdiff_kernels.blocks import Blocks, Slice
-from fastdiff_kernels.companding import BLOCK
-from fastdiff_kernels.rounding import round_to_bf16_reference
+from fastdiff_kernels.adamw8bit.blocks import Blocks, Slice
+from fastdiff_kernels.adamw8bit.companding import (
+    BLOCK,
+    decode_m_reference,
+    decode_root_v_reference,
+    dither_reference,
+    encode_m_reference,
+    encode_root_v_reference,
+    root_,
+)
+from fastdiff_kernels.adamw8bit.rounding import round_to_bf16_reference
 
 # Few on a CPU, so that the temporaries stay in the cache; many on a GPU, where each operation is a launch.
 _ROWS_AT_ONCE, _ROWS_AT_ONCE_GPU = 512, 2**19
@@ -71,11 +78,11 @@ def _advance(
 ) -> tuple[Tensor, Tensor]:
     """New m and root of v, fp32 ``[blocks, BLOCK]``."""
     g = grad.to(torch.float32) if scale is None else grad.to(torch.float32) * scale
-    m = companding.decode_m_reference(m_codes, m_scales[:, None]).mul_(step.beta1)
+    m = decode_m_reference(m_codes, m_scales[:, None]).mul_(step.beta1)
     m.add_(g * (1 - step.beta1))
-    v = companding.decode_root_v_reference(v_codes, v_scales[:, None]).square_().mul_(step.beta2)
+    v = decode_root_v_reference(v_codes, v_scales[:, None]).square_().mul_(step.beta2)
     v.add_((g * (1 - step.beta2)).mul_(g))
-    return m, companding.root_(v)
+    return m, root_(v)
 
 
 def largest_reference(grad: Tensor, moments: Moments, blocks: Blocks, step: Step, scale: Tensor | None) -> Tensor:
@@ -117,9 +124,9 @@ def adamw8bit_reference(
             scales = torch.where(fixed[0][some, None], fixed[1][some], scales)
         m_scales.copy_(scales[:, 0])
         v_scales.copy_(scales[:, 1])
-        m_dither, v_dither = companding.dither_reference(phase, step.number)
-        m_codes.copy_(companding.encode_m_reference(m, scales[:, :1], m_dither))
-        v_codes.copy_(companding.encode_root_v_reference(root, scales[:, 1:], v_dither))
+        m_dither, v_dither = dither_reference(phase, step.number)
+        m_codes.copy_(encode_m_reference(m, scales[:, :1], m_dither))
+        v_codes.copy_(encode_root_v_reference(root, scales[:, 1:], v_dither))
         new = (w.to(torch.float32) * step.shrink).sub_(
             m.mul_(step.rate).div_(root.mul_(step.correction).add_(step.eps))
         )

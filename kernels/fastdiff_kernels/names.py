@@ -1,0 +1,16 @@
+"""Names of the ops and of their backends. Free of torch, so that a configuration can check them at once."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Backend = Literal["triton", "reference", "compile"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+"""Implementations of an op: the kernel, plain torch, and plain torch through ``torch.compile``."""
+
+OPS = ("philox", "noising", "loss", "group_norm", "adaln", "dropout", "adamw8bit")
+"""Every op with a Triton kernel; attention chooses among the kernels of libraries."""
+
+AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "xformers", "reference"]
+ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
+"""Implementations of attention (``attention.py``)."""
