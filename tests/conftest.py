@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name in _skipped_without_reason:
         terminalreporter.write_line(f"ERROR {name} was skipped; only tests marked gpu may be")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fast_interpreter() -> Iterator[None]:
+    from tests.interpreter import patching_once
+
+    with patching_once():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Group normalisation: the kernels against eager in both memory orders and both forms, and what the op promises."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from tests.traffic import counting
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP32, BF16, FP16 = DTYPES
+FORMS = ("one pass", "two passes")
 
 
-@pytest.fixture(params=["one pass", "two passes"])
+@pytest.fixture(params=FORMS)
 def form(request, monkeypatch):
     """Both forms whatever the size; two passes in several chunks of several tiles."""
     if request.param == "one pass":
@@ -30,6 +32,9 @@ def form(request, monkeypatch):
 def channels_last(x):
     """The same values with channels as the fastest axis, for any number of axes."""
     return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+ORDERS = (channels_last, torch.Tensor.contiguous)
 
 
 def problem(shape, dtype, device, *, order=channels_last, extras="", parameters=FP32, mean=0.0):
@@ -63,15 +68,17 @@ def check(groups, inputs, upstream, silu=True):
     assert_as_accurate_as_eager(kernel(groups, silu=silu), reference, inputs, upstream)
 
 
-@pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
+EXTRAS = ("", "shift and residual", "per sample", "shift", "residual", "per sample, shift and residual")
+
+
 @pytest.mark.parametrize(
-    ("extras", "dtype"),
+    ("form", "order", "extras", "dtype"),
     [
-        *((extras, dtype) for extras in ("", "shift and residual", "per sample") for dtype in DTYPES),
-        ("shift", FP32),
-        ("residual", BF16),
-        ("per sample, shift and residual", BF16),
+        (form, order, extras, DTYPES[(place + number) % 3])  # each dtype in both orders of both forms
+        for place, (form, order) in enumerate(product(FORMS, ORDERS))
+        for number, extras in enumerate(EXTRAS)
     ],
+    indirect=["form"],
 )
 def test_it_is_as_accurate_as_eager_in_both_orders_and_forms(extras, order, dtype, form, device):
     check(4, *problem((2, 40, 12, 16), dtype, device, order=order, extras=extras))
@@ -90,13 +97,12 @@ def test_channel_counts_of_stable_diffusion(shape, groups, dtype, order, device)
     check(groups, *problem(shape, dtype, device, order=order, extras="shift"))
 
 
-@pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
 @pytest.mark.parametrize(
     ("shape", "groups"),
     [
         ((2, 7, 5, 3), 7),
         ((2, 7, 5, 3), 1),
-        ((3, 30, 13, 11), 10),
+        ((2, 30, 13, 11), 10),
         ((2, 6, 1, 1), 3),
         ((2, 1, 17, 1), 1),
         ((3, 10), 2),
@@ -104,9 +110,9 @@ def test_channel_counts_of_stable_diffusion(shape, groups, dtype, order, device)
         ((2, 8, 3, 2, 5), 2),
     ],
 )
-def test_awkward_shapes(shape, groups, order, form, device):
-    check(groups, *problem(shape, FP16, device, order=order, extras="shift and residual"))
-    check(groups, *problem(shape, FP16, device, order=order, extras="per sample"))
+def test_awkward_shapes(shape, groups, form, device):
+    check(groups, *problem(shape, FP16, device, order=channels_last, extras="shift and residual"))
+    check(groups, *problem(shape, FP16, device, order=torch.Tensor.contiguous, extras="per sample"))
 
 
 @pytest.mark.parametrize("extras", ["shift", "per sample"])
@@ -136,7 +142,7 @@ def test_weights_of_each_sample_are_not_rounded_to_the_dtype_of_the_input(backen
         assert (value - truth[name]).norm() < rounding + 1e-6 * truth[name].norm(), name
 
 
-@pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("mean", [1e3, -1e4])
 def test_a_mean_that_is_large_against_the_spread_costs_no_accuracy(mean, order, form, device):
     check(4, *problem((1, 40, 16, 24), FP32, device, order=order, mean=mean))
@@ -151,7 +157,7 @@ def test_channels_and_regions_of_different_means_cost_no_accuracy(form, device):
 
 
 @pytest.mark.parametrize("gradient", ["other order", "expanded", "sliced"])
-@pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
+@pytest.mark.parametrize("order", ORDERS)
 def test_upstream_gradients_of_any_strides(order, gradient, form, device):
     inputs, upstream = problem((2, 8, 4, 6), FP32, device, order=order, extras="residual")
     other = torch.Tensor.contiguous if order is channels_last else channels_last
@@ -163,7 +169,7 @@ def test_upstream_gradients_of_any_strides(order, gradient, form, device):
     check(2, inputs, upstream)
 
 
-@pytest.mark.parametrize("order", [channels_last, torch.Tensor.contiguous])
+@pytest.mark.parametrize("order", ORDERS)
 def test_outputs_and_gradients_keep_the_strides_of_the_input(order, form, device):
     inputs, upstream = problem((2, 8, 4, 6), BF16, device, order=order, extras="residual")
     results = evaluate(kernel(2), inputs, upstream)
@@ -256,7 +262,12 @@ def _bytes(shape, groups, device, **options):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter does")
 @pytest.mark.parametrize(
-    ("channels", "groups", "rows", "extras", "more"), [(640, 32, 256, "", 0), (64, 2, 64, "residual", 1)]
+    ("channels", "groups", "rows", "extras", "more"),
+    [
+        pytest.param(640, 32, 256, "", 0, marks=pytest.mark.nightly),
+        (160, 4, 128, "", 0),
+        (64, 2, 64, "residual", 1),
+    ],
 )
 def test_bytes_moved_in_two_passes(channels, groups, rows, extras, more, device):
     elements, numbers = channels * 32 * 32, channels * 32 * 32 // rows
@@ -269,7 +280,7 @@ def test_bytes_moved_in_two_passes(channels, groups, rows, extras, more, device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter does")
-@pytest.mark.parametrize(("channels", "extras", "more"), [(1280, "", 0), (160, "residual", 1)])
+@pytest.mark.parametrize(("channels", "extras", "more"), [(320, "", 0), (160, "residual", 1)])
 def test_bytes_moved_in_one_pass(channels, extras, more, device):
     hw, groups = 16 * 16, channels // 40
     forward, backward = _bytes((1, channels, 16, 16), groups, device, extras=extras)

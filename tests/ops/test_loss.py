@@ -67,6 +67,9 @@ def loss_and_gradient(inputs, backend, **options):
     return losses, *torch.autograd.grad(losses.sum(), inputs["prediction"])
 
 
+PIXELS = [name for name, (_, _, options) in SHAPES.items() if not options.get("posterior")]
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_loss_and_gradient_are_as_accurate_as_eager(name, dtype, device):
@@ -77,8 +80,7 @@ def test_loss_and_gradient_are_as_accurate_as_eager(name, dtype, device):
     )
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, options) in SHAPES.items() if not options.get("posterior")])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "dtype"), zip(PIXELS, 3 * DTYPES, strict=False))
 def test_of_pixels_too(name, dtype, device):
     shape, channels, options = SHAPES[name]
     inputs = with_pixels(inputs_of(shape, channels, device, dtype))

@@ -262,8 +262,7 @@ def test_a_latent_that_is_not_finite_spoils_its_own_element_only(device):
     assert torch.equal(noisy.isnan(), latents.isnan())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(("dtype", "given"), [(torch.float32, False), (torch.uint8, True)])
 def test_the_op_passes_opcheck(given, dtype, device):
     latents, position, table = latents_of((1, 4, 4, 4), device, dtype), places(1, device), table_of(device)
     time = torch.tensor([1], device=device) if given else None
