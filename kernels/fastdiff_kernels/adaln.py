@@ -100,7 +100,7 @@ def _row_mean(a, b, D: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-un
 
 @jit
 def _stream(x_ptr, branch_ptr, at, gate_a, gate_b, head, tail, D: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The row that is normalised: ``x``, or ``x + gate * branch`` as it is stored."""
+    """The row to normalise: ``x``, or ``x + gate * branch`` as it is stored."""
     a, b = _load(x_ptr + at, head, tail, D)
     if GATED:
         branch_a, branch_b = _load(branch_ptr + at, head, tail, D)
@@ -308,7 +308,7 @@ def _empty_gradients(
 def _adaln_plain(
     x: Tensor, branch: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
 ) -> list[Tensor]:
-    """What ``_adaln_triton`` returns, by plain torch ops."""
+    """``_adaln_triton`` in plain torch."""
     h = x if branch is None or gate is None else x + gate.unsqueeze(1) * branch
     # In fp32, because on a CPU the statistics come in the dtype of the argument.
     normed, mean, rstd = torch.native_layer_norm(h.float(), h.shape[-1:], None, None, eps)

@@ -1,6 +1,6 @@
 """Attention without a mask, ``softmax(q k^T / sqrt(head_dim)) v`` (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
 
-No kernel here is ours: libraries reach the limit, so this file chooses among them and says what it chose.
+All kernels are those of libraries, which reach the limit: this file chooses among them and reports its choice.
 
 ============= ========================================= ======================================================
 backend       kernel                                    runs where
@@ -55,18 +55,18 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def attention_reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """``attention`` in plain torch, in the dtype of its arguments."""
-    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
-    mixed: Tensor = scores.softmax(-1) @ value
+    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5  # [B, H, T, S]
+    mixed: Tensor = scores.softmax(-1) @ value  # [B, H, T, head_dim]
     return mixed
 
 
 class Machine(NamedTuple):
-    """What decides which backends can run."""
+    """The properties that decide which backends can run."""
 
     device: str
     """Type of the device, as in ``torch.device``."""
     capability: tuple[int, int] = (0, 0)
-    """Of a CUDA device: (9, 0) is sm_90."""
+    """Compute capability of a CUDA device: (9, 0) is sm_90."""
     cudnn: int = 0
     """Version as torch gives it: 91501 is 9.15.1; 0: none."""
     xformers: bool = False
@@ -101,7 +101,7 @@ _Case = tuple[torch.dtype, int, int, int, Machine]
 def reasons(
     backend: AttentionBackend, dtype: torch.dtype, head_dim: int, query_length: int, key_length: int, here: Machine
 ) -> str | None:
-    """Why ``backend`` cannot run, forward and backward, or None where it can; looks at nothing but its arguments."""
+    """The reason that ``backend`` cannot run, forward and backward; None if it can. A function of its arguments."""
     if backend in ("auto", "sdpa", "reference"):
         return None
     if here.device != "cuda":
@@ -147,7 +147,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def preference(capability: tuple[int, int]) -> tuple[AttentionBackend, ...]:
-    """The order in which ``auto`` tries backends on a CUDA device; after them it takes what else torch has."""
+    """Backends that ``auto`` tries on a CUDA device, best first; after them it takes the other kernels of torch."""
     return ("cudnn", "flash") if capability[0] in (9, 10) else ("flash",)
 
 
@@ -255,6 +255,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, backend: AttentionBa
     if why := reasons(backend, *case):
         raise _refused(backend, why)
     if backend == "xformers":
+        # [B, H, T, head_dim] -> [B, T, H, head_dim], and back
         out: Tensor = _xformers(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))[0]
         return out.transpose(1, 2)
     with sdpa_kernel(_order(backend, case), set_priority=True):
@@ -289,16 +290,16 @@ def _fails(query: Tensor, key: Tensor, backend: AttentionBackend) -> str | None:
 def choice(
     head_dim: int, query_length: int, key_length: int, example: Tensor, backend: AttentionBackend = "auto"
 ) -> Choice:
-    """What ``attention`` would run, and why.
+    """The kernel that ``attention`` would run, and the reason.
 
-    What torch or xformers decides is asked of them, with one small head on the device of ``example``.
+    torch and xformers are asked for theirs with one small head on the device of ``example``.
 
     Args:
         head_dim: channels of a head.
         query_length: queries per sample.
         key_length: keys per sample.
         example: any tensor of the device and dtype that the attention will work in.
-        backend: what is asked for.
+        backend: as for ``attention``.
 
     Raises:
         ValueError: no such backend.

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, who decides it, and how to see it.
+"""Choice of the implementation of each op, and a report of it.
 
 Three implementations of each op: ``triton`` (the kernel), ``reference`` (plain torch next to it), ``compile`` (the
 reference through ``torch.compile``). The decision, strongest first: the ``backend`` argument of a call, ``force`` for
@@ -53,8 +53,8 @@ def choose(op: str, tensor: Tensor, backend: Backend | None = None) -> Backend:
     Args:
         op: one of ``names.OPS``.
         tensor: an argument of the op; its device decides.
-        backend: what the caller asks for; None: what is forced, else Triton on a CUDA device where it is installed,
-            else the reference.
+        backend: the caller's choice; None: the forced one, otherwise Triton on a CUDA device where it is installed,
+            otherwise the reference.
 
     Raises:
         ValueError: no such op or backend.
@@ -122,7 +122,7 @@ def plain(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which implementation of an op one layer uses, and why."""
+    """The implementation of an op in one layer, and the reason."""
 
     op: str
     forward: str
@@ -152,12 +152,12 @@ class Explains(Protocol):
     """A module that calls ops of this package directly (not through a child module)."""
 
     def choices(self, example: Tensor) -> Iterator[Choice]:
-        """Yield what ``forward`` would use, op by op, for inputs of the device and dtype of ``example``."""
+        """Yield the ``Choice`` of each op in ``forward``, for inputs of the device and dtype of ``example``."""
         ...
 
 
 def explain(model: nn.Module, example: Tensor | None = None) -> list[tuple[str, Choice]]:
-    """Which implementation each layer of ``model`` uses, forward and backward.
+    """The implementation of each op in each layer of ``model``, forward and backward.
 
     Args:
         model: its modules that call ops have a method ``choices`` (``Explains``).

@@ -66,7 +66,7 @@ def weighted_mse_reference(
     dtype = torch.promote_types(prediction.dtype, torch.float32)
     channels = latents.shape[1] // 2 if posterior else latents.shape[1]
     prediction = prediction[:, :channels].to(dtype)
-    of_clean, of_noise = table[time, 2:, None, None, None].unbind(1)
+    of_clean, of_noise = table[time, 2:, None, None, None].unbind(1)  # [T, 4] -> 2 x [B, 1, 1, 1]
     target = of_noise * noise_reference(seed, streams, position, prediction.shape[1:], offset, dtype)
     if clean:
         target = of_clean * clean_reference(latents, seed, streams, position, posterior, dtype) + target
@@ -102,7 +102,7 @@ def _weighted_mse_fwd_kernel(  # type: ignore[no-untyped-def]
         prediction_ptr, latents_ptr, position_ptr, table_ptr, tl.load(time_ptr + row), seed, offset, stride, elements,
         row, index, group, element, mask, NOISE, POSTERIOR, OFFSET, CLEAN,
     )  # fmt: skip
-    of_group = tl.sum(tl.reshape(error * error, [BLOCK_GROUPS, 4]), axis=1)
+    of_group = tl.sum(tl.reshape(error * error, [BLOCK_GROUPS, 4]), axis=1)  # [4 * BLOCK_GROUPS] -> [BLOCK_GROUPS]
     tl.store(partials_ptr + program, tl.sum(of_group.to(tl.float64)))
 
 

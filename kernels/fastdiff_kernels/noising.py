@@ -169,7 +169,7 @@ def clean_block(latents_ptr, row, elements, element, mask, seed, position, group
 
 @jit
 def span(program, segment, segments, tiles, BLOCK_GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What one program works on: (row, segment's index, groups, elements, which of these it owns).
+    """The part of a sample of one program: (row, segment's index, groups, elements, mask of those that it owns).
 
     A sample has ``segments`` segments of ``segment`` elements, and each has ``tiles`` programs. A segment need not
     start with a group: the group in which two segments meet is drawn by both.
@@ -209,10 +209,10 @@ def _corrupt_kernel(  # type: ignore[no-untyped-def]
 
 
 class Tiling(NamedTuple):
-    """How the elements of a sample are split into programs."""
+    """The programs of a sample."""
 
     segment: int
-    """Elements that share one offset: a channel if there is an offset, else a whole sample."""
+    """Elements that share one offset: a channel if there is an offset, otherwise a whole sample."""
     segments: int
     """Per sample."""
     tiles: int

@@ -104,7 +104,7 @@ def bits_reference(seed: int, stream: int, position: Tensor, count: int) -> Tens
     group = torch.arange(-(-count // 4), device=position.device)[None, :]
     low, high = position[:, None] & _WORD, (position[:, None] >> 32) & _WORD
     words = philox_reference(seed, group, torch.full_like(group, stream), low, high)
-    return torch.stack(words, dim=-1).flatten(1)
+    return torch.stack(words, dim=-1).flatten(1)  # 4 x [B, groups] -> [B, 4 * groups]
 
 
 def uniform_reference(words: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles hold: the base class leaves out all but its own."""
+        """State of copies and pickles: the base class leaves out all but its own."""
         names = ("grad_scale", "copies", "averages", "_seed", "_blocks", "_group")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 

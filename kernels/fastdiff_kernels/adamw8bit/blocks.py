@@ -1,8 +1,8 @@
-"""Where the blocks of 256 elements of each parameter lie in a flat tensor that holds slices of many parameters.
+"""Blocks of 256 elements of each parameter, and their places in flat tensors that hold slices of many parameters.
 
 Blocks are cut in the coordinates of the parameter, so that they are the same however the parameters are spread over
-ranks. A piece is what one slice holds of one block: the whole block, or less of it at the end of the parameter or where
-ZeRO cut the parameter; in the second case the pieces straddle ranks, and share the block's scales.
+ranks. A piece is the part of one block in one slice: the whole block, or less of it at the end of the parameter or
+where ZeRO cut the parameter; in the second case the pieces straddle ranks, and share the block's scales.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Blocks:
 
     slices: tuple[Slice, ...]
     offsets: Tensor
-    """Where each piece begins in the flat tensor, int64 ``[pieces]``."""
+    """First element of each piece in the flat tensor, int64 ``[pieces]``."""
     phases: Tensor
     """Dither of the first element of the block of each piece, int32 ``[pieces]`` (``companding``)."""
     aligned: Tensor
@@ -92,7 +92,7 @@ def build_blocks(slices: Sequence[Slice], device: torch.device, straddling: Sequ
     """The pieces of ``slices``.
 
     Args:
-        slices: what a flat tensor holds, in any order.
+        slices: the content of a flat tensor, in any order.
         device: of the flat tensor.
         straddling: the blocks of this tensor that straddle ranks, in an order that all ranks share.
     """

@@ -59,7 +59,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """What else a pass reads and writes."""
+    """Optional inputs and outputs of a step."""
 
     grad_scale: Tensor | None = None
     """fp32 scalar that multiplies the gradient."""

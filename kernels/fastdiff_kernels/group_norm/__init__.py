@@ -67,7 +67,7 @@ def group_norm_reference(
     """
 
     def per_channel(value: Tensor, dtype: torch.dtype) -> Tensor:
-        return value.to(dtype).reshape(*x.shape[:2], *(1 for _ in x.shape[2:]))
+        return value.to(dtype).reshape(*x.shape[:2], *(1 for _ in x.shape[2:]))  # [N, C] -> [N, C, 1, ...]
 
     h = x if shift is None else x + per_channel(shift, x.dtype)
     h = h if residual is None else h + residual

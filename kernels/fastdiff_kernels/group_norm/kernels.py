@@ -133,7 +133,7 @@ def group_norm_fwd_fold_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _affine_place(sample, c, channels, OWN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where weight and bias of channels ``c`` are; ``OWN``: each sample has its own."""
+    """Index of weight and bias of channels ``c``; ``OWN``: each sample has its own."""
     if OWN:
         c = sample * channels + c
     return c
@@ -144,7 +144,7 @@ def _numbers(  # type: ignore[no-untyped-def]
     mean_ptr, rstd_ptr, shift_ptr, weight_ptr, bias_ptr, sample, c, here, channels,
     PER_GROUP: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """Per channel: what to subtract from the input, the reciprocal of its spread, weight and bias."""
+    """Per channel: center of the input, reciprocal of its spread, weight and bias."""
     group = sample * (channels // PER_GROUP) + c // PER_GROUP
     center = _load(mean_ptr, group, here) - _load(shift_ptr, sample * channels + c, here)
     at = _affine_place(sample, c, channels, OWN)
@@ -217,7 +217,7 @@ def group_norm_fwd_one_pass_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _gradient(h_ptr, dy_ptr, center, spread, factor, base, offset, inside, SILU: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The normalised input, and the gradient of what enters the activation: 0 where masked."""
+    """The normalised input, and the gradient of the argument of the activation: 0 where masked."""
     normal = (_load(h_ptr, offset, inside) - center[:, None]) * spread[:, None]
     z = normal * factor[:, None] + base[:, None]
     return normal, activation_gradient(z, _load(dy_ptr, offset, inside), SILU)
@@ -257,7 +257,7 @@ def group_norm_bwd_fold_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, weight_ptr, rstd_ptr, level_ptr, slope_ptr, hw, channels, chunks, groups,
     PER_GROUP: tl.constexpr, OWN: tl.constexpr, BLOCK_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """What one group's input gradient lacks, as a constant and per normalised input, written for each channel."""
+    """Terms of the input gradient that a group shares: constant and slope of the normalised input, per channel."""
     program = tl.program_id(0).to(tl.int64)
     sample, c0 = program // groups, (program % groups) * PER_GROUP
     partial_ptr += sample * chunks * 2 * channels + c0
