@@ -80,7 +80,7 @@ def test_loss_and_gradient_are_as_accurate_as_eager(name, dtype, device):
     )
 
 
-@pytest.mark.parametrize(("name", "dtype"), zip(PIXELS, 3 * DTYPES, strict=False))
+@pytest.mark.parametrize(("name", "dtype"), list(zip(PIXELS, 3 * DTYPES, strict=False)))
 def test_of_pixels_too(name, dtype, device):
     shape, channels, options = SHAPES[name]
     inputs = with_pixels(inputs_of(shape, channels, device, dtype))
