@@ -227,7 +227,7 @@ def test_programs_cover_every_token_and_partial_sums_stay_small(width, processor
             assert (blocks - 1) * rows < length <= blocks * rows
             assert rows >= min(length, 9)
             assert batch * blocks <= max(batch, processors * 16)
-            assert constants["HEAD"] <= width <= constants["HEAD"] + constants["TAIL"]
+            assert constants["BLOCK_HEAD"] <= width <= constants["BLOCK_HEAD"] + constants["BLOCK_TAIL"]
 
 
 BYTES = {
