@@ -140,7 +140,7 @@ def released() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def world(torch_extensions: Path) -> World:
     """This process as the only rank."""
-    import tests.imported  # noqa: F401
+    import tests.support.imported  # noqa: F401
 
     from fastdiff.parallel.world import start_world
 
