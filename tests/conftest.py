@@ -141,7 +141,6 @@ def released() -> Iterator[None]:
 def world(torch_extensions: Path) -> World:
     """This process as the only rank."""
     import tests.support.imported  # noqa: F401
-
     from fastdiff.parallel.world import start_world
 
     return start_world()

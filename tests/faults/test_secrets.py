@@ -150,7 +150,7 @@ def test_foreign_text_cannot_command_a_terminal() -> None:
 
 MEETS = """
 import sys, psutil, torch
-from fastdiff.rendezvous import meet
+from fastdiff.parallel.rendezvous import meet
 store = meet(0, "127.0.0.1", int(sys.argv[1]), 30.0)
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 torch.distributed.all_reduce(torch.ones(1))

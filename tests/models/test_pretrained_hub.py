@@ -21,11 +21,11 @@ import os, sys
 import torch
 from pathlib import Path
 from dataclasses import replace
-from fastdiff.export_weights import ExportedWeights
-from fastdiff.model_config import PretrainedConfig
-from fastdiff.network import build_network, download, pretrained, resolve
-from fastdiff.pipeline_export import write_pipeline
-from tests.text_runs import text_run
+from fastdiff.export.weights import ExportedWeights
+from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.models.load import build_network, download, pretrained, resolve
+from fastdiff.export.pipeline import write_pipeline
+from tests.support.text_runs import text_run
 out = Path(sys.argv[1])
 start = PretrainedConfig(path="me/pipeline", variant=sys.argv[2] or None, weights=True)
 config = resolve(text_run(out, out, out, pretrained=start, data__online=True))

@@ -37,8 +37,8 @@ def compiled(*names: str) -> list[dict[str, Any]]:
     """What ``bench aot`` finds out about small kernels on sm_90."""
     code = f"""
 import json
-from bench.aot import compile_all
-from tests.bench_kernels import LAUNCHING
+from bench.commands.aot import compile_all
+from tests.support.benches.bench_kernels import LAUNCHING
 rows = compile_all([LAUNCHING[name] for name in {names!r}], [90])
 wanted = ("problems", "load_bits", "store_bits", "must_be_wide", "spill_bytes")
 print(json.dumps([{{name: getattr(row, name) for name in wanted}} for row in rows]))
@@ -68,9 +68,9 @@ def test_aot_sees_spills_and_narrow_accesses_and_nothing_else() -> None:
 def test_aot_specialises_arguments_as_the_launcher_does() -> None:
     code = """
 import torch
-from bench.aot import specialise
+from bench.commands.aot import specialise
 from fastdiff_kernels.launch import Launch
-from tests.bench_kernels import square_kernel
+from tests.support.benches.bench_kernels import square_kernel
 def show(x, count, factor, **options):
     source, chosen = specialise(Launch(square_kernel, (1,), (x, x, count, factor), options), 90)
     aligned = [path[0] for path, attribute in source.attrs.items() if attribute]
@@ -112,9 +112,9 @@ def test_every_kernel_compiles_in_every_dtype(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from bench import aot
+from bench.commands import aot
 from bench.cases import KERNELS, cases
-from bench.record import Log
+from bench.records.record import Log
 first = {{}}
 for case in cases(KERNELS):
     first.setdefault((case.op, case.dtype), case)
@@ -157,9 +157,9 @@ def test_a_spill_is_a_failure_in_the_record_and_of_the_run(tmp_path: Path) -> No
     code = f"""
 import sys
 from pathlib import Path
-from bench import aot
-from bench.record import Log
-from tests.bench_kernels import LAUNCHING
+from bench.commands import aot
+from bench.records.record import Log
+from tests.support.benches.bench_kernels import LAUNCHING
 with Log(Path({str(tmp_path)!r}) / "aot.jsonl") as log:
     sys.exit(aot.main([LAUNCHING["spills"]], [90], log))
 """

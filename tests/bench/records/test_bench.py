@@ -69,7 +69,7 @@ def test_the_command_without_the_benchmarks_says_where_they_are(tmp_path: Path) 
     code = """
 import pathlib, sys
 sys.path = [path for path in sys.path if not pathlib.Path(path, "bench").is_dir()]
-from fastdiff.commands import main
+from fastdiff.cli.main import main
 sys.exit(main(["bench", "op"]))
 """
     done = subprocess.run(
