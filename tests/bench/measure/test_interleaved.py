@@ -192,7 +192,7 @@ def test_nothing_is_left_behind() -> None:
     """Not in the system's folder, and no semaphore that the system keeps and the tracker warns of in the end."""
     script = (
         "from bench.measure.interleaved import Contestant, Effort, race\n"
-        "from tests import racing\n"
+        "from tests.support.benches import racing\n"
         "if __name__ == '__main__':\n"
         "    found = race([Contestant('a', racing.leaving)], Effort(2, 1, 1), device='cpu')\n"
         "    print(found['a'].facts['folder'], found['a'].failure)\n"
