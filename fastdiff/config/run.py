@@ -111,7 +111,7 @@ class OptimConfig:
     schedule: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
         "constant"
     )
-    """Learning-rate schedule of transformers.get_scheduler, counted in optimizer steps."""
+    """Learning-rate schedule of diffusers.optimization.get_scheduler, counted in optimizer steps."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
 

@@ -83,8 +83,8 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def build_lr_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, steps: int) -> LambdaLR:
-    """Return the schedule of ``transformers.get_scheduler`` over ``steps`` applied optimizer steps."""
-    from transformers import get_scheduler  # takes seconds
+    """Return the schedule of ``diffusers.optimization.get_scheduler`` over ``steps`` applied optimizer steps."""
+    from diffusers.optimization import get_scheduler  # transformers has equal ones, and takes seconds to import
 
     schedule = get_scheduler(config.schedule, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps)
     if not isinstance(schedule, LambdaLR):
