@@ -29,6 +29,7 @@ from bench.records.fingerprint import ROOT
 from bench.records.number_format import number
 from bench.records.record import Better, Failure, Log, Measurement
 from bench.records.tables import table
+from fastdiff.config.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.evaluation.digits import evaluate_run, evaluation_labels
 from fastdiff.parallel.world import free_port
@@ -116,8 +117,8 @@ def outcome(flags: Sequence[str], data: Path, folder: Path) -> Outcome:
     run = Run(folder)
     measured = evaluate_run(run)
     # Those that were measured first: an image depends on its seed, its number and its class.
-    cfg = run.family.usual_guidance
-    images = run.draw(evaluation_labels(1), scheduler="dpmsolver++", steps=20, cfg=cfg, seed=0, progress=False)
+    sampler = SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=run.family.usual_guidance)
+    images = run.draw(evaluation_labels(1), sampler, progress=False)
     return Outcome(
         run.step, training_seconds(folder / "metrics.jsonl"), measured["accuracy"], measured["frechet_distance"], images
     )

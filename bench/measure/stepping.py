@@ -169,7 +169,7 @@ def _marked(subject: Subject, result: Result) -> Iterator[Measurement]:
 
 def flops_per_sample(config: RunConfig) -> float:
     """Operations of a training step on one sample, without what is recomputed."""
-    return training_flops(config.model, dream=config.objective.dream)
+    return training_flops(config.model, dream=config.objective.takes_two_passes)
 
 
 def _row(

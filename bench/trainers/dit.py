@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.measure.session import Fact, Turn
 from bench.measure.workload import Subject
 from bench.trainers.plain_network import compiled, network
-from bench.trainers.plain_torch import Noise, Samples, train
+from bench.trainers.plain_torch import Noise, Samples, of_steps, train
 from bench.trainers.published import Published
 from fastdiff.batch import Condition
 from fastdiff.config.networks.dit import DiTConfig
@@ -34,7 +34,7 @@ def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
     assert isinstance(config.model, DiTConfig)
     dropout, null = config.objective.condition_dropout, config.model.classes
     samples = Samples(data, config.batch.samples, dropout, null, turn.device)
-    train(turn, Dit(config, turn.device, best=best), samples, config.objective.timesteps)
+    train(turn, Dit(config, turn.device, best=best), samples, of_steps(config.objective).timesteps)
 
 
 class Dit:
@@ -48,10 +48,11 @@ class Dit:
 
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
         self._best, self._rate = best, config.ema.rates[0]
-        self._noise = Noise(config.objective, device)
+        objective = of_steps(config.objective)
+        self._noise = Noise(objective, device)
         # What their script cannot train (v, a fixed variance, another schedule) is computed as everybody else's.
-        published = not best and Published.trains(config.objective)
-        self._published = Published(config.objective) if published else None
+        published = not best and Published.trains(objective)
+        self._published = Published(objective) if published else None
         self.model = network(config, device, best=best)
         self._average = deepcopy(self.model).requires_grad_(False).eval()
         precision = config.performance.precision if best else "fp32"

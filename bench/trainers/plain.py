@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from bench.measure.session import Fact, Turn
 from bench.measure.workload import Subject
 from bench.trainers.plain_network import compiled, network, predict
-from bench.trainers.plain_torch import Noise, Samples, train
+from bench.trainers.plain_torch import Noise, Samples, of_steps, train
 from fastdiff.batch import Condition
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.run import RunConfig
@@ -29,7 +29,7 @@ def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
     config = subject.config(data, data)
     null = config.model.classes if isinstance(config.model, DiTConfig) else None
     samples = Samples(data, config.batch.samples, config.objective.condition_dropout, null, turn.device)
-    train(turn, Plain(config, turn.device, best=best), samples, config.objective.timesteps)
+    train(turn, Plain(config, turn.device, best=best), samples, of_steps(config.objective).timesteps)
 
 
 class Plain:
@@ -43,7 +43,7 @@ class Plain:
 
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
         self._config, self._best = config, best
-        self._noise = Noise(config.objective, device)
+        self._noise = Noise(of_steps(config.objective), device)
         self.model = network(config, device, best=best)
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.performance.precision == "bf16")
         optim, rate = config.optim, config.ema.rates[0]

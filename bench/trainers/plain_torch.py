@@ -16,10 +16,11 @@ from bench import BenchError
 from bench.measure.session import Fact, Turn
 from bench.trainers import bound
 from fastdiff.batch import Condition
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.diffusion.ddpm import Ddpm
+from fastdiff.diffusion.levels import ALPHA, SIGMA
 from fastdiff.diffusion.schedules import Schedule
 
 FLAGS = ("precision", "tf32", "compile", "channels_last", "attention", "fused", "foreach", "data")
@@ -30,9 +31,9 @@ _NONE = ("noise_offset", "multires_noise_iterations", "input_perturbation", "dre
 """Of an objective: what no peer has."""
 
 
-def untrained(objective: DiffusionConfig, timesteps: TimestepConfig) -> list[str]:
+def untrained(objective: ObjectiveConfig, timesteps: TimestepConfig) -> list[str]:
     """Options of a run that ``Noise`` and ``train`` have not, as flags; empty: they train it."""
-    if objective.process != "ddpm":
+    if not isinstance(objective, DdpmConfig):
         return [f"--objective.process {objective.process}"]
     learned = objective.learns_variance
     known = {
@@ -47,6 +48,17 @@ def untrained(objective: DiffusionConfig, timesteps: TimestepConfig) -> list[str
     if density != "uniform":
         flags.append(f"--timesteps.density {density}")
     return flags + (["--timesteps.stratified"] if timesteps.stratified else [])
+
+
+def of_steps(objective: ObjectiveConfig) -> DdpmConfig:
+    """The objective of a run that peers train: it has discrete steps.
+
+    Raises:
+        BenchError: it has not.
+    """
+    if not isinstance(objective, DdpmConfig):
+        raise BenchError(f"--objective.process {objective.process}: the peers do not train this")
+    return objective
 
 
 class Peer(Protocol):
@@ -91,12 +103,12 @@ class Noise:
         BenchError: an objective that is not among these.
     """
 
-    def __init__(self, config: DiffusionConfig, device: torch.device) -> None:
+    def __init__(self, config: DdpmConfig, device: torch.device) -> None:
         if flags := untrained(config, TimestepConfig()):
             raise BenchError(f"{', '.join(flags)}: the peers do not train this")
         self._predicted = config.predicted
         process = Ddpm(config, device)
-        self._alpha, self._sigma, _, _ = (column.contiguous() for column in process.table.unbind(1))
+        self._alpha, self._sigma = (process.table[:, column].contiguous() for column in (ALPHA, SIGMA))
         self._weights = None if config.weighted == "none" else process.weights
         self._bound = _Bound(config, device) if config.learns_variance else None
 
@@ -133,7 +145,7 @@ class Noise:
 class _Bound:
     """Of a variance between the posterior's and beta, with a mean that follows from the predicted noise."""
 
-    def __init__(self, config: DiffusionConfig, device: torch.device) -> None:
+    def __init__(self, config: DdpmConfig, device: torch.device) -> None:
         tables = Schedule.build(config, "cpu", torch.float64)
         columns = (
             tables.posterior_clean * tables.sigma / tables.alpha,

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from bench.trainers import bound
 from bench.trainers.plain_torch import log_posterior_variance
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.diffusion.schedules import Schedule
 
 
 class Published:
     """What ``plain_torch.Noise`` is to the others, for an objective that it ``trains``."""
 
-    def __init__(self, config: DiffusionConfig) -> None:
+    def __init__(self, config: DdpmConfig) -> None:
         exact = Schedule.build(config, "cpu", torch.float64)
         tables = {
             "alpha": exact.alpha,
@@ -39,7 +39,7 @@ class Published:
         self._numbers = list(range(config.timesteps))
 
     @staticmethod
-    def trains(config: DiffusionConfig) -> bool:
+    def trains(config: DdpmConfig) -> bool:
         """Whether their script has this objective, for a run whose noise is plain."""
         noise = config.schedule, config.timesteps, config.zero_terminal_snr
         loss = config.predicted, config.variance, config.loss, config.weighted

@@ -24,10 +24,10 @@ from bench.measure.session import Fact, Turn
 from bench.measure.workload import Subject
 from bench.trainers import images, text_encoders
 from bench.trainers.plain_network import compiled, network
-from bench.trainers.plain_torch import Samples, train, untrained
+from bench.trainers.plain_torch import Samples, of_steps, train, untrained
 from fastdiff.batch import Condition
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.objective import PREDICTION_TYPES, DiffusionConfig
+from fastdiff.config.objective import PREDICTION_TYPES, ObjectiveConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.diffusion.levels import GAMMA
@@ -46,10 +46,10 @@ def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
     peer = TextToImage(config, turn.device, best=best)
     batch = config.batch.samples
     samples = Samples(data, batch, 0.0, None, turn.device) if best else Online(turn, peer.accelerator, config, data)
-    train(turn, peer, samples, config.objective.timesteps)
+    train(turn, peer, samples, of_steps(config.objective).timesteps)
 
 
-def not_in_script(objective: DiffusionConfig, timesteps: TimestepConfig) -> list[str]:
+def not_in_script(objective: ObjectiveConfig, timesteps: TimestepConfig) -> list[str]:
     """Options of a run that the script has not, as flags; empty: it trains it."""
     flags = untrained(objective, timesteps)
     if objective.weighted not in ("none", "min_snr"):
@@ -72,7 +72,7 @@ class TextToImage:
         from diffusers.training_utils import EMAModel
 
         assert isinstance(config.model, UNetConfig)
-        self._clip, self._batch, objective = config.optim.clip, config.batch.samples, config.objective
+        self._clip, self._batch, objective = config.optim.clip, config.batch.samples, of_steps(config.objective)
         precision = config.performance.precision
         self.accelerator: Any = Accelerator(
             cpu=device.type == "cpu", mixed_precision={"fp32": "no"}.get(precision, precision)

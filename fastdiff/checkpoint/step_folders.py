@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from fastdiff.checkpoint.manifest import MANIFEST, digest_of
 from fastdiff.checkpoint.staging import HostCopy, Share
 from fastdiff.errors import StorageError
 from fastdiff.files import fsync, make_folders, no_space, write_file
-from fastdiff.parallel.world import World, attempt
+from fastdiff.parallel.world import World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,7 @@ class StepFolders:
         Raises:
             StorageError: on every rank, if the host of any has no memory for the copy.
         """
-        share, error = attempt(lambda: self._copy.take(tensors, starts, dtype))
-        world.agree(error)
-        assert share is not None
+        share = world.together(lambda: self._copy.take(tensors, starts, dtype))
         return Draft(step, share, manifest)
 
     def commit(self, draft: Draft) -> Path:
@@ -94,9 +94,8 @@ class StepFolders:
         world.on_first(lambda: self._make(temporary))
         self._or_drop(lambda: self._check_space(share.bytes))
         name = f"rank-{world.rank:05d}.safetensors"
-        entry, error = attempt(lambda: write_file(temporary / name, share.parts))
+        entry = self._or_drop(lambda: world.together(lambda: write_file(temporary / name, share.parts)))
         files = dict(world.gather((name, entry)))
-        self._or_drop(lambda: world.agree(error))
         self._or_drop(lambda: world.on_first(lambda: _publish(temporary, final, draft.manifest | {"files": files})))
         with suppress(StorageError):  # what was in the way; the next commit tries again
             world.on_first(self.drop_leftovers)
@@ -126,10 +125,10 @@ class StepFolders:
             error.everywhere = True
             raise error
 
-    def _or_drop(self, action: Callable[[], None]) -> None:
+    def _or_drop(self, action: Callable[[], T]) -> T:
         """Run ``action``; if it fails, which it does on all ranks, remove what was written."""
         try:
-            action()
+            return action()
         except StorageError:
             with suppress(StorageError):  # the first one is the cause
                 self._world.on_first(self.drop_leftovers)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastdiff.config.argument_types import Subcommands, add_averages, classes, count, finite
+from fastdiff.config.sampler import SamplerConfig
 from fastdiff.errors import ConfigError
 
-if TYPE_CHECKING:
-    from fastdiff.sampling.run import Drawing
-
+_USUAL = SamplerConfig()
 _OF_SETS = "num", "low_res", "batch", "precision", "autoencoder"
 
 
@@ -31,7 +29,7 @@ def add(commands: Subcommands) -> None:
     sample.add_argument(
         "--step", type=count, default=None, metavar="N", help="checkpoint of this step; default: the newest"
     )
-    sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument("--seed", type=int, default=_USUAL.seed)
     where = sample.add_mutually_exclusive_group()
     where.add_argument("--grid", type=Path, default=None, metavar="PNG", help="picture to write; default: grid.png")
     where.add_argument(
@@ -42,9 +40,9 @@ def add(commands: Subcommands) -> None:
 
 
 def _add_solver(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scheduler", default="ddim", help="ddim, dpmsolver++ or ddpm")
+    parser.add_argument("--scheduler", default=_USUAL.scheduler, help="ddim, dpmsolver++ or ddpm")
     levels = parser.add_mutually_exclusive_group()
-    levels.add_argument("--steps", type=count, default=50, help="denoising steps, evenly spaced")
+    levels.add_argument("--steps", type=count, default=_USUAL.steps, help="denoising steps, evenly spaced")
     levels.add_argument(
         "--respacing", default=None, metavar="TEXT", help="steps as in improved-diffusion: 250, 10,15,20 or ddim50"
     )
@@ -108,10 +106,10 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def _sample(arguments: argparse.Namespace) -> None:
-    from fastdiff.sampling.run import Drawing, Run
+    from fastdiff.sampling.run import Run
 
     _check(arguments)
-    drawing = Drawing(
+    sampler = SamplerConfig(
         scheduler=arguments.scheduler,
         steps=arguments.steps,
         respacing=arguments.respacing,
@@ -121,7 +119,7 @@ def _sample(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     if arguments.npz is not None:
-        _draw_set(arguments, drawing)
+        _draw_set(arguments, sampler)
         return
     run = Run(arguments.folder, ema=arguments.ema, ema_std=arguments.ema_std, step=arguments.step)
     grid = arguments.grid or Path("grid.png")
@@ -131,10 +129,10 @@ def _sample(arguments: argparse.Namespace) -> None:
             arguments.prompt,
             negative=arguments.negative_prompt,
             per_prompt=arguments.per_prompt or 4,
-            drawing=drawing,
+            sampler=sampler,
         )
     else:
-        run.draw_classes(grid, arguments.classes, per_class=arguments.per_class or 8, drawing=drawing)
+        run.draw_classes(grid, arguments.classes, per_class=arguments.per_class or 8, sampler=sampler)
     print(f"{grid}: {run.description}")
 
 
@@ -154,7 +152,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--npz: say with --num, --per-class, --prompt or --low-res how many images to draw")
 
 
-def _draw_set(arguments: argparse.Namespace, drawing: Drawing) -> None:
+def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig) -> None:
     from fastdiff.data.encoding.options import Rank
     from fastdiff.sampling.conditions import Wish
     from fastdiff.sampling.run import Run
@@ -179,4 +177,4 @@ def _draw_set(arguments: argparse.Namespace, drawing: Drawing) -> None:
     )
     names = "batch", "precision", "autoencoder"
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    draw_set(run, wish, drawing, SetOptions(out=arguments.npz, **given), rank)
+    draw_set(run, wish, sampler, SetOptions(out=arguments.npz, **given), rank)

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from typing import NoReturn
 
@@ -19,6 +20,7 @@ from fastdiff import sanitize
 from fastdiff.config import config_file
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
+from fastdiff.config.objective import DEFAULTS, PROCESSES, Process, without_defaults_of_others
 from fastdiff.config.presets import PRESETS, preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
@@ -29,8 +31,8 @@ from fastdiff.exit_message import on_first_node, say_once
 def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
     """Return what the command line of ``train.py`` asks for.
 
-    A small pre-pass takes what the ``deepspeed`` launcher adds and what chooses the defaults; tyro takes the rest:
-    preset < ``--config`` file < flags.
+    A small pre-pass takes what the ``deepspeed`` launcher adds and what chooses the defaults, among them the process of
+    the objective, which decides its type; tyro takes the rest: preset < ``--config`` file < flags.
 
     Raises:
         ConfigError: unknown preset, unreadable file, inconsistent values.
@@ -42,6 +44,9 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
     default = preset(own.preset) if own.preset else RunConfig()
     if own.config:
         default = config_file.overlay(default, own.config)
+    if own.process:
+        default = config_file.with_process(default, own.process)
+    rest = _without_other_processes(rest, default.objective.process)
     config = _parse_fields(default, rest, _description(own.preset))
     if not config.output.folder:
         raise ConfigError("--output.folder is missing: a run without a preset needs a folder, for example runs/first")
@@ -125,6 +130,7 @@ def _pre_parser() -> argparse.ArgumentParser:
         default=[],
         help="accept that this field differs from the run that is continued",
     )
+    parser.add_argument("--objective.process", dest="process", choices=tuple(PROCESSES), help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument(
         "--hang-timeout",
@@ -136,6 +142,29 @@ def _pre_parser() -> argparse.ArgumentParser:
     parser.add_argument("--deepspeed", nargs="?", const=True, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
+
+
+def _without_other_processes(flags: Sequence[str], process: Process) -> list[str]:
+    """The flags without those of other processes, which may say no more than their defaults: tyro does not know them.
+
+    Raises:
+        ConfigError: one says more.
+    """
+    parser = _QuietParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    own = {field.name for field in fields(PROCESSES[process])}
+    for name, value in DEFAULTS.items():
+        if name in own:
+            continue
+        for written in {name, name.replace("_", "-")}:
+            if isinstance(value, bool):
+                parser.add_argument(f"--objective.{written}", action="store_true", dest=name)
+                for no in ("no_", "no-"):
+                    parser.add_argument(f"--objective.{no}{written}", action="store_false", dest=name)
+            else:
+                parser.add_argument(f"--objective.{written}", type=type(value), dest=name)
+    given, rest = parser.parse_known_args(list(flags))
+    without_defaults_of_others(process, vars(given))
+    return rest
 
 
 def _seconds(text: str) -> float:

@@ -13,6 +13,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from fastdiff.config.networks.registry import network_called
+from fastdiff.config.objective import PROCESSES, Process, in_process, without_defaults_of_others
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
@@ -53,34 +54,60 @@ def overlay(base: RunConfig, path: str) -> RunConfig:
         given = given["config"]
     if not isinstance(given, dict):
         raise ConfigError(f"--config {path}: expected a mapping of fields, found {type(given).__name__}")
-    return _lay_over(base, given, f"--config {path}")
+    return lay_over(base, given, f"--config {path}")
 
 
 def from_mapping(fields: dict[str, Any], source: str) -> RunConfig:
     """Return the configuration that a checkpoint's manifest records; ``source`` names it in errors."""
-    return _lay_over(RunConfig(), fields, source)
+    return lay_over(RunConfig(), fields, source)
 
 
 def with_kind(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
-    """Return ``base`` with the defaults of the kind of network that is given, if that is another one.
+    """Return ``base`` with the kind of network and the process that are given, if they are others.
+
+    Another network has its defaults; of another process see ``with_process``.
 
     Raises:
-        ConfigError: there is no such network; ``source`` is where it was asked for.
+        ConfigError: there is no such network or process; ``source`` is where it was asked for.
     """
-    model = given.get("model")
+    model, objective = given.get("model"), given.get("objective")
     kind = model.get("kind", base.model.kind) if isinstance(model, dict) else base.model.kind
-    return base if kind == base.model.kind else replace(base, model=network_called(kind, source)())
+    if kind != base.model.kind:
+        base = replace(base, model=network_called(kind, source)())
+    process = base.objective.process
+    if isinstance(objective, dict):
+        process = objective.get("process", process)
+    if not isinstance(process, str) or process not in PROCESSES:
+        raise ConfigError(f"{source}: objective.process: expected {', '.join(PROCESSES)}, given {process!r}")
+    return with_process(base, process)
 
 
-def _lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
+def with_process(base: RunConfig, process: Process) -> RunConfig:
+    """Return ``base`` with this process, and the defaults of what that process cannot have."""
+    if process == base.objective.process:
+        return base
+    objective = in_process(base.objective, process)
+    return replace(base, objective=objective, timesteps=base.timesteps.in_process(objective))
+
+
+def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
+    """Return ``base`` with the ``given`` fields; ``source`` names them in errors.
+
+    Raises:
+        ConfigError: an unknown field (with the nearest name), a wrong type, or a value that does not go with others.
+    """
     base = with_kind(base, given, source)
+    if isinstance(objective := given.get("objective"), dict):
+        given = given | {"objective": without_defaults_of_others(base.objective.process, objective)}
     merged = _merge(asdict(base), given, source)
     try:
         return TypeAdapter(RunConfig).validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         place = [str(part) for part in first["loc"]]
-        field = ".".join([*place[:1], *place[2:]] if place[:2] == ["model", base.model.kind] else place)
+        # Of a union also the name by which its types are told apart is in the place.
+        named = place[:2] in (["model", base.model.kind], ["objective", base.objective.process])
+        field = ".".join([*place[:1], *place[2:]] if named else place)
         raise ConfigError(f"{source}: {field}: {first['msg']}, given {first['input']!r}") from None
 
 

@@ -15,7 +15,7 @@ from fastdiff.config.divergence import DivergenceConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig, networks
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff_kernels.names import BACKENDS, OPS, AttentionBackend, Backend
@@ -254,7 +254,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=DiTConfig)
     pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    objective: DiffusionConfig = field(default_factory=DiffusionConfig)
+    objective: ObjectiveConfig = field(default_factory=DdpmConfig)
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -292,13 +292,13 @@ class RunConfig:
 
     def _check_sampling(self, flag: str, steps: int, without: str) -> None:
         """Refuse now what would otherwise fail at the first images, hours later."""
-        objective = self.objective
+        most = self.objective.timesteps if isinstance(self.objective, DdpmConfig) else math.inf
         require(
-            objective.process != "ddpm" or steps <= objective.timesteps,
-            f"{flag} {steps}: at most --objective.timesteps {objective.timesteps}",
+            steps <= most,
+            f"{flag} {steps}: at most --objective.timesteps {most}",
         )
         require(
-            not objective.ends_in_noise or objective.predicted != "epsilon" or self._follows_pipeline(),
+            self.objective.tells_x0 or self._follows_pipeline(),
             "no image can be drawn from pure noise by predicting it: with --objective.zero_terminal_snr, or schedule "
             f"jsd, use --objective.prediction v or x0, or draw none with {without}",
         )
@@ -311,8 +311,8 @@ class RunConfig:
         self.timesteps.check(self.objective)
         require(
             self.model.learn_sigma or not self.objective.learns_variance,
-            f"--objective.variance {self.objective.variance} needs a model with twice the output channels: a DiT or an "
-            "ADM UNet with --model.learn_sigma",
+            f"--objective.variance {self.objective.step_variance} needs a model with twice the output channels: a DiT "
+            "or an ADM UNet with --model.learn_sigma",
         )
         require(
             not self.objective.low_res_noise or self.model.low_res_size > 0,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
-from fastdiff.config.objective import DiffusionConfig, Process, set_back
+from fastdiff.config.objective import DdpmConfig, FlowConfig, ObjectiveConfig, Process
 from fastdiff.errors import require
 
 Density = Literal["uniform", "logit_normal", "mode", "cosmap", "log_normal", "earlier", "later", "range", "importance"]
@@ -20,6 +20,7 @@ DENSITIES: dict[Process, tuple[Density, ...]] = {
 
 _DRAWN: dict[Process, str] = {"ddpm": "discrete timesteps", "flow": "a time from 0 to 1", "edm": "sigma"}
 
+_NORMAL: tuple[Density, ...] = ("logit_normal", "log_normal")
 _BIASED: tuple[Density, ...] = ("earlier", "later", "range")
 
 _OF_DENSITY: dict[str, tuple[Density, ...]] = {
@@ -70,7 +71,7 @@ class TimestepConfig:
             f"--timesteps.mean {self.mean}: from -20 to 20, because levels beyond are all data or all noise",
         )
         require(
-            (self.mean is None and self.std is None) or self.density in ("auto", "logit_normal", "log_normal"),
+            (self.mean is None and self.std is None) or self.density in ("auto", *_NORMAL),
             f"--timesteps.mean and --timesteps.std with --timesteps.density {self.density}: they belong to "
             "logit_normal and log_normal; set both to None, their default",
         )
@@ -84,7 +85,7 @@ class TimestepConfig:
             f"--timesteps.bias_begin {self.bias_begin} and --timesteps.bias_end {self.bias_end}: 0 or above, and the "
             "begin below the end",
         )
-        back = set_back(self, "timesteps")
+        back = self._set_back()
         for name, densities in _OF_DENSITY.items():
             require(
                 self.density in densities or name not in back,
@@ -97,7 +98,7 @@ class TimestepConfig:
             "multiplier to 2 to draw the biased ones twice as often, or the density to uniform",
         )
 
-    def of(self, objective: DiffusionConfig) -> Density:
+    def of(self, objective: ObjectiveConfig) -> Density:
         """The density for this objective."""
         return DENSITIES[objective.process][0] if self.density == "auto" else self.density
 
@@ -108,7 +109,7 @@ class TimestepConfig:
             return range(self.bias_begin, timesteps if self.bias_end is None else self.bias_end)
         return range(count) if self.density == "earlier" else range(timesteps - count, timesteps)
 
-    def check(self, objective: DiffusionConfig) -> None:
+    def check(self, objective: ObjectiveConfig) -> None:
         """Refuse what does not go with ``objective``.
 
         Raises:
@@ -121,17 +122,26 @@ class TimestepConfig:
             f"has {_DRAWN[objective.process]}; use {', '.join(known)}",
         )
         require(
-            (self.mean is None and self.std is None) or self.of(objective) in ("logit_normal", "log_normal"),
+            (self.mean is None and self.std is None) or self.of(objective) in _NORMAL,
             f"--timesteps.mean and --timesteps.std with --objective.process {objective.process}: use "
             "--timesteps.density logit_normal",
         )
         require(
-            self.shift == 1.0 or objective.process == "flow",
+            self.shift == 1.0 or isinstance(objective, FlowConfig),
             f"--timesteps.shift {self.shift} is for --objective.process flow, given {objective.process}; set "
             "--timesteps.shift 1, its default",
         )
-        if self.density in _BIASED:
+        if isinstance(objective, DdpmConfig) and self.density in _BIASED:
             self._check_bias(objective.timesteps)
+
+    def in_process(self, objective: ObjectiveConfig) -> TimestepConfig:
+        """These timesteps with the defaults of what the process of ``objective`` cannot have."""
+        changes: dict[str, Any] = {} if isinstance(objective, FlowConfig) else {"shift": 1.0}
+        if self.density not in ("auto", *DENSITIES[objective.process]):
+            return replace(TimestepConfig(), stratified=self.stratified)
+        if self.of(objective) not in _NORMAL:
+            changes |= {"mean": None, "std": None}
+        return replace(self, **changes)
 
     def _check_bias(self, timesteps: int) -> None:
         biased = self.biased(timesteps)
@@ -145,6 +155,11 @@ class TimestepConfig:
             f"--timesteps.bias_portion {self.bias_portion} of --objective.timesteps {timesteps} is less than one "
             f"timestep; at least {1 / timesteps:g}",
         )
+
+    def _set_back(self) -> dict[str, str]:
+        """The flags that undo what a preset, a file or another flag has changed, by field."""
+        changed = [field for field in fields(self) if getattr(self, field.name) != field.default]
+        return {field.name: f"--timesteps.{field.name} {field.default}" for field in changed}
 
     def _drawn(self) -> str:
         """What the density is over."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DiffusionConfig, Prediction
-from fastdiff.diffusion.levels import Levels, snr_weights
+from fastdiff.config.objective import DdpmConfig, Prediction
+from fastdiff.diffusion.levels import Levels, rows, snr_weights
 from fastdiff.diffusion.schedules import Schedule
 from fastdiff_kernels.noising import uniform_time
 
@@ -25,18 +25,18 @@ class Ddpm:
         ConfigError: a schedule that does not exist.
     """
 
-    def __init__(self, config: DiffusionConfig, device: torch.device | str) -> None:
+    def __init__(self, config: DdpmConfig, device: torch.device | str) -> None:
         schedule = Schedule.build(config, "cpu", torch.float64)
-        rows = coefficients(schedule, config.predicted)
+        table = coefficients(schedule, config.predicted)
         kind = config.weighted
         weights = torch.ones_like(schedule.snr)
         if kind != "none":
             gamma = config.p2_gamma if kind == "p2" else config.min_snr_gamma
-            weights = snr_weights(kind, rows, schedule.snr, gamma)
+            weights = snr_weights(kind, table, schedule.snr, gamma)
         self._config = config
-        depth = torch.arange(len(rows), dtype=torch.float64) / len(rows)
+        depth = torch.arange(len(table), dtype=torch.float64) / len(table)
         self.table, self.weights, self.log_snr, self.depth = (
-            table.to(device=device, dtype=torch.float32) for table in (rows, weights, schedule.snr.log(), depth)
+            values.to(device=device, dtype=torch.float32) for values in (table, weights, schedule.snr.log(), depth)
         )
 
     def draw(self, share: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Ddpm:
         return Levels(told(self._config, native), native, self.table, self.weights, self.log_snr, self.depth)
 
 
-def told(config: DiffusionConfig, timestep: Tensor) -> Tensor:
+def told(config: DdpmConfig, timestep: Tensor) -> Tensor:
     """What the model is told of ``[B]`` int64 timesteps: these, or fp32 numbers on the scale of a thousand steps."""
     return timestep.float() * (_USUAL_STEPS / config.timesteps) if config.rescale_timesteps else timestep
 
@@ -72,4 +72,5 @@ def coefficients(schedule: Schedule, prediction: Prediction) -> Tensor:
             schedule.posterior_noisy * sigma,
         ),
     }
-    return torch.stack([alpha, sigma, *targets[prediction]], dim=1)
+    target_x0, target_noise = targets[prediction]
+    return rows(alpha=alpha, sigma=sigma, target_x0=target_x0, target_noise=target_noise)

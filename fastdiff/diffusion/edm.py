@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import EdmConfig
 from fastdiff.diffusion.densities import log_normal
-from fastdiff.diffusion.levels import Levels, snr_weights
+from fastdiff.diffusion.levels import Levels, rows, snr_weights
 
 _LOG_MEAN, _LOG_STD = -1.2, 1.2
 """P_mean and P_std of ln sigma in training (table 1)."""
@@ -26,7 +26,7 @@ class Edm:
         std: their standard deviation; likewise.
     """
 
-    def __init__(self, config: DiffusionConfig, mean: float | None = None, std: float | None = None) -> None:
+    def __init__(self, config: EdmConfig, mean: float | None = None, std: float | None = None) -> None:
         self._mean = _LOG_MEAN if mean is None else mean
         self._std = _LOG_STD if std is None else std
         self._data = config.sigma_data
@@ -41,8 +41,8 @@ class Edm:
         sigma, data, logs = native, self._data, native.log()
         scale = 1.0 / torch.hypot(sigma, torch.full_like(sigma, data))  # c_in; the squares may be infinite
         # (1 - c_skip) / c_out and -c_skip sigma / c_out, without the cancellation.
-        target = sigma * scale / data, -data * scale
-        table = torch.stack([scale, sigma * scale, *target], dim=1)
+        target_x0, target_noise = sigma * scale / data, -data * scale
+        table = rows(alpha=scale, sigma=sigma * scale, target_x0=target_x0, target_noise=target_noise)
         weights = torch.ones_like(sigma)
         if self._weighting != "none":
             # Crowson et al. 2024 (arXiv:2401.11605), section 3.4: the SNR of latents that are not of variance 1.

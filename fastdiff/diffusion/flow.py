@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DiffusionConfig, FlowPath
-from fastdiff.diffusion.levels import Levels, noise_per_error, snr_weights
+from fastdiff.config.objective import FlowConfig, FlowPath
+from fastdiff.diffusion.levels import ALPHA, SIGMA, Levels, noise_per_error, rows, snr_weights
 
 TIME_SCALE = 1000.0
 """The model is told 1000 t, as in Stable Diffusion 3: its embedding of time is made for numbers up to 1000."""
@@ -34,7 +34,7 @@ class Flow:
     score is predicted. With ``sigma_sqrt`` t begins at 1e-3, the smallest of the 1000 levels of Stable Diffusion 3,
     because the mean of sigma^-2 over (0, 1) is infinite."""
 
-    def __init__(self, config: DiffusionConfig) -> None:
+    def __init__(self, config: FlowConfig) -> None:
         self._path, self._prediction = config.path, config.predicted
         self._weighting, self._gamma = config.weighted, config.min_snr_gamma
         if config.path == "vp":
@@ -54,10 +54,10 @@ class Flow:
         alpha, sigma, alpha_slope, sigma_slope = interpolant(self._path, native)
         zero, one = torch.zeros_like(native), torch.ones_like(native)
         if self._prediction == "flow":
-            target = alpha_slope, sigma_slope
+            target_x0, target_noise = alpha_slope, sigma_slope
         else:
-            target = zero, (one if self._prediction == "epsilon" else -1.0 / sigma)
-        table = torch.stack([alpha, sigma, *target], dim=1)
+            target_x0, target_noise = zero, (one if self._prediction == "epsilon" else -1.0 / sigma)
+        table = rows(alpha=alpha, sigma=sigma, target_x0=target_x0, target_noise=target_noise)
         log_snr = 2.0 * (alpha.log() - sigma.log())
         # Of sigma = 0 the SNR is infinite, and min_snr and soft_min_snr are 0, as they should.
         weights = self._weights(table, (alpha / sigma) ** 2, sigma * alpha_slope - alpha * sigma_slope)
@@ -76,7 +76,7 @@ class Flow:
             snr: ``[B]``, inf without noise.
             turn: ``[B]``, sigma alpha' - alpha sigma' = -alpha g / sigma.
         """
-        alpha, sigma = table[:, 0], table[:, 1]
+        alpha, sigma = table[:, ALPHA], table[:, SIGMA]
         match self._weighting:
             case "none":
                 return noise_per_error(table) if self._prediction == "score" else torch.ones_like(sigma)

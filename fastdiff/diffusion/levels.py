@@ -3,7 +3,7 @@
 A row is ``(alpha, sigma, a, b)``: the model sees ``alpha * x0 + sigma * noise``, and the target is ``a * x0 + b *
 noise``. What an error of the prediction means for x0 or for the noise follows from the row alone: with the input known
 exactly, ``x0 error = sigma / (a * sigma - b * alpha) * error`` and ``noise error = -alpha / (a * sigma - b * alpha) *
-error``.
+error``. ``ALPHA``, ``SIGMA``, ``TARGET_X0`` (a) and ``TARGET_NOISE`` (b) name the columns.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ SnrWeighting = Literal["none", "min_snr", "soft_min_snr", "p2", "debiased", "snr
 GAMMA = {"min_snr": 5.0, "soft_min_snr": 5.0, "p2": 1.0}
 """Parameter of each weighting that has one, where none is given."""
 
+ALPHA, SIGMA, TARGET_X0, TARGET_NOISE = range(4)
+"""Columns of a table of rows, in the order in which the kernels read them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Levels:
@@ -31,7 +34,7 @@ class Levels:
     row: Tensor
     """``[B]`` int64: row of each sample in the tables."""
     table: Tensor
-    """``[R, 4]`` fp32 rows (alpha, sigma, a, b)."""
+    """``[R, 4]`` fp32 rows; ``ALPHA``, ``SIGMA``, ``TARGET_X0`` and ``TARGET_NOISE`` are the columns."""
     weights: Tensor
     """``[R]`` fp32 weight of the squared error of the prediction."""
     log_snr: Tensor
@@ -39,6 +42,10 @@ class Levels:
     the same noise in every process; -inf for pure noise, inf without any."""
     depth: Tensor
     """``[R]`` fp32 in [0, 1]: how far towards pure noise, as the process counts (t / T; t; quantile of the sigmas)."""
+
+    def coefficient(self, column: int) -> Tensor:
+        """``[B, 1, 1, 1]`` fp32: ``ALPHA``, ``SIGMA``, ``TARGET_X0`` or ``TARGET_NOISE`` of each sample."""
+        return self.table[self.row, column].view(-1, 1, 1, 1)
 
 
 class Process(Protocol):
@@ -51,17 +58,26 @@ class Process(Protocol):
         """The rows of ``[B]`` native levels, on their device."""
 
 
+def rows(*, alpha: Tensor, sigma: Tensor, target_x0: Tensor, target_noise: Tensor) -> Tensor:
+    """Coefficients, ``[R]`` each, ``->`` the ``[R, 4]`` table of their rows."""
+    return torch.stack([alpha, sigma, target_x0, target_noise], dim=1)
+
+
+def turn(table: Tensor) -> Tensor:
+    """``[R, 4]`` rows ``-> [R]``: a * sigma - b * alpha, which is 0 where the prediction does not tell x0."""
+    return table[:, TARGET_X0] * table[:, SIGMA] - table[:, TARGET_NOISE] * table[:, ALPHA]
+
+
 def clean_per_error(table: Tensor) -> Tensor:
     """``[R, 4]`` rows ``-> [R]``: error of x0 over that of the prediction, signed; infinite where x0 cannot be told."""
-    alpha, sigma, a, b = table.unbind(1)
-    return sigma / (a * sigma - b * alpha)
+    return table[:, SIGMA] / turn(table)
 
 
 def noise_per_error(table: Tensor) -> Tensor:
     """``[R, 4]`` rows ``-> [R]``: squared error of the noise over that of the prediction, its limit at pure noise."""
-    alpha, sigma, a, b = table.unbind(1)
     # Where the prediction is the noise alone, alpha cancels: it may be 0 (zero-terminal SNR).
-    return torch.where(a == 0, 1.0 / b**2, (alpha / (a * sigma - b * alpha)) ** 2)
+    of_noise_alone = 1.0 / table[:, TARGET_NOISE] ** 2
+    return torch.where(table[:, TARGET_X0] == 0, of_noise_alone, (table[:, ALPHA] / turn(table)) ** 2)
 
 
 def loss_weights(

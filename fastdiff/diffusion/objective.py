@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch, Condition
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.diffusion.ddpm import Ddpm
-from fastdiff.diffusion.levels import Corruption, Levels
+from fastdiff.diffusion.levels import SIGMA, TARGET_NOISE, TARGET_X0, Corruption, Levels
 from fastdiff.diffusion.noise_shaping import pyramid, small_images, unit_scale
 from fastdiff.diffusion.processes import build_process
 from fastdiff.diffusion.timesteps import Timesteps, build_timesteps
@@ -63,7 +63,7 @@ class Objective:
 
     def __init__(
         self,
-        config: DiffusionConfig,
+        config: ObjectiveConfig,
         *,
         seed: int,
         null: Condition,
@@ -89,8 +89,9 @@ class Objective:
         self.timesteps: Timesteps = build_timesteps(
             timesteps, config, self.process, seed=seed, batch_samples=batch_samples, device=device
         )
-        uses_bound = config.learns_variance or "kl" in config.loss
-        self.variational = Variational(config, device) if uses_bound else None
+        self.variational = Variational(config, device) if isinstance(config, DdpmConfig) and config.has_bound else None
+        self._cosine_weight = config.cosine_weight if isinstance(config, FlowConfig) else 0.0
+        self._preserved_detail = config.dream_detail_preservation if isinstance(config, DdpmConfig) else 1.0
         # The loss of the noise alone does not read the latents.
         self._reads_clean = config.predicted not in ("epsilon", "score")
 
@@ -117,7 +118,9 @@ class Objective:
         corruption = Corruption(noisy, levels, condition, importance=importance)
         if self.config.multires_noise_iterations:
             corruption = self._add_pyramid(corruption, batch)
-        return self._dream(corruption, batch, model) if self.config.dream and model is not None else corruption
+        if model is None or not self.config.takes_two_passes:
+            return corruption
+        return self._dream(corruption, batch, model)
 
     @torch.no_grad()
     def _dream(self, corruption: Corruption, batch: Batch, model: Callable[..., Tensor]) -> Corruption:
@@ -128,8 +131,8 @@ class Objective:
         """
         shape = corruption.noisy.shape
         estimate = model(corruption.noisy, corruption.time, **corruption.condition)[:, : shape[1]].float()
-        sigma = corruption.levels.table[corruption.levels.row, 1].view(-1, 1, 1, 1)
-        correction = sigma**self.config.dream_detail_preservation * (self._noise(batch, shape[1:]) - estimate)
+        sigma = corruption.levels.coefficient(SIGMA)
+        correction = sigma**self._preserved_detail * (self._noise(batch, shape[1:]) - estimate)
         noisy = (corruption.noisy.float() + sigma * correction).to(corruption.noisy.dtype)
         if corruption.correction is not None:
             correction = correction + corruption.correction
@@ -192,13 +195,13 @@ class Objective:
         )
 
     def _losses(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
-        if self.variational is not None and "kl" in self.config.loss:
+        if self.variational is not None and self.variational.config.is_bound:
             return self._bound(prediction, batch, corruption, self.variational)
         losses = self.squared_error(prediction, batch, corruption, corruption.levels.weights)
         if self.variational is not None:
             losses = losses + self._bound(prediction, batch, corruption, self.variational)
-        if self.config.cosine_weight:
-            losses = losses + self.config.cosine_weight * self._cosine_distance(prediction, batch, corruption)
+        if self._cosine_weight:
+            losses = losses + self._cosine_weight * self._cosine_distance(prediction, batch, corruption)
         return losses
 
     def _bound(self, prediction: Tensor, batch: Batch, corruption: Corruption, variational: Variational) -> Tensor:
@@ -210,8 +213,8 @@ class Objective:
 
         Yao & Wang 2025, arXiv:2501.01423, section 4 (the "velocity direction loss").
         """
-        a, b = corruption.levels.table[corruption.levels.row, 2:, None, None, None].unbind(1)
-        target = a * self._clean(batch) + b * self._noise(batch, corruption.noisy.shape[1:])
+        levels, noise = corruption.levels, self._noise(batch, corruption.noisy.shape[1:])
+        target = levels.coefficient(TARGET_X0) * self._clean(batch) + levels.coefficient(TARGET_NOISE) * noise
         predicted = prediction[:, : target.shape[1]].float()
         # Of a network that still predicts 0 the angle has a gradient of 1 / eps; torch's 1e-8 would overflow fp16.
         return 1.0 - torch.cosine_similarity(predicted, target, dim=1, eps=_SHORTEST).mean(dim=(1, 2))
@@ -244,8 +247,9 @@ class Objective:
     def _add_pyramid(self, corruption: Corruption, batch: Batch) -> Corruption:
         """The coarser noise (``noise.multires``), in the input and in the target."""
         extra = self._pyramid(batch, corruption.noisy.shape[1:])
-        _, sigma, _, b = corruption.levels.table[corruption.levels.row, :, None, None, None].unbind(1)
-        return replace(corruption, noisy=(corruption.noisy + sigma * extra).to(self.dtype), correction=b * extra)
+        noisy = corruption.noisy + corruption.levels.coefficient(SIGMA) * extra
+        correction = corruption.levels.coefficient(TARGET_NOISE) * extra
+        return replace(corruption, noisy=noisy.to(self.dtype), correction=correction)
 
     def _pyramid(self, batch: Batch, shape: torch.Size) -> Tensor:
         iterations, discount = self.config.multires_noise_iterations, self.config.multires_noise_discount
@@ -260,7 +264,8 @@ class Objective:
         if unit == 1.0:
             return table
         rows = table.clone()
-        rows[:, 1::2] *= unit
+        rows[:, SIGMA] *= unit
+        rows[:, TARGET_NOISE] *= unit
         return rows
 
     def _noise(self, batch: Batch, shape: torch.Size) -> Tensor:

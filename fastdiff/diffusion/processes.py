@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.diffusion.ddpm import Ddpm
 from fastdiff.diffusion.edm import Edm
@@ -15,7 +15,7 @@ __all__ = ["Ddpm", "Edm", "Flow", "Levels", "Process", "build_process"]
 
 
 def build_process(
-    config: DiffusionConfig, device: torch.device | str, timesteps: TimestepConfig | None = None
+    config: ObjectiveConfig, device: torch.device | str, timesteps: TimestepConfig | None = None
 ) -> Process:
     """The process of ``config``, with its tables on ``device``.
 
@@ -27,8 +27,10 @@ def build_process(
     Raises:
         ConfigError: a schedule that does not exist (``schedule.betas``).
     """
-    if config.process == "flow":
-        return Flow(config)
-    if config.process == "edm":
-        return Edm(config, timesteps.mean, timesteps.std) if timesteps else Edm(config)
-    return Ddpm(config, device)
+    match config:
+        case DdpmConfig():
+            return Ddpm(config, device)
+        case FlowConfig():
+            return Flow(config)
+        case EdmConfig():
+            return Edm(config, timesteps.mean, timesteps.std) if timesteps else Edm(config)

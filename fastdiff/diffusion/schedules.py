@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 
 LARGEST_BETA = 0.999
 """Cap of the last betas of the schedules that are given by abar (Nichol & Dhariwal 2021, section 3.2)."""
@@ -24,7 +24,7 @@ _FIRST, _LAST = 1e-4, 0.02
 """First and last beta at T = 1000 (Ho et al. 2020, section 4)."""
 
 
-def betas(config: DiffusionConfig) -> Tensor:
+def betas(config: DdpmConfig) -> Tensor:
     """Variance that each step adds.
 
     * ``linear``: 1e-4 to 0.02 at T = 1000 (Ho et al. 2020, section 4), scaled by 1000/T for another T (as in
@@ -109,7 +109,7 @@ class Schedule:
     """Factor of x_t in the same."""
 
     @staticmethod
-    def build(config: DiffusionConfig, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Schedule:
+    def build(config: DdpmConfig, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Schedule:
         """The tables of ``config``, computed in float64, rounded to ``dtype`` and copied to ``device`` once.
 
         All are finite, also where the last step is pure noise (zero-terminal SNR, ``jsd``): there abar and SNR are

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import ObjectiveConfig
 from fastdiff.config.timesteps import Density, TimestepConfig
 from fastdiff.diffusion import densities
 from fastdiff.diffusion.ddpm import Ddpm
@@ -161,7 +161,7 @@ class Importance(Timesteps):
 
 def build_timesteps(
     config: TimestepConfig,
-    objective: DiffusionConfig,
+    objective: ObjectiveConfig,
     process: Process,
     *,
     seed: int,
@@ -171,17 +171,18 @@ def build_timesteps(
     """The sampler that ``config``, which has been checked against ``objective``, asks for."""
     density = config.of(objective)
     shares = Shares(seed, batch_samples if config.stratified else None, device)
-    if density == "importance":
-        return Importance(shares, objective.timesteps, device)
-    if density in ("earlier", "later", "range"):
-        return Timesteps(shares, Tabulated(biased_weights(config, objective.timesteps).to(device)))
     if density == "log_normal":
         return Timesteps(shares, lambda share: process.draw(share).float())
+    if not isinstance(process, Ddpm):
+        time = _time(config, density)
+        return Timesteps(shares, lambda share: process.draw(densities.shift(time(share), config.shift)).float())
+    if density == "importance":
+        return Importance(shares, len(process.table), device)
+    if density in ("earlier", "later", "range"):
+        return Timesteps(shares, Tabulated(biased_weights(config, len(process.table)).to(device)))
     time = _time(config, density)
-    if isinstance(process, Ddpm):
-        in_kernel = density == "uniform" and not config.stratified
-        return Timesteps(shares, lambda share: process.draw(time(share)), in_kernel=in_kernel)
-    return Timesteps(shares, lambda share: process.draw(densities.shift(time(share), config.shift)).float())
+    in_kernel = density == "uniform" and not config.stratified
+    return Timesteps(shares, lambda share: process.draw(time(share)), in_kernel=in_kernel)
 
 
 def biased_weights(config: TimestepConfig, timesteps: int) -> Tensor:

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.diffusion.ddpm import coefficients
-from fastdiff.diffusion.levels import clean_per_error
+from fastdiff.diffusion.levels import TARGET_NOISE, TARGET_X0, clean_per_error
 from fastdiff.diffusion.schedules import Schedule
 
 _HALF_BIN = 1.0 / 255.0
@@ -48,16 +48,17 @@ class Variational:
         ConfigError: a schedule that does not exist.
     """
 
-    def __init__(self, config: DiffusionConfig, device: torch.device | str) -> None:
+    def __init__(self, config: DdpmConfig, device: torch.device | str) -> None:
         self.config = config
         schedule = Schedule.build(config, "cpu", torch.float64)
-        rows = coefficients(schedule, config.predicted)
-        mean_per_error = schedule.posterior_clean * clean_per_error(rows)
+        table = coefficients(schedule, config.predicted)
+        mean_per_error = schedule.posterior_clean * clean_per_error(table)
         variance = schedule.posterior_variance.clone()
         variance[0] = variance[1]  # that of t = 0 is 0, which has no logarithm
         smallest = variance.log()
         range_ = schedule.beta.log() - smallest
-        columns = (rows[:, 2], rows[:, 3], mean_per_error, smallest, range_, 1.0 / variance)
+        target = table[:, TARGET_X0], table[:, TARGET_NOISE]
+        columns = (*target, mean_per_error, smallest, range_, 1.0 / variance)
         self._columns = [column.to(device=device, dtype=torch.float32) for column in columns]
         factors = {"mse": 1.0, "rescaled_mse": config.timesteps / 1000.0, "kl": 1.0, "rescaled_kl": config.timesteps}
         self._factor = factors[config.loss]
@@ -80,7 +81,7 @@ class Variational:
             ``[B]`` fp32, bits per dimension times the factor.
         """
         error = self.error(prediction, clean, noise, time)
-        if "kl" not in self.config.loss:
+        if not self.config.is_bound:
             error = error.detach()
         _, _, mean_per_error, *_ = self._at(time)
         return self._factor * self.bits(mean_per_error * error, prediction, clean, time)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastdiff.config.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import DIGITS_SOURCE, DIGITS_SPLITS, digits_source
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.diffusion.noise_shaping import small_images
@@ -20,7 +21,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.evaluation.image_metrics import frechet_distance
 from fastdiff.models.load import null_label
 from fastdiff.sampling.image_grid import image_grid
-from fastdiff.sampling.run import Drawing, Run
+from fastdiff.sampling.run import Run
 
 _DRAWS = 8
 """Images that are drawn for each small one."""
@@ -57,7 +58,7 @@ def _evaluate_drawn(run: Run) -> dict[str, Any]:
         )
     labels = evaluation_labels()
     cfg = run.family.usual_guidance if run.config.objective.condition_dropout else 1.0
-    images = run.draw(labels, scheduler="dpmsolver++", steps=20, cfg=cfg, seed=0, progress=True)
+    images = run.draw(labels, SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=cfg), progress=True)
     return evaluate_digits(images, labels)
 
 
@@ -73,8 +74,8 @@ def _evaluate_enlarged(run: Run, source: str) -> dict[str, Any]:
     if run.known_classes:
         condition["label"] = labels.repeat_interleave(_DRAWS)
         null = {"label": null_label(run.config)}
-    drawing = Drawing(scheduler="dpmsolver++", steps=20, cfg=1.0)
-    drawn = run.sample(condition, null, drawing).view(len(small), _DRAWS, *real.shape[1:])
+    sampler = SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=1.0)
+    drawn = run.sample(condition, null, sampler).view(len(small), _DRAWS, *real.shape[1:])
     result = evaluate_enlarged(drawn, real, small, labels)
     _picture(small, drawn, real).save(run.folder / "enlarged.png")
     return result

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from fastdiff.batch import Batch
 from fastdiff.config.data import DataConfig
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.data.loading.batches import per_channel
 from fastdiff.data.loading.training_set import check_provenance, open_data
 from fastdiff.data.shards.format import DatasetInfo
@@ -95,7 +95,7 @@ class Steps:
             what the model predicts.
     """
 
-    def __init__(self, config: DiffusionConfig, device: torch.device | str, *, clip: bool) -> None:
+    def __init__(self, config: DdpmConfig, device: torch.device | str, *, clip: bool) -> None:
         self.clip, self._config = clip, config
         self.predicts_mean = config.predicted == "previous_x"
         self.timesteps = config.timesteps
@@ -138,7 +138,7 @@ class Steps:
 @torch.no_grad()
 def measure(
     model: Callable[..., Tensor],
-    config: DiffusionConfig,
+    config: DdpmConfig,
     batches: Iterable[Batch],
     options: NllOptions,
     bar: tqdm[Any] | None = None,
@@ -184,7 +184,7 @@ def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tu
         DataError: they are damaged.
         StorageError: they cannot be read.
     """
-    check(run)
+    objective = check(run)
     require(0 <= options.seed < 2**64, f"--seed {options.seed}: from 0 to 2**64 - 1")
     with _open(run, options.data) as reader:
         if options.clip is None:
@@ -192,10 +192,10 @@ def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tu
             options = replace(options, clip=may_be_pixels(made_by, run.config.model.channels))
         index = spread(len(reader), options.samples)
         require(len(index) >= 2, f"{len(index)} samples have no standard error; at least 2")
-        total = len(index) * run.config.objective.timesteps
+        total = len(index) * objective.timesteps
         with tqdm(total=total, disable=not progress, desc="nll", unit="step", leave=False) as bar:
             batches = read_clean(reader, index, run.model.inputs, run.device, options.seed, run.model.low_res_size)
-            found = measure(run.model, run.config.objective, batches, options, bar)
+            found = measure(run.model, objective, batches, options, bar)
     result = found.summary() | {
         "samples": len(index),
         "clip_denoised": options.clip,
@@ -242,24 +242,25 @@ def read_clean(
         yield replace(batch, latents=clean, condition=condition)
 
 
-def check(run: Run) -> None:
-    """Refuse a run that has no bound.
+def check(run: Run) -> DdpmConfig:
+    """Return the objective of a run that has a bound.
 
     Raises:
         ConfigError: its process has no steps, or its bound is infinite.
     """
     objective = run.config.objective
+    if not isinstance(objective, DdpmConfig):
+        raise ConfigError(
+            f"{run.folder} was trained with --objective.process {objective.process}, which goes back by a differential "
+            "equation and not by Gaussian steps: the variational bound is of ddpm only"
+        )
     require(
-        objective.process == "ddpm",
-        f"{run.folder} was trained with --objective.process {objective.process}, which goes back by a differential "
-        "equation and not by Gaussian steps: the variational bound is of ddpm only",
-    )
-    require(
-        not objective.ends_in_noise or objective.predicted != "epsilon",
+        objective.tells_x0,
         f"{run.folder} predicts the noise, and its schedule ends in pure noise "
         f"({'zero_terminal_snr' if objective.zero_terminal_snr else objective.schedule}): the bound of the first step "
         "back from there is infinite; measure a run with --objective.prediction v or x0",
     )
+    return objective
 
 
 def _measure_at(time: Tensor, model: Callable[..., Tensor], steps: Steps, batch: Batch, seed: int) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.objective import PREDICTION_TYPES, Prediction
+from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig, Prediction
 from fastdiff.config.run import RunConfig
 from fastdiff.models.family import PublishedClass, family_of
 
@@ -93,15 +93,16 @@ def told(config: RunConfig, *, diffusers: bool = False) -> str:
     if (published := family_of(model).published(model)) is None:
         return ""
     where = " in the first half of its channels" if model.learn_sigma else ""
-    if objective.process == "ddpm":
+    if isinstance(objective, DdpmConfig):
         rescaled = objective.rescale_timesteps and objective.timesteps != 1000
         time = f"\nIt is told t * 1000 / {objective.timesteps} (`rescale_timesteps`) instead of the timestep t.\n"
         return (time if rescaled else "") + _returned(objective.predicted, where, published, diffusers)
     returned = {"flow": "the velocity dx/dt", "epsilon": "the noise", "score": "the score"}
-    time, returns = {
-        "flow": ("x and 1000 t (t = 0: the data, 1: noise)", returned.get(objective.predicted)),
-        "edm": ("c_in x and ln(sigma) / 4", "F of the denoiser c_skip x + c_out F (Karras et al. 2022)"),
-    }[objective.process]
+    time, returns = (
+        ("x and 1000 t (t = 0: the data, 1: noise)", returned.get(objective.predicted))
+        if isinstance(objective, FlowConfig)
+        else ("c_in x and ln(sigma) / 4", "F of the denoiser c_skip x + c_out F (Karras et al. 2022)")
+    )
     sampler = f"the sampler that comes with {published.sampler}"
     return f"\nIt is told {time} and returns {returns}{where}: {sampler} cannot use it.\n"
 

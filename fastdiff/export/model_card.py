@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from fastdiff.checkpoint.reader import Checkpoint
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.diffusion.levels import GAMMA
@@ -101,37 +101,49 @@ def _bits(config: RunConfig) -> str:
     return "full precision" if config.lora.quantize == "none" else config.lora.quantize.replace("bit", " bits")
 
 
-def objective_facts(objective: DiffusionConfig, timesteps: TimestepConfig) -> dict[str, str]:
+def objective_facts(objective: ObjectiveConfig, timesteps: TimestepConfig) -> dict[str, str]:
     """What was learned, from which noise, in words."""
-    process = {
-        "ddpm": f"{objective.schedule} schedule of {objective.timesteps} steps"
-        + (", zero terminal SNR" if objective.zero_terminal_snr else ""),
-        "flow": f"flow matching, {objective.path} path",
-        "edm": f"EDM, sigma of the data {objective.sigma_data:g}",
-    }[objective.process]
     changes = {
         f", offset {objective.noise_offset:g}": objective.noise_offset,
         f", {objective.multires_noise_iterations} coarser resolutions": objective.multires_noise_iterations,
         f", input perturbation {objective.input_perturbation:g}": objective.input_perturbation,
-        ", DREAM": objective.dream,
+        ", DREAM": objective.takes_two_passes,
     }
-    weighting = objective.weighted
-    given = objective.p2_gamma if weighting == "p2" else objective.min_snr_gamma
-    number = GAMMA.get(weighting) if given is None else given
-    gamma = "" if number is None else f", gamma {number:g}"
-    cosine = f", cosine distance times {objective.cosine_weight:g}" if objective.cosine_weight else ""
-    variance = f", {objective.variance} variance" if objective.process == "ddpm" else ""
+    process, variance, loss, cosine = _of_process(objective)
     return {
         "Noise": process + "".join(words for words, given in changes.items() if given),
         "Prediction": objective.predicted + variance,
-        "Loss": f"{objective.loss}, weighting {weighting}{gamma}{cosine}",
+        "Loss": f"{loss}, weighting {_weighting(objective)}{cosine}",
         "Timesteps": _drawn(timesteps, objective),
         "Conditions dropped": f"{objective.condition_dropout:g}",
     }
 
 
-def _drawn(drawn: TimestepConfig, objective: DiffusionConfig) -> str:
-    density, biased = drawn.of(objective), drawn.biased(objective.timesteps)
+def _of_process(objective: ObjectiveConfig) -> tuple[str, str, str, str]:
+    """Process, variance, loss and cosine distance, in words."""
+    match objective:
+        case DdpmConfig():
+            terminal = ", zero terminal SNR" if objective.zero_terminal_snr else ""
+            steps = f"{objective.schedule} schedule of {objective.timesteps} steps{terminal}"
+            return steps, f", {objective.variance} variance", objective.loss, ""
+        case FlowConfig():
+            cosine = f", cosine distance times {objective.cosine_weight:g}" if objective.cosine_weight else ""
+            return f"flow matching, {objective.path} path", "", "mse", cosine
+        case EdmConfig():
+            return f"EDM, sigma of the data {objective.sigma_data:g}", "", "mse", ""
+
+
+def _weighting(objective: ObjectiveConfig) -> str:
+    weighting, given = objective.weighted, objective.min_snr_gamma
+    if isinstance(objective, DdpmConfig) and weighting == "p2":
+        given = objective.p2_gamma
+    number = GAMMA.get(weighting) if given is None else given
+    return weighting if number is None else f"{weighting}, gamma {number:g}"
+
+
+def _drawn(drawn: TimestepConfig, objective: ObjectiveConfig) -> str:
+    density = drawn.of(objective)
+    biased = drawn.biased(objective.timesteps) if isinstance(objective, DdpmConfig) else range(0)
     usual = _NORMAL.get(density, (0.0, 1.0))
     mean, std = (known if given is None else given for given, known in zip((drawn.mean, drawn.std), usual, strict=True))
     details = {

@@ -14,7 +14,7 @@ import torch
 
 from fastdiff.checkpoint.safetensors_writer import write_tensors
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.objective import PREDICTION_TYPES, DiffusionConfig
+from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, ObjectiveConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.diffusion.schedules import betas
 from fastdiff.errors import ConfigError
@@ -71,7 +71,7 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
     _write_json(folder / "model_index.json", index)
 
 
-def scheduler_config(base: Mapping[str, Any], objective: DiffusionConfig) -> dict[str, Any]:
+def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dict[str, Any]:
     """A ``scheduler_config.json`` with the noise and the prediction of a run.
 
     The scheduler stays that of the pretrained pipeline, but for DDIM where many have no right answer: for a schedule
@@ -85,7 +85,7 @@ def scheduler_config(base: Mapping[str, Any], objective: DiffusionConfig) -> dic
     Raises:
         ConfigError: no scheduler of such a pipeline has the process or the prediction of the run.
     """
-    if objective.process != "ddpm" or objective.predicted not in PREDICTION_TYPES:
+    if not isinstance(objective, DdpmConfig) or objective.predicted not in PREDICTION_TYPES:
         raise ConfigError(
             "--format diffusers: its pipelines of text to image count whole timesteps and know epsilon, v and x0; "
             f"the run has --objective.process {objective.process} --objective.prediction {objective.predicted}; use "
@@ -96,7 +96,7 @@ def scheduler_config(base: Mapping[str, Any], objective: DiffusionConfig) -> dic
         **_noise(objective),
         "prediction_type": PREDICTION_TYPES[objective.predicted],
     }
-    zero = objective.zero_terminal_snr or objective.schedule == "jsd"
+    zero = objective.ends_in_noise
     if not zero and objective.predicted != "x0":
         return {**base, **noise} | ({"rescale_betas_zero_snr": False} if "rescale_betas_zero_snr" in base else {})
     return {
@@ -111,7 +111,7 @@ def scheduler_config(base: Mapping[str, Any], objective: DiffusionConfig) -> dic
     }
 
 
-def _noise(objective: DiffusionConfig) -> dict[str, Any]:
+def _noise(objective: DdpmConfig) -> dict[str, Any]:
     """The betas of a run (``diffusion.schedules.betas``): diffusers' name of the schedule and its ends, or all of them.
 
     Diffusers has sigmoid and laplace, too, but in DDPMScheduler alone, and an unknown name is an error in the others.

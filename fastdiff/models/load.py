@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast, get_args
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fastdiff.config.objective import PREDICTION_TYPES, PREDICTIONS, Prediction
+from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, DdpmPrediction
 from fastdiff.config.run import RunConfig
 from fastdiff.diffusion.schedules import alpha_bar_of, betas
 from fastdiff.errors import ConfigError
@@ -37,24 +38,26 @@ def resolve(config: RunConfig) -> RunConfig:
         ConfigError: there is no such pipeline, or its noise schedule is not that of the run.
     """
     if not config.pretrained.path or config.pretrained.is_file:
-        return _explicit(config, config.objective.predicted)
+        return _explicit(config)
     found = pretrained(config)
     if found.commit is not None:
         config = replace(config, pretrained=replace(config.pretrained, revision=found.commit))
     if config.pretrained.weights:
         config = replace(config, model=found.unet_config())
-    if config.objective.process != "ddpm":
-        return _explicit(config, config.objective.predicted)
-    if config.pretrained.weights or config.objective.prediction == "auto":
+    objective = config.objective
+    if not isinstance(objective, DdpmConfig):
+        return _explicit(config)
+    if config.pretrained.weights or objective.prediction == "auto":
         scheduler = found.scheduler_config()
-        if config.objective.prediction == "auto":
-            config = _explicit(config, _predicted(scheduler))
-        _check_schedule(config, scheduler)
-    return config
+        if objective.prediction == "auto":
+            objective = replace(objective, prediction=_predicted(scheduler))
+        _check_schedule(config.pretrained.path, objective, scheduler)
+    return replace(config, objective=objective)
 
 
-def _explicit(config: RunConfig, prediction: Prediction) -> RunConfig:
-    """What ``auto`` means for this run, so that its record says it."""
+def _explicit(config: RunConfig) -> RunConfig:
+    """What ``auto`` means for the process of this run, so that its record says it."""
+    prediction: Any = config.objective.predicted
     return replace(config, objective=replace(config.objective, prediction=prediction))
 
 
@@ -159,26 +162,26 @@ def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
     return {name: value.float() for name, value in found.items() if name not in buffers}
 
 
-def _predicted(scheduler: Mapping[str, object]) -> Prediction:
+def _predicted(scheduler: Mapping[str, object]) -> DdpmPrediction:
     """What a pipeline of discrete steps predicts."""
     given = scheduler.get("prediction_type", "epsilon")
-    known = {PREDICTION_TYPES[ours]: ours for ours in PREDICTIONS["ddpm"] if ours in PREDICTION_TYPES}
+    known = {PREDICTION_TYPES[ours]: ours for ours in get_args(DdpmPrediction) if ours in PREDICTION_TYPES}
     if given not in known:
         raise ConfigError(
             f"scheduler_config.json has prediction_type {given!r}, expected {', '.join(known)}; or say "
             "--objective.prediction epsilon, v or x0"
         )
-    return known[str(given)]
+    return cast(DdpmPrediction, known[str(given)])
 
 
-def _check_schedule(config: RunConfig, scheduler: Mapping[str, object]) -> None:
+def _check_schedule(pipeline: str, objective: DdpmConfig, scheduler: Mapping[str, object]) -> None:
     """Refuse to fine-tune under another noise than the weights were trained with."""
-    theirs, ours = alpha_bar_of(scheduler), torch.cumprod(1.0 - betas(config.objective), 0)
+    theirs, ours = alpha_bar_of(scheduler), torch.cumprod(1.0 - betas(objective), 0)
     if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-7):
         raise ConfigError(
-            f"the scheduler of {config.pretrained.path} has beta_schedule {scheduler.get('beta_schedule')} from "
+            f"the scheduler of {pipeline} has beta_schedule {scheduler.get('beta_schedule')} from "
             f"{scheduler.get('beta_start')} to {scheduler.get('beta_end')}, rescale_betas_zero_snr "
             f"{scheduler.get('rescale_betas_zero_snr', False)}: not the noise of --objective.schedule "
-            f"{config.objective.schedule} --objective.zero_terminal_snr {config.objective.zero_terminal_snr}; "
+            f"{objective.schedule} --objective.zero_terminal_snr {objective.zero_terminal_snr}; "
             "use the ones that it was trained with"
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -68,6 +68,15 @@ class World:
         if found is not None:
             found.everywhere = True
             raise found
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank and return its value, or raise on every rank the first error of any.
+
+        Without it a rank that fails alone leaves the others waiting for it in their next collective.
+        """
+        value, error = attempt(action)
+        self.agree(error)
+        return cast(T, value)
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Run ``action`` on rank 0 and return its value, or raise its error, on every rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,28 +17,14 @@ from fastdiff.config.config_file import from_mapping
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import require_run
+from fastdiff.config.sampler import SamplerConfig
 from fastdiff.console import log
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.models.family import ModelFamily, family_of
 from fastdiff.models.load import build_network, check_base, null_label, pretrained
 from fastdiff.sampling.image_grid import image_grid
 from fastdiff.sampling.pixels import IDENTITY, autoencoder_of
-from fastdiff.sampling.solvers import SchedulerName, grid_classes, sample
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drawing:
-    """How images are drawn; the fields are those of ``fastdiff.sampling.solvers.sample``."""
-
-    scheduler: SchedulerName = "ddim"
-    steps: int = 50
-    respacing: str | None = None
-    cfg: float | None = None
-    """None: what is usual for the kind of model, and none for one that has not learned to do without its condition."""
-    cfg_channels: int | None = None
-    clip: bool | None = None
-    """None: for models of pixels; of a set of samples, where identity decodes it."""
-    seed: int = 0
+from fastdiff.sampling.solvers import grid_classes, sample
 
 
 class Run:
@@ -102,14 +88,13 @@ class Run:
             has = f"classes 0-{known - 1}" if known else "no classes"
             raise ConfigError(f"--classes {wrong}: the model was trained with {has}")
 
-    def draw(
-        self, labels: Tensor, *, scheduler: SchedulerName, steps: int, cfg: float, seed: int, progress: bool
-    ) -> Tensor:
+    def draw(self, labels: Tensor, sampler: SamplerConfig, *, progress: bool) -> Tensor:
         """Return ``[N, C, H, W]`` fp32 latents on the CPU, one per label (``[N]`` int64)."""
-        drawing = Drawing(scheduler=scheduler, steps=steps, cfg=cfg, seed=seed)
-        return self.sample({"label": labels}, {"label": null_label(self.config)}, drawing, progress=progress)
+        return self.sample({"label": labels}, {"label": null_label(self.config)}, sampler, progress=progress)
 
-    def draw_classes(self, path: Path, classes: Sequence[int] | None, *, per_class: int, drawing: Drawing) -> None:
+    def draw_classes(
+        self, path: Path, classes: Sequence[int] | None, *, per_class: int, sampler: SamplerConfig
+    ) -> None:
         """Write a PNG with one column per class.
 
         Raises:
@@ -122,12 +107,12 @@ class Run:
         self.check_classes(classes or ())
         columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.known_classes or None)
         condition = {"label": columns.repeat(per_class)}
-        latents = self.sample(condition, {"label": null_label(self.config)}, drawing)
+        latents = self.sample(condition, {"label": null_label(self.config)}, sampler)
         path.parent.mkdir(parents=True, exist_ok=True)
         image_grid(latents, rows=per_class).save(path)
 
     def draw_prompts(
-        self, path: Path, prompts: Sequence[str], *, negative: str | None, per_prompt: int, drawing: Drawing
+        self, path: Path, prompts: Sequence[str], *, negative: str | None, per_prompt: int, sampler: SamplerConfig
     ) -> None:
         """Write a PNG with one column per prompt, decoded by the autoencoder of the run's pipeline.
 
@@ -137,7 +122,7 @@ class Run:
         from fastdiff.sampling.text import decode, repeated, save_grid
 
         condition, null = self.embedded(prompts, negative=negative)
-        latents = self.sample(repeated(condition, per_prompt), null, drawing)
+        latents = self.sample(repeated(condition, per_prompt), null, sampler)
         pixels = decode(pretrained(self.config).vae(self.device), latents)
         save_grid(path, pixels, rows=per_prompt)
 
@@ -160,8 +145,8 @@ class Run:
         """Where the model computes."""
         return next(self.model.parameters()).device
 
-    def decided(self, drawing: Drawing) -> Drawing:
-        """Return ``drawing`` with what is None decided, as far as it counts.
+    def decided(self, sampler: SamplerConfig) -> SamplerConfig:
+        """Return ``sampler`` with what is None decided, as far as it counts.
 
         Raises:
             ConfigError: guidance towards classes, and there are none, or it has not been learned to do without them;
@@ -171,30 +156,31 @@ class Run:
         if not self.config.model.text_conditional:
             dropped = bool(self.config.objective.condition_dropout)
             usual = usual if self.known_classes and dropped else 1.0
-            if not self.known_classes and drawing.cfg not in (None, 1.0):
-                raise ConfigError(f"--cfg {drawing.cfg:g}: {self.folder} has no classes to guide to; leave it out")
+            if not self.known_classes and sampler.cfg not in (None, 1.0):
+                raise ConfigError(f"--cfg {sampler.cfg:g}: {self.folder} has no classes to guide to; leave it out")
             # Weights that a fine-tuning started from may have learned it before.
-            if not (dropped or self.config.pretrained.weights) and drawing.cfg not in (None, 1.0):
+            if not (dropped or self.config.pretrained.weights) and sampler.cfg not in (None, 1.0):
                 raise ConfigError(
-                    f"--cfg {drawing.cfg:g}: {self.folder} was trained with --objective.condition_dropout 0, so that "
+                    f"--cfg {sampler.cfg:g}: {self.folder} was trained with --objective.condition_dropout 0, so that "
                     "it has not learned images without a class, from which guidance starts; leave --cfg out, or train "
                     "with --objective.condition_dropout 0.1"
                 )
-        cfg = usual if drawing.cfg is None else drawing.cfg
-        if drawing.cfg_channels is not None and cfg == 1.0:
+        cfg = usual if sampler.cfg is None else sampler.cfg
+        if sampler.cfg_channels is not None and cfg == 1.0:
             raise ConfigError(
-                f"--cfg-channels {drawing.cfg_channels}: there is no guidance with --cfg 1"
-                f"{', the default of this model' if drawing.cfg is None else ''}; give another --cfg, or leave "
+                f"--cfg-channels {sampler.cfg_channels}: there is no guidance with --cfg 1"
+                f"{', the default of this model' if sampler.cfg is None else ''}; give another --cfg, or leave "
                 "--cfg-channels out"
             )
-        clip = autoencoder_of(self.config) == IDENTITY if drawing.clip is None else drawing.clip
-        return replace(drawing, cfg=cfg, clip=clip)
+        clip = autoencoder_of(self.config) == IDENTITY if sampler.clip is None else sampler.clip
+        shift = self.config.timesteps.shift if sampler.shift is None else sampler.shift
+        return replace(sampler, cfg=cfg, clip=clip, shift=shift)
 
     def sample(
         self,
         condition: Condition,
         null: Condition,
-        drawing: Drawing,
+        sampler: SamplerConfig,
         *,
         first_index: int = 0,
         batch: int | None = None,
@@ -205,7 +191,7 @@ class Run:
         Args:
             condition: inputs of the model besides noisy latents and time, ``[N, ...]`` each.
             null: the condition of nothing, one sample of each input that guidance replaces.
-            drawing: how.
+            sampler: how.
             first_index: number of the first image, where they are part of a larger set.
             batch: images per forward pass; None: as many as is usual for the network.
             progress: show a progress bar on standard error.
@@ -216,21 +202,14 @@ class Run:
         Raises:
             ConfigError: see ``decided`` and ``fastdiff.sampling.solvers.sample``.
         """
-        model, drawing = self.config.model, self.decided(drawing)
+        model, sampler = self.config.model, self.decided(sampler)
         return sample(
             self.model,
             self.config.objective,
             {name: value.to(self.device) for name, value in condition.items()},
+            sampler,
             shape=(model.channels, model.size, model.size),
             null=null,
-            scheduler=drawing.scheduler,
-            steps=drawing.steps,
-            respacing=drawing.respacing,
-            shift=self.config.timesteps.shift,
-            cfg=drawing.cfg,
-            cfg_channels=drawing.cfg_channels,
-            clip=bool(drawing.clip),
-            seed=drawing.seed,
             batch=batch or self.family.sampling_batch,
             first_index=first_index,
             progress=progress,

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
+from fastdiff.config.sampler import SamplerConfig
 from fastdiff.data.encoding.autoencoder import reproducible
 from fastdiff.data.encoding.options import Rank
 from fastdiff.errors import ConfigError
@@ -26,7 +27,7 @@ from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.sampling.conditions import Conditions, Wish, conditions
 from fastdiff.sampling.parts import SampleParts
 from fastdiff.sampling.pixels import IDENTITY, PixelDecoder
-from fastdiff.sampling.run import Drawing, Run
+from fastdiff.sampling.run import Run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,7 @@ class SetOptions:
 def draw_set(
     run: Run,
     wish: Wish,
-    drawing: Drawing,
+    sampler: SamplerConfig,
     options: SetOptions,
     rank: Rank | None = None,
     say: Callable[[str], None] = print,
@@ -56,7 +57,7 @@ def draw_set(
     Args:
         run: opened on the rank's device.
         wish: what is drawn.
-        drawing: how.
+        sampler: how.
         options: where to, the same on all ranks like all of these.
         rank: which process this is; None: what the environment says.
         say: told in one line what came of it.
@@ -67,13 +68,13 @@ def draw_set(
         StorageError: what is drawn cannot be kept.
     """
     rank = rank or Rank.from_environment()
-    asked, drawing = drawing.clip, run.decided(drawing)
+    asked, sampler = sampler.clip, run.decided(sampler)
     decoder = PixelDecoder(run.config, options.autoencoder, run.device)
     if asked is None:  # whatever the data are said to be: these are drawn as pixels, or not
-        drawing = replace(drawing, clip=decoder.name == IDENTITY)
+        sampler = replace(sampler, clip=decoder.name == IDENTITY)
     with reproducible():  # prompts are embedded
-        wished = conditions(run, wish, drawing.seed)
-    plan = _plan(run, wished, drawing, options, decoder)
+        wished = conditions(run, wish, sampler.seed)
+    plan = _plan(run, wished, sampler, options, decoder)
     shape = (wished.count, *decoder.shape)
     parts = SampleParts(options.out, plan, shape, options.batch, wished.labels)
     if parts.complete:
@@ -82,7 +83,7 @@ def draw_set(
     run.model.to(DTYPES[options.precision])
     with reproducible(), _enough_memory(options, run.device):
         for batch in _missing(parts, rank):
-            parts.write(batch, _draw(run, wished, drawing, decoder, parts.images(batch), options))
+            parts.write(batch, _draw(run, wished, sampler, decoder, parts.images(batch), options))
     if missing := parts.join():
         say(
             f"rank {rank.number}: its share is done; {missing} images are still missing, other ranks draw them; if "
@@ -92,14 +93,19 @@ def draw_set(
         say(f"{options.out}: {wished.count} images, {run.description}")
 
 
-def _plan(run: Run, wished: Conditions, drawing: Drawing, options: SetOptions, decoder: PixelDecoder) -> dict[str, Any]:
+def _plan(
+    run: Run, wished: Conditions, sampler: SamplerConfig, options: SetOptions, decoder: PixelDecoder
+) -> dict[str, Any]:
     """Everything that decides the bytes, apart from versions and hardware."""
+    how = asdict(sampler)
+    if sampler.shift == run.config.timesteps.shift:
+        del how["shift"]  # the checkpoint says it
     return {
         "checkpoint": run.digest,
         "weights": run.description,
         **wished.plan,
-        **asdict(drawing),
-        "steps": drawing.steps if drawing.respacing is None else None,
+        **how,
+        "steps": sampler.steps if sampler.respacing is None else None,
         "batch": options.batch,
         "precision": options.precision,
         "autoencoder": decoder.digest or decoder.name,
@@ -119,11 +125,16 @@ def _missing(parts: SampleParts, rank: Rank) -> Iterator[int]:
 
 
 def _draw(
-    run: Run, wished: Conditions, drawing: Drawing, decoder: PixelDecoder, index: range, options: SetOptions
+    run: Run,
+    wished: Conditions,
+    sampler: SamplerConfig,
+    decoder: PixelDecoder,
+    index: range,
+    options: SetOptions,
 ) -> npt.NDArray[np.uint8]:
     """``[n, H, W, C]``: the images of one batch."""
     latents = run.sample(
-        wished.of(index), wished.null, drawing, first_index=index.start, batch=options.batch, progress=False
+        wished.of(index), wished.null, sampler, first_index=index.start, batch=options.batch, progress=False
     )
     finite = latents.isfinite().flatten(1).all(1)
     if not finite.all():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,13 +22,12 @@ from torch import Tensor
 
 from fastdiff.batch import Condition
 from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.objective import DiffusionConfig, Variance
-from fastdiff.diffusion.levels import Process
+from fastdiff.config.objective import DdpmConfig, EdmConfig, ObjectiveConfig, Variance
+from fastdiff.config.sampler import SamplerConfig
+from fastdiff.diffusion.levels import ALPHA, SIGMA, TARGET_NOISE, Process, turn
 from fastdiff.diffusion.processes import build_process
 from fastdiff.errors import ConfigError
 from fastdiff.sampling.respacing import flow_shares, karras_sigmas, spaced, trailing
-
-SchedulerName = Literal["ddim", "dpmsolver++", "ddpm"]
 
 _NO_SIGNAL = 2.0**-24
 """Abar that is as good as 0 in fp32."""
@@ -58,49 +57,28 @@ def grid_classes(model: ModelConfig, trained: int | None, most: int = 10) -> Ten
 @torch.no_grad()
 def sample(
     model: Denoiser,
-    objective: DiffusionConfig,
+    objective: ObjectiveConfig,
     condition: Condition,
+    sampler: SamplerConfig,
     *,
     shape: tuple[int, int, int],
     null: Condition,
-    scheduler: SchedulerName = "ddim",
-    steps: int = 25,
-    respacing: str | None = None,
-    shift: float = 1.0,
-    cfg: float | None = None,
-    cfg_channels: int | None = None,
-    clip: bool = False,
-    seed: int = 0,
     batch: int = 256,
     first_index: int = 0,
     progress: bool = False,
 ) -> Tensor:
     """Draws one image per entry of the condition.
 
-    Image i is a function of the model, its condition and ``(seed, first_index + i)`` alone. It does not depend on
+    Image i is a function of the model, its condition, ``sampler`` and ``first_index + i`` alone. It does not depend on
     ``batch`` or on how the images are shared between ranks, up to the rounding of matrix products.
 
     Args:
         model: On the device of the condition.
         objective: Noise and meaning of the prediction, as in the training, with what was ``auto`` resolved.
         condition: Inputs of the model besides noisy latents and time, ``[N, ...]`` each; at least one.
+        sampler: Solver, levels, guidance and seed; nothing of it is decided here.
         shape: ``(C, H, W)`` of an image's latents.
         null: The condition of nothing, one sample of each input that guidance replaces, as ``Objective`` has it.
-        scheduler: ddim (Song et al. 2021, arXiv:2010.02502, eta 0), dpmsolver++ (Lu et al. 2022,
-            arXiv:2211.01095, second order) or ddpm (Ho et al. 2020, arXiv:2006.11239), alone in using the
-            objective's variance.
-        steps: Noise levels visited, 1 or more, at most ``objective.timesteps`` in ddpm: ``trailing`` ones, for edm the
-            sigmas of Karras et al. 2022.
-        respacing: The levels instead, as ``fastdiff.sampling.respacing.spaced`` reads them; for ddpm only.
-        shift: That of the training's ``TimestepConfig``, for flow.
-        cfg: Scale of classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) in the form
-            ``without + cfg * (with - without)``; None or 1: none, at half the cost.
-        cfg_channels: Guide so many channels of the prediction, the first ones, as DiT's published code does with 3; the
-            others are the conditional's. None: all. The channels of a learned variance are the conditional's always.
-        clip: Clamp every estimate of x0 to [-1, 1], the range of pixels (Nichol & Dhariwal 2021's clip_denoised). A
-            step of ddpm to the level before has no such estimate if the model predicts its mean (previous_x), which is
-            taken as it is then, as there; a longer step has.
-        seed: Any integer; its low 64 bits count.
         batch: Images per forward pass (guidance doubles them inside).
         first_index: Number of the first image, 0 or above, where the images are part of a larger set.
         progress: Show a progress bar on standard error.
@@ -109,22 +87,23 @@ def sample(
         ``[N, C, H, W]`` fp32 latents on the device of the condition, not clipped.
 
     Raises:
-        ConfigError: Unknown scheduler, impossible steps or channels, or epsilon prediction from pure noise.
+        ConfigError: Impossible steps or channels, or epsilon prediction from pure noise.
     """
-    _check(scheduler, cfg_channels, shape[0])
-    trajectory = _trajectory(objective, steps, respacing, shift)
-    guidance = 1.0 if cfg is None else cfg, cfg_channels or shape[0]
-    clamped = [clip and not (scheduler == "ddpm" and own) for own in trajectory.predicts_step]
+    _check_channels(sampler.cfg_channels, shape[0])
+    trajectory = _trajectory(objective, sampler)
+    guidance = 1.0 if sampler.cfg is None else sampler.cfg, sampler.cfg_channels or shape[0]
+    ancestral = sampler.scheduler == "ddpm"
+    clamped = [bool(sampler.clip) and not (ancestral and own) for own in trajectory.predicts_step]
     count, device = next((len(value), value.device) for value in condition.values())
     parts = [torch.empty(0, *shape, device=device)]
     with _bar(progress, -(-count // batch) * len(trajectory.time)) as bar:
         for start in range(0, count, batch):
             chosen = {name: value[start : start + batch] for name, value in condition.items()}
             index = range(first_index + start, first_index + min(start + batch, count))
-            generators = [_generator(seed, i) for i in index]
+            generators = [_generator(sampler.seed, i) for i in index]
             predict = _guided(model, chosen, null, *guidance)
             # A new one for each batch: some keep the last predictions.
-            solver = _diffusers_scheduler(scheduler, trajectory.alpha_bar, objective.variance)
+            solver = _diffusers_scheduler(sampler.scheduler, trajectory.alpha_bar, objective.step_variance)
             latents = torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
             parts.append(_solve(predict, solver, trajectory, latents, generators, bar, clamped))
     return torch.cat(parts)
@@ -147,10 +126,7 @@ def uniform_labels(seed: int, index: range, classes: int) -> Tensor:
     return torch.tensor([number * classes >> 64 for number in drawn], dtype=torch.int64)
 
 
-def _check(scheduler: str, cfg_channels: int | None, channels: int) -> None:
-    if scheduler not in get_args(SchedulerName):
-        choices = ", ".join(get_args(SchedulerName))
-        raise ConfigError(f"scheduler {scheduler!r} is unknown; choose one of {choices}")
+def _check_channels(cfg_channels: int | None, channels: int) -> None:
     if cfg_channels is not None and not 1 <= cfg_channels <= channels:
         raise ConfigError(
             f"guidance on {cfg_channels} channels: the model predicts {channels}, so from 1 to {channels}"
@@ -173,14 +149,15 @@ class _Trajectory:
     """Whether the prediction is the mean of ddpm's step from here, of which x0 is no more than another form."""
 
 
-def _trajectory(objective: DiffusionConfig, steps: int, respacing: str | None, shift: float) -> _Trajectory:
+def _trajectory(objective: ObjectiveConfig, sampler: SamplerConfig) -> _Trajectory:
     process = build_process(objective, "cpu")
-    native = _visited(objective, process, steps, respacing, shift)
+    native = _visited(objective, process, sampler)
     levels = process.levels(native)
-    alpha, sigma, a, b = levels.table[levels.row].double().unbind(1)
-    total = alpha**2 + sigma**2
-    turn = a * sigma - b * alpha
-    if (turn == 0).any():
+    rows = levels.table[levels.row].double()
+    alpha, sigma = rows[:, ALPHA], rows[:, SIGMA]
+    total, per_x0 = alpha**2 + sigma**2, turn(rows)
+    if (per_x0 == 0).any():
+        assert isinstance(objective, DdpmConfig)  # the others leave out such ends
         raise ConfigError(
             f"the last level of the {objective.schedule} schedule is pure noise, from which a prediction of "
             f"{objective.predicted} gives no image; use --objective.prediction v or x0"
@@ -188,12 +165,14 @@ def _trajectory(objective: DiffusionConfig, steps: int, respacing: str | None, s
     time = levels.time if levels.time.dtype == torch.int64 else levels.time.float()
     gaps = native.diff(prepend=native.new_tensor([-1])).tolist()
     predicts_step = [objective.predicted == "previous_x" and gap == 1 for gap in gaps]
-    return _Trajectory(time, alpha**2 / total, total.sqrt(), (sigma, b, turn), predicts_step)
+    clean = sigma, rows[:, TARGET_NOISE], per_x0
+    return _Trajectory(time, alpha**2 / total, total.sqrt(), clean, predicts_step)
 
 
-def _visited(objective: DiffusionConfig, process: Process, steps: int, respacing: str | None, shift: float) -> Tensor:
+def _visited(objective: ObjectiveConfig, process: Process, sampler: SamplerConfig) -> Tensor:
     """Native levels of the process, ``[steps]``."""
-    if objective.process == "ddpm":
+    steps, respacing = sampler.steps, sampler.respacing
+    if isinstance(objective, DdpmConfig):
         timesteps = objective.timesteps
         return torch.tensor(trailing(timesteps, steps) if respacing is None else spaced(timesteps, respacing))
     if respacing is not None:
@@ -201,7 +180,9 @@ def _visited(objective: DiffusionConfig, process: Process, steps: int, respacing
             f"--respacing {respacing} chooses from the timesteps of ddpm; the time of {objective.process} has none, so "
             "use --steps"
         )
-    return karras_sigmas(steps) if objective.process == "edm" else process.draw(flow_shares(steps, shift))
+    if isinstance(objective, EdmConfig):
+        return karras_sigmas(steps)
+    return process.draw(flow_shares(steps, 1.0 if sampler.shift is None else sampler.shift))
 
 
 def _diffusers_scheduler(name: str, alpha_bar: Tensor, variance: Variance) -> Any:

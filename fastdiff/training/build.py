@@ -28,7 +28,7 @@ from fastdiff.models.build import Model
 from fastdiff.parallel.consensus import Consensus
 from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.preemption import StopRequest
-from fastdiff.parallel.world import World, attempt
+from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
 from fastdiff.training import resume
 from fastdiff.training.callbacks import trackers as tracker_module
@@ -142,13 +142,11 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     ops = _choose_backends(config, ds_config, world)
     stack.enter_context(dispatch.forced(**config.performance.kernel_backends()))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
-    world.agree(attempt(wait_for_builds)[1])
+    world.together(wait_for_builds)
     reader, order = _open_data(config, world, stack)
     folder = Path(config.output.folder)
     world.on_first(lambda: _claim(folder, stack))
-    heart, error = attempt(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
-    world.agree(error)
-    assert heart is not None
+    heart = world.together(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
     stack.callback(heart.close)
     background = stack.enter_context(AsyncSaves(world, config.output.failed_saves, heart.again))
     return _Parts(
@@ -171,9 +169,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
     """Build the model with the weights of a checkpoint, the engine, and what works on its weights."""
     config, world = parts.config, parts.world
     # The restored weights before DeepSpeed casts and shards them: so the working copies are those of the masters.
-    model, error = attempt(lambda: _build_model(config, world, saved))
-    world.agree(error)
-    assert model is not None
+    model = world.together(lambda: _build_model(config, world, saved))
     engine = Engine(model, config, parts.ds_config, world, blocks=model.block_classes)
     spikes = Spikes(config.divergence, config.batch.samples, world)
     accumulation = config.batch.accumulation(world.size)
@@ -197,7 +193,10 @@ def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Prog
     """Restore the state of a checkpoint or of a published training, or start anew."""
     if saved is not None:
         return restore(saved, state)
-    return _go_on(state) if parts.config.pretrained.training else Progress()
+    pretrained = parts.config.pretrained
+    if pretrained.training:
+        return parts.world.together(lambda: continue_from(Path(pretrained.path), state))
+    return Progress()
 
 
 def _announce(state: TrainState, parts: _Parts, batches: Batches) -> None:
@@ -215,17 +214,8 @@ def _open_callbacks(state: TrainState, parts: _Parts, stack: ExitStack) -> Callb
     return Callbacks(callbacks)
 
 
-def _go_on(state: TrainState) -> Progress:
-    progress, error = attempt(lambda: continue_from(Path(state.config.pretrained.path), state))
-    state.world.agree(error)
-    assert progress is not None
-    return progress
-
-
 def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data, SampleOrder]:
-    reader, error = attempt(lambda: open_data(config, world.device))
-    world.agree(error)
-    assert reader is not None
+    reader = world.together(lambda: open_data(config, world.device))
     stack.enter_context(reader)
     world.on_first(lambda: check_provenance(config, reader.info))
     order = build_order(
@@ -286,9 +276,9 @@ def _resolve(config: RunConfig) -> RunConfig:
 def _choose_backends(config: RunConfig, ds_config: deepspeed_config.DsConfig, world: World) -> str:
     """Say what computes each op; refuse on all ranks what is forced and cannot run on one of them."""
     optimizer_device = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
-    chosen, error = attempt(lambda: kernel_choice.choices(config, world.device, optimizer_device=optimizer_device))
-    world.agree(error)
-    return kernel_choice.in_words(chosen or ())
+    return kernel_choice.in_words(
+        world.together(lambda: kernel_choice.choices(config, world.device, optimizer_device=optimizer_device))
+    )
 
 
 def _claim(folder: Path, stack: ExitStack) -> None:

@@ -20,7 +20,7 @@ from fastdiff.checkpoint.step_folders import Draft, StepFolders
 from fastdiff.console import log
 from fastdiff.errors import StorageError, require
 from fastdiff.parallel.fragments import Flat, Fragment, owned_blocks, owned_fragments
-from fastdiff.parallel.world import World, attempt
+from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
 from fastdiff.training import optimizer_state
 from fastdiff.training.optim import PER_BLOCK
@@ -161,7 +161,7 @@ def return_to(saved: Checkpoint, state: TrainState) -> Progress:
     Raises:
         StorageError: on every rank: any could not read it.
     """
-    state.world.agree(attempt(lambda: state.engine.return_to(partial(saved.slice, "master")))[1])
+    state.world.together(lambda: state.engine.return_to(partial(saved.slice, "master")))
     return restore(saved, state)
 
 

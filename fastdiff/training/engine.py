@@ -26,7 +26,7 @@ from fastdiff.console import log, without_prints
 from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.parallel import extension_locks
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
-from fastdiff.parallel.world import World, attempt
+from fastdiff.parallel.world import World
 from fastdiff.training.optim import build_lr_schedule, build_optimizer, create_8bit_state, forget, set_lr_step
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -84,14 +84,14 @@ class Engine:
         if guard and world.size == 1:
             # It would join all gradients, send them to itself and copy them back. (In bf16 it then sends a flag.)
             self._engine.enable_backward_allreduce = False
-        if self.stage == 3 and config.objective.dream:
+        if self.stage == 3 and config.objective.takes_two_passes:
             _plan_two_passes_as_one(self._engine)
         optimizer.state.clear()
         _set_lr(optimizer, config.optim.lr)
         self.optimizer = optimizer
         self.flats: list[Flat] = list(_flats(self._engine, optimizer, names, world))
         _set_masters(self.flats, exact)
-        world.agree(attempt(lambda: create_8bit_state(optimizer, config.optim.name, self.flats, world))[1])
+        world.together(lambda: create_8bit_state(optimizer, config.optim.name, self.flats, world))
         _unname_shared_memory()
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
         self._rank = world.rank

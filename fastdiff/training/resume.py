@@ -15,6 +15,7 @@ from fastdiff.checkpoint.power_function import constant_name
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config.config_file import with_kind
 from fastdiff.config.launch_options import Launch
+from fastdiff.config.objective import DEFAULTS
 from fastdiff.config.run import OptimConfig, RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.console import log
@@ -43,6 +44,7 @@ FREE = (
     "performance.recompute",
 )
 """Fields, or parts that end with a dot, that do not change what is computed, and so may differ at a resume."""
+_OBJECTIVE = {f"objective.{name}": value for name, value in DEFAULTS.items()}
 
 
 def find(checkpoints: Checkpoints, launch: Launch, facts: Facts, folder: Path) -> Checkpoint | None:
@@ -89,9 +91,10 @@ def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
     Not ``FREE`` or ``allowed`` ones, nor the length of the run while no learning-rate schedule depends on it.
     """
     free = (*FREE, "samples") if str(now["optim"]["schedule"]).startswith("constant") else FREE
-    defaults, new = flatten(as_json(with_kind(RunConfig(), saved, "the checkpoint"))), flatten(now)
-    # A field that is newer than the run had its default.
-    old = {key: value for key, value in defaults.items() if key in new} | flatten(saved)
+    defaults = flatten(as_json(with_kind(RunConfig(), saved, "the checkpoint")))
+    new = _OBJECTIVE | flatten(now)
+    # A field that is newer than the run had its default; so has one that the process of the run does not have.
+    old = _OBJECTIVE | {key: value for key, value in defaults.items() if key in new} | flatten(saved)
     return {
         key: f"{json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
         for key in sorted(old.keys() | new.keys())
@@ -112,7 +115,7 @@ def _is_free(key: str, free: Sequence[str]) -> bool:
 
 
 def _check_known(allowed: Sequence[str], config: dict[str, Any]) -> None:
-    known = ["dataset", "base", *flatten(config)]
+    known = ["dataset", "base", *(_OBJECTIVE | flatten(config))]
     for key in allowed:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch, Condition
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.rng import Stream, uniform
 
@@ -21,7 +21,7 @@ def _batch(condition: Condition, size: int) -> Batch:
 
 
 def _dropped(batch: Batch, null: Condition, share: float = 0.5, seed: int = 0) -> Condition:
-    config = DiffusionConfig(condition_dropout=share)
+    config = DdpmConfig(condition_dropout=share)
     return Objective(config, seed=seed, null=null, device="cpu").corrupt(batch).condition
 
 
@@ -42,7 +42,7 @@ def _is(value: Tensor, null: Tensor) -> Tensor:
 def test_the_share_of_dropped_labels_and_its_independence_of_the_split() -> None:
     size = 20_000
     batch = _batch({"label": torch.arange(size) % CLASSES}, size)
-    objective = Objective(DiffusionConfig(condition_dropout=0.1), seed=0, null=LABEL, device="cpu")
+    objective = Objective(DdpmConfig(condition_dropout=0.1), seed=0, null=LABEL, device="cpu")
     corruption = objective.corrupt(batch)
     label = corruption.condition["label"]
     dropped = label == CLASSES
@@ -99,7 +99,7 @@ def test_another_seed_drops_others() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_columns_that_the_model_does_not_take_are_left_out(dropout: float) -> None:
-    config = DiffusionConfig(condition_dropout=dropout)
+    config = DdpmConfig(condition_dropout=dropout)
     objective = Objective(config, seed=0, null=LABEL, device="cpu", inputs=("label",))
     condition = {"label": torch.arange(4), "context": torch.zeros(4, 2, 3)}
     batch = Batch(latents=torch.zeros(4, 1, 2, 2), position=torch.arange(4), condition=condition)

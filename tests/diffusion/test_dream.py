@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.schedules import betas
 from fastdiff.errors import ConfigError
@@ -30,7 +30,7 @@ DREAM = {"objective__prediction": "epsilon", "objective__dream": True}
 
 
 def _objective(posterior: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> Objective:
-    config = DiffusionConfig(**{"dream": True, **options})
+    config = DdpmConfig(**{"dream": True, **options})
     null = {"label": torch.tensor(9)}
     return Objective(config, seed=5, null=null, device="cpu", posterior=posterior, dtype=dtype)
 
@@ -57,7 +57,7 @@ class Halving(torch.nn.Module):
         return torch.cat([predicted, torch.full_like(predicted, 1e9)], dim=1)
 
 
-def _noise(config: DiffusionConfig) -> Tensor:
+def _noise(config: ObjectiveConfig) -> Tensor:
     offset = normal(5, Stream.OFFSET, POSITION, (SHAPE[0], 1, 1)).double()
     return normal(5, Stream.NOISE, POSITION, SHAPE).double() + config.noise_offset * offset
 
@@ -146,17 +146,17 @@ def test_a_perfect_model_is_corrected_by_nothing() -> None:
 
 @pytest.mark.parametrize("prediction", ["v", "x0"])
 def test_only_the_prediction_of_noise_has_it(prediction: Any) -> None:
-    message = rf"--objective\.dream needs .* and --objective\.prediction epsilon, given ddpm and {prediction}"
+    message = rf"--objective\.dream needs --objective\.prediction epsilon, given {prediction}"
     with pytest.raises(ConfigError, match=message):
-        DiffusionConfig(dream=True, prediction=prediction)
-    undecided = DiffusionConfig(dream=True, prediction="auto")
+        DdpmConfig(dream=True, prediction=prediction)
+    undecided = DdpmConfig(dream=True, prediction="auto")
     with pytest.raises(ConfigError, match=message):  # once the pipeline's scheduler has decided it
         replace(undecided, prediction=prediction)
 
 
 def test_a_negative_exponent_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--objective\.dream_detail_preservation -1"):
-        DiffusionConfig(dream=True, dream_detail_preservation=-1)
+        DdpmConfig(dream=True, dream_detail_preservation=-1)
 
 
 class Counting(Engine):

@@ -12,11 +12,12 @@ from scipy import stats
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import EdmConfig, Process
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.processes import build_process
 from fastdiff.rng import Stream, normal
+from tests.support.objectives import objective_of
 
 SEED = 4
 SHAPE = (4, 6, 6)
@@ -24,7 +25,7 @@ SIGMAS = torch.cat([torch.tensor([0.002, 80.0]), torch.logspace(-2.5, 2, 19)])
 
 
 def objective(**options: Any) -> Objective:
-    return Objective(DiffusionConfig(process="edm", condition_dropout=0, **options), seed=SEED, null={}, device="cpu")
+    return Objective(EdmConfig(condition_dropout=0, **options), seed=SEED, null={}, device="cpu")
 
 
 def batch_of(size: int, scale: float) -> Batch:
@@ -109,7 +110,7 @@ def test_the_log_of_sigma_is_normal_and_sigma_ascends_with_its_share() -> None:
 @pytest.mark.parametrize(("mean", "std"), [(None, None), (-0.4, 1.0), (0.8, 1.6), (None, 0.7), (0.0, None)])
 def test_mean_and_std_of_the_run_are_those_of_sigma_and_of_its_depth(mean: float | None, std: float | None) -> None:
     config, position = TimestepConfig(mean=mean, std=std), torch.arange(2048)
-    given = Objective(DiffusionConfig(process="edm"), seed=SEED, null={}, device="cpu", timesteps=config)
+    given = Objective(EdmConfig(), seed=SEED, null={}, device="cpu", timesteps=config)
     sigma = given.timesteps.draw(position)[0]
     normal_ = stats.norm(-1.2 if mean is None else mean, 1.2 if std is None else std)
     assert stats.kstest(sigma.double().log().numpy(), normal_.cdf).pvalue > 0.01
@@ -123,14 +124,14 @@ def test_equal_noise_has_an_equal_log_snr_in_every_process(data: float) -> None:
     """Whatever the variance of the data: a bin of the log SNR holds the same levels in every run."""
     abar = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
     ratio = np.sqrt((1 - abar) / abar)
-    natives = {
+    natives: dict[Process, torch.Tensor] = {
         "ddpm": torch.arange(1000),
         "flow": torch.from_numpy(ratio / (1 + ratio)),
         "edm": torch.from_numpy(ratio),
     }
     for name, native in natives.items():
         options: Any = {"sigma_data": data} if name == "edm" else {}
-        levels = build_process(DiffusionConfig(process=name, **options), "cpu").levels(native)
+        levels = build_process(objective_of(name, **options), "cpu").levels(native)
         np.testing.assert_allclose(levels.log_snr[levels.row], -2 * np.log(ratio), rtol=1e-5, atol=1e-5)
         alpha, sigma = levels.table[levels.row].double().unbind(1)[:2]
         np.testing.assert_allclose(sigma / alpha, ratio, rtol=1e-5)
@@ -140,7 +141,7 @@ def test_equal_noise_has_an_equal_log_snr_in_every_process(data: float) -> None:
 @pytest.mark.parametrize(("mean", "std"), [(None, None), (-20.0, 10.0), (20.0, 10.0)])
 @pytest.mark.parametrize("weighting", ["none", "min_snr", "soft_min_snr"])
 def test_nothing_that_is_drawn_is_infinite(weighting: Any, mean: float | None, std: float | None, data: float) -> None:
-    config = DiffusionConfig(process="edm", weighting=weighting, sigma_data=data)
+    config = EdmConfig(weighting=weighting, sigma_data=data)
     process = build_process(config, "cpu", TimestepConfig(mean=mean, std=std))
     levels = process.levels(process.draw(torch.tensor([0.0, 2.0**-32, 0.5, 1 - 2.0**-24])))
     for value in (levels.time, levels.table, levels.weights, levels.log_snr, levels.depth):

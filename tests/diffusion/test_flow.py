@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.config.deepspeed import resolve
-from fastdiff.config.objective import DiffusionConfig, FlowPath
+from fastdiff.config.objective import FlowConfig, FlowPath
 from fastdiff.diffusion.flow import Flow, interpolant
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
@@ -50,7 +50,7 @@ EVERY = [
 
 
 def objective(**options: Any) -> Objective:
-    return Objective(DiffusionConfig(process="flow", condition_dropout=0, **options), seed=SEED, null={}, device="cpu")
+    return Objective(FlowConfig(condition_dropout=0, **options), seed=SEED, null={}, device="cpu")
 
 
 def batch_of(size: int, scale: float = 1.0) -> Batch:
@@ -280,7 +280,7 @@ def test_a_bf16_network_is_told_the_exact_time(world: World, digits: Path, tmp_p
         told[-1] = (told[-1][0], time.clone())
         return embed(self, time, dtype)
 
-    objective = DiffusionConfig(process="flow")
+    objective = FlowConfig()
     config = tiny(digits, tmp_path / "run", steps=2, objective=objective, performance__precision="bf16")
     with (
         mock.patch.object(Objective, "corrupt", spied_corrupt),

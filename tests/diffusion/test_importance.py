@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.processes import build_process
@@ -27,7 +27,7 @@ Step = list[tuple[int, float]]
 
 
 def sampler(timesteps: int = T, batch_samples: int = 16, seed: int = 3, **config: object) -> Timesteps:
-    objective = DiffusionConfig(schedule="cosine", timesteps=timesteps)
+    objective = DdpmConfig(schedule="cosine", timesteps=timesteps)
     values = TimestepConfig(density="importance", **config)  # type: ignore[arg-type]
     process = build_process(objective, "cpu")
     return build_timesteps(values, objective, process, seed=seed, batch_samples=batch_samples, device="cpu")
@@ -170,7 +170,7 @@ def test_the_weighted_mean_is_that_of_even_levels(stratified: bool) -> None:
 
 
 def test_the_objective_weights_the_loss_and_learns_from_it_unweighted() -> None:
-    config = DiffusionConfig(schedule="cosine", timesteps=T, prediction="v", min_snr_gamma=5.0)
+    config = DdpmConfig(schedule="cosine", timesteps=T, prediction="v", min_snr_gamma=5.0)
     objective = Objective(config, seed=3, null={}, device="cpu", timesteps=TimestepConfig(density="importance"))
     plain = Objective(config, seed=3, null={}, device="cpu")
     learned, _ = warm()

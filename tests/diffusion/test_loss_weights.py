@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DiffusionConfig, ScheduleName
+from fastdiff.config.objective import DdpmConfig, ScheduleName
 from fastdiff.diffusion.levels import SnrWeighting, loss_weights
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.schedules import Schedule
@@ -93,7 +93,7 @@ def test_where_there_is_no_signal_a_weight_is_its_limit(kind, prediction):
 @pytest.mark.parametrize("prediction", PREDICTIONS[:3])
 def test_weights_are_finite_under_zero_terminal_snr(kind, prediction):
     for schedule in get_args(ScheduleName):
-        config = DiffusionConfig(schedule=schedule, prediction=prediction, weighting=kind, zero_terminal_snr=True)
+        config = DdpmConfig(schedule=schedule, prediction=prediction, weighting=kind, zero_terminal_snr=True)
         weights, snr = tables(config)
         assert snr[-1] == 0
         assert weights.isfinite().all()
@@ -108,9 +108,9 @@ def test_weights_are_finite_under_zero_terminal_snr(kind, prediction):
 def test_the_loss_is_that_of_the_papers(kind, prediction, zero_terminal):
     if prediction == "previous_x" and kind != "none":
         with pytest.raises(ConfigError, match=r"with --objective\.prediction previous_x: "):
-            DiffusionConfig(prediction=prediction, weighting=kind)
+            DdpmConfig(prediction=prediction, weighting=kind)
         return
-    config = DiffusionConfig(prediction=prediction, weighting=kind, zero_terminal_snr=zero_terminal)
+    config = DdpmConfig(prediction=prediction, weighting=kind, zero_terminal_snr=zero_terminal)
     objective = Objective(config, seed=1, null={}, device="cpu")
     time = torch.tensor([0, 1, 60, 250, 500, 750, 998, 999])
     batch = Batch(torch.randn(8, 4, 5, 5, generator=torch.Generator().manual_seed(0)), torch.arange(8), {})
@@ -148,7 +148,7 @@ def weight_of(kind, prediction, snr):
 @pytest.mark.parametrize("prediction", ["epsilon", "v", "x0"])
 def test_min_snr_weights_are_their_closed_form(schedule, prediction):
     """Its gamma on its own asks for it."""
-    weights, snr = tables(DiffusionConfig(schedule=schedule, prediction=prediction, min_snr_gamma=5.0))
+    weights, snr = tables(DdpmConfig(schedule=schedule, prediction=prediction, min_snr_gamma=5.0))
     for step in range(0, 1000, 37):
         clamped = min(float(snr[step]), 5.0)
         divisor = {"epsilon": float(snr[step]), "v": float(snr[step]) + 1, "x0": 1.0}[prediction]
@@ -157,7 +157,7 @@ def test_min_snr_weights_are_their_closed_form(schedule, prediction):
 
 def test_the_gamma_of_the_configuration_is_used():
     for kind in ("auto", "min_snr", "soft_min_snr"):
-        weights, snr = tables(DiffusionConfig(weighting=kind, min_snr_gamma=2.5))
+        weights, snr = tables(DdpmConfig(weighting=kind, min_snr_gamma=2.5))
         expected = loss_weights("min_snr" if kind == "auto" else kind, snr, torch.ones_like(snr), 2.5)
         assert torch.equal(weights, expected.float())
 
@@ -171,14 +171,14 @@ def test_p2_has_the_exponent_of_the_configuration(zero_terminal, gamma):
     expected = {"epsilon": of_noise, "v": of_noise * abar, "x0": of_noise * abar / (1 - abar)}
     for prediction, weights in expected.items():
         options = {"weighting": "p2", "p2_gamma": gamma, "zero_terminal_snr": zero_terminal}
-        found, _ = tables(DiffusionConfig(prediction=prediction, **options))
+        found, _ = tables(DdpmConfig(prediction=prediction, **options))
         np.testing.assert_allclose(found, weights, rtol=1e-6, atol=1e-12)
 
 
 def test_without_a_weighting_every_weight_is_one():
     for zero_terminal in (False, True):
         for kind in ("auto", "none"):
-            weights, _ = tables(DiffusionConfig(zero_terminal_snr=zero_terminal, weighting=kind))
+            weights, _ = tables(DdpmConfig(zero_terminal_snr=zero_terminal, weighting=kind))
             assert (weights == 1).all()
 
 
@@ -186,4 +186,4 @@ def test_without_a_weighting_every_weight_is_one():
 def test_a_gamma_for_a_weighting_that_has_none_is_refused(kind):
     message = rf"--objective.min_snr_gamma 5.0: --objective.weighting {kind} has no such clamp; set --objective"
     with pytest.raises(ConfigError, match=message):
-        DiffusionConfig(weighting=kind, min_snr_gamma=5.0)
+        DdpmConfig(weighting=kind, min_snr_gamma=5.0)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DiffusionConfig
 from fastdiff.diffusion import noise_shaping
 from fastdiff.diffusion.noise_shaping import pyramid, unit_scale
 from fastdiff.diffusion.objective import Objective
 from fastdiff.rng import Stream, normal
+from tests.support.objectives import objective_of
 
 SEED = 6
 SIZES = [(8, 8), (16, 4), (6, 10), (7, 5), (1, 1), (1, 9)]
@@ -93,7 +93,7 @@ def test_levels_of_less_than_a_pixel_are_left_out() -> None:
 
 
 def _objective(dtype: torch.dtype = torch.float32, posterior: bool = False, **options: Any) -> Objective:
-    config = DiffusionConfig(
+    config = objective_of(
         **{"multires_noise_iterations": 3, "multires_noise_discount": 0.8, "condition_dropout": 0.0, **options}
     )
     return Objective(config, seed=SEED, null={}, device="cpu", dtype=dtype, posterior=posterior)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff.batch import Batch
 from fastdiff.config.networks.dit import DiTConfig
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.diffusion.levels import loss_weights
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.schedules import Schedule, betas
@@ -17,6 +17,7 @@ from fastdiff.models.dit.network import DiT
 from fastdiff.rng import Stream, normal
 from fastdiff.training.metrics import Meters
 from fastdiff_kernels import dispatch
+from tests.support.objectives import objective_of
 from tests.support.references.timesteps import uniform_timesteps
 
 PREDICTIONS = ("epsilon", "v", "x0")
@@ -27,7 +28,7 @@ EPS = 2.0**-24
 
 
 def _objective(seed=0, device="cpu", posterior=False, **values):
-    return Objective(DiffusionConfig(**values), seed=seed, null=NULL, device=device, posterior=posterior)
+    return Objective(objective_of(**values), seed=seed, null=NULL, device=device, posterior=posterior)
 
 
 def _batch(size=16, dtype=torch.float32, position=None, posterior=False):
@@ -116,7 +117,7 @@ def test_the_time_comes_from_its_stream():
 
 
 def test_noisy_latents_of_another_dtype_are_the_same_ones_rounded():
-    batch, config = _batch(), DiffusionConfig(noise_offset=0.1)
+    batch, config = _batch(), DdpmConfig(noise_offset=0.1)
     objective = Objective(config, seed=0, null=NULL, device="cpu", dtype=torch.bfloat16)
     noisy = objective.corrupt(batch).noisy
     assert noisy.dtype == torch.bfloat16
@@ -137,7 +138,7 @@ def test_noise_offset_is_one_constant_per_sample_and_channel():
     batch = _batch(500)
     plain, shifted = _objective().corrupt(batch), _objective(noise_offset=0.1).corrupt(batch)
     constant = 0.1 * normal(0, Stream.OFFSET, batch.position, (4, 1, 1)).double()
-    sigma = _exact(DiffusionConfig(), plain.time)[1]
+    sigma = _exact(DdpmConfig(), plain.time)[1]
     difference = (shifted.noisy - plain.noisy).double()
     torch.testing.assert_close(difference, (sigma * constant).expand_as(difference), rtol=0, atol=64 * EPS)
 
@@ -146,7 +147,7 @@ def test_input_perturbation_is_added_to_the_noise():
     batch = _batch(64)
     plain, perturbed = _objective().corrupt(batch), _objective(input_perturbation=0.2).corrupt(batch)
     extra = normal(0, Stream.PERTURBATION, batch.position, (4, 8, 8)).double()
-    sigma = _exact(DiffusionConfig(), plain.time)[1]
+    sigma = _exact(DdpmConfig(), plain.time)[1]
     difference = (perturbed.noisy - plain.noisy).double()
     torch.testing.assert_close(difference, sigma * 0.2 * extra, rtol=0, atol=64 * EPS)
 

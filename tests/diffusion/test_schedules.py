@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.diffusion.schedules import Schedule, alpha_bar_of, betas, zero_terminal_snr
 from fastdiff.errors import ConfigError
 
@@ -76,7 +76,7 @@ def reference_zero_terminal_snr(table: Numbers) -> Numbers:
 @pytest.mark.parametrize("timesteps", [100, 1000, 4000])
 @pytest.mark.parametrize("schedule", NAMES)
 def test_betas_are_those_of_the_definition(schedule: Any, timesteps: int, zero: bool) -> None:
-    ours = betas(DiffusionConfig(schedule=schedule, timesteps=timesteps, zero_terminal_snr=zero))
+    ours = betas(DdpmConfig(schedule=schedule, timesteps=timesteps, zero_terminal_snr=zero))
     theirs = reference(schedule, timesteps)
     expected = torch.from_numpy(reference_zero_terminal_snr(theirs) if zero else theirs)
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-14)
@@ -88,7 +88,7 @@ def test_betas_are_those_of_the_definition(schedule: Any, timesteps: int, zero: 
 @pytest.mark.parametrize("timesteps", [21, 22, 23, 29, 30, 31, 99, 101, 110])
 @pytest.mark.parametrize("schedule", ["warmup10", "warmup50"])
 def test_warmup_rises_over_a_whole_number_of_steps(schedule: Any, timesteps: int) -> None:
-    ours = betas(DiffusionConfig(schedule=schedule, timesteps=timesteps))
+    ours = betas(DdpmConfig(schedule=schedule, timesteps=timesteps))
     torch.testing.assert_close(ours, torch.from_numpy(reference(schedule, timesteps)), rtol=1e-12, atol=0)
 
 
@@ -103,7 +103,7 @@ def diffusers_scheduler(schedule: str, zero_terminal: bool = False, **values: An
 @pytest.mark.parametrize("timesteps", [100, 1000, 4000])
 @pytest.mark.parametrize("schedule", OF_DIFFUSERS)
 def test_betas_are_those_of_diffusers(schedule: Any, timesteps: int) -> None:
-    ours = betas(DiffusionConfig(schedule=schedule, timesteps=timesteps))
+    ours = betas(DdpmConfig(schedule=schedule, timesteps=timesteps))
     assert ours.dtype == torch.float64
     scale = 1000 / timesteps if schedule == "linear" else 1.0
     ends = {} if schedule == "scaled_linear" else {"beta_start": 1e-4 * scale, "beta_end": 0.02 * scale}
@@ -118,8 +118,8 @@ def test_betas_are_those_of_diffusers(schedule: Any, timesteps: int) -> None:
 def test_zero_terminal_snr_is_that_of_diffusers(schedule: Any) -> None:
     from diffusers.schedulers.scheduling_ddpm import rescale_zero_terminal_snr
 
-    config = DiffusionConfig(schedule=schedule, zero_terminal_snr=True)
-    plain = betas(DiffusionConfig(schedule=schedule))
+    config = DdpmConfig(schedule=schedule, zero_terminal_snr=True)
+    plain = betas(DdpmConfig(schedule=schedule))
     torch.testing.assert_close(betas(config), rescale_zero_terminal_snr(plain), rtol=1e-9, atol=1e-13)
     # The scheduler itself multiplies 1000 fp32 factors, each rounded twice (1 - beta and the product).
     theirs = diffusers_scheduler(schedule, zero_terminal=True).alphas_cumprod.double().sqrt()
@@ -142,19 +142,19 @@ def test_other_schedules_of_diffusers_are_read() -> None:
 
 
 def test_zero_terminal_snr_keeps_the_first_step() -> None:
-    plain = betas(DiffusionConfig())
+    plain = betas(DdpmConfig())
     torch.testing.assert_close(zero_terminal_snr(plain)[0], plain[0], rtol=1e-10, atol=0)
 
 
 def test_cosine_betas_are_capped() -> None:
-    assert betas(DiffusionConfig(schedule="cosine")).max() == 0.999
+    assert betas(DdpmConfig(schedule="cosine")).max() == 0.999
 
 
 @pytest.mark.parametrize("schedule", ["linear", "quad", "const", "warmup10", "warmup50"])
 def test_steps_of_more_than_all_noise_are_refused(schedule: Any) -> None:
     with pytest.raises(ConfigError, match=rf"timesteps 20: the {schedule} schedule needs more than 20"):
-        DiffusionConfig(schedule=schedule, timesteps=20)
-    assert betas(DiffusionConfig(schedule=schedule, timesteps=21)).max() < 1
+        DdpmConfig(schedule=schedule, timesteps=20)
+    assert betas(DdpmConfig(schedule=schedule, timesteps=21)).max() < 1
 
 
 # ---- what is derived from them -------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_steps_of_more_than_all_noise_are_refused(schedule: Any) -> None:
 @pytest.mark.parametrize("schedule", NAMES)
 def test_tables_follow_from_the_betas(schedule: Any, timesteps: int, zero: bool) -> None:
     """The posterior is that of two Gaussian observations of x_{t-1}: precisions add up (Ho et al. 2020, eq. 7)."""
-    config = DiffusionConfig(schedule=schedule, timesteps=timesteps, zero_terminal_snr=zero)
+    config = DdpmConfig(schedule=schedule, timesteps=timesteps, zero_terminal_snr=zero)
     found = Schedule.build(config, "cpu", torch.float64)
     beta = betas(config).numpy()
     abar = np.cumprod(1 - beta)
@@ -193,7 +193,7 @@ def test_tables_follow_from_the_betas(schedule: Any, timesteps: int, zero: bool)
 
 
 configs = st.builds(
-    DiffusionConfig,
+    DdpmConfig,
     schedule=st.sampled_from(NAMES),
     timesteps=st.integers(21, 2000),
     zero_terminal_snr=st.booleans(),
@@ -202,7 +202,7 @@ configs = st.builds(
 
 @settings(deadline=None, max_examples=60)
 @given(configs)
-def test_alpha_and_sigma_are_a_rotation_and_snr_falls(config: DiffusionConfig) -> None:
+def test_alpha_and_sigma_are_a_rotation_and_snr_falls(config: ObjectiveConfig) -> None:
     exact = Schedule.build(config, "cpu", torch.float64)
     assert (exact.snr.diff() < 0).all()
     assert (exact.sigma > 0).all()

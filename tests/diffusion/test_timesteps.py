@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.timesteps import DENSITIES, TimestepConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.processes import build_process
@@ -21,11 +21,11 @@ from tests.support.references.timesteps import uniform_timesteps
 
 SEED = 5
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
-DDPM, FLOW, EDM = DiffusionConfig(), DiffusionConfig(process="flow"), DiffusionConfig(process="edm")
+DDPM, FLOW, EDM = DdpmConfig(), FlowConfig(), EdmConfig()
 BATCHES = (1, 2, 3, 16, 60, 96, 256, 1000)
 
 
-def sampler(objective: DiffusionConfig = DDPM, batch_samples: int = 256, **config: object) -> Timesteps:
+def sampler(objective: ObjectiveConfig = DDPM, batch_samples: int = 256, **config: object) -> Timesteps:
     values = TimestepConfig(**config)  # type: ignore[arg-type]
     values.check(objective)
     process = build_process(objective, "cpu", values)
@@ -41,7 +41,7 @@ def shares(position: torch.Tensor) -> torch.Tensor:
     return uniform(SEED, Stream.TIMESTEP, position, 1)[:, 0]
 
 
-def objective(config: DiffusionConfig = DDPM, batch_samples: int = 16, **timesteps: object) -> Objective:
+def objective(config: ObjectiveConfig = DDPM, batch_samples: int = 16, **timesteps: object) -> Objective:
     return Objective(
         config,
         seed=SEED,
@@ -81,7 +81,7 @@ def test_only_plain_ddpm_is_left_to_the_kernel() -> None:
 @pytest.mark.parametrize("samples", BATCHES)
 def test_every_step_meets_every_stratum_once(samples: int) -> None:
     """As many timesteps as samples: every step is a permutation of them."""
-    config = DiffusionConfig(schedule="cosine", timesteps=max(2, samples))
+    config = DdpmConfig(schedule="cosine", timesteps=max(2, samples))
     position = torch.arange(7 * samples, 60 * samples)
     native, weights = sampler(config, samples, stratified=True).draw(position)
     assert weights is None
@@ -223,7 +223,7 @@ def diffusers_frequencies(config: TimestepConfig, timesteps: int) -> np.ndarray:
     ],
 )
 def test_biased_steps_are_drawn_as_often_as_diffusers_does(config: TimestepConfig, stratified: bool) -> None:
-    objective = DiffusionConfig(timesteps=100)
+    objective = DdpmConfig(timesteps=100)
     drawn = sampler_of(replace(config, stratified=stratified), objective)
     native, weights = drawn.draw(torch.arange(100_000))
     assert weights is None, "the loss is not corrected, as there"
@@ -235,7 +235,7 @@ def test_biased_steps_are_drawn_as_often_as_diffusers_does(config: TimestepConfi
         assert abs(counts - expected).max() < 4 * math.sqrt(100_000 / 256), "at most the two ends of each step's strata"
 
 
-def sampler_of(config: TimestepConfig, objective: DiffusionConfig) -> Timesteps:
+def sampler_of(config: TimestepConfig, objective: ObjectiveConfig) -> Timesteps:
     process = build_process(objective, "cpu")
     return build_timesteps(config, objective, process, seed=SEED, batch_samples=256, device="cpu")
 
@@ -264,7 +264,7 @@ class NoSync(TorchDispatchMode):
 
 @pytest.mark.parametrize("stratified", [False, True])
 @pytest.mark.parametrize(("config", "density"), [(c, d) for c in (DDPM, FLOW, EDM) for d in DENSITIES[c.process]])
-def test_no_density_waits_for_the_device(config: DiffusionConfig, density: str, stratified: bool) -> None:
+def test_no_density_waits_for_the_device(config: ObjectiveConfig, density: str, stratified: bool) -> None:
     drawn = sampler(config, 32, density=density, stratified=stratified, **biases(density))
     losses = torch.linspace(0, 1, 16)
     losses[3] = math.nan
@@ -281,7 +281,7 @@ def test_no_density_waits_for_the_device(config: DiffusionConfig, density: str, 
 
 @pytest.mark.parametrize("density", ["uniform", "importance"])
 def test_dream_keeps_the_levels_that_were_drawn(density: str) -> None:
-    dreaming = objective(DiffusionConfig(dream=True), density=density, stratified=True)
+    dreaming = objective(DdpmConfig(dream=True), density=density, stratified=True)
     position = torch.arange(16)
     native, _ = dreaming.timesteps.draw(position)
     data = batch(position)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.variational import Variational, log_probability
 from fastdiff.parallel.world import World
@@ -43,7 +43,7 @@ class Case:
 
     def __init__(self, timesteps: int = 1000, schedule: str = "linear", **options: Any) -> None:
         options |= {"schedule": schedule.removesuffix(" to 0"), "zero_terminal_snr": schedule.endswith(" to 0")}
-        self.config = DiffusionConfig(timesteps=timesteps, condition_dropout=0, **options)
+        self.config = DdpmConfig(timesteps=timesteps, condition_dropout=0, **options)
         self.objective = Objective(self.config, seed=3, null={}, device="cpu")
         betas = (SCHEDULES | TO_NOISE)[timesteps, schedule](timesteps)
         self.reference = Reference(betas, self.config.predicted, self.config.variance)
@@ -202,7 +202,7 @@ def test_bin_probabilities_in_fp32_hold_in_the_tails() -> None:
 
 def test_no_host_synchronisation_and_tables_on_the_device_once() -> None:
     """On meta tensors nothing could be read back."""
-    variational = Variational(DiffusionConfig(loss="rescaled_mse", variance="learned_range"), "meta")
+    variational = Variational(DdpmConfig(loss="rescaled_mse", variance="learned_range"), "meta")
     half, time = torch.empty(4, *SHAPE, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
     assert variational.loss(torch.cat([half, half], dim=1), half, half, time).shape == (4,)
 

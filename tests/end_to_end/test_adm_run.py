@@ -15,10 +15,12 @@ from PIL import Image, ImageChops
 from safetensors.torch import save_file
 
 from fastdiff.cli.main import main
+from fastdiff.config.command_line import parse
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import RunConfig, ValidationConfig
+from fastdiff.config.sampler import SamplerConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.loading.training_set import open_data
@@ -32,7 +34,7 @@ from fastdiff.evaluation.likelihood import NllOptions, measure, read_clean
 from fastdiff.models.build import build_model
 from fastdiff.models.load import null_label
 from fastdiff.sampling.image_grid import image_grid
-from fastdiff.sampling.run import Drawing, Run
+from fastdiff.sampling.run import Run
 from fastdiff.training.callbacks.previews import SampleGrid
 from fastdiff.training.callbacks.validation import LINES
 from tests.support.forked import forked_ranks, values
@@ -42,7 +44,7 @@ SHAPE: dict[str, Any] = {
     "channels": 1, "size": 8, "width": 16, "channel_mult": (1, 2), "res_blocks": 1, "attention_resolutions": (4,),
     "heads": 2, "norm_num_groups": 8, "classes": 10, "learn_sigma": True,
 }  # fmt: skip
-HYBRID = DiffusionConfig(
+HYBRID = DdpmConfig(
     schedule="cosine", timesteps=400, rescale_timesteps=True, variance="learned_range", loss="rescaled_mse"
 )
 
@@ -118,7 +120,7 @@ def test_a_rescaled_time_is_on_the_scale_of_a_thousand_steps() -> None:
     plain = build_process(replace(HYBRID, rescale_timesteps=False), "cpu").levels(torch.tensor([399]))
     assert plain.time.tolist() == [399]
     with pytest.raises(ConfigError, match=r"rescale_timesteps True is for --objective.process ddpm"):
-        DiffusionConfig(process="flow", rescale_timesteps=True)
+        parse(["--preset", "digits", "--objective.process", "flow", "--objective.rescale_timesteps"])
 
 
 def test_neither_validation_nor_likelihood_drops_anything(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_pixels_are_clamped_where_a_run_is_drawn(torch_extensions: Path, digits:
     trained(config)
     run = Run(tmp_path / "run")
     output, labels = config.output, torch.arange(10).repeat(SampleGrid.rows)
-    drawing = Drawing(
+    drawing = SamplerConfig(
         scheduler="dpmsolver++", steps=output.sample_steps, cfg=output.sample_cfg, clip=True, seed=config.seed
     )
     null = {"label": null_label(config)}
@@ -217,7 +219,5 @@ def test_pixels_are_clamped_where_a_run_is_drawn(torch_extensions: Path, digits:
     with Image.open(next((tmp_path / "run" / "samples").glob("*.png"))) as drawn:
         assert ImageChops.difference(drawn, image_grid(clamped, rows=SampleGrid.rows)).getbbox() is None
         assert ImageChops.difference(drawn, image_grid(free, rows=SampleGrid.rows)).getbbox() is not None
-    measured = run.draw(
-        labels, scheduler="dpmsolver++", steps=drawing.steps, cfg=drawing.cfg, seed=config.seed, progress=False
-    )
+    measured = run.draw(labels, replace(drawing, clip=None), progress=False)
     assert torch.equal(measured, clamped)

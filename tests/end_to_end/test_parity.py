@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff.batch import Batch, Condition
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.models.build import load_model
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, Kind, build
@@ -62,7 +62,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
 
 
 def theirs(
-    unet: Any, scheduler: Any, config: DiffusionConfig, latents: Tensor, text: Tensor, added: Any = None
+    unet: Any, scheduler: Any, config: ObjectiveConfig, latents: Tensor, text: Tensor, added: Any = None
 ) -> Tensor:
     """The loss of the script, where the random numbers are those of our streams."""
     from diffusers.training_utils import compute_dream_and_update_latents, compute_snr
@@ -88,7 +88,7 @@ def theirs(
     return losses.mean()
 
 
-def ours(model: Any, config: DiffusionConfig, latents: Tensor, condition: Condition, posterior: bool = False) -> Tensor:
+def ours(model: Any, config: ObjectiveConfig, latents: Tensor, condition: Condition, posterior: bool = False) -> Tensor:
     """The loss of the training loop."""
     objective = Objective(config, seed=SEED, null={}, device="cpu", posterior=posterior)
     batch = Batch(latents, POSITION, condition)
@@ -117,9 +117,9 @@ def clean_latents() -> Tensor:
     return torch.randn(len(POSITION), *SHAPE, generator=torch.Generator().manual_seed(7))
 
 
-def config_of(kind: Kind, **options: Any) -> DiffusionConfig:
+def config_of(kind: Kind, **options: Any) -> ObjectiveConfig:
     prediction: Any = "v" if kind == "sd2" else "epsilon"
-    return DiffusionConfig(schedule="scaled_linear", prediction=prediction, condition_dropout=0.0, **options)
+    return DdpmConfig(schedule="scaled_linear", prediction=prediction, condition_dropout=0.0, **options)
 
 
 def assert_same(found: Step, expected: Step) -> None:

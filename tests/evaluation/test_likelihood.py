@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.cli.main import main
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.writer import ShardWriter
@@ -29,6 +29,7 @@ from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, normal
 from fastdiff.sampling.run import Run, config_of
 from fastdiff.train import train
+from tests.support.objectives import objective_of
 from tests.support.references.variational_reference import Array, Reference, at, cosine_betas
 from tests.support.runs import launch, newest, tiny
 
@@ -38,14 +39,14 @@ SHAPE = (2, 3, 3)
 BETAS = cosine_betas(T)
 
 
-def config(**options: Any) -> DiffusionConfig:
-    return DiffusionConfig(timesteps=T, schedule="cosine", **options)
+def config(**options: Any) -> ObjectiveConfig:
+    return DdpmConfig(timesteps=T, schedule="cosine", **options)
 
 
 class Gaussian:
     """The best prediction for data from N(0, SPREAD^2), a linear function of x_t; half of it with ``off``."""
 
-    def __init__(self, objective: DiffusionConfig, off: float = 1.0) -> None:
+    def __init__(self, objective: ObjectiveConfig, off: float = 1.0) -> None:
         self.objective, self.off = objective, off
         self.reference = Reference(BETAS, objective.predicted, objective.variance)
 
@@ -68,7 +69,7 @@ def data(samples: int, parts: int = 3) -> list[Batch]:
 
 
 def expected(
-    objective: DiffusionConfig, model: Callable[[Tensor, Tensor], Tensor], clean: Tensor, *, clip: bool, seed: int
+    objective: ObjectiveConfig, model: Callable[[Tensor, Tensor], Tensor], clean: Tensor, *, clip: bool, seed: int
 ) -> list[Array]:
     """vb, xstart_mse and mse ``[T, N]`` by the equations, under the same noise."""
     reference = Reference(BETAS, objective.predicted, objective.variance)
@@ -272,7 +273,7 @@ def test_wrong_options_are_refused(
 )
 def test_runs_without_a_bound_are_refused(run: Path, objective: dict[str, Any], message: str) -> None:
     trained = Run(run)
-    trained.config = replace(trained.config, objective=DiffusionConfig(**objective))
+    trained.config = replace(trained.config, objective=objective_of(**objective))
     with pytest.raises(ConfigError, match=message):
         evaluate_nll(trained, NllOptions(samples=2))
 

@@ -11,7 +11,7 @@ import pytest
 
 from fastdiff.config.config_file import from_mapping
 from fastdiff.config.networks.adm import AdmConfig
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import EmaConfig, OutputConfig, RunConfig
 from fastdiff.config.run_record import as_json
@@ -46,43 +46,43 @@ def test_of_the_published_recipes() -> None:
 @pytest.mark.parametrize(
     ("objective", "timesteps", "name", "words"),
     [
-        (DiffusionConfig(zero_terminal_snr=True, prediction="v", noise_offset=0.1), UNIFORM, "Noise",
+        (DdpmConfig(zero_terminal_snr=True, prediction="v", noise_offset=0.1), UNIFORM, "Noise",
          "linear schedule of 1000 steps, zero terminal SNR, offset 0.1"),
-        (DiffusionConfig(schedule="cosine", multires_noise_iterations=6, input_perturbation=0.1, dream=True), UNIFORM,
+        (DdpmConfig(schedule="cosine", multires_noise_iterations=6, input_perturbation=0.1, dream=True), UNIFORM,
          "Noise", "cosine schedule of 1000 steps, 6 coarser resolutions, input perturbation 0.1, DREAM"),
-        (DiffusionConfig(process="edm", sigma_data=0.9), UNIFORM, "Noise", "EDM, sigma of the data 0.9"),
-        (DiffusionConfig(process="edm"), UNIFORM, "Prediction", "edm"),
-        (DiffusionConfig(process="edm"), TimestepConfig(mean=-0.6), "Timesteps",
+        (EdmConfig(sigma_data=0.9), UNIFORM, "Noise", "EDM, sigma of the data 0.9"),
+        (EdmConfig(), UNIFORM, "Prediction", "edm"),
+        (EdmConfig(), TimestepConfig(mean=-0.6), "Timesteps",
          "log_normal, mean -0.6, standard deviation 1.2"),
-        (DiffusionConfig(), TimestepConfig(density="logit_normal"), "Timesteps",
+        (DdpmConfig(), TimestepConfig(density="logit_normal"), "Timesteps",
          "logit_normal, mean 0, standard deviation 1"),
-        (DiffusionConfig(variance="fixed_large"), UNIFORM, "Prediction", "epsilon, fixed_large variance"),
-        (DiffusionConfig(min_snr_gamma=5.0), UNIFORM, "Loss", "mse, weighting min_snr, gamma 5"),
-        (DiffusionConfig(weighting="soft_min_snr"), UNIFORM, "Loss", "mse, weighting soft_min_snr, gamma 5"),
-        (DiffusionConfig(weighting="p2", p2_gamma=0.5), UNIFORM, "Loss", "mse, weighting p2, gamma 0.5"),
-        (DiffusionConfig(weighting="debiased"), UNIFORM, "Loss", "mse, weighting debiased"),
-        (DiffusionConfig(process="flow", cosine_weight=1.0), UNIFORM, "Loss",
+        (DdpmConfig(variance="fixed_large"), UNIFORM, "Prediction", "epsilon, fixed_large variance"),
+        (DdpmConfig(min_snr_gamma=5.0), UNIFORM, "Loss", "mse, weighting min_snr, gamma 5"),
+        (DdpmConfig(weighting="soft_min_snr"), UNIFORM, "Loss", "mse, weighting soft_min_snr, gamma 5"),
+        (DdpmConfig(weighting="p2", p2_gamma=0.5), UNIFORM, "Loss", "mse, weighting p2, gamma 0.5"),
+        (DdpmConfig(weighting="debiased"), UNIFORM, "Loss", "mse, weighting debiased"),
+        (FlowConfig(cosine_weight=1.0), UNIFORM, "Loss",
          "mse, weighting none, cosine distance times 1"),
-        (DiffusionConfig(process="flow"), TimestepConfig(density="mode", shift=3.0, stratified=True), "Timesteps",
+        (FlowConfig(), TimestepConfig(density="mode", shift=3.0, stratified=True), "Timesteps",
          "mode, scale 1.29, shift 3, stratified"),
-        (DiffusionConfig(), TimestepConfig(density="later", bias_multiplier=2.0), "Timesteps",
+        (DdpmConfig(), TimestepConfig(density="later", bias_multiplier=2.0), "Timesteps",
          "later, 2 times as often, 0.25 of them"),
-        (DiffusionConfig(), TimestepConfig(density="range", bias_multiplier=2.0, bias_end=100), "Timesteps",
+        (DdpmConfig(), TimestepConfig(density="range", bias_multiplier=2.0, bias_end=100), "Timesteps",
          "range, 2 times as often, 0 to 100"),
-        (DiffusionConfig(timesteps=500), TimestepConfig(density="range", bias_multiplier=2.0, bias_begin=9),
+        (DdpmConfig(timesteps=500), TimestepConfig(density="range", bias_multiplier=2.0, bias_begin=9),
          "Timesteps", "range, 2 times as often, 9 to 500"),
     ],
 )  # fmt: skip
-def test_of_an_objective(objective: DiffusionConfig, timesteps: TimestepConfig, name: str, words: str) -> None:
+def test_of_an_objective(objective: ObjectiveConfig, timesteps: TimestepConfig, name: str, words: str) -> None:
     assert objective_facts(objective, timesteps)[name] == words
 
 
 @pytest.mark.parametrize("format_", ["dit", "safetensors"])
 def test_what_a_model_without_timesteps_is_told(format_: str) -> None:
     for given, words in {
-        DiffusionConfig(process="flow"): "1000 t (t = 0: the data, 1: noise) and returns the velocity dx/dt:",
-        DiffusionConfig(process="flow", prediction="score"): "returns the score:",
-        DiffusionConfig(process="edm"): "c_in x and ln(sigma) / 4 and returns F of the denoiser c_skip x + c_out F",
+        FlowConfig(): "1000 t (t = 0: the data, 1: noise) and returns the velocity dx/dt:",
+        FlowConfig(prediction="score"): "returns the score:",
+        EdmConfig(): "c_in x and ln(sigma) / 4 and returns F of the denoiser c_skip x + c_out F",
     }.items():
         card = use_of(RunConfig(objective=given), format_, Place(Path("out")))
         assert words in card
@@ -93,7 +93,7 @@ def test_what_a_model_without_timesteps_is_told(format_: str) -> None:
 
 def test_of_networks_in_pixel_space() -> None:
     adm = AdmConfig(size=32, width=64, channel_mult=(1, 2), attention_resolutions=(16,), classes=10, learn_sigma=True)
-    objective = DiffusionConfig(timesteps=4000, rescale_timesteps=True, variance="learned_range")
+    objective = DdpmConfig(timesteps=4000, rescale_timesteps=True, variance="learned_range")
     config = RunConfig(model=adm, objective=objective, output=OutputConfig(sample_every=0))
     for format_, code, class_ in (
         (
@@ -171,7 +171,7 @@ def test_what_is_predicted_and_which_sampler_knows_it() -> None:
             ("x0", "x0", "with `predict_xstart=True`", 'give the scheduler `prediction_type="sample"`'),
             ("previous_x", "the mean of the step before", previous, "no scheduler of diffusers can use it"),
         ):
-            given = replace(config, objective=DiffusionConfig(prediction=prediction))  # type: ignore[arg-type]
+            given = replace(config, objective=DdpmConfig(prediction=prediction))  # type: ignore[arg-type]
             for format_ in published:
                 card = use_of(given, format_, Place(Path("out")))
                 [line] = [line for line in card.splitlines() if line.startswith("It returns ")]
@@ -183,7 +183,7 @@ def test_what_is_predicted_and_which_sampler_knows_it() -> None:
 
 
 def test_what_is_told_and_what_is_predicted_are_both_said() -> None:
-    objective = DiffusionConfig(timesteps=4000, rescale_timesteps=True, prediction="v", variance="learned_range")
+    objective = DdpmConfig(timesteps=4000, rescale_timesteps=True, prediction="v", variance="learned_range")
     model = AdmConfig(learn_sigma=True)
     config = RunConfig(model=model, objective=objective, output=OutputConfig(sample_every=0))
     card = use_of(config, "iddpm", Place(Path("out")))

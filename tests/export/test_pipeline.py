@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastdiff.config.networks.pretrained import PretrainedConfig
-from fastdiff.config.objective import DiffusionConfig, ScheduleName
+from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig, ScheduleName
 from fastdiff.diffusion.schedules import alpha_bar_of, betas
 from fastdiff.errors import ConfigError
 from fastdiff.export.pipeline import scheduler_config, write_pipeline
@@ -84,7 +84,7 @@ def test_a_run_without_a_pipeline_is_exported_as_a_unet_alone(
 def test_the_scheduler_has_the_noise_of_the_run(schedule: Any, zero: bool, prediction: Any) -> None:
     import diffusers
 
-    objective = DiffusionConfig(schedule=schedule, zero_terminal_snr=zero, prediction=prediction)
+    objective = DdpmConfig(schedule=schedule, zero_terminal_snr=zero, prediction=prediction)
     base = {"_class_name": "PNDMScheduler", "skip_prk_steps": True, "set_alpha_to_one": False, "steps_offset": 1}
     found = scheduler_config(base, objective)
     expected = torch.cumprod(1 - betas(objective), 0)
@@ -102,13 +102,13 @@ def test_the_scheduler_has_the_noise_of_the_run(schedule: Any, zero: bool, predi
 @pytest.mark.parametrize(
     "objective",
     [
-        DiffusionConfig(process="flow"),
-        DiffusionConfig(process="flow", prediction="epsilon"),
-        DiffusionConfig(process="edm"),
-        DiffusionConfig(prediction="previous_x"),
+        FlowConfig(),
+        FlowConfig(prediction="epsilon"),
+        EdmConfig(),
+        DdpmConfig(prediction="previous_x"),
     ],
 )
-def test_what_no_pipeline_can_draw_is_refused(objective: DiffusionConfig) -> None:
+def test_what_no_pipeline_can_draw_is_refused(objective: ObjectiveConfig) -> None:
     given = f"{objective.process} --objective.prediction {objective.predicted}; use --format safetensors"
     with pytest.raises(ConfigError, match=given):
         scheduler_config({"_class_name": "PNDMScheduler"}, objective)

@@ -13,6 +13,7 @@ from fastdiff.cli import doctor
 from fastdiff.config.presets import preset
 from fastdiff.config.run import PerformanceConfig, RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sampler import SamplerConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models import kernel_choice
 from fastdiff.parallel.world import World
@@ -198,7 +199,7 @@ def test_a_run_with_forced_backends_is_sampled_where_they_cannot_run(
     run = Run(tmp_path / "run")
     assert run.config.performance.attention == "cudnn"
     labels = torch.tensor([0, 1])
-    images = run.draw(labels, scheduler="dpmsolver++", steps=2, cfg=1.0, seed=0, progress=False)
+    images = run.draw(labels, SamplerConfig(scheduler="dpmsolver++", steps=2, cfg=1.0), progress=False)
     assert images.isfinite().all()
 
 

@@ -11,29 +11,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
+from fastdiff.config.sampler import SchedulerName
 from fastdiff.errors import ConfigError
-from fastdiff.sampling.solvers import SchedulerName
 from tests.support.references.gaussian import MEANS, Gaussian, draw
 
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 2])
 OBJECTIVES = [
-    *(DiffusionConfig(prediction=prediction) for prediction in ("epsilon", "v", "x0", "previous_x")),
+    *(DdpmConfig(prediction=prediction) for prediction in ("epsilon", "v", "x0", "previous_x")),
     *(
-        DiffusionConfig(process="flow", path=path, prediction=prediction)
+        FlowConfig(path=path, prediction=prediction)
         for path, prediction in product(("linear", "gvp", "vp"), ("flow", "epsilon", "score"))
     ),
-    DiffusionConfig(process="edm"),
-    DiffusionConfig(process="edm", sigma_data=1.5),
+    EdmConfig(),
+    EdmConfig(sigma_data=1.5),
 ]
-PATHS = [DiffusionConfig(process="flow", path=path) for path in ("linear", "gvp", "vp")]
+PATHS = [FlowConfig(path=path) for path in ("linear", "gvp", "vp")]
 
 
 def name(objective: Any) -> str | None:
-    if not isinstance(objective, DiffusionConfig):
-        return None
-    kinds = {"ddpm": objective.schedule, "flow": objective.path, "edm": str(objective.sigma_data)}
-    return f"{objective.process}-{kinds[objective.process]}-{objective.predicted}"
+    match objective:
+        case DdpmConfig():
+            kind = objective.schedule
+        case FlowConfig():
+            kind = objective.path
+        case EdmConfig():
+            kind = str(objective.sigma_data)
+        case _:
+            return None
+    return f"{objective.process}-{kind}-{objective.predicted}"
 
 
 class Recorder(Gaussian):
@@ -49,7 +55,7 @@ class Recorder(Gaussian):
         return prediction
 
 
-def flow_error(objective: DiffusionConfig, spread: float, **options: Any) -> float:
+def flow_error(objective: ObjectiveConfig, spread: float, **options: Any) -> float:
     """Largest difference of images from the probability flow, which is known for a Gaussian.
 
     It is linear there (Song et al. 2021): the distance from the mean, in standard deviations, stays the same.
@@ -63,7 +69,7 @@ def flow_error(objective: DiffusionConfig, spread: float, **options: Any) -> flo
     return float((images - (mean + spread * deviations)).abs().max())
 
 
-def statistics(objective: DiffusionConfig, spread: float, **options: Any) -> tuple[float, float]:
+def statistics(objective: ObjectiveConfig, spread: float, **options: Any) -> tuple[float, float]:
     """Mean and standard deviation of images of class 1."""
     labels = torch.ones(300, dtype=torch.int64)
     images = draw(Gaussian(objective, spread), objective, labels, batch=300, **options)
@@ -74,19 +80,19 @@ def statistics(objective: DiffusionConfig, spread: float, **options: Any) -> tup
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=name)
-def test_dpmsolver_follows_the_probability_flow(objective: DiffusionConfig) -> None:
+def test_dpmsolver_follows_the_probability_flow(objective: ObjectiveConfig) -> None:
     assert flow_error(objective, 0.4, scheduler="dpmsolver++", steps=20) < 0.15
     assert flow_error(objective, 0.4, scheduler="dpmsolver++", steps=80) < 0.006
 
 
 @pytest.mark.parametrize("objective", [*PATHS, OBJECTIVES[-1]], ids=name)
-def test_ddim_follows_it_too(objective: DiffusionConfig) -> None:
+def test_ddim_follows_it_too(objective: ObjectiveConfig) -> None:
     assert flow_error(objective, 0.4, scheduler="ddim", steps=400) < 0.03
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=name)
 @pytest.mark.parametrize("scheduler", ["ddim", "dpmsolver++", "ddpm"])
-def test_one_point_is_recovered_in_any_number_of_steps(objective: DiffusionConfig, scheduler: SchedulerName) -> None:
+def test_one_point_is_recovered_in_any_number_of_steps(objective: ObjectiveConfig, scheduler: SchedulerName) -> None:
     # Of the mean of the step before x0 is a ten thousandth, in the noisiest ones.
     tolerance = 0.02 if objective.predicted == "previous_x" else 2e-3
     for steps in (1, 2, 9):
@@ -95,7 +101,7 @@ def test_one_point_is_recovered_in_any_number_of_steps(objective: DiffusionConfi
 
 
 @pytest.mark.parametrize("objective", [OBJECTIVES[3], PATHS[0], OBJECTIVES[-2]], ids=name)
-def test_ancestral_sampling_has_the_right_spread(objective: DiffusionConfig) -> None:
+def test_ancestral_sampling_has_the_right_spread(objective: ObjectiveConfig) -> None:
     mean, spread = statistics(objective, 0.6, scheduler="ddpm", steps=150)
     assert mean == pytest.approx(float(MEANS[1]), abs=0.02)
     assert spread == pytest.approx(0.6, rel=0.05)
@@ -105,13 +111,13 @@ def test_ancestral_sampling_has_the_right_spread(objective: DiffusionConfig) -> 
     ("objective", "times"),
     [
         # Karras et al. 2022, eq. 5 and table 1.
-        (DiffusionConfig(process="edm"), [math.log(s) / 4 for s in (80.0, 9.72323, 0.469978, 0.002)]),
+        (EdmConfig(), [math.log(s) / 4 for s in (80.0, 9.72323, 0.469978, 0.002)]),
         (PATHS[0], [1000, 750, 500, 250]),
         (PATHS[2], [1000, 750.0025, 500.005, 250.0075]),
-        (DiffusionConfig(process="flow", prediction="epsilon"), [999, 749.5, 500, 250.5]),
+        (FlowConfig(prediction="epsilon"), [999, 749.5, 500, 250.5]),
     ],
 )
-def test_levels_that_are_visited(objective: DiffusionConfig, times: list[float]) -> None:
+def test_levels_that_are_visited(objective: ObjectiveConfig, times: list[float]) -> None:
     oracle = Gaussian(objective, 0.4)
     draw(oracle, objective, LABELS, steps=4)
     assert oracle.times == pytest.approx(times, rel=1e-5)
@@ -125,7 +131,7 @@ def test_shift_moves_the_levels_of_flow_to_the_noise() -> None:
 
 
 @pytest.mark.parametrize("objective", [PATHS[0], OBJECTIVES[-1]], ids=name)
-def test_processes_without_timesteps_refuse_respacing(objective: DiffusionConfig) -> None:
+def test_processes_without_timesteps_refuse_respacing(objective: ObjectiveConfig) -> None:
     with pytest.raises(ConfigError, match=r"--respacing 250 chooses from the timesteps of ddpm.*use --steps"):
         draw(Gaussian(objective, 0.4), objective, LABELS, respacing="250")
     with pytest.raises(ConfigError, match="0 sampling steps"):
@@ -138,7 +144,7 @@ def test_processes_without_timesteps_refuse_respacing(objective: DiffusionConfig
 @pytest.mark.parametrize("scheduler", ["ddim", "dpmsolver++", "ddpm"])
 @pytest.mark.parametrize("prediction", ["v", "x0", "previous_x"])
 def test_jsd_ends_in_pure_noise(prediction: Any, scheduler: SchedulerName) -> None:
-    objective = DiffusionConfig(schedule="jsd", prediction=prediction)
+    objective = DdpmConfig(schedule="jsd", prediction=prediction)
     mean, spread = statistics(objective, 0.6, scheduler=scheduler, steps=150)
     assert mean == pytest.approx(float(MEANS[1]), abs=0.02)
     assert spread == pytest.approx(0.6, rel=0.05)
@@ -149,7 +155,7 @@ def test_jsd_ends_in_pure_noise(prediction: Any, scheduler: SchedulerName) -> No
 @pytest.mark.parametrize("steps", [1, 2])
 def test_the_first_steps_from_pure_noise_are_of_first_order(steps: int, objective: Any, prediction: Any) -> None:
     """DPM-Solver++ is DDIM there (Lu et al. 2022), if what stands for no signal at all has none that counts."""
-    config = DiffusionConfig(prediction=prediction, **objective)
+    config = DdpmConfig(prediction=prediction, **objective)
     first, second = (
         draw(Gaussian(config, 0.6), config, LABELS, scheduler=scheduler, steps=steps)
         for scheduler in ("ddim", "dpmsolver++")
@@ -158,7 +164,7 @@ def test_the_first_steps_from_pure_noise_are_of_first_order(steps: int, objectiv
 
 
 def test_pure_noise_of_the_last_step_is_no_image() -> None:
-    objective = DiffusionConfig(schedule="jsd", prediction="epsilon")
+    objective = DdpmConfig(schedule="jsd", prediction="epsilon")
     with pytest.raises(ConfigError, match=r"jsd schedule is pure noise.*--objective.prediction v or x0"):
         draw(Gaussian(objective, 0.4), objective, LABELS)
 
@@ -170,7 +176,7 @@ def test_pure_noise_of_the_last_step_is_no_image() -> None:
     ("text", "times"), [("ddim4", [750, 500, 250, 0]), ("3", [999, 500, 0]), ("1,2", [999, 500, 0])]
 )
 def test_respacing_chooses_the_timesteps(text: str, times: list[int]) -> None:
-    objective = DiffusionConfig(prediction="v")
+    objective = DdpmConfig(prediction="v")
     oracle = Gaussian(objective, 0.4)
     draw(oracle, objective, LABELS, respacing=text, steps=10**9)
     assert oracle.times == times
@@ -187,7 +193,7 @@ def test_ancestral_steps_have_the_mean_and_the_variance_of_the_objective(
     # The noise that explains each step must be the same for every variance, because its seed is.
     explained = {}
     for variance in ("fixed_small", "fixed_large", "learned", "learned_range"):
-        objective = DiffusionConfig(prediction=prediction, variance=variance)
+        objective = DdpmConfig(prediction=prediction, variance=variance)
         model = LearnsVariance(objective, 0.5)
         draw(model, objective, LABELS, scheduler="ddpm", steps=5, respacing=respacing, seed=7)
         assert model.times == TIMES[respacing][::-1]
@@ -235,7 +241,7 @@ class LearnsVariance(Recorder):
 
 @pytest.mark.parametrize("variance", ["learned", "learned_range"])
 def test_guidance_leaves_the_variance_of_the_class(variance: Any) -> None:
-    objective = DiffusionConfig(variance=variance)
+    objective = DdpmConfig(variance=variance)
     options: Any = {"scheduler": "ddpm", "steps": 5, "cfg": 3.0, "seed": 2}
     found, by_class, by_null = (
         draw(VarianceOfClass(objective, 0.5, told), objective, LABELS, **options)
@@ -252,7 +258,7 @@ def test_guidance_leaves_the_variance_of_the_class(variance: Any) -> None:
 class VarianceOfClass(Gaussian):
     """Predicts a variance of each class, which are those of ``told``."""
 
-    def __init__(self, objective: DiffusionConfig, spread: float, told: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, objective: ObjectiveConfig, spread: float, told: Callable[[Tensor], Tensor]) -> None:
         super().__init__(objective, spread)
         self.told = told
 
@@ -264,7 +270,7 @@ class VarianceOfClass(Gaussian):
 
 @pytest.mark.parametrize("scheduler", ["ddim", "dpmsolver++"])
 def test_other_solvers_leave_a_learned_variance_out(scheduler: SchedulerName) -> None:
-    objective = DiffusionConfig(variance="learned_range")
+    objective = DdpmConfig(variance="learned_range")
     options: Any = {"scheduler": scheduler, "steps": 5, "cfg": 1.5}
     plain = draw(Gaussian(objective, 0.2), objective, LABELS, **options)
     assert torch.equal(draw(LearnsVariance(objective, 0.2), objective, LABELS, **options), plain)

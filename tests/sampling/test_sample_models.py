@@ -16,6 +16,7 @@ from torch import Tensor
 from fastdiff.cli.main import main
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import encode_synthetic
 from fastdiff.data.encoding.options import Rank
 from fastdiff.data.shards.format import DatasetInfo
@@ -28,7 +29,7 @@ from fastdiff.parallel.world import World
 from fastdiff.sampling.conditions import Wish
 from fastdiff.sampling.npz import comment_of, read_npz
 from fastdiff.sampling.pixels import PixelDecoder, autoencoder_of
-from fastdiff.sampling.run import Drawing, Run
+from fastdiff.sampling.run import Run
 from fastdiff.sampling.sample_set import SetOptions, draw_set
 from fastdiff.sampling.solvers import sample
 from fastdiff.sampling.text import as_bytes, decode
@@ -76,10 +77,9 @@ def test_a_model_without_classes_draws_numbers_of_images(unconditional: Path, tm
         lambda noisy, time, **_: run.model(noisy, time),  # told nothing of classes
         run.config.objective,
         {"label": torch.zeros(10, dtype=torch.int64)},
+        SamplerConfig(steps=3, clip=True),
         shape=(1, 8, 8),
         null={},
-        steps=3,
-        clip=True,
     )
     assert abs(images.astype(int) - channels_last(latents)).max() <= 1
 
@@ -110,8 +110,8 @@ def undropped(world: World, data: Path, folder: Path, **changes: Any) -> Path:
 def test_without_dropped_classes_there_is_no_guidance(world: World, digits: Path, tmp_path: Path, capsys: Any) -> None:
     folder = undropped(world, digits, tmp_path / "run")
     run = Run(folder)
-    assert run.decided(Drawing()).cfg == 1.0
-    assert run.decided(Drawing(cfg=1.0)).cfg == 1.0
+    assert run.decided(SamplerConfig()).cfg == 1.0
+    assert run.decided(SamplerConfig(cfg=1.0)).cfg == 1.0
     for options in (["--npz", str(tmp_path / "out.npz"), "--num", "2"], ["--grid", str(tmp_path / "out.png")]):
         for cfg in ("3", "0"):
             error = refused([folder, *options, "--cfg", cfg], capsys)
@@ -124,8 +124,10 @@ def test_without_dropped_classes_there_is_no_guidance(world: World, digits: Path
 
 def test_dropped_classes_are_guided_to(world: World, digits: Path, tmp_path: Path) -> None:
     run = Run(undropped(world, digits, tmp_path / "run", objective__condition_dropout=0.1))
-    assert run.decided(Drawing()).cfg == 1.5
-    assert run.decided(Drawing(cfg=3.0, cfg_channels=1)) == Drawing(cfg=3.0, cfg_channels=1, clip=True)
+    assert run.decided(SamplerConfig()).cfg == 1.5
+    assert run.decided(SamplerConfig(cfg=3.0, cfg_channels=1)) == SamplerConfig(
+        cfg=3.0, cfg_channels=1, clip=True, shift=1.0
+    )
 
 
 def test_a_fine_tuned_model_may_have_learned_to_do_without_before(world: World, digits: Path, tmp_path: Path) -> None:
@@ -133,8 +135,8 @@ def test_a_fine_tuned_model_may_have_learned_to_do_without_before(world: World, 
     save_file(build_model(tiny(digits, tmp_path / "run").model).state_dict(), weights)
     pretrained = {"pretrained__path": str(weights), "pretrained__weights": True}
     run = Run(undropped(world, digits, tmp_path / "run", **pretrained))
-    assert run.decided(Drawing()).cfg == 1.0
-    assert run.decided(Drawing(cfg=3.0)).cfg == 3.0
+    assert run.decided(SamplerConfig()).cfg == 1.0
+    assert run.decided(SamplerConfig(cfg=3.0)).cfg == 3.0
 
 
 # ---- small images that are enlarged --------------------------------------------------------------------
@@ -166,11 +168,9 @@ def test_each_image_enlarges_its_own(enlarging: Path, tmp_path: Path) -> None:
         run.model,
         run.config.objective,
         {"label": torch.arange(10), "low_res": pixels / 127.5 - 1},
+        SamplerConfig(steps=3, cfg=2.0, clip=True),
         shape=(1, 8, 8),
         null={"label": null_label(run.config)},
-        steps=3,
-        cfg=2.0,
-        clip=True,
     )
     assert abs(images.astype(int) - channels_last(latents)).max() <= 1
     unguided = tmp_path / "first.npz"
@@ -238,12 +238,14 @@ def test_latents_are_decoded(latents: Path, pipeline: Path, tmp_path: Path) -> N
     run = Run(latents)
     options = SetOptions(out=out, batch=3, autoencoder=str(pipeline))
     for rank in range(2):
-        draw_set(run, Wish(num=5), Drawing(steps=2, cfg=1.0), options, Rank(rank, 2))
+        draw_set(run, Wish(num=5), SamplerConfig(steps=2, cfg=1.0), options, Rank(rank, 2))
     images, labels = read_npz(out)
     assert images.shape == (5, IMAGE_SIZE, IMAGE_SIZE, 3)
     assert labels is not None
     null = {"label": null_label(run.config)}
-    drawn = run.sample({"label": torch.from_numpy(labels)}, null, Drawing(steps=2, cfg=1.0, clip=False), progress=False)
+    drawn = run.sample(
+        {"label": torch.from_numpy(labels)}, null, SamplerConfig(steps=2, cfg=1.0, clip=False), progress=False
+    )
     assert abs(images.astype(int) - channels_last(decode(Pretrained(str(pipeline)).vae(), drawn))).max() <= 1
 
 
@@ -275,10 +277,10 @@ def test_the_decoder_decides_whether_a_set_is_clamped(unconditional: Path, tmp_p
     model = DiTConfig(depth=1, hidden=16, heads=2, patch=2, channels=1, size=8)
     gone = dataclasses.replace(run.config.data, path=str(tmp_path / "gone"))
     run.config = dataclasses.replace(run.config, data=gone, model=model)
-    assert run.decided(Drawing()).clip is False
+    assert run.decided(SamplerConfig()).clip is False
     for name, asked, clamped in (("default", None, True), ("off", False, False)):
         out = tmp_path / f"{name}.npz"
-        draw_set(run, Wish(num=2), Drawing(steps=2, clip=asked), SetOptions(out=out, autoencoder="identity"))
+        draw_set(run, Wish(num=2), SamplerConfig(steps=2, clip=asked), SetOptions(out=out, autoencoder="identity"))
         assert json.loads(comment_of(out))["clip"] is clamped
 
 
@@ -297,7 +299,7 @@ def test_prompts(world: World, pipeline: Path, tmp_path: Path, capsys: Any) -> N
     assert labels is None
     run = Run(tmp_path / "run")
     condition, null = run.embedded(["a red cat", "two birds"] * 2, negative=None)
-    drawn = run.sample(condition, null, Drawing(steps=2), progress=False)
+    drawn = run.sample(condition, null, SamplerConfig(steps=2), progress=False)
     expected = channels_last(decode(Pretrained(str(pipeline)).vae(), drawn))
     assert images.shape == expected.shape == (4, IMAGE_SIZE, IMAGE_SIZE, 3)
     assert abs(images.astype(int) - expected).max() <= 1

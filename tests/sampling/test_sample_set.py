@@ -18,6 +18,7 @@ import torch
 
 from fastdiff.cli.main import main
 from fastdiff.config.run import EmaConfig
+from fastdiff.config.sampler import SamplerConfig
 from fastdiff.data.encoding.options import Rank
 from fastdiff.errors import ConfigError
 from fastdiff.models.load import null_label
@@ -25,7 +26,7 @@ from fastdiff.parallel.world import World
 from fastdiff.sampling.conditions import Wish
 from fastdiff.sampling.npz import read_npz
 from fastdiff.sampling.parts import SampleParts
-from fastdiff.sampling.run import Drawing, Run
+from fastdiff.sampling.run import Run
 from fastdiff.sampling.sample_set import SetOptions, draw_set
 from fastdiff.sampling.solvers import uniform_labels
 from fastdiff.sampling.text import as_bytes
@@ -49,7 +50,7 @@ def trained(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory
 def draw(folder: Path, out: Path, rank: Rank, num: int = IMAGES, batch: int = BATCH) -> None:
     """What the command does, in four steps of DDIM."""
     run = Run(folder)
-    draw_set(run, Wish(num=num), Drawing(steps=4), SetOptions(out=out, batch=batch), rank, say=lambda _: None)
+    draw_set(run, Wish(num=num), SamplerConfig(steps=4), SetOptions(out=out, batch=batch), rank, say=lambda _: None)
 
 
 def flags(folder: Path, out: Path) -> list[str]:
@@ -75,7 +76,7 @@ def drawn_by(world: World, folder: Path, out: Path) -> bool:
 def drawn_in_bf16(world: World, folder: Path, out: Path) -> torch.dtype:
     run = Run(folder)
     options = SetOptions(out=out, batch=8, precision="bf16")
-    draw_set(run, Wish(num=40), Drawing(steps=4), options, Rank.from_environment(), say=lambda _: None)
+    draw_set(run, Wish(num=40), SamplerConfig(steps=4), options, Rank.from_environment(), say=lambda _: None)
     return next(run.model.parameters()).dtype
 
 
@@ -109,7 +110,7 @@ def test_every_image_is_that_of_its_number_and_class(trained: Path, undisturbed:
     null = {"label": null_label(run.config)}
     for index in (range(128), range(900, IMAGES)):
         condition = {"label": torch.from_numpy(labels[index.start : index.stop])}
-        drawing = Drawing(steps=4, cfg=1.5, clip=True)
+        drawing = SamplerConfig(steps=4, cfg=1.5, clip=True)
         latents = run.sample(condition, null, drawing, first_index=index.start, batch=7, progress=False)
         expected = as_bytes(latents).permute(0, 2, 3, 1).numpy().astype(int)
         assert abs(images[index.start : index.stop] - expected).max() <= 1
@@ -186,7 +187,7 @@ def test_parts_that_nobody_saw_in_time_are_joined_by_the_same_command(trained: P
     for part in parts.glob("part-*"):
         part.rename(unseen / part.name)
     options = SetOptions(out=out, batch=10)
-    draw_set(Run(trained), Wish(num=40), Drawing(steps=4), options, Rank(1, 2), say=said.append)
+    draw_set(Run(trained), Wish(num=40), SamplerConfig(steps=4), options, Rank(1, 2), say=said.append)
     assert said == [
         "rank 1: its share is done; 20 images are still missing, other ranks draw them; if all have ended, run this "
         "command once more"
@@ -197,7 +198,7 @@ def test_parts_that_nobody_saw_in_time_are_joined_by_the_same_command(trained: P
     run = Run(trained)
     with torch.no_grad():
         next(run.model.parameters()).fill_(float("nan"))  # what it drew now would be refused
-    draw_set(run, Wish(num=40), Drawing(steps=4), options, Rank(), say=said.append)
+    draw_set(run, Wish(num=40), SamplerConfig(steps=4), options, Rank(), say=said.append)
     assert said[1] == f"{out}: 40 images, {run.description}"
     assert out.read_bytes() == (tmp_path / "undisturbed.npz").read_bytes()
     assert not parts.exists()
@@ -210,7 +211,7 @@ def test_what_is_complete_is_not_drawn_again(trained: Path, undisturbed: Path, t
     draw_set(
         Run(trained),
         Wish(num=IMAGES),
-        Drawing(steps=4),
+        SamplerConfig(steps=4),
         SetOptions(out=out, batch=BATCH),
         Rank(1, 2),
         say=said.append,
@@ -267,7 +268,7 @@ def test_an_average_made_from_other_snapshots_does_not_go_on(
     for path in snapshots[4:]:
         path.rename(tmp_path / path.name)
     begun = Run(folder, ema_std=0.07, step=8)
-    draw_set(begun, Wish(num=40), Drawing(steps=4), SetOptions(out=out, batch=16), Rank(0, 2), say=lambda _: None)
+    draw_set(begun, Wish(num=40), SamplerConfig(steps=4), SetOptions(out=out, batch=16), Rank(0, 2), say=lambda _: None)
     for path in snapshots[4:]:
         (tmp_path / path.name).rename(path)
     assert Run(folder, ema_std=0.07, step=8).description == begun.description
@@ -382,7 +383,7 @@ def test_an_image_that_is_not_finite_is_no_sample(trained: Path, tmp_path: Path)
     with torch.no_grad():
         next(run.model.parameters()).fill_(float("nan"))
     with pytest.raises(ConfigError, match="image 0 is not finite, with the weights of step 2"):
-        draw_set(run, Wish(num=4), Drawing(steps=2), SetOptions(out=tmp_path / "out.npz"), Rank())
+        draw_set(run, Wish(num=4), SamplerConfig(steps=2), SetOptions(out=tmp_path / "out.npz"), Rank())
 
 
 def test_the_command_is_told_to_all_ranks_by_a_launcher(trained: Path, tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
+from fastdiff.config.sampler import SamplerConfig, SchedulerName
 from fastdiff.diffusion.schedules import Schedule, betas
 from fastdiff.errors import ConfigError
-from fastdiff.sampling.solvers import SchedulerName, _generator, sample, uniform_labels
+from fastdiff.sampling.solvers import _generator, sample, uniform_labels
+from tests.support.references.gaussian import sampler_of
 
 SCHEDULERS: tuple[SchedulerName, ...] = ("ddim", "dpmsolver++", "ddpm")
 NULL = 9
@@ -26,14 +28,15 @@ def network(noisy: Tensor, time: Tensor, /, label: Tensor) -> Tensor:
     return torch.sin(strength * noisy.repeat(1, 2, 1, 1) + time.view(-1, 1, 1, 1) / 1000)
 
 
-def draw(model: Any, objective: DiffusionConfig, **options: Any) -> Tensor:
-    return sample(model, objective, {"label": LABELS}, shape=SHAPE, null={"label": torch.tensor(NULL)}, **options)
+def draw(model: Any, objective: ObjectiveConfig, **options: Any) -> Tensor:
+    null = {"label": torch.tensor(NULL)}
+    return sample(model, objective, {"label": LABELS}, sampler_of(options), shape=SHAPE, null=null, **options)
 
 
 @pytest.mark.parametrize("guided", [1, 3, 4, None])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_guidance_of_the_first_channels_only(scheduler: SchedulerName, guided: int | None) -> None:
-    objective = DiffusionConfig(variance="learned_range")
+    objective = DdpmConfig(variance="learned_range")
 
     def by_hand(noisy: Tensor, time: Tensor, /, label: Tensor) -> Tensor:
         found, without = network(noisy, time, label), network(noisy, time, torch.full_like(label, NULL))
@@ -53,7 +56,7 @@ def test_guidance_of_the_first_channels_only(scheduler: SchedulerName, guided: i
 @pytest.mark.parametrize("channels", [0, 5])
 def test_channels_that_are_not_there_cannot_be_guided(channels: int) -> None:
     with pytest.raises(ConfigError, match=f"guidance on {channels} channels: the model predicts 4, so from 1 to 4"):
-        draw(network, DiffusionConfig(variance="learned_range"), cfg=2.0, cfg_channels=channels)
+        draw(network, DdpmConfig(variance="learned_range"), cfg=2.0, cfg_channels=channels)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -61,7 +64,7 @@ def test_clamped_estimates_end_in_the_range_of_pixels(scheduler: SchedulerName) 
     def bright(noisy: Tensor, time: Tensor, /, label: Tensor) -> Tensor:
         return torch.full_like(noisy, 3.0) * torch.tensor([1, -1, 1, 0.1]).view(1, 4, 1, 1)
 
-    objective = DiffusionConfig(prediction="x0")
+    objective = DdpmConfig(prediction="x0")
     clipped = draw(bright, objective, scheduler=scheduler, steps=6, clip=True)
     ends = torch.tensor([1, -1, 1, 0.3]).view(1, 4, 1, 1).expand_as(clipped)
     torch.testing.assert_close(clipped, ends, rtol=0, atol=1e-5)
@@ -70,7 +73,7 @@ def test_clamped_estimates_end_in_the_range_of_pixels(scheduler: SchedulerName) 
 
 def test_ddim_goes_on_from_the_clamped_estimate() -> None:
     """Its noise is what explains the input with the estimate clamped, as Nichol & Dhariwal 2021 have it."""
-    objective = DiffusionConfig(prediction="epsilon")
+    objective = DdpmConfig(prediction="epsilon")
     seen: list[Tensor] = []
 
     def spy(noisy: Tensor, time: Tensor, /, label: Tensor) -> Tensor:
@@ -95,7 +98,7 @@ def test_ddim_goes_on_from_the_clamped_estimate() -> None:
 @pytest.mark.parametrize("timesteps", [12, 1000])
 def test_a_predicted_mean_is_the_mean_of_the_step_whatever_is_clamped(timesteps: int, variance: Any) -> None:
     """Nichol & Dhariwal 2021's p(x_{t-1} | x_t) in float64: clamped estimates of x0 have no part in it."""
-    objective = DiffusionConfig(schedule="cosine", timesteps=timesteps, prediction="previous_x", variance=variance)
+    objective = DdpmConfig(schedule="cosine", timesteps=timesteps, prediction="previous_x", variance=variance)
 
     def mean(noisy: Tensor, time: Tensor, /, label: Tensor) -> Tensor:
         output = network(noisy, time, label)
@@ -109,7 +112,7 @@ def test_a_predicted_mean_is_the_mean_of_the_step_whatever_is_clamped(timesteps:
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
 
 
-def ancestral(model: Any, objective: DiffusionConfig, seed: int) -> Tensor:
+def ancestral(model: Any, objective: ObjectiveConfig, seed: int) -> Tensor:
     """All steps of the training back from noise, by the mean and the variance that the model gives itself."""
     beta = betas(objective)
     abar = torch.cumprod(1 - beta, 0)
@@ -138,7 +141,7 @@ def ancestral(model: Any, objective: DiffusionConfig, seed: int) -> Tensor:
 
 def test_where_x0_is_needed_it_is_clamped() -> None:
     """In steps longer than that whose mean is predicted, and by the other solvers in all."""
-    objective = DiffusionConfig(schedule="cosine", timesteps=20, prediction="previous_x")
+    objective = DdpmConfig(schedule="cosine", timesteps=20, prediction="previous_x")
     schedule = Schedule.build(objective, "cpu", torch.float64)
 
     def bright(noisy: Tensor, time: Tensor, /, label: Tensor) -> Tensor:
@@ -176,6 +179,6 @@ def test_the_class_of_an_image_tells_nothing_of_its_noise() -> None:
         return torch.zeros_like(noisy)
 
     labels = uniform_labels(0, range(2000), 2)
-    sample(spy, DiffusionConfig(), {"label": labels}, shape=(1, 1, 1), null={}, steps=1, seed=0, batch=2000)
+    sample(spy, DdpmConfig(), {"label": labels}, SamplerConfig(steps=1), shape=(1, 1, 1), null={}, batch=2000)
     correlation = torch.corrcoef(torch.stack([labels.float(), seen[0]]))[0, 1]
     assert abs(correlation) < 4 / 2000**0.5

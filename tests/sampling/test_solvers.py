@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
+from fastdiff.config.sampler import SamplerConfig, SchedulerName
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
 from fastdiff.models.dit.network import DiT
-from fastdiff.sampling.solvers import SchedulerName, sample
+from fastdiff.sampling.solvers import sample
 from tests.support.references.gaussian import CONFIG, MEANS, Gaussian, draw
 
 SCHEDULERS: tuple[SchedulerName, ...] = ("ddim", "dpmsolver++", "ddpm")
@@ -28,7 +29,7 @@ def trained() -> DiT:
     return model
 
 
-OBJECTIVE = DiffusionConfig(schedule="linear", prediction="v")
+OBJECTIVE = DdpmConfig(schedule="linear", prediction="v")
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 2])
 
 
@@ -40,7 +41,7 @@ LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 2])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_one_point_is_recovered(scheduler: SchedulerName, prediction: Any, schedule: Any) -> None:
     # 7 and 30 steps do not divide 1000: the noise levels must still be those that the model is told.
-    objective = DiffusionConfig(schedule=schedule, prediction=prediction)
+    objective = DdpmConfig(schedule=schedule, prediction=prediction)
     for steps in (1, 7, 30):
         images = draw(Gaussian(objective, 0.0), objective, LABELS, scheduler=scheduler, steps=steps)
         expected = MEANS[LABELS].view(-1, 1, 1, 1).expand_as(images)
@@ -53,7 +54,7 @@ def test_deterministic_solvers_follow_the_probability_flow(
     scheduler: SchedulerName, steps: int, tolerance: float, prediction: Any
 ) -> None:
     # For a Gaussian the flow (Song et al. 2021) is linear: it keeps the distance from the mean in deviations.
-    objective = DiffusionConfig(schedule="linear", prediction=prediction)
+    objective = DdpmConfig(schedule="linear", prediction=prediction)
     oracle = Gaussian(objective, 0.4)
     images = draw(oracle, objective, LABELS, scheduler=scheduler, steps=steps, seed=5)
     start = _first_input(objective, seed=5)
@@ -64,7 +65,7 @@ def test_deterministic_solvers_follow_the_probability_flow(
 
 
 def test_ancestral_sampling_has_the_right_spread() -> None:
-    objective = DiffusionConfig(schedule="linear", prediction="epsilon")
+    objective = DdpmConfig(schedule="linear", prediction="epsilon")
     labels = torch.ones(600, dtype=torch.int64)
     images = draw(Gaussian(objective, 0.6), objective, labels, scheduler="ddpm", steps=500, batch=600)
     assert images.mean() == pytest.approx(float(MEANS[1]), abs=0.01)
@@ -74,7 +75,7 @@ def test_ancestral_sampling_has_the_right_spread() -> None:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("prediction", ["v", "x0"])
 def test_zero_terminal_snr(scheduler: SchedulerName, prediction: Any) -> None:
-    objective = DiffusionConfig(schedule="scaled_linear", prediction=prediction, zero_terminal_snr=True)
+    objective = DdpmConfig(schedule="scaled_linear", prediction=prediction, zero_terminal_snr=True)
     oracle = Gaussian(objective, 0.6)
     images = draw(oracle, objective, LABELS.repeat(40), scheduler=scheduler, steps=500, batch=300)
     assert oracle.times[0] == 999
@@ -84,7 +85,7 @@ def test_zero_terminal_snr(scheduler: SchedulerName, prediction: Any) -> None:
 
 
 def test_zero_terminal_snr_with_epsilon_is_refused() -> None:
-    objective = DiffusionConfig(prediction="epsilon", zero_terminal_snr=True)
+    objective = DdpmConfig(prediction="epsilon", zero_terminal_snr=True)
     with pytest.raises(ConfigError, match=r"--objective.prediction v or x0"):
         draw(Gaussian(OBJECTIVE, 0.0), objective, LABELS)
 
@@ -127,7 +128,7 @@ def test_initial_noise_is_standard_normal_and_its_own_for_every_image() -> None:
 
 def test_guidance_is_linear_and_keeps_the_order() -> None:
     # One point per class: x0 of the model is MEANS[class], so the guided one is null + cfg * (class - null).
-    objective = DiffusionConfig(prediction="x0")
+    objective = DdpmConfig(prediction="x0")
     oracle = Gaussian(objective, 0.0)
     images = draw(oracle, objective, LABELS, steps=4, cfg=3.0, batch=4)
     torch.testing.assert_close(images, (3 * MEANS[LABELS]).view(-1, 1, 1, 1).expand_as(images), atol=1e-4, rtol=0)
@@ -165,15 +166,15 @@ def test_guidance_replaces_every_input_that_has_a_null_and_no_other() -> None:
         seen.append(given)
         return torch.zeros_like(noisy)
 
-    options: Any = {"shape": (2, 4, 6), "null": null, "steps": 1}
-    assert sample(model, OBJECTIVE, condition, cfg=2.0, **options).shape == (3, 2, 4, 6)
+    options: Any = {"shape": (2, 4, 6), "null": null}
+    assert sample(model, OBJECTIVE, condition, SamplerConfig(cfg=2.0, steps=1), **options).shape == (3, 2, 4, 6)
     for name, value in condition.items():
         given, without = seen[0][name].chunk(2)
         assert seen[0][name].dtype == value.dtype
         assert torch.equal(given, value)
         expected = null[name].to(value.dtype).expand_as(value) if name in null else value
         assert torch.equal(without, expected)
-    sample(model, OBJECTIVE, condition, batch=2, **options)
+    sample(model, OBJECTIVE, condition, SamplerConfig(steps=1), batch=2, **options)
     assert [len(given["pooled"]) for given in seen] == [6, 2, 1]
     for name, value in condition.items():
         assert torch.equal(torch.cat([given[name] for given in seen[1:]]), value)
@@ -203,7 +204,7 @@ def test_bf16_model_gives_fp32_images() -> None:
 
 
 def test_images_are_not_clipped() -> None:
-    objective = DiffusionConfig(prediction="x0")
+    objective = DdpmConfig(prediction="x0")
     for scheduler in SCHEDULERS:
         images = draw(Gaussian(objective, 0.0), objective, LABELS[:3], scheduler=scheduler, steps=5, cfg=9.0)
         assert float(images.max()) == pytest.approx(9 * 0.75, abs=0.01)
@@ -236,7 +237,7 @@ class _Silent:
         return torch.zeros_like(noisy)
 
 
-def _first_input(objective: DiffusionConfig, seed: int, labels: Tensor = LABELS) -> Tensor:
+def _first_input(objective: ObjectiveConfig, seed: int, labels: Tensor = LABELS) -> Tensor:
     """The noise that the model is given first."""
     seen: list[Tensor] = []
 

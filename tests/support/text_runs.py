@@ -12,7 +12,7 @@ import torch
 from fastdiff.config.data import DataConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.pretrained import PretrainedConfig
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import (
     BatchConfig,
     EmaConfig,
@@ -75,7 +75,7 @@ def text_run(
         samples=steps * 8,
         model=UNETS[kind],
         pretrained=PretrainedConfig(path=str(pipeline), weights=True),
-        objective=DiffusionConfig(schedule="scaled_linear", prediction="auto"),
+        objective=DdpmConfig(schedule="scaled_linear", prediction="auto"),
         data=DataConfig(path=str(data), loader="prefetch"),
         batch=BatchConfig(samples=8),
         optim=OptimConfig(lr=1e-3),

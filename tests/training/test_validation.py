@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastdiff.config.launch_options import Launch
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import RunConfig, ValidationConfig
 from fastdiff.data.encoding.builtin import encode_synthetic
 from fastdiff.data.shards.reader import LatentReader
@@ -229,8 +229,8 @@ def test_other_files_are_left_alone_and_half_written_ones_removed(tmp_path: Path
 
 def test_runs_with_other_noise_are_validated_alike() -> None:
     noise = {"noise_offset": 0.1, "multires_noise_iterations": 6, "multires_noise_discount": 0.8}
-    trained = DiffusionConfig(**noise, input_perturbation=0.1, dream=True, condition_dropout=0.2)
-    assert validated(trained) == validated(DiffusionConfig())
+    trained = DdpmConfig(**noise, input_perturbation=0.1, dream=True, condition_dropout=0.2)
+    assert validated(trained) == validated(DdpmConfig())
 
 
 def test_a_text_model_without_averages_is_validated(world: World, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from fastdiff.config.data import DataConfig
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.presets import digits, iddpm
 from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
 from fastdiff.errors import ConfigError
@@ -33,7 +33,7 @@ def _dit(letter: str, patch: int) -> Preset:
     name = f"dit-{letter.lower()}-{patch}-256"
 
     def build() -> RunConfig:
-        objective = DiffusionConfig(schedule="linear", prediction="epsilon", variance="learned_range")
+        objective = DdpmConfig(schedule="linear", prediction="epsilon", variance="learned_range")
         return _imagenet(name, dit_config(f"DiT-{size}", learn_sigma=True), objective)
 
     build.__doc__ = f"""DiT-{size} on ImageNet at 256 px, as published: noise and learned variance, 400 K steps of 256.
@@ -61,11 +61,11 @@ def sit_xl_2_256() -> RunConfig:
 
     Expected: FID-50K 17.2 without guidance, by their SDE sampler. Not measured here.
     """
-    objective = DiffusionConfig(process="flow", path="linear", prediction="flow")
+    objective = FlowConfig(path="linear", prediction="flow")
     return _imagenet("sit-xl-2-256", dit_config("DiT-XL/2", learn_sigma=True), objective)
 
 
-def _imagenet(name: str, model: DiTConfig, objective: DiffusionConfig) -> RunConfig:
+def _imagenet(name: str, model: DiTConfig, objective: ObjectiveConfig) -> RunConfig:
     """What the runs of DiT and SiT have in common."""
     batch = 256
     return RunConfig(
@@ -115,7 +115,7 @@ def _from_scratch(name: str, model: UNetConfig, pipeline: str) -> RunConfig:
         samples=500_000 * batch,
         model=model,
         pretrained=PretrainedConfig(path=pipeline),
-        objective=DiffusionConfig(schedule="scaled_linear", prediction="epsilon"),
+        objective=DdpmConfig(schedule="scaled_linear", prediction="epsilon"),
         data=DataConfig(path="data/t2i-512"),
         batch=BatchConfig(samples=batch, micro=16),
         optim=OptimConfig(
@@ -138,7 +138,7 @@ def sd15_finetune() -> RunConfig:
         samples=15_000 * batch,
         model=SD15_UNET,
         pretrained=PretrainedConfig(path="stable-diffusion-v1-5/stable-diffusion-v1-5", weights=True),
-        objective=DiffusionConfig(schedule="scaled_linear", prediction="auto"),
+        objective=DdpmConfig(schedule="scaled_linear", prediction="auto"),
         data=DataConfig(path="data/finetune"),
         batch=BatchConfig(samples=batch, micro=8),
         optim=OptimConfig(name="adamw8bit", lr=1e-5, weight_decay=0.01),

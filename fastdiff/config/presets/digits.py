@@ -9,7 +9,7 @@ from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import (
     BatchConfig,
     EmaConfig,
@@ -34,7 +34,7 @@ def digits() -> RunConfig:
     return _run(
         "digits",
         model=DiTConfig(depth=4, hidden=128, heads=4, patch=2, channels=1, size=8, classes=10),
-        objective=DiffusionConfig(schedule="linear", prediction="v"),
+        objective=DdpmConfig(schedule="linear", prediction="v"),
         optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=80),
     )
 
@@ -58,7 +58,7 @@ def text_to_image() -> RunConfig:
             norm_num_groups=8,
         ),
         pretrained=PretrainedConfig(path="data/digits-t2i/pipeline"),
-        objective=DiffusionConfig(schedule="scaled_linear", prediction="epsilon"),
+        objective=DdpmConfig(schedule="scaled_linear", prediction="epsilon"),
         data=DataConfig(path="data/digits-t2i/latents"),
         optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=60),
         ema=EmaConfig(rates=(0.98,)),
@@ -114,9 +114,9 @@ _ADM: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _hybrid(condition_dropout: float) -> DiffusionConfig:
+def _hybrid(condition_dropout: float) -> DdpmConfig:
     """L_hybrid on the cosine schedule (arXiv:2102.09672)."""
-    return DiffusionConfig(
+    return DdpmConfig(
         schedule="cosine",
         prediction="epsilon",
         variance="learned_range",

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from fastdiff.config.data import DataConfig
 from fastdiff.config.networks.adm import AdmConfig
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
 
-_COSINE = DiffusionConfig(
+_COSINE = DdpmConfig(
     schedule="cosine",
     timesteps=4000,
     rescale_timesteps=True,
@@ -96,7 +96,7 @@ def upsampler() -> RunConfig:
 
 
 def _run(
-    name: str, steps: int, model: AdmConfig, objective: DiffusionConfig, batch: int = 128, lr: float = 1e-4
+    name: str, steps: int, model: AdmConfig, objective: DdpmConfig, batch: int = 128, lr: float = 1e-4
 ) -> RunConfig:
     """What their runs have in common."""
     folder = f"data/{'imagenet256' if model.low_res_size else name.removeprefix('iddpm-').removesuffix('-cond')}"

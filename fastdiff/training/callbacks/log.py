@@ -92,6 +92,6 @@ def _flops(state: TrainState) -> float:
     for shard in info.shards:
         height, width = info.buckets[shard.bucket] if info.buckets else info.latent.shape[1:]
         model = config.model.at_size(height, width)
-        step = training_flops(model, adapter=config.lora.rank > 0, dream=config.objective.dream)
+        step = training_flops(model, adapter=config.lora.rank > 0, dream=config.objective.takes_two_passes)
         total += step * shard.samples / info.samples
     return total

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
+from fastdiff.config.sampler import SamplerConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import Model
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import build_network, pretrained
 from fastdiff.parallel.fragments import Room, assemble
-from fastdiff.parallel.world import attempt
 from fastdiff.progress import Every
 from fastdiff.sampling.image_grid import image_grid
 from fastdiff.sampling.pixels import may_be_pixels
@@ -71,11 +71,16 @@ class PromptImages(Callback):
             state,
             averaged_model(state, DTYPES[config.performance.precision]),
             repeated(self._condition, config.validation.images_per_prompt),
+            SamplerConfig(
+                scheduler="dpmsolver++",
+                steps=config.validation.steps,
+                shift=config.timesteps.shift,
+                cfg=config.validation.guidance_scale,
+                clip=False,
+                seed=config.seed,
+            ),
             null=self._null,
             shape=(network.channels, network.size, network.size),
-            steps=config.validation.steps,
-            cfg=config.validation.guidance_scale,
-            clip=False,
             batch=max(1, config.batch.per_rank(state.world.size) // 2),  # guidance doubles it
         )
         state.world.on_first(lambda: self._show(latents, state))
@@ -121,12 +126,17 @@ class SampleGrid(Callback):
             state,
             averaged_model(state),
             {"label": labels},
+            SamplerConfig(
+                scheduler="dpmsolver++",
+                steps=config.output.sample_steps,
+                shift=config.timesteps.shift,
+                # What was never trained without a class is not guided away from it.
+                cfg=config.output.sample_cfg if classes and config.objective.condition_dropout else None,
+                clip=may_be_pixels(state.reader.info.provenance.autoencoder, config.model.channels),
+                seed=config.seed,
+            ),
             null=state.objective.null,
             shape=(config.model.channels, config.model.size, config.model.size),
-            steps=config.output.sample_steps,
-            # What was never trained without a class is not guided away from it.
-            cfg=config.output.sample_cfg if classes and config.objective.condition_dropout else None,
-            clip=may_be_pixels(state.reader.info.provenance.autoencoder, config.model.channels),
         )
         if state.world.is_first:
             folder = state.folder / "samples"
@@ -138,12 +148,10 @@ def draw_together(
     state: TrainState,
     model: Model,
     condition: Condition,
+    sampler: SamplerConfig,
     *,
     null: Condition,
     shape: tuple[int, int, int],
-    steps: int,
-    cfg: float | None,
-    clip: bool,
     batch: int = 256,
 ) -> Tensor:
     """Draw one image per entry of ``condition`` (``[N, ...]`` each), every rank its share; called by all ranks.
@@ -168,19 +176,14 @@ def draw_together(
                 model,
                 state.config.objective,
                 chosen,
+                sampler,
                 shape=shape,
                 null=null,
-                scheduler="dpmsolver++",
-                steps=steps,
-                shift=state.config.timesteps.shift,
-                cfg=cfg,
-                clip=clip,
-                seed=state.config.seed,
                 batch=batch,
                 first_index=mine.start,
             )
 
-    world.agree(attempt(draw)[1])
+    world.together(draw)
     return world.sum_(images)
 
 
@@ -215,17 +218,14 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
             return Room.reserve(shapes, dtype, device)
 
     # Before the ranks add up: one that ran out of memory there would leave the others waiting for it.
-    room, error = attempt(reserve)
-    state.world.agree(error)
+    room = state.world.together(reserve)
     weights = assemble(state.world, flats, averages, shapes, room)
 
     def build() -> Model:
         with memory_beside_training(device):
             return build_network(state.config, weights).to(device, dtype).eval()
 
-    model, error = attempt(build)
-    state.world.agree(error)
-    assert model is not None
+    model = state.world.together(build)
 
     def before_forward(*_: object) -> None:
         state.heart.again()  # a validation may take longer than a rank may be silent

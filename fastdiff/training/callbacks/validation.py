@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastdiff.checkpoint.power_function import in_words
 from fastdiff.checkpoint.weights import AS_TRAINED
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig, FlowConfig, ObjectiveConfig, in_full
 from fastdiff.console import log
 from fastdiff.data.loading.batches import per_channel
 from fastdiff.diffusion.levels import clean_per_error
@@ -26,7 +26,6 @@ from fastdiff.evaluation.validation_files import Validated
 from fastdiff.evaluation.validation_set import batches_of, even_shares, open_validation, read_batch, spread
 from fastdiff.models.build import Model
 from fastdiff.models.kernel_choice import DTYPES
-from fastdiff.parallel.world import attempt
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.previews import averaged_model, memory_beside_training
@@ -65,10 +64,7 @@ class ValidationLoss(Callback):
         world, config = state.world, state.config
         self._boards = boards
         self._every = Every(config.validation.every)
-        reader, error = attempt(lambda: open_validation(config, state.reader.info))
-        world.agree(error)
-        assert reader is not None
-        self._reader = reader
+        self._reader = reader = world.together(lambda: open_validation(config, state.reader.info))
         self._data = reader.info.digest[:12]
         self._scales = per_channel(reader.info.normalisation, world.device)
         self._config = validated(config.objective)
@@ -125,9 +121,7 @@ class ValidationLoss(Callback):
     def _validate(self, state: TrainState) -> None:
         self._done = state.progress.steps
         model = averaged_model(state, DTYPES[state.config.performance.precision])
-        found, error = attempt(lambda: self._measure(state, model))
-        state.world.agree(error)
-        assert found is not None
+        found = state.world.together(lambda: self._measure(state, model))
         # Each rank has filled its part of a tensor of zeros: adding up is exact.
         losses = state.world.sum_(found).cpu().numpy()
         state.world.on_first(lambda: self._write(state, losses))
@@ -170,7 +164,7 @@ class ValidationLoss(Callback):
         return {
             "data": self._reader.info.digest,
             "seed": _SEED,
-            "objective": asdict(self._config),
+            "objective": in_full(self._config),
             "unit": unit(self._config),
             "precision": state.config.performance.precision,
             "weights": AS_TRAINED if average is None else in_words(average),
@@ -178,30 +172,30 @@ class ValidationLoss(Callback):
         }
 
 
-def validated(objective: DiffusionConfig) -> DiffusionConfig:
+def validated(objective: ObjectiveConfig) -> ObjectiveConfig:
     """The objective as it is validated: without what only the training does to input, noise and target."""
-    return replace(
-        objective,
-        prediction=objective.predicted,
-        weighting=objective.weighted,
-        condition_dropout=0.0,
-        noise_offset=0.0,
-        multires_noise_iterations=0,
-        multires_noise_discount=0.3,  # that of none
-        low_res_noise=0.0,
-        input_perturbation=0.0,
-        dream=False,
-        dream_detail_preservation=1.0,
-    )
+    changes: dict[str, Any] = {
+        "prediction": objective.predicted,
+        "weighting": objective.weighted,
+        "condition_dropout": 0.0,
+        "noise_offset": 0.0,
+        "multires_noise_iterations": 0,
+        "multires_noise_discount": 0.3,  # that of none
+        "low_res_noise": 0.0,
+        "input_perturbation": 0.0,
+    }
+    if isinstance(objective, DdpmConfig):
+        changes |= {"dream": False, "dream_detail_preservation": 1.0}
+    return replace(objective, **changes)
 
 
-def unit(objective: DiffusionConfig) -> str:
+def unit(objective: ObjectiveConfig) -> str:
     """What the loss is, in words."""
-    if "kl" in objective.loss:
+    if isinstance(objective, DdpmConfig) and objective.is_bound:
         return "bits per dimension" if objective.loss == "kl" else f"bits per dimension times {objective.timesteps}"
     weight = "" if objective.weighted == "none" else f", weighted by {objective.weighted}"
     bound = " + variational bound" if objective.learns_variance else ""
-    cosine = " + cosine distance" if objective.cosine_weight else ""
+    cosine = " + cosine distance" if isinstance(objective, FlowConfig) and objective.cosine_weight else ""
     return f"squared error of {objective.predicted}{weight}{bound}{cosine}"
 
 

@@ -25,12 +25,11 @@ from bench.records import record
 from bench.trainers import images, text_encoders
 from bench.trainers.dit import Dit
 from bench.trainers.plain import Plain
-from bench.trainers.plain_torch import Noise, Samples, untrained
+from bench.trainers.plain_torch import Noise, Samples, of_steps, untrained
 from bench.trainers.text_to_image import LAUNCHER, Online, TextToImage, not_in_script
 from fastdiff.batch import Batch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.objective import DiffusionConfig
 from fastdiff.config.presets import SD15_UNET
 from fastdiff.config.run import RunConfig
 from fastdiff.config.timesteps import TimestepConfig
@@ -38,6 +37,7 @@ from fastdiff.data.shards.reader import LatentReader
 from fastdiff.diffusion.objective import Objective
 from fastdiff.models.load import build_network
 from fastdiff.rng import Stream, normal
+from tests.support.objectives import objective_of
 
 CPU = torch.device("cpu")
 BATCH, SEED = 6, 3
@@ -329,11 +329,11 @@ def test_a_peer_that_cannot_train_the_subject_is_refused(
     ],
 )
 def test_what_the_peers_do_not_train_is_named(given: Any, timesteps: Any, flags: list[str]) -> None:
-    objective, drawn = DiffusionConfig(**given), TimestepConfig(**timesteps)
+    objective, drawn = objective_of(**given), TimestepConfig(**timesteps)
     assert untrained(objective, drawn) == flags
     if not timesteps and flags:
         with pytest.raises(BenchError, match=f"{flags[0]}.*: the peers do not train this"):
-            Noise(objective, CPU)
+            Noise(of_steps(objective), CPU)
     weighting = ["--objective.weighting p2"] if objective.weighted == "p2" else []
     assert not_in_script(objective, drawn) == flags + weighting
 

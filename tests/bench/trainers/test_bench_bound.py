@@ -11,10 +11,10 @@ from torch import Tensor
 
 from bench.trainers.plain_torch import Noise
 from bench.trainers.published import Published
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.diffusion.variational import Variational
 
-CONFIG = DiffusionConfig(prediction="epsilon", variance="learned_range")
+CONFIG = DdpmConfig(prediction="epsilon", variance="learned_range")
 TIMES = [0, 0, 0, 1, 2, 10, 500, 998, 999]
 
 
@@ -105,4 +105,4 @@ def test_the_published_step_reads_its_tables_as_often_as_the_script_does(
     ],
 )
 def test_the_published_step_is_for_its_own_objective(given: dict[str, Any], known: bool) -> None:
-    assert Published.trains(DiffusionConfig(**{"variance": "learned_range", **given})) is known
+    assert Published.trains(DdpmConfig(**{"variance": "learned_range", **given})) is known

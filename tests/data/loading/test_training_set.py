@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.presets import preset
 from fastdiff.data.loading.training_set import null_condition
 from fastdiff.data.shards.format import DatasetInfo
@@ -35,4 +35,4 @@ def test_captions_cannot_be_dropped_without_an_embedding_of_none(tmp_path: Path)
     with LatentReader(tmp_path / "without") as reader:
         with pytest.raises(ConfigError, match=r"no embedding of the empty caption.*condition_dropout 0$"):
             null_condition(config, reader)
-        assert null_condition(replace(config, objective=DiffusionConfig(condition_dropout=0.0)), reader) == {}
+        assert null_condition(replace(config, objective=DdpmConfig(condition_dropout=0.0)), reader) == {}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastdiff.config.networks.dit import DiTConfig
-from fastdiff.config.objective import DiffusionConfig
+from fastdiff.config.objective import ObjectiveConfig
+from fastdiff.config.sampler import SamplerConfig
 from fastdiff.diffusion.schedules import betas
 from fastdiff.sampling.solvers import sample
 
@@ -21,7 +23,7 @@ MEANS = torch.tensor([0.5, -0.25, 0.75, 0.0])  # by class; the last is the null 
 class Gaussian:
     """The optimal denoiser of data ``N(MEANS[class], spread^2)``, in float64."""
 
-    def __init__(self, objective: DiffusionConfig, spread: float, config: DiTConfig = CONFIG) -> None:
+    def __init__(self, objective: ObjectiveConfig, spread: float, config: DiTConfig = CONFIG) -> None:
         self.config, self.objective, self.spread = config, objective, spread
         self.calls: list[Tensor] = []
         self.times: list[float] = []
@@ -80,7 +82,13 @@ class Gaussian:
         return total**-0.5, sigma * total**-0.5, (1 - skip) / out, -skip * sigma / out
 
 
-def draw(model: Callable[..., Tensor], objective: DiffusionConfig, labels: Tensor, **options: Any) -> Tensor:
+def draw(model: Callable[..., Tensor], objective: ObjectiveConfig, labels: Tensor, **options: Any) -> Tensor:
     """``[N, 2, 4, 4]`` images of classes, one per label; the null class is the last."""
     shape, null = (CONFIG.channels, CONFIG.size, CONFIG.size), {"label": torch.tensor(CONFIG.classes)}
-    return sample(model, objective, {"label": labels}, shape=shape, null=null, **options)
+    return sample(model, objective, {"label": labels}, sampler_of(options), shape=shape, null=null, **options)
+
+
+def sampler_of(options: dict[str, Any]) -> SamplerConfig:
+    """The fields of a sampler, taken out of ``options``; 25 steps unless they say another number."""
+    names = {field.name for field in fields(SamplerConfig)} & options.keys()
+    return SamplerConfig(**{"steps": 25, **{name: options.pop(name) for name in names}})

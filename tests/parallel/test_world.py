@@ -1,0 +1,37 @@
+"""``World.together``: every rank has its value, or every rank has the same error."""
+
+from __future__ import annotations
+
+from fastdiff.errors import DataError, StorageError
+from fastdiff.parallel.world import World
+from tests.support.forked import forked_ranks, values
+
+
+def _fails_on_rank_1(world: World, error: Exception) -> str:
+    def action() -> int:
+        if world.rank == 1:
+            raise error
+        return world.rank
+
+    try:
+        return str(world.together(action))
+    except (DataError, StorageError) as found:
+        return f"{type(found).__name__} everywhere={found.everywhere}: {found}"
+
+
+def _square(world: World) -> int:
+    return world.together(lambda: world.rank**2)
+
+
+def test_each_rank_gets_its_own_value() -> None:
+    assert values(forked_ranks(_square, ranks=3)) == [0, 1, 4]
+
+
+def test_the_error_of_one_rank_is_raised_on_all() -> None:
+    found = values(forked_ranks(_fails_on_rank_1, DataError("shard 3 is cut off")))
+    assert found == ["DataError everywhere=True: shard 3 is cut off"] * 2
+
+
+def test_an_oserror_of_one_rank_becomes_a_storage_error_on_all() -> None:
+    found = values(forked_ranks(_fails_on_rank_1, OSError(28, "No space left on device", "/runs/a")))
+    assert found == ["StorageError everywhere=True: /runs/a: No space left on device"] * 2

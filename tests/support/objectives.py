@@ -1,0 +1,12 @@
+"""Objectives of a process that is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastdiff.config.objective import PROCESSES, ObjectiveConfig, Process
+
+
+def objective_of(process: Process = "ddpm", **fields: Any) -> ObjectiveConfig:
+    """The objective of ``process`` with these fields."""
+    return PROCESSES[process](**fields)
