@@ -15,6 +15,7 @@ for name in (
     "deepspeed.ops.adam",
     "deepspeed.runtime.engine",
     "deepspeed.runtime.superoffload.superoffload_stage3",
+    "diffusers.optimization",
     "peft",
     "pydantic.dataclasses",
     "pytest",
