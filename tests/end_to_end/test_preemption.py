@@ -142,7 +142,8 @@ def test_a_signal_during_the_images_saves_the_step_before_them(
 
 def python(code: str, before: str = "", after: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code after ``import os, signal, time`` and what it tests, from a shell with commands before and after it."""
-    imports = "import os, signal, time\nfrom fastdiff.parallel import preemption\nfrom fastdiff.parallel.preemption import *\n"
+    module = "fastdiff.parallel.preemption"
+    imports = f"import os, signal, time\nfrom {module} import *\nfrom fastdiff.parallel import preemption\n"
     env = {name: value for name, value in os.environ.items() if name != "RANK"} | environment | {"CODE": imports + code}
     command = ["sh", "-c", f'{before} {sys.executable} -c "$CODE" {after}']
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)

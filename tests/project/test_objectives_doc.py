@@ -195,7 +195,7 @@ def test_soft_min_snr_of_k_diffusion() -> None:
 
 
 def test_edm_meets_as_much_noise_of_the_digits_as_is_told() -> None:
-    told = re.search(r"in (\d+) % of\nthe draws .* it would be (\d+) %", TEXT)
+    told = re.search(r"(\d+) % of the draws have more noise than digit; .* would give (\d+) %", TEXT)
     assert told is not None
     flags = OBJECTIVES["EDM"]
     for given, percent in ((flags, told[1]), (flags.partition("--timesteps")[0], told[2])):
