@@ -238,14 +238,16 @@ def test_without_a_step_in_its_name_a_file_is_read_for_its_weights_alone(file: s
     assert f"{file}: {why}" in notes
     assert "only the weights are read" in notes
     assert ("contains no step" in notes) == ("contains no step" in why)
-    assert "applied" not in notes
+    assert "whereas theirs" not in notes
 
 
 @pytest.mark.parametrize(
     "file", ["my_model000100.pt", "model100.pt", "model0000100.pt", "model100.d/x.pt", "model-5.pt"]
 )
 def test_a_step_that_only_theirs_would_read_is_refused(file: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{file}: theirs reads the step -?\d+ in it.* rename it modelNNNNNN\.pt"):
+    with pytest.raises(
+        ConfigError, match=rf"{file}: theirs reads the step -?\d+ from its name.* rename it modelNNNNNN\.pt"
+    ):
         iddpm(f"--resume_checkpoint {file}")
 
 

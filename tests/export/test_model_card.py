@@ -80,7 +80,7 @@ def test_of_an_objective(objective: DiffusionConfig, timesteps: TimestepConfig, 
 @pytest.mark.parametrize("format_", ["dit", "safetensors"])
 def test_what_a_model_without_timesteps_is_told(format_: str) -> None:
     for given, words in {
-        DiffusionConfig(process="flow"): "1000 t (t = 0: the data, 1: noise) and returns the velocity dx/dt:",
+        DiffusionConfig(process="flow"): "1000 t (t = 0: the data, 1: noise); it returns the velocity dx/dt:",
         DiffusionConfig(process="flow", prediction="score"): "returns the score:",
         DiffusionConfig(process="edm"): "c_in x and ln(sigma) / 4 and returns F of the denoiser c_skip x + c_out F",
     }.items():
