@@ -2,4 +2,4 @@
 
 
 class BenchError(Exception):
-    """What keeps a benchmark from running here, and what to do about it."""
+    """A benchmark cannot run here; the message gives the reason and the remedy."""

@@ -12,14 +12,14 @@ from types import FrameType
 from bench import BenchError
 
 COMMANDS = ("op", "step", "data", "scale", "checkpoint", "aot", "objectives", "compare", "report")
-"""Each a module with ``add``."""
+"""Subcommands; each is a module with ``add``."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one benchmark and return the exit code: 2 if it cannot run as it was asked to."""
+    """Run one benchmark and return the exit code: 2 if it cannot run with these flags."""
     parser = argparse.ArgumentParser(prog="python -m bench", description="Speed and memory, with evidence.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    # Only what is asked for: some take seconds to import.
+    # Import only the requested command; some take seconds.
     for name in [name for name in COMMANDS if name in argv[:1]] or COMMANDS:
         import_module(f"bench.commands.{name}").add(commands)
     arguments = parser.parse_args(argv)
@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
-    """End as after an error, so that temporary folders and the processes of contestants go too."""
-    signal.signal(number, signal.SIG_IGN)  # once: a second one would interrupt just that
+    """Exit as after an error, so that temporary folders and the trainers' processes are removed."""
+    signal.signal(number, signal.SIG_IGN)  # ignore further signals, which would interrupt the cleanup
     sys.exit(128 + number)
 
 

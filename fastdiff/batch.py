@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 Condition = dict[str, Tensor]
-"""What a model is conditioned on besides the time, as its keyword arguments.
+"""Conditioning inputs of a model besides the time, as its keyword arguments.
 
 ``label``: ``[B]`` int64 classes. ``context``: ``[B, L, D]`` embeddings of the tokens of a caption. ``pooled``:
 ``[B, P]`` embedding of the whole caption, and ``time_ids``: ``[B, 6]`` fp32 original height and width, top and left of
@@ -23,8 +23,8 @@ class Batch:
 
     latents: Tensor
     """``[B, C, H, W]`` clean latents x0, normalised, or ``[B, 2C, H, W]`` mean and std of the autoencoder's posterior,
-    stacked on channels; fp16, bf16 or fp32. Of a data set in pixel space ``[B, C, H, W]`` uint8, of which
-    ``fastdiff_kernels.noising.dequantised`` makes x0."""
+    stacked on channels; fp16, bf16 or fp32. In pixel space ``[B, C, H, W]`` uint8, which
+    ``fastdiff_kernels.noising.dequantised`` converts to x0."""
     position: Tensor
     """``[B]`` int64, position of each sample in the run; it keys every random number (design 4.4)."""
     condition: Condition

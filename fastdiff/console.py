@@ -1,8 +1,8 @@
-"""The console of a process: one logger, and streams that survive the end of whoever reads them.
+"""Console output of a process: one logger, filters for third-party noise, and streams that survive a closed reader.
 
-``log`` is for everything that is said while something runs: on standard error, with the time, the rank if there are
-several, and the level, between two redraws of a progress bar. Results of commands are printed plainly on standard
-output, and the error that ends a command by ``errors.report``.
+``log`` is for messages during a run. It writes to standard error with the time, the level and, with several ranks, the
+rank, and does not break a progress bar. Commands print their results plainly on standard output. The error that ends a
+command is printed by ``errors.report``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, TextIO, cast
 from tqdm import tqdm
 
 _CLOSED = (errno.EPIPE, errno.EIO)
-"""A pipe without a reader; a terminal that hung up."""
+"""Errors of a pipe without a reader, and of a terminal that hung up."""
 _NAME = "fastdiff"
 
 
 def write_line(text: str) -> None:
-    """Write a line to standard error, not into a progress bar.
+    """Write a line to standard error without breaking a progress bar.
 
-    A bar of this process is drawn again below it. The bar of a run is that of rank 0: other ranks, which cannot draw
-    it, overwrite its line, and rank 0 draws it below at its next step.
+    A bar of this process is drawn again below the line. In a run only rank 0 has a bar: the other ranks cannot redraw
+    it, so they overwrite its line, and rank 0 draws it again below at its next step.
     """
     if os.environ.get("RANK", "0") != "0":
         text = ("\r\x1b[K" if sys.stderr.isatty() else "\r") + text
@@ -52,7 +52,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Once(logging.Filter):
-    """Drops a warning that was given before, word by word, and warnings of libraries on all ranks of a node but one."""
+    """Filter that drops repeated warnings, and library warnings on all ranks of a node except the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,17 +71,20 @@ class _Once(logging.Filter):
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for what every rank of DeepSpeed says of its accelerator on import; a run says it in its first line."""
+    """Return False for DeepSpeed's accelerator message, which every rank logs on import.
+
+    The first line of a run names the device.
+    """
     return record.funcName != "get_accelerator" and not record.getMessage().startswith("Setting ds_accelerator")
 
 
 once = _Once()
-"""What was said; for tests, which have several runs in one process."""
+"""The filter that remembers given warnings; public for tests, which have several runs in one process."""
 _handler = _Handler()
 _handler.setFormatter(_Formatter("%(asctime)s%(rank)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
 _handler.addFilter(once)
 log = logging.getLogger(_NAME)
-"""For everything that is said while something runs."""
+"""Logger for all messages during a run."""
 log.setLevel(logging.INFO)
 log.propagate = False
 log.addHandler(_handler)
@@ -89,20 +92,20 @@ logging.getLogger("DeepSpeed").addFilter(_is_news)  # before DeepSpeed is import
 
 
 def quieten() -> None:
-    """Silence third-party warnings that users cannot act on, and log the others; once per process, after all imports.
+    """Silence third-party warnings that users cannot act on, and log the rest.
 
-    DeepSpeed, on import, gives its logger a handler and a level.
+    Call once per process, after all imports: on import DeepSpeed gives its logger a handler and a level.
     """
-    # DeepSpeed: dozens of lines of its own settings; what matters of them stands in run.json.
+    # DeepSpeed logs dozens of lines about its settings; run.json holds the relevant ones.
     deepspeed = logging.getLogger("DeepSpeed")
     deepspeed.setLevel(logging.WARNING)
     deepspeed.handlers.clear()
     deepspeed.propagate = True
-    # bitsandbytes: its 4-bit inference kernels for CPUs, which nothing here uses.
+    # bitsandbytes warns about 4-bit inference kernels for CPUs, which are not used here.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # torch.distributed: names that DeepSpeed still calls, once per step.
+    # torch.distributed warns about names that DeepSpeed still calls, once per step.
     warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
-    # diffusers: the multistep solver hands a tensor to numpy.
+    # In diffusers the multistep solver passes a tensor to numpy.
     warnings.filterwarnings("ignore", message=".*__array__ implementation.*", category=DeprecationWarning)
     if _handler not in logging.getLogger().handlers:
         logging.getLogger().addHandler(_handler)
@@ -118,13 +121,13 @@ def _one_line(
 
 @contextmanager
 def without_prints() -> Iterator[None]:
-    """Within it, what Python prints to standard output is dropped: of libraries that print on every rank."""
+    """Drop Python prints to standard output, for libraries that print on every rank."""
     with redirect_stdout(io.StringIO()):
         yield
 
 
 class _Tolerant:
-    """A text stream that goes nowhere once nobody can read it; everything else is that of ``stream``."""
+    """A text stream that discards output once its reader is gone, and delegates the rest to ``stream``."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -141,7 +144,7 @@ class _Tolerant:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, or discard what waits."""
+        """Flush, or discard buffered output."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -150,7 +153,7 @@ class _Tolerant:
 
 
 def _discard(stream: TextIO, error: OSError) -> None:
-    """Let the descriptor of a stream lead nowhere, also for code in C and for children."""
+    """Redirect the descriptor of a stream to /dev/null, also for code in C and for child processes."""
     if error.errno not in _CLOSED:
         raise error
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -162,10 +165,10 @@ def _discard(stream: TextIO, error: OSError) -> None:
 
 @contextmanager
 def ignoring_closed_output() -> Iterator[None]:
-    """Survive a closed standard output or error (EPIPE, EIO), as after the death of a ``tee`` or of an ssh.
+    """Survive a closed standard output or error (EPIPE, EIO), for example after the death of a ``tee`` or an ssh.
 
-    Within it, such writes are dropped instead of raising. What waits in the buffers is flushed at the end, so that the
-    interpreter's last flush finds nothing to fail on.
+    Within this context such writes are dropped instead of raising. Buffers are flushed at its end, so that the last
+    flush of the interpreter cannot fail.
     """
     before = sys.stdout, sys.stderr
     tolerant = [_Tolerant(stream) for stream in before]

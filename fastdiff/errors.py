@@ -1,8 +1,8 @@
-"""What can go wrong, one class per exit code.
+"""Errors of fastdiff, one class per exit code.
 
-A message says what was given, what was expected and what to do. ``train.py`` and ``cli.py`` print it without a
-traceback and exit with ``exit_code``; anything else is a bug in fastdiff and keeps its traceback. A supervisor exits
-with 69 when a rank or a node stops answering (``cluster.outcome``).
+A message names the given value, the expected one and the remedy. ``train.py`` and ``cli/main.py`` print it without a
+traceback and exit with ``exit_code``; any other exception is a bug in fastdiff and keeps its traceback. A supervisor
+exits with 69 when a rank or a node stops answering (``cluster.supervisor.outcome``).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _STORAGE_ERRNOS = (
 _LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|ncclRemoteError|remote process exited", re.IGNORECASE
 )
-"""In what gloo and NCCL say when the rank at the other end is gone."""
+"""Matches messages of gloo and NCCL about a lost connection to another rank."""
 
 
 class FastdiffError(Exception):
-    """Base of every error that a user can cause or must know about."""
+    """Base class of every error that a user can cause or must know about."""
 
     exit_code = 70
 
     def __init__(self, message: str, *, everywhere: bool | None = None) -> None:
         super().__init__(message)
         self.everywhere = self.usually_everywhere if everywhere is None else everywhere
-        """True when every rank raises it: the message then names none of them."""
+        """True when every rank raises it; the message then names no rank."""
 
     usually_everywhere = False
 
@@ -61,7 +61,7 @@ class DataError(FastdiffError):
 
 
 class DivergedError(FastdiffError):
-    """The training produced non-finite numbers, or spikes of the loss, and cannot go on."""
+    """The training produced non-finite numbers or loss spikes, and cannot continue."""
 
     exit_code = 70
     usually_everywhere = True
@@ -74,7 +74,7 @@ class StorageError(FastdiffError):
 
 
 class Preempted(FastdiffError):
-    """The run was asked to stop and has saved; the same command goes on."""
+    """The run was asked to stop and has saved; the same command resumes it."""
 
     exit_code = 75
     usually_everywhere = True
@@ -87,30 +87,30 @@ def require(condition: bool, message: str) -> None:
 
 
 def report(error: FastdiffError) -> int:
-    """Print ``error``, unless another rank of this job has printed its own, and return the exit code of that message.
+    """Print ``error`` unless another rank of this job has printed its own; return the exit code of the printed message.
 
-    Of an error that all ranks have, ranks on other nodes than the first say nothing (``exit_message``).
+    An error of all ranks is printed on the first node only (``exit_message``).
     """
     rank, several = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") != "1"
     if error.everywhere and not on_first_node():
         return error.exit_code
     where = f" (rank {rank})" if several and not error.everywhere else ""
-    message = "\n".join(map(escape, str(error).split("\n")))  # it may hold names from foreign files
+    message = "\n".join(map(escape, str(error).split("\n")))  # it may contain names from untrusted files
     return say_once(error.exit_code, lambda: write_line(f"fastdiff: error{where}: {message}"))
 
 
 def is_lost_connection(message: str) -> bool:
-    """Whether it is what a rank says that lost another one, and not of a failure of its own."""
+    """Return whether the message reports a lost connection to another rank, rather than a failure of this one."""
     return _LOST_CONNECTION.search(message) is not None
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether it is a file system's error, and not that of a lost connection or a dead process."""
+    """Return whether it is a file system error, rather than one of a lost connection or a dead process."""
     return isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS
 
 
 def as_storage_error(error: OSError) -> StorageError:
-    """Return a file system's error as ours; raise anything else again."""
+    """Convert a file system error to a StorageError; raise any other error again."""
     if not is_of_storage(error):
         raise error
     return StorageError(f"{error.filename or 'storage'}: {error.strerror}")

@@ -1,17 +1,17 @@
-"""The one message that the ranks of a job leave when they end, whichever of them is the fastest.
+"""One error message per job: the first rank of a node that fails prints, and the other ranks stay silent.
 
-Launchers kill the other ranks as soon as they see that one has ended (DeepSpeed's, torchrun's, a supervisor), so that
-no rank can leave the word to rank 0. The first rank of a node that has something to say takes a lock, prints and notes
-its exit code; every other one waits for the lock, says nothing and ends with that code. The lock is the kernel's
-(``flock``): a rank that is killed before it has printed leaves it to the next.
+Launchers (DeepSpeed's, torchrun's, a supervisor) kill the other ranks as soon as one has ended, so rank 0 may die
+before it prints. Therefore the first rank of a node with a message takes a lock, prints and records its exit code.
+Every other rank waits for the lock, prints nothing and exits with that code. The kernel owns the lock (``flock``): if a
+rank is killed before it prints, the next one gets the lock.
 
-The exit code is noted in a file that is named after the launcher (its process and port), in a private folder of the
-user. What was noted before a rank began is of an earlier job of that launcher, such as a shell. A job that fails
-removes the files of launchers that have ended; a job that ends well writes none.
+The exit code is recorded in a file named after the launcher (its process and port), in a private folder of the user. A
+record older than this rank belongs to an earlier job of the same launcher, for example a shell. A failing job removes
+the files of launchers that have ended; a successful job writes none.
 
-Over several nodes, each with a file of its own: what all ranks have to say is said on the first node alone, what one
-rank has to say on its node. Ranks elsewhere see no more than a lost connection, which is logged (``train``) and is not
-an error message of its own. A supervisor adds who failed first, and why, on every node (``cluster.outcome``).
+With several nodes, each has a file of its own. An error of all ranks is printed on the first node only; an error of one
+rank is printed on its node. Ranks elsewhere see only a lost connection, which is logged (``train``) and is not an error
+message of its own. A supervisor reports on every node who failed first and why (``cluster.supervisor.outcome``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from pathlib import Path
 
 
 def say_once(exit_code: int, say: Callable[[], None]) -> int:
-    """Call ``say`` unless a rank of this job on this node has spoken; return the exit code that goes with the message.
+    """Call ``say`` unless another rank of this job on this node has printed; return the exit code printed.
 
-    A process alone always speaks, and so does a rank where no file can be written: rather twice than never.
+    A process without other ranks always prints. So does a rank that cannot write the file: two messages are better than
+    none.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         say()
@@ -41,7 +42,7 @@ def say_once(exit_code: int, say: Callable[[], None]) -> int:
         return exit_code
     try:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)  # nobody ends before the message is there
+            fcntl.flock(file, fcntl.LOCK_EX)  # no rank exits before the message is printed
         said = os.read(file, 64).split()
         if len(said) == 2 and float(said[1]) >= _started_s("self"):
             return int(said[0])
@@ -55,13 +56,13 @@ def say_once(exit_code: int, say: Callable[[], None]) -> int:
 
 
 def on_first_node() -> bool:
-    """Whether this rank is on the node of rank 0: launchers number the ranks node by node."""
+    """Return whether this rank is on the node of rank 0; launchers number the ranks node by node."""
     rank = os.environ.get("RANK", "0")
     return os.environ.get("LOCAL_RANK", rank) == rank
 
 
 def _file() -> Path:
-    """The file of this job on this node, the same for all its ranks; of other jobs, those that ended are removed.
+    """Return the file of this job on this node, the same for all its ranks; remove files of jobs that have ended.
 
     Raises:
         OSError: there is no folder that belongs to this user alone.
@@ -81,7 +82,7 @@ def _file() -> Path:
 
 
 def _started_s(process: int | str) -> float:
-    """When a process was started, in seconds since the machine was; 0 if it is gone."""
+    """Return the start time of a process in seconds since boot; 0 if the process is gone."""
     try:
         ticks = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -90,4 +91,4 @@ def _started_s(process: int | str) -> float:
 
 
 _LAUNCHER = f"{os.getppid()}-{_started_s(os.getppid())}"
-"""Taken on import, when it certainly lives."""
+"""Computed on import, while the launcher is certainly alive."""

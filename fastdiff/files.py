@@ -1,4 +1,4 @@
-"""Files that are on the disk itself before anyone counts on them."""
+"""Durable writes, atomic renames and bounded reads of files."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from typing import Any
 from fastdiff.errors import StorageError
 
 _CHUNK = 2**23
-"""Bytes per write: between two of them other threads run."""
-_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: a file that is cut short does not look whole
+"""Bytes per write; other threads run between two writes."""
+_KEEP_SIZE = (
+    1  # FALLOC_FL_KEEP_SIZE: the size stays that of the written bytes, so a truncated file does not look complete
+)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file, reading what it is made of once, and wait until it is on the disk.
+    """Write a new file in one pass over its parts, and wait until it is on the disk.
 
     Args:
         path: must not exist.
-        parts: bytes, which follow one another.
+        parts: its bytes, in order.
 
     Returns:
-        ``bytes``, the size, and ``sha256``, its hexadecimal digits.
+        ``bytes``, the size, and ``sha256``, the hexadecimal digest.
 
     Raises:
-        StorageError: it could not be written; what there is of it stays.
+        StorageError: it could not be written; the partial file stays.
     """
     views = [memoryview(part).cast("B") for part in parts]
     size, digest = sum(len(view) for view in views), hashlib.sha256()
@@ -54,12 +56,12 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> dict[str, Any
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Reserve room for a file, where the file system can: so a full disk is found out before the first byte.
+    """Reserve space for a file if the file system supports it, so that a full disk fails before the first byte.
 
-    Not ``os.posix_fallocate``: where the file system cannot, that writes to every block instead.
+    ``os.posix_fallocate`` is not used: without support of the file system it writes to every block.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is no space.
     """
     code = _fallocate(descriptor, _KEEP_SIZE, 0, size)
     if code not in (0, *_CANNOT_RESERVE):
@@ -67,7 +69,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def _fallocate(descriptor: int, mode: int, offset: int, size: int) -> int:
-    """fallocate(2); returns 0 or the number of the error."""
+    """Call fallocate(2); return 0 or the error number."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if function is None:
         return errno.ENOSYS
@@ -92,7 +94,7 @@ def _explained(error: OSError, path: Path, size: int) -> StorageError:
 
 
 def no_space(folder: Path, what: str, needed: int, free: int) -> StorageError:
-    """What to say when ``what`` needs more bytes than are free in ``folder``."""
+    """Return the error for ``what`` that needs more bytes than are free in ``folder``."""
     return StorageError(
         f"no space on {folder}: {what} needs {needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free; the earlier "
         "checkpoints are intact: free some space and start the same command again"
@@ -100,7 +102,7 @@ def no_space(folder: Path, what: str, needed: int, free: int) -> StorageError:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and those above it that are missing, and wait until they are on the disk.
+    """Make a folder and its missing parents, and wait until they are on the disk.
 
     Raises:
         OSError: one could not be made.
@@ -115,7 +117,7 @@ def fsync(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk.
 
     Raises:
-        OSError: with the name of the file, which that of the system call has not.
+        OSError: with the file name, which the error of the system call lacks.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -126,12 +128,12 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-# Other encodes of the same folder, on this machine or another one, have other names for what they are writing.
+# Concurrent encodes of the same folder, on this machine or another one, use other temporary names.
 _TOKEN = secrets.token_hex(4)
 
 
 def temporary(path: Path) -> Path:
-    """Name of ``path`` while this process writes it; no other process has the same."""
+    """Return the temporary name of ``path`` in this process; no other process uses the same."""
     return path.with_name(f"{path.name}.{os.getpid()}-{_TOKEN}.tmp")
 
 
@@ -155,24 +157,24 @@ def rename(source: Path, target: Path) -> None:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """Return the bytes of a file.
+    """Read a regular file with a size limit; refuse pipes and devices.
 
     Args:
-        path: Of the file; links are followed.
-        most: Bytes that it may have.
+        path: of the file; links are followed.
+        most: largest accepted size in bytes.
 
     Raises:
-        ValueError: It is larger, or grows while it is read, or is no regular file.
-        OSError: It cannot be read.
+        ValueError: it is larger, grows during the read, or is no regular file.
+        OSError: it cannot be read.
     """
-    # A pipe that nobody writes to would be waited for when it is opened.
+    # Without O_NONBLOCK, opening a pipe that has no writer would block.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a file")
         if status.st_size > most:
             raise ValueError(f"it has {status.st_size} bytes, at most {most} are read")
-        size = status.st_size or most  # files of the kernel say that they are empty
+        size = status.st_size or most  # kernel files (/proc, /sys) report size 0
         content = file.read(size + 1)
     if len(content) > size:
         raise ValueError(f"it has more than {size} bytes, and grows or is larger than it says")
@@ -180,6 +182,6 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def file_digest(path: Path) -> str:
-    """Return the sha256 of a file, as hexadecimal digits."""
+    """Return the sha256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

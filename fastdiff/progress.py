@@ -1,4 +1,4 @@
-"""The one clock of a run."""
+"""Progress of a run, the one clock that all schedules follow."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come; schedules, cadences and the data order are functions of it."""
+    """Progress of a run; schedules, cadences and the data order are functions of it."""
 
     samples: int = 0
     """Samples seen, over all ranks."""
     steps: int = 0
     """Optimizer steps taken, skipped ones included."""
     skipped: int = 0
-    """Steps that left no trace in the weights: not finite, discarded as a spike, or undone by a rewind."""
+    """Steps without effect on the weights: not finite, discarded as a spike, or undone by a rewind."""
     skipped_in_a_row: int = 0
-    """How many of the last steps were not finite, without one between them that was applied."""
+    """Number of consecutive non-finite steps since the last applied one."""
     rewinds: int = 0
-    """How often the run went back to a checkpoint because of a spike."""
+    """Number of times that the run went back to a checkpoint because of a spike."""
 
     @property
     def applied(self) -> int:
@@ -30,8 +30,8 @@ class Progress:
 
         Args:
             samples: of the step, over all ranks.
-            applied: False for a step that left no trace in the weights.
-            discarded: whether that is because it was a spike, of which there is another limit.
+            applied: False for a step without effect on the weights.
+            discarded: whether it was not applied because it was a spike; spikes have their own limit.
         """
         in_a_row = self.skipped_in_a_row + (not discarded)
         return Progress(
@@ -43,9 +43,9 @@ class Progress:
         )
 
     def behind(self, later: Progress) -> Progress:
-        """Return the progress of going on with the weights of this one where ``later`` is in the data.
+        """Return the progress after a rewind: these weights, continued at the data position of ``later``.
 
-        The steps between the two count as skipped, and ``later`` as one rewind more.
+        The steps in between count as skipped, and ``later`` counts as one more rewind.
         """
         return Progress(
             samples=later.samples,

@@ -1,8 +1,7 @@
 """Random numbers of a run, as a pure function of (seed, stream, position).
 
-Position n counts the training samples of the whole run, so that a number does not depend on the rank, on the
-number of ranks, on the size of a batch or on a resume. Two purposes never share numbers: each has its own
-stream.
+Position n counts the training samples of the whole run, so a number does not depend on the rank, the number of ranks,
+the batch size or a resume. Each purpose has its own stream, so two purposes never share numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from fastdiff_kernels import philox
 
 
 class Stream(IntEnum):
-    """What a random number is for. The values are part of the definition of a run: never renumber them."""
+    """Purpose of a random number. The values are part of the definition of a run: never renumber them."""
 
     TIMESTEP = 0
     NOISE = 1
@@ -31,19 +30,19 @@ class Stream(IntEnum):
     MULTIRES = 9
     LIKELIHOOD = 10
     DROPOUT = 11
-    """Of block 0 of a network; the others have ``dropout_stream``."""
+    """Dropout of block 0 of a network; the other blocks use ``dropout_stream``."""
     LOW_RES = 12
     LOW_RES_LEVEL = 13
 
 
 _NAMED = 256
-"""Room for the streams above; from here on every stream of a block is one of these plus a multiple of it."""
+"""Room for the streams above; the stream of a block is one of these plus a multiple of this number."""
 
 
 def dropout_stream(block: int) -> int:
-    """The stream of the dropout in a network's residual block, counted from 0 in the order of the forward pass.
+    """Return the dropout stream of a residual block, counted from 0 in the order of the forward pass.
 
-    It is ``DROPOUT + 256 * block``, so that no two blocks drop alike and none shares numbers with another purpose.
+    It is ``DROPOUT + 256 * block``: no two blocks share a dropout mask, and none shares numbers with another purpose.
     """
     return Stream.DROPOUT + _NAMED * block
 
@@ -53,7 +52,7 @@ def uniform(seed: int, stream: Stream, position: Tensor, count: int) -> Tensor:
 
     Args:
         seed: seed of the run, in [0, 2**64).
-        stream: what the numbers are for.
+        stream: purpose of the numbers.
         position: ``[B]`` int64 positions in the run.
         count: numbers per position.
 
@@ -71,7 +70,7 @@ def normal(seed: int, stream: Stream, position: Tensor, shape: Sequence[int]) ->
 
     Args:
         seed: seed of the run, in [0, 2**64).
-        stream: what the numbers are for.
+        stream: purpose of the numbers.
         position: ``[B]`` int64 positions in the run.
         shape: shape of the numbers of one position, in row-major order.
 

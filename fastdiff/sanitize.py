@@ -1,4 +1,4 @@
-"""Secrets taken out of what is written or shown: credentials in addresses, and values whose names say what they are."""
+"""Sanitized text for output: credentials are removed, and control characters are escaped."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
-# Only at the beginning of a word, so that a long one is gone through once; a password may hold quotes.
+# Matches only at the start of a word, so that a long word is scanned once; a password may contain quotes.
 _ADDRESS = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]+://(?:[^\s/?#]*@)?[^\s'\"<>]*")
 _NAME = re.compile(r"key|token(?!iz)|secret|passw|credential|authorization", re.IGNORECASE)
 _HIDDEN = "***"
 
 
 def address(text: str) -> str:
-    """An address without user, password, query and fragment, where signed addresses have their secrets.
+    """Remove user, password, query and fragment from an address; signed addresses carry their secrets there.
 
-    What is no address, such as a path on this machine, stays as it is.
+    Text that is no address, such as a local path, stays as it is.
     """
     if not _ADDRESS.match(text):
         return text
     scheme, _, rest = text.partition("://")
     try:
         parts = urlsplit(f"//{rest}")
-    except ValueError:  # no address that anything could open
+    except ValueError:  # not a valid address; nothing can open it
         return f"{scheme}://{_HIDDEN}"
     return f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def line(text: str) -> str:
-    """A text, for example an argument of the command line, with every address in it as ``address`` shows it.
+    """Sanitize every address in a text, for example in a command-line argument.
 
-    One that is an address, or ``--name=`` and an address, is so to its end, whatever is in it.
+    A text that is an address, or ``--name=`` followed by one, is treated as one address up to its end.
     """
     name, equals, value = text.partition("=")
     if _ADDRESS.match(text):
@@ -41,9 +41,9 @@ def line(text: str) -> str:
 
 
 def tree(value: Any) -> Any:
-    """JSON values without credentials: those of texts that are addresses, and values under names such as ``api_key``.
+    """Sanitize JSON values: addresses lose their credentials, and values under names such as ``api_key`` are hidden.
 
-    A number under a name in the plural, such as ``tokens``, is how many there are, and stays.
+    A number under a plural name, such as ``tokens``, is a count and stays.
     """
     if isinstance(value, dict):
         return {name: _entry(str(name), inner) for name, inner in value.items()}
@@ -64,17 +64,14 @@ def _entry(name: str, value: Any) -> Any:
 
 
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Control characters, line and paragraph separators, and halves of surrogate pairs, which no UTF-8 can hold."""
+"""Control characters, line and paragraph separators, and unpaired surrogates, which UTF-8 cannot encode."""
 
 _REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _LONGEST = 2000
 
 
 def escape(text: str) -> str:
-    """A text for messages: what is no character, commands a terminal or turns the reading direction, as escapes.
-
-    Of a long text, the first 2,000 characters.
-    """
+    """Escape control and bidirectional characters of untrusted text; keep at most its first 2,000 characters."""
     valid = text[:_LONGEST].encode("utf-8", "backslashreplace").decode()
     for kind in (CONTROL, _REORDERING):
         valid = kind.sub(lambda match: f"\\x{ord(match[0]):02x}", valid)

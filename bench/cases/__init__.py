@@ -1,4 +1,4 @@
-"""What the kernels are compiled and measured on: shapes of real models, one file per op."""
+"""Benchmark cases of the kernels: shapes of real models, one file per op."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPS = (*KERNELS, "attention")
 
 
 def cases(ops: tuple[str, ...] = OPS) -> list[Case]:
-    """The cases of the named ops, each op's in its file's order."""
+    """Return the cases of the named ops, in the order of their files."""
     return [case for op in ops for case in import_module(f"bench.cases.{op}").CASES]
 
 
@@ -25,13 +25,13 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_choice(parser: argparse.ArgumentParser, known: tuple[str, ...]) -> None:
-    """Add the flags that choose among the cases of the ``known`` ops."""
+    """Add the flags that select cases of the ``known`` ops."""
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"some of: {', '.join(known)}; default: all")
     parser.add_argument("--dtype", nargs="+", choices=[*_DTYPES], default=[*_DTYPES])
 
 
 def chosen(arguments: argparse.Namespace, known: tuple[str, ...]) -> list[Case]:
-    """The cases that the flags choose.
+    """Return the cases selected by the flags.
 
     Raises:
         BenchError: there is no such op, or no case of these dtypes.
@@ -47,7 +47,7 @@ def chosen(arguments: argparse.Namespace, known: tuple[str, ...]) -> list[Case]:
 
 
 def first_of_each(cases: list[Case]) -> list[Case]:
-    """The first case of every op."""
+    """Return the first case of every op."""
     found: dict[str, Case] = {}
     for case in cases:
         found.setdefault(case.op, case)

@@ -1,4 +1,4 @@
-"""adaLN as the DiT has it: shift, scale and gate are chunks of one tensor."""
+"""adaLN with the tensor layout of the DiT: shift, scale and gate are chunks of one tensor."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _case(letter: str, dtype: torch.dtype, form: str) -> Case:
         build=build(SAMPLES),
         build_large=build(SAMPLES_LARGE),
         call=_CALLS[form],
-        # The stream comes back as it is and is not written.
+        # The residual stream is returned unchanged and is not written.
         forward_bytes=(lambda i: 2 * i["x"].nbytes + i["modulations"].nbytes) if form == "residual" else None,
         forward_operations=elements("x", _FORWARD[form]),
         backward_operations=elements("x", _BACKWARD[form]),

@@ -1,4 +1,4 @@
-"""One step of the optimizer over a flat tensor with the parameters of DiT-XL/2, whole or as ZeRO cuts it."""
+"""One optimizer step over a flat tensor with the parameters of DiT-XL/2, whole or partitioned by ZeRO."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STEP = Step(number=10, beta1=0.9, beta2=0.999, shrink=1 - 1e-6, rate=1e-4 / (1 
 
 
 def _blocks(device: str, cut: int, times: int) -> Blocks:
-    """The parameters one after the other; the first lacks ``cut`` elements, which are another rank's."""
+    """Lay out the parameters one after the other; the first lacks ``cut`` elements, which another rank holds."""
     slices, offset = [], 0
     for index, size in enumerate(_SIZES):
         start = cut if index == 0 else 0
@@ -68,9 +68,9 @@ def _call(inputs: Inputs, backend: Backend) -> Tensor:
 
 
 def _optimizer(load: Callable[[], Any]) -> Callable[[Inputs], Callable[[], tuple[()]]]:
-    """AdamW8bit of another library; its moments are coded otherwise, so that its outputs cannot be compared.
+    """Prepare another library's AdamW8bit; its moments have another encoding, so its outputs cannot be compared.
 
-    PyTorch takes a gradient only in the dtype of its parameter.
+    PyTorch accepts a gradient only in the dtype of its parameter.
     """
 
     def prepare(inputs: Inputs) -> Callable[[], tuple[()]]:
@@ -94,7 +94,7 @@ _RIVALS = {
 
 
 def _exact(inputs: Inputs) -> Tensor:
-    """The parameters after a step from moments of zero."""
+    """Return the parameters after one step from zero moments."""
     grad: Tensor = inputs["grad"] * inputs["scale"]
     m, root = (1 - _STEP.beta1) * grad, (1 - _STEP.beta2) ** 0.5 * grad.abs()
     result: Tensor = inputs["param"] * _STEP.shrink - _STEP.rate * m / (root * _STEP.correction + _STEP.eps)
@@ -102,7 +102,7 @@ def _exact(inputs: Inputs) -> Tensor:
 
 
 def _bytes(inputs: Inputs) -> int:
-    """Parameters, codes, scales and average read and written, gradient and table read, copy written."""
+    """Count bytes: parameters, codes, scales and average read and written, gradient and table read, copy written."""
     param, grad, blocks, moments = (inputs[name] for name in ("param", "grad", "blocks", "moments"))
     both = [param, inputs["average"], moments.m_codes, moments.v_codes, moments.m_scales, moments.v_scales]
     table = [blocks.offsets, blocks.phases, blocks.aligned, blocks.others, blocks.lanes, blocks.lengths]
@@ -111,7 +111,7 @@ def _bytes(inputs: Inputs) -> int:
 
 
 def _operations(param: torch.dtype, extras: bool) -> int:
-    """Per element: gradient 1, m 5, v 6, its root 1, largest 2, parameter 6, codes and their dither 11.
+    """Count operations per element: gradient 1, m 5, v 6, its root 1, largest 2, parameter 6, codes and dither 11.
 
     Average 3; rounding of a bf16 parameter: a random word, an addition and a mask.
     """
@@ -136,7 +136,7 @@ CASES = [
         ("DiT-XL-fp32-copy-ema", torch.float32, torch.bfloat16, True, 0),
         ("DiT-XL-fp32", torch.float32, torch.float32, False, 0),
         ("DiT-XL-fp32-straddling", torch.float32, torch.float32, False, 80),
-        # What most ranks of ZeRO-1 and 2 hold: no block at a multiple of 16.
+        # The usual layout of a ZeRO-1 or ZeRO-2 rank: no block at a multiple of 16.
         ("DiT-XL-fp32-unaligned", torch.float32, torch.float32, False, 82),
         ("DiT-XL-fp32-fp16-grad", torch.float32, torch.float16, False, 0),
         ("DiT-XL-bf16", torch.bfloat16, torch.bfloat16, False, 0),

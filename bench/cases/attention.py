@@ -1,4 +1,4 @@
-"""Attention of SD 1.5, SD 2 (64x64 latents; image and 77 text tokens) and DiT-XL/2 by every backend of the registry."""
+"""Attention of SD 1.5, SD 2 (64x64 latents; image and 77 text tokens) and DiT-XL/2, by every registered backend."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def _build(device: str, samples: int, heads: int, queries: int, keys: int, head_
 
 
 def _call(inputs: Inputs, backend: AttentionBackend) -> Tensor:
-    """Of ``[B, T, H, head_dim]``, as projections leave it, and likewise back."""
+    """Call attention on ``[B, T, H, head_dim]``, the layout of the projections, and return the same layout."""
     query, key, value = (inputs[name].transpose(1, 2) for name in ("query", "key", "value"))
     return attention(query, key, value, backend=backend).transpose(1, 2)
 
 
 def _operations(inputs: Inputs, products: int) -> int:
-    """Of ``products`` matrix products of ``T x S x head_dim`` per head.
+    """Count the operations of ``products`` matrix products of ``T x S x head_dim`` per head.
 
     Forward: scores and mixture. Backward: gradients of value, probabilities, query and key. Kernels that do not store
-    the scores make them once more, so that published rates, which count five products, are 1.25 times those here.
+    the scores recompute them, so published rates, which count five products, are 1.25 times the ones here.
     """
     samples, queries, heads, head_dim = inputs["query"].shape
     return int(2 * products * samples * heads * queries * inputs["key"].shape[1] * head_dim)

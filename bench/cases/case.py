@@ -1,4 +1,4 @@
-"""One op at one shape and dtype."""
+"""A benchmark case: one op at one shape and dtype."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ class Case:
     """One op at one shape and dtype."""
 
     op: str
-    """File of ``fastdiff_kernels`` that holds it."""
+    """Its file in ``fastdiff_kernels``."""
     backends: tuple[str, ...] = ("triton", "reference", "compile")
-    """Its implementations; with ``auto`` among them that is the default, else ``dispatch.choose`` knows it."""
+    """Its implementations; the default is ``auto`` if listed, otherwise the choice of ``dispatch.choose``."""
     shape: str
-    """Name of the shape, after the model that has it."""
+    """Name of the shape, after its model."""
     dtype: torch.dtype
     build: Callable[[str], Inputs]
-    """Fresh random inputs on a device, a few MB; the tensors that get a gradient require one."""
+    """Returns fresh random inputs on a device, a few MB; inputs that get a gradient require one."""
     build_large: Callable[[str], Inputs] | None = None
-    """The same with the batch of a training step on one GPU, which is what is timed there; None: ``build``."""
+    """The same with the batch of a training step on one GPU, which is timed there; None: ``build``."""
     call: Callable[[Inputs, Any], Outputs]
-    """The op on these inputs by one of ``backends``."""
+    """Runs the op on these inputs by one of ``backends``."""
     exact: Callable[[Inputs], Outputs] | None = None
-    """The op in fp64, of inputs in fp64; None: that is what the reference computes of them."""
+    """The op in fp64, for inputs in fp64; None: the reference."""
     narrow: tuple[str, ...] = ()
-    """Kernels whose accesses may be narrower than 128 bits at this shape: those that move next to nothing."""
+    """Kernels that move almost no data at this shape; their accesses may be narrower than 128 bits."""
     forward_bytes: Callable[[Inputs], int] | None = None
     """Least bytes that the forward pass can move; None: every input read once and every output written once."""
     backward_bytes: Callable[[Inputs], int] | None = None
-    """Likewise the backward pass; None: upstream gradients and inputs read once, gradients written once."""
+    """The same for the backward pass; None: upstream gradients and inputs read once, gradients written once."""
     forward_operations: Callable[[Inputs], int] | None = None
-    """Operations that the forward pass takes at least, when it moves the least bytes; None: not counted.
+    """Least operations of the forward pass when it moves the least bytes; None: not counted.
 
-    An addition, multiplication, division or comparison of two numbers is one, and so is a root, exponential, logarithm,
-    sine or cosine, whatever instructions it becomes. Random bits count as the integer operations that make them.
-    Conversions, signs, selections and addresses are none, and so is what happens once per row, channel, group or
-    sample. Of an op that is made of matrix products these alone are counted, as everyone does.
+    An addition, multiplication, division or comparison of two numbers counts as one, and so does a root, exponential,
+    logarithm, sine or cosine, whatever its instructions. Random bits count as the integer operations that produce them.
+    Conversions, signs, selections and addresses do not count, nor does work per row, channel, group or sample. For ops
+    made of matrix products only these count, as is customary.
     """
     backward_operations: Callable[[Inputs], int] | None = None
-    """Likewise the backward pass, with what it has to make again of what was not stored."""
+    """The same for the backward pass, including recomputation of values that were not stored."""
     arithmetic: str = "fp32"
-    """Precision of the operations, as in ``Limits.matmul``: that of the matrix products of an op that has them."""
+    """Precision of the operations, as in ``Limits.matmul``; for matrix products, their precision."""
     rivals: Mapping[str, Callable[[Inputs], Callable[[], Outputs]]] = field(default_factory=dict)
-    """Implementations of other libraries by name: each prepares itself for the inputs and returns the call that is
-    timed. It raises ImportError where its library is not installed, and returns no outputs if they cannot be compared.
+    """Implementations of other libraries by name: each prepares for the inputs and returns the call to time. It raises
+    ImportError if its library is not installed, and returns no outputs if they cannot be compared.
     """
 
     def in_fp64(self, inputs: Inputs) -> Outputs:
-        """The exact outputs of inputs in fp64."""
+        """Return the exact outputs for inputs in fp64."""
         return self.exact(inputs) if self.exact else self.call(inputs, "reference")
 
     def gradients(self, inputs: Inputs, outputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The gradients of the inputs that require one; none if none does."""
+        """Return the gradients of the inputs that require one; none if none does."""
         wanted = list(differentiable(inputs).values())
         reached = [(o, u) for o, u in zip(outputs, upstream, strict=True) if o.requires_grad]
         if not wanted or not reached:
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def dtype_name(self) -> str:
-        """``bfloat16``."""
+        """Name of the dtype, such as ``bfloat16``."""
         return str(self.dtype).removeprefix("torch.")
 
     def __str__(self) -> str:
@@ -78,15 +78,15 @@ class Case:
 
 
 def as_sequence(outputs: Outputs) -> Sequence[Tensor]:
-    """Outputs as a sequence also where there is one."""
+    """Return outputs as a sequence, also for a single output."""
     return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
 def elements(name: str, count: int) -> Callable[[Inputs], int]:
-    """``count`` operations for every element of the input ``name``."""
+    """Return a counter of ``count`` operations per element of the input ``name``."""
     return lambda inputs: count * int(inputs[name].numel())
 
 
 def differentiable(inputs: Inputs) -> dict[str, Tensor]:
-    """The inputs that get a gradient, by name."""
+    """Return the inputs that require a gradient, by name."""
     return {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.requires_grad}

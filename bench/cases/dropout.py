@@ -1,4 +1,4 @@
-"""Dropout at the shapes of IDDPM's UNets (CIFAR-10 and ImageNet at 64 px); batch cut down."""
+"""Dropout at the shapes of IDDPM's UNets (CIFAR-10 and ImageNet at 64 px), with a smaller batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastdiff_kernels.names import Backend
 _BATCH = 128
 _SEED, _STREAM, _SHARE = 1234567, 11, 0.3
 _OPERATIONS = WORD + 3
-"""Of either pass per element: the word, a uniform number 1, its comparison 1, the product 1."""
+"""Operations per element of either pass: the word, a uniform number 1, its comparison 1, the product 1."""
 
 
 def _build(device: str, dtype: torch.dtype, shape: tuple[int, int, int], samples: int) -> Inputs:
@@ -33,7 +33,7 @@ def _call(inputs: Inputs, backend: Backend) -> Tensor:
 
 
 def _backward_bytes(inputs: Inputs) -> int:
-    """A gradient read and one written; the input is not needed."""
+    """Count one gradient read and one written; the input is not needed."""
     return 2 * int(inputs["x"].nbytes)
 
 

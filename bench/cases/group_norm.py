@@ -1,4 +1,4 @@
-"""Group normalisation at the shapes of Stable Diffusion 1.5 (64x64 latents) and IDDPM, 32 groups; batch cut down."""
+"""Group normalization at the shapes of Stable Diffusion 1.5 (64x64 latents) and IDDPM; 32 groups, smaller batch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _EXTRA_BACKWARD = {"": 0, "shift": 2, "residual": 1, "per-sample": 0}
 
 
 def _forward_operations(silu: bool, extra: str) -> int:
-    """Per element: mean 1, centred 1, variance 2, scale and bias 2; SiLU 3; what is added before 1."""
+    """Count operations per element: mean 1, centred 1, variance 2, scale and bias 2; SiLU 3; added input 1."""
     return 6 + 3 * silu + _EXTRA[extra]
 
 
 def _backward_operations(silu: bool, extra: str) -> int:
-    """Per element: sums for weight and bias (and thus for the group) 3, gradient 4.
+    """Count operations per element: sums for weight and bias (and thus for the group) 3, gradient 4.
 
     SiLU: its argument 2, sigmoid 3, derivative 4, product 1. Shift: h again 1, sum 1. Residual: gradient of h 1.
     """
@@ -46,7 +46,7 @@ def _apex(inputs: Inputs) -> Callable[[], Tensor]:
 
     x = inputs["x"]
     norm = GroupNorm(_GROUPS, x.shape[1], device=x.device, act="silu")
-    for name in ("weight", "bias"):  # its own make way for the inputs, which must get the gradients
+    for name in ("weight", "bias"):  # replaced by the inputs, which must get the gradients
         delattr(norm, name)
         setattr(norm, name, inputs[name])
     return lambda: norm(x)
@@ -97,7 +97,7 @@ def _case(
         build_large=partial(build, samples=_BATCH),
         call=call,
         exact=exact,
-        # The sum and three gradients or outputs: the gradients of both summands are one.
+        # The sum and three gradients or outputs: both summands share one gradient.
         backward_bytes=(lambda inputs: 4 * inputs["x"].nbytes) if extra == "residual" else None,
         forward_operations=elements("x", _forward_operations(silu, extra)),
         backward_operations=elements("x", _backward_operations(silu, extra)),

@@ -36,7 +36,7 @@ def _exact(inputs: Inputs, **options: Any) -> Tensor:
 
 
 def _read(inputs: Inputs, clean: bool = True, posterior: bool = False, **_: Any) -> int:
-    """Bytes that either pass reads: the latents unless only noise is predicted, and what is compared with them."""
+    """Count the bytes that either pass reads: the compared prediction, and the latents unless noise is predicted."""
     latents: Tensor = inputs["latents"]
     compared: int = inputs["prediction"][:, : latents.shape[1] // (1 + posterior)].nbytes
     return compared + latents.nbytes * clean
@@ -48,9 +48,9 @@ def _backward_bytes(inputs: Inputs, **options: Any) -> int:
 
 
 def _operations(inputs: Inputs, each: int, clean: bool = True, posterior: bool = False, **options: Any) -> int:
-    """Per element: the noise, the target 1 (with x0: 3), the difference 1, and ``each``.
+    """Count operations per element: the noise, the target 1 (with x0: 3), the difference 1, and ``each``.
 
-    The noise is drawn in either pass, which is what the least bytes need.
+    Both passes draw the noise; only then is the number of bytes minimal.
     """
     each += noise_operations(posterior=posterior, **options) + 1 + 2 * clean + 1
     return each * int(inputs["latents"].numel()) // (1 + posterior)

@@ -1,4 +1,4 @@
-"""Noise-add of cached latents."""
+"""Noising of cached latents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEED = 1234567
 
 
 def latents(device: str, dtype: torch.dtype, shape: tuple[int, ...], pixels: bool = False) -> Inputs:
-    """Arguments that noise-add and the loss share: a v-prediction table of a linear signal-to-noise ratio.
+    """Return the arguments that noising and the loss share: a v-prediction table of a linear signal-to-noise ratio.
 
     With ``pixels`` the latents are uint8.
     """
@@ -43,12 +43,12 @@ def _exact(inputs: Inputs, **options: Any) -> Sequence[Tensor]:
 
 
 def noise_operations(offset: float = 0.0, posterior: bool = False, **_: Any) -> int:
-    """Per element: the noise, with its offset, and a sample of the posterior."""
+    """Count operations per element: the noise, its offset, and a sample of the posterior."""
     return NORMAL + bool(offset) + (NORMAL + 2) * posterior
 
 
 def _operations(inputs: Inputs, posterior: bool = False, perturbation: float = 0.0, **options: Any) -> int:
-    """The noise, its perturbation, and the mixture 3."""
+    """Count the operations: the noise, its perturbation, and the mixture 3."""
     each = noise_operations(posterior=posterior, **options) + (NORMAL + 2) * bool(perturbation) + 3
     return each * int(inputs["latents"].numel()) // (1 + posterior)
 

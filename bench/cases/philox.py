@@ -1,4 +1,4 @@
-"""Random numbers on their own, as many as a batch of latents has."""
+"""Random numbers alone, as many as a batch of latents has."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fastdiff_kernels.names import Backend
 _COUNT = 4 * 64 * 64
 
 WORD = 15
-"""Operations per random word: ten rounds of two products and four exclusive ors make four; keys are made once."""
+"""Operations per random word: ten rounds of two products and four exclusive ors give four words; keys are shared."""
 NORMAL = WORD + 5
-"""Per normal number: of two words two products and a maximum; logarithm, factor, root, cosine, sine, two products."""
+"""Operations per normal number: two products and a maximum; logarithm, factor, root, cosine, sine, two products."""
 
 
 def _build(device: str, batch: int = 64) -> Inputs:

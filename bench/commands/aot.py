@@ -1,8 +1,8 @@
-"""Compiles every kernel for GPUs that are not there and reads what the assembler says of it.
+"""``bench aot``: compile every kernel for GPUs that are not present, and read the assembler's report.
 
-The launches of each case are recorded, not run, and Triton's own launcher code turns their arguments into types,
-constants and alignments, so that what is compiled is what a GPU would launch at that shape. Compilation goes through
-Triton's cache, which is keyed by the source and everything that it calls.
+The launches of each case are recorded instead of run. Triton's own launcher code derives types, constants and
+alignments from their arguments, so the result is what a GPU would launch at that shape. Compilation uses Triton's
+cache, whose key covers the source and everything that it calls.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class Compiled:
     kernel: str
     arch: int
     registers: int
-    """Per thread."""
+    """Registers per thread."""
     spill_bytes: int
     """Stack and local memory per thread; 0 unless registers were spilled."""
     shared_bytes: int
-    """Per program."""
+    """Shared memory per program."""
     load_bits: dict[int, int]
-    """Global load instructions of blocks by the bits that each moves per thread."""
+    """Global load instructions of blocks, by bits moved per thread."""
     store_bits: dict[int, int]
-    """Global store instructions, likewise."""
+    """Global store instructions, by bits moved per thread."""
     must_be_wide: tuple[assembly.Side, ...]
-    """Whether its loads, and its stores, go through a large tensor at this shape."""
+    """Sides (loads, stores) that access a large tensor at this shape."""
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with it; empty: nothing."""
+        """Problems of the kernel; empty: none."""
         found = [f"spills {self.spill_bytes} bytes per thread"] if self.spill_bytes else []
         for name, bits in (("loads", self.load_bits), ("stores", self.store_bits)):
             if name in self.must_be_wide and wide_share(bits) < 0.5:
@@ -65,7 +65,7 @@ class Compiled:
         return found
 
     def rows(self) -> Iterator[Measurement | Failure]:
-        """The same for the record."""
+        """Yield the lines of the record."""
         case = f"{self.case} sm_{self.arch}"
         loads: dict[str, record.Fact] = {"bits": _counts(self.load_bits)}
         stores: dict[str, record.Fact] = {"bits": _counts(self.store_bits)}
@@ -90,7 +90,7 @@ def _counts(bits: dict[int, int]) -> str:
 
 
 def wide_share(bits: dict[int, int]) -> float:
-    """Share of the bytes that instructions of 128 bits and more move; 1 of none."""
+    """Return the share of bytes moved by instructions of at least 128 bits; 1 without any."""
     total = sum(width * count for width, count in bits.items())
     return sum(width * count for width, count in bits.items() if width >= WIDE_BITS) / total if total else 1.0
 
@@ -101,7 +101,10 @@ def add(commands: Commands) -> None:
     add_choice(parser, KERNELS)
     parser.add_argument("--arch", nargs="+", type=int, default=[*ARCHITECTURES], help="compute capabilities: sm_90")
     parser.add_argument(
-        "--baseline", type=Path, metavar="RECORD", help="file, or folder whose newest counts: fail if anything is worse"
+        "--baseline",
+        type=Path,
+        metavar="RECORD",
+        help="record file, or folder with the newest record: fail if anything is worse",
     )
     parser.add_argument("--smoke", action="store_true", help="one case for one GPU: does everything run?")
     parser.add_argument(
@@ -116,7 +119,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
         cases, architectures = cases[:1], architectures[:1]
     _refuse_what_cannot_compile()
     baseline = Baseline.read(arguments.baseline, cases, architectures) if arguments.baseline else None
-    if arguments.out is None:  # what is compiled does not depend on the machine
+    if arguments.out is None:  # the result does not depend on the machine
         name = record.folder(None, "kernels-smoke" if arguments.smoke else "kernels").name
         arguments.out = record.RESULTS / BENCH / name
     with open_log(arguments, BENCH) as log:
@@ -124,10 +127,10 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 
 def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator[Compiled]:
-    """Yield every kernel of every case for every architecture; a kernel that two cases share comes once.
+    """Yield every kernel of every case for every architecture, without duplicates.
 
     Raises:
-        BenchError: Triton is in its interpreter, which cannot compile, or not installed.
+        BenchError: Triton is missing, or runs its interpreter, which cannot compile.
     """
     _refuse_what_cannot_compile()
     seen = set()
@@ -143,13 +146,13 @@ def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator
 
 def _refuse_what_cannot_compile() -> None:
     if launch.triton is None:
-        raise BenchError("Triton is not installed: there is nothing to compile with; install it")
+        raise BenchError("Triton is not installed, and compiles the kernels; install it")
     if launch.INTERPRETED:
         raise BenchError("TRITON_INTERPRET is set: the interpreter does not compile; unset it")
 
 
 def record_launches(case: Case) -> list[Launch]:
-    """The launches of the forward and the backward pass of a case."""
+    """Return the launches of the forward and the backward pass of a case."""
     inputs = case.build("cpu")
     with launch.recording() as launches:
         outputs = as_sequence(case.call(inputs, "triton"))
@@ -158,7 +161,7 @@ def record_launches(case: Case) -> list[Launch]:
 
 
 def specialise(recorded: Launch, arch: int) -> tuple[Any, dict[str, Any]]:
-    """The kernel with its arguments as Triton's launcher specialises them, and its compile options."""
+    """Return the kernel with its arguments specialized by Triton's launcher, and its compile options."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -195,15 +198,15 @@ def _compile(case: Case, recorded: Launch, source: Any, options: dict[str, Any],
 
 
 def _streamed(recorded: Launch, source: Any, ttgir: str) -> tuple[assembly.Side, ...]:
-    """Whether it loads, and stores, blocks of a tensor that is large at this shape."""
+    """Return the sides on which the kernel accesses blocks of a tensor that is large at this shape."""
     given = [a for a, kind in zip(recorded.args, source.signature.values(), strict=False) if kind != "constexpr"]
     large = {i for i, a in enumerate(given) if isinstance(a, Tensor) and a.nbytes >= _STREAMS_BYTES}
-    # An address whose origin is not found (-1) is taken for one into a large tensor.
+    # An unknown origin (-1) counts as a large tensor.
     return tuple(side for side in _SIDES if assembly.block_pointers(ttgir, side) & (large | {-1}))
 
 
 def report(rows: Sequence[Compiled]) -> str:
-    """The table that people read."""
+    """Format the table for the terminal."""
     cells: list[Sequence[str]] = [
         ("kernel", "arch", "regs", "spill B", "smem B", "load bits x count", "store bits x count", "case")
     ]
@@ -214,7 +217,7 @@ def report(rows: Sequence[Compiled]) -> str:
 
 
 def main(cases: Sequence[Case], architectures: Sequence[int], log: Log, baseline: Baseline | None = None) -> int:
-    """Compile, write down and print; 1 if a kernel spills, a streaming one is narrow, or one got worse."""
+    """Compile, record and print; return 1 if a kernel spills, streams with narrow accesses, or got worse."""
     compiled: list[Compiled] = []
     found: list[Measurement] = []
     for row in compile_all(cases, architectures):

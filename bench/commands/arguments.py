@@ -1,4 +1,4 @@
-"""Flags that several benchmarks have."""
+"""Flags shared by several benchmarks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
     parser.add_argument("--smoke", action="store_true", help="smallest sizes, few repetitions: does everything run?")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="for the record; default: bench/results/<machine>/<date>_<what>"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the record; default: bench/results/<machine>/<date>_<what>",
     )
 
 
 def device(arguments: argparse.Namespace) -> str:
-    """``cuda`` or ``cpu``.
+    """Return the device, ``cuda`` or ``cpu``.
 
     Raises:
-        BenchError: cuda is asked for and there is none.
+        BenchError: cuda is requested and not available.
     """
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise BenchError("--device cuda: there is no CUDA device to measure on; use --device cpu to try the harness")
@@ -36,10 +39,10 @@ def device(arguments: argparse.Namespace) -> str:
 
 
 def open_log(arguments: argparse.Namespace, command: str, what: str | None = None) -> record.Log:
-    """A new record ``<command>.jsonl`` in the folder that ``--out`` names, or in ``..._<what>``.
+    """Open a new record ``<command>.jsonl`` in the folder of ``--out``, or in ``..._<what>``.
 
-    What is there already stays: the second record of a folder is ``<command>-2.jsonl``, and so on. That holds also for
-    what another process begins at the same time.
+    Existing records stay: the second record of a folder is ``<command>-2.jsonl``, and so on. Concurrent processes get
+    different files.
     """
     what = what or command
     folder = record.folder(arguments.out, f"{what}-smoke" if arguments.smoke else what)
@@ -49,7 +52,7 @@ def open_log(arguments: argparse.Namespace, command: str, what: str | None = Non
 
 
 def _created(path: Path) -> bool:
-    """Create a file, unless it exists."""
+    """Create a file unless it exists."""
     try:
         path.touch(exist_ok=False)
     except FileExistsError:

@@ -1,7 +1,8 @@
-"""``bench checkpoint``: what a checkpoint costs the training beside which it is written.
+"""``bench checkpoint``: the cost of checkpoints for the training.
 
-In turns, in one run: steps while nothing is written, steps while a checkpoint is written in the background, and a step
-that waits until one is committed. The ratios are those of each turn, so that noise meets both sides alike.
+Three kinds of steps alternate in one run: steps while nothing is written, steps while a checkpoint is written in the
+background, and a step that waits until one is committed. Ratios are computed per cycle, so noise affects both sides
+alike.
 """
 
 from __future__ import annotations
@@ -27,21 +28,23 @@ from bench.trainers.saving import Cycle
 
 BENCH = "checkpoint"
 FULL, SMOKE = (Effort(rounds=8, steps=1, warm_up=1), 20), (Effort(rounds=2, steps=1, warm_up=1), 3)
-"""Turns, and the steps in each beside no save."""
+"""Cycles, and the steps without a save in each."""
 _SAMPLES = 256
 
 
 def add(commands: Commands) -> None:
     """Register the command."""
-    parser = commands.add_parser("checkpoint", help="what checkpoints cost the training", description=__doc__)
+    parser = commands.add_parser("checkpoint", help="measure the cost of checkpoints", description=__doc__)
     add_measuring(parser)
-    parser.add_argument("--preset", default="digits", help="what to train (default: digits)")
+    parser.add_argument("--preset", default="digits", help="preset to train (default: digits)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples per step")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
-    parser.add_argument("--deepspeed", default="zero1", metavar="FILE", help="of deepspeed_configs/; default: zero1")
-    parser.add_argument("--ranks", type=int, default=1, metavar="W", help="on this machine; default: 1")
     parser.add_argument(
-        "--folder", type=Path, help="on the storage to measure; default: the system's for temporary files"
+        "--deepspeed", default="zero1", metavar="FILE", help="file of deepspeed_configs/; default: zero1"
+    )
+    parser.add_argument("--ranks", type=int, default=1, metavar="W", help="ranks on this machine; default: 1")
+    parser.add_argument(
+        "--folder", type=Path, help="folder on the storage to measure; default: the system's folder for temporary files"
     )
     parser.set_defaults(run=_run)
 
@@ -50,7 +53,7 @@ def _run(arguments: argparse.Namespace) -> int:
     subject = Subject(
         preset=arguments.preset, batch=arguments.batch, precision=arguments.precision, deepspeed=arguments.deepspeed
     )
-    model = subject.config(Path(), Path()).model  # refuses before anything is written
+    model = subject.config(Path(), Path()).model  # fails before anything is written
     gpus = torch.cuda.device_count() if device(arguments) == "cuda" else arguments.ranks
     if not 1 <= arguments.ranks <= gpus:
         raise BenchError(f"--ranks {arguments.ranks}: expected at least 1, on GPUs at most as many as there are")
@@ -77,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def measurements(subject: Subject, result: Result, ranks: int) -> Iterator[Measurement]:
-    """What the cycles of a contestant say."""
+    """Yield the measurements of the cycles."""
     cycles: list[Cycle] = saving.cycles(result.facts["cycles"])
     facts = subject.facts | {
         "ranks": ranks,

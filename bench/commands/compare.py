@@ -1,9 +1,9 @@
-"""Compares two records: what got faster, what slower, and what of it is more than noise.
+"""``bench compare``: significant changes between two records.
 
-A change counts if the intervals from p20 to p80 do not overlap and the medians differ by more than a tolerance. The
-interval of what was not repeated is its value. Of what was measured more than once, the last counts. What was measured
-before and now is not counts as worse. The limits of the machine and shares of them are shown but do not count: they say
-nothing of the code that times and rates do not say.
+A change is significant if the intervals from p20 to p80 do not overlap and the medians differ by more than a tolerance.
+The interval of an unrepeated measurement is its value. Of duplicates the last counts. A measurement that is missing in
+the second record counts as worse. Limits of the machine and shares of them are shown but do not count, because times
+and rates already describe the code.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _SHARES_OF_LIMITS = {"of copy", "of matmul"}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A measurement that both records have."""
+    """A measurement in both records."""
 
     a: Measurement
     b: Measurement
     tolerance: float
-    """By which the values may differ, as a share of the first."""
+    """Tolerated difference, as a share of the first value."""
 
     @property
     def ratio(self) -> float:
-        """B over A."""
+        """Value of B over value of A."""
         if self.a.value == self.b.value:
             return 1.0
         return self.b.value / self.a.value if self.a.value else float("inf")
 
     @property
     def verdict(self) -> Verdict:
-        """``same`` within noise or tolerance; ``changed`` where a change does not count."""
+        """``same`` within noise or tolerance; ``changed`` if the change does not count."""
         (a20, a80), (b20, b80) = self.a.interval, self.b.interval
         if abs(self.ratio - 1) <= self.tolerance or (a20 <= b80 and b20 <= a80):
             return "same"
@@ -67,13 +67,13 @@ class Comparison:
     only_a: tuple[Measurement, ...]
     only_b: tuple[Measurement, ...]
     new_failures: tuple[Failure, ...]
-    """In B, of contestants that did not fail in A."""
+    """Failures in B of providers that did not fail in A."""
     partial: bool
-    """Whether B need not have all of A."""
+    """Whether B may lack measurements of A."""
 
     @property
     def missing(self) -> tuple[Measurement, ...]:
-        """What counts as worse because B does not have it; if it is partial, because it fails there."""
+        """Measurements missing in B that count as worse; if B is partial, only those that fail there."""
         return tuple(
             m
             for m in self.only_a
@@ -82,7 +82,7 @@ class Comparison:
 
     @property
     def worse(self) -> bool:
-        """Whether anything got worse, or is not there any more."""
+        """Whether anything got worse or is missing."""
         return any(change.verdict == "worse" for change in self.changes) or bool(self.missing)
 
 
@@ -92,14 +92,14 @@ def compare(
     """Join two sets of records.
 
     Args:
-        a: the baseline, in the order of their dates.
-        b: what is compared with it.
+        a: the baseline, sorted by date.
+        b: the records to compare with it.
         tolerance: share by which a value may differ, 0.03 for 3 %.
-        only: patterns of the shell for ``bench/quantity``; a measurement that fits one counts.
+        only: shell patterns for ``bench/quantity``; measurements that match one count.
         partial: whether ``b`` may lack measurements of ``a``, unless they fail.
 
     Raises:
-        BenchError: they have no measurement in common, or one in another unit.
+        BenchError: they have no measurement in common, or a common one has different units.
     """
     of_a, of_b = _by_name(a, only), _by_name(b, only)
     common = [name for name in of_a if name in of_b]
@@ -122,7 +122,7 @@ def compare(
 
 
 def differences(a: Sequence[Record], b: Sequence[Record]) -> list[str]:
-    """What besides the code may be why the values differ, one line each."""
+    """List differences other than the code that may explain the change, one line each."""
 
     def values(records: Sequence[Record], field: str) -> str:
         return " and ".join(sorted({str(asdict(one.fingerprint)[field]) for one in records}))
@@ -140,7 +140,7 @@ def differences(a: Sequence[Record], b: Sequence[Record]) -> list[str]:
 
 
 def report(found: Comparison) -> str:
-    """The table that people read, the worst at its end, and what cannot be compared."""
+    """Format the table for the terminal, worst changes last, and the measurements that cannot be compared."""
     changes = sorted(found.changes, key=lambda change: _VERDICTS.index(change.verdict))
     rows: list[tuple[str, ...]] = [("bench", "case", "provider", "quantity", "unit", "A", "", "B", "", "B/A", "")]
     rows += [_row(change) for change in changes]
@@ -157,19 +157,23 @@ def add(commands: Commands) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "compare",
-        help="two records, measurement by measurement; exit code 1 if one got worse by more than noise or is missing",
+        help="compare two records; exit code 1 if a measurement got worse by more than noise or is missing",
     )
     parser.add_argument("a", type=Path, metavar="A", help="the baseline: a record or a folder of them")
-    parser.add_argument("b", type=Path, metavar="B", help="what is compared with it")
+    parser.add_argument("b", type=Path, metavar="B", help="the record or folder to compare with it")
     parser.add_argument(
         "--tolerance", type=float, default=_TOLERANCE_PERCENT, metavar="PERCENT",
-        help="change that does not count, besides noise; default: %(default)s",
+        help="tolerated change in addition to noise; default: %(default)s",
     )  # fmt: skip
     parser.add_argument(
-        "--only", nargs="+", default=["*"], metavar="BENCH/QUANTITY", help="patterns such as 'step/*' or '*/throughput'"
+        "--only",
+        nargs="+",
+        default=["*"],
+        metavar="BENCH/QUANTITY",
+        help="compare only these, as patterns such as 'step/*' or '*/throughput'",
     )
     parser.add_argument(
-        "--partial", action="store_true", help="B need not have all of A; what fails there still counts"
+        "--partial", action="store_true", help="B may lack measurements of A; failures in B still count"
     )
     parser.set_defaults(run=_run)
 
@@ -186,12 +190,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _counts(measurement: Measurement) -> bool:
-    """Whether it says something of the code: neither a limit of the machine nor a share of one."""
+    """Return whether it describes the code: neither a limit of the machine nor a share of one."""
     return measurement.better != "neither" and measurement.quantity not in _SHARES_OF_LIMITS
 
 
 def _concerns(failure: Failure, measurement: Measurement) -> bool:
-    """Whether the measurement is missing for this failure, which may name a case without its direction."""
+    """Return whether the failure explains the missing measurement; it may name a case without its direction."""
     return (
         failure.bench == measurement.bench
         and measurement.case.startswith(failure.case)

@@ -1,10 +1,9 @@
-"""``python -m bench data``: samples per second of fastdiff's readers and of others, over the same samples.
+"""``bench data``: samples per second of fastdiff's readers and of other libraries, on the same samples.
 
-Every reader gives the same samples, mixed, as batches of arrays in host memory; fastdiff's loaders and DALI give them
-on the GPU where there is one. A turn is a pass over the samples: first with all files in the page cache, then with none
-of them when it begins. fastdiff's readers check the crc32 of every array, the others check nothing. Where worker
-processes fill a shuffle buffer of their own (webdataset), they do so for the next pass while others read: that counts
-in their favour.
+Every reader yields the same samples, shuffled, as batches of arrays in host memory; fastdiff's loaders and DALI yield
+them on the GPU if there is one. A session is one pass over the samples: first with all files in the page cache, then
+starting with none. fastdiff's readers check the crc32 of every array, the rest check nothing. Worker processes with a
+shuffle buffer of their own (webdataset) fill it for the next pass while other readers run, which favours them.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from bench.records.tables import progress
 from fastdiff.data.loading.build import dali_installed
 
 _TOLERATED = 0.01
-"""Share of the files that may be in the page cache when it is called cold, or missing when it is called warm."""
+"""Tolerated share of files in the page cache in a cold case, or missing from it in a warm case."""
 _NOT_INSTALLED = "not installed"
 
 
 def add(commands: arguments.Commands) -> None:
     """Register the command."""
-    parser = commands.add_parser("data", help="readers of samples on disk", description=__doc__)
-    parser.add_argument("--samples", type=int, help="of each kind, rounded up to whole shards; default: 4096")
+    parser = commands.add_parser("data", help="measure readers of samples on disk", description=__doc__)
+    parser.add_argument("--samples", type=int, help="samples of each kind, rounded up to whole shards; default: 4096")
     parser.add_argument("--batch", type=int, help="samples per batch; default: 64")
-    parser.add_argument("--rounds", type=int, help="turns of each reader, 2 at least; default: 10, --smoke: 2")
-    parser.add_argument("--workers", type=int, default=2, help="processes of those that have some; default: 2")
+    parser.add_argument("--rounds", type=int, help="sessions of each reader, at least 2; default: 10, --smoke: 2")
+    parser.add_argument("--workers", type=int, default=2, help="processes of readers that use them; default: 2")
     parser.add_argument(
         "--sample-kb", type=int, nargs="+", choices=list(KINDS), help="kB per sample; default: all, --smoke: the first"
     )
@@ -52,7 +51,7 @@ def _run(given: argparse.Namespace) -> int:
     batch = (8 if given.smoke else 64) if given.batch is None else given.batch
     rounds = (2 if given.smoke else 10) if given.rounds is None else given.rounds
     if min(count, batch, given.workers) < 1 or rounds < 2:
-        raise BenchError("--samples, --batch and --workers are 1 at least, --rounds 2")
+        raise BenchError("--samples, --batch and --workers must be at least 1, --rounds at least 2")
     device, kinds = arguments.device(given), given.sample_kb or list(KINDS)[: 1 if given.smoke else None]
     folder, done = Path(tempfile.mkdtemp(prefix="fastdiff-bench-data-")), True
     try:
@@ -89,14 +88,16 @@ def measure(case: Case, rounds: int, log: Log, *, smoke: bool = False) -> bool:
         return max(cached) if cold else min(cached)
 
     def impossible() -> bool:
-        tolerated = 5 * _TOLERATED if smoke else _TOLERATED  # of few files, what others evict is a larger share
+        tolerated = (
+            5 * _TOLERATED if smoke else _TOLERATED
+        )  # with few files, evictions by other processes are a larger share
         return worst() > tolerated if cold else worst() < 1 - tolerated
 
     before_turn()
     results = {} if impossible() else _race(case, rounds, before_turn, smoke=smoke)
     if impossible():
         what = "set TMPDIR to a folder on a disk" if cold else "take fewer --samples"
-        reason = f"{worst():.0%} of the files were in the page cache at the start of a turn; {what}"
+        reason = f"{worst():.0%} of the files were in the page cache at the start of a session; {what}"
         log.write(Failure(bench="data", case=case.name, provider="page cache", reason=reason))
         print(f"\n{case.name}: {reason}")
         return False
@@ -106,10 +107,10 @@ def measure(case: Case, rounds: int, log: Log, *, smoke: bool = False) -> bool:
 
 def _race(case: Case, rounds: int, before_turn: Callable[[], None], *, smoke: bool) -> dict[str, interleaved.Result]:
     steps = case.samples.count // case.samples.batch
-    # A contestant begins with one batch: with these, its warm-up ends where a pass does.
+    # Each reader starts with one batch, so its warm-up ends with a pass.
     effort = interleaved.Effort(rounds=rounds, steps=steps, warm_up=steps - 1)
     contestants = _contestants(case)
-    if smoke and case.heat == "cold":  # where the readers themselves do nothing else, but for one
+    if smoke and case.heat == "cold":  # all readers except one behave as in the warm case
         contestants = [one for one in contestants if one.name in (READER, "dali webdataset")]
     results = interleaved.race(contestants, effort, device=case.device, before_turn=before_turn)
     if not dali_installed():
@@ -119,7 +120,7 @@ def _race(case: Case, rounds: int, before_turn: Callable[[], None], *, smoke: bo
 
 
 def _wait_until_idle() -> None:
-    """Wait until the contestants have read ahead all that they will, 5 s at most."""
+    """Wait until the readers have prefetched all that they can, at most 5 s."""
     for _ in range(50):
         before = cpu_seconds_of_started()
         time.sleep(0.1)
@@ -129,14 +130,14 @@ def _wait_until_idle() -> None:
 
 def _contestants(case: Case) -> list[interleaved.Contestant]:
     workers = case.workers
-    # At most: fastdiff's loaders read 4 batches ahead, DALI 2, a worker process 2.
+    # Upper bound: fastdiff's loaders read 4 batches ahead, DALI 2, a worker process 2.
     ahead = 4 + 2 * workers
     with_workers = f"{workers} worker{'s' if workers > 1 else ''}"
     readers: dict[str, tuple[reading.Reader, int]] = {
         READER: (ours.reader, 0),
         "fastdiff prefetch": (ours.prefetch, ahead),
         "fastdiff dali": (ours.dali, ahead),
-        # Files that are mapped stay in the page cache, and are read faster if they are there.
+        # Mapped files stay in the page cache, and reading is faster if they are cached.
         "dali webdataset": (partial(rivals.dali, threads=workers, mapped=case.heat == "warm"), ahead),
         "webdataset": (partial(rivals.webdataset, workers=0), 0),
         f"webdataset {with_workers}": (partial(rivals.webdataset, workers=workers), ahead),

@@ -1,9 +1,9 @@
-"""``python -m bench objectives``: the digits trained with each objective, and how good the digits are that they draw.
+"""``bench objectives``: the digits trained with each objective, and the quality of the drawn digits.
 
-Each is the preset ``digits`` with the flags that are named below, trained and measured as the README does, one after
-the other. What is finished is not trained again by a second start in the same folder, and what was killed goes on: the
-trainer sees to that, and refuses a run that was begun with other flags. Beside the record lies a picture of the first
-ten digits of each, a row per objective in the order of the record.
+Each run is the preset ``digits`` with the flags below, trained and measured as in the README, one after the other. A
+second start in the same folder skips finished runs and resumes killed ones; the trainer refuses a run that was started
+with other flags. A picture beside the record shows the first ten digits of each run, a row per objective in the order
+of the record.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ OBJECTIVES = {
     "EDM": "--objective.process edm --objective.prediction edm --objective.sigma_data 0.75 --timesteps.mean -0.4 "
     "--timesteps.std 1.4",
 }
-"""What differs from the preset, as flags of the trainer."""
+"""Differences from the preset, as flags of the trainer."""
 
 _SMOKE = "--samples 256 --model.depth 1 --model.hidden 32 --model.heads 2 --optim.warmup_steps 1"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished run."""
+    """Result of a finished run."""
 
     steps: int
     seconds: float
-    """Of the training steps, without checkpoints and images."""
+    """Duration of the training steps, without checkpoints and images."""
     accuracy: float
     distance: float
     images: Tensor
@@ -68,14 +68,14 @@ class Outcome:
 
 def add(commands: Commands) -> None:
     """Register the command."""
-    parser = commands.add_parser("objectives", help="the digits trained with each objective", description=__doc__)
+    parser = commands.add_parser("objectives", help="train the digits with each objective", description=__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=OBJECTIVES, metavar="NAME", help=f"some of: {'; '.join(OBJECTIVES)}; default: all"
     )
     parser.add_argument(
         "--folder",
         type=Path,
-        help="for the data and the runs; default: runs/objectives, --smoke: runs/objectives-smoke",
+        help="folder of the data and the runs; default: runs/objectives, --smoke: runs/objectives-smoke",
     )
     parser.add_argument("--smoke", action="store_true", help="four steps of a smaller model: does everything run?")
     parser.add_argument(
@@ -103,7 +103,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def outcome(flags: Sequence[str], data: Path, folder: Path) -> Outcome:
-    """Train to the end, or go on with what is in ``folder``, and measure.
+    """Train to the end, resuming the run in ``folder`` if there is one, and measure.
 
     Args:
         flags: of the trainer, besides the preset and the folders.
@@ -111,12 +111,12 @@ def outcome(flags: Sequence[str], data: Path, folder: Path) -> Outcome:
         folder: of the run.
 
     Raises:
-        BenchError: the trainer ended with an error, which it has printed.
+        BenchError: the trainer failed; it has printed the error.
     """
     _train("--preset", "digits", *flags, "--data.path", str(data), "--output.folder", str(folder))
     run = Run(folder)
     measured = evaluate_run(run)
-    # Those that were measured first: an image depends on its seed, its number and its class.
+    # The first of the measured images: an image depends on its seed, its number and its class.
     sampler = SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=run.family.usual_guidance)
     images = run.draw(evaluation_labels(1), sampler, progress=False)
     return Outcome(
@@ -125,7 +125,7 @@ def outcome(flags: Sequence[str], data: Path, folder: Path) -> Outcome:
 
 
 def training_seconds(metrics: Path) -> float:
-    """Time of all steps that a run logged."""
+    """Return the total time of the steps that a run logged."""
     seconds, before = 0.0, 0
     for line in metrics.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -135,7 +135,7 @@ def training_seconds(metrics: Path) -> float:
 
 
 def report(found: dict[str, Outcome | str], log: Log) -> int:
-    """Write and print what came out of each, and draw it; return the exit code, 1 if one failed."""
+    """Write, print and draw the results; return the exit code, 1 if a run failed."""
     done = {name: one for name, one in found.items() if isinstance(one, Outcome)}
     for name, reason in found.items():
         if isinstance(reason, str):
@@ -175,7 +175,7 @@ def _measurements(name: str, one: Outcome) -> Iterator[Measurement]:
 
 
 def _train(*flags: str) -> None:
-    """Run the trainer on one rank; what it shows is seen."""
+    """Run the trainer on one rank, with its output visible."""
     launcher = Path(sysconfig.get_path("scripts")) / "deepspeed"
     command = [
         str(launcher), "--num_accelerators", "1", "--master_port", str(free_port()),
@@ -188,9 +188,9 @@ def finish(command: Sequence[str]) -> None:
     """Run a command of the repository to its end.
 
     Raises:
-        BenchError: it ended with an error, which it has printed.
+        BenchError: it failed; it has printed the error.
     """
-    # In a session of its own: what kills the launcher alone leaves the rank running.
+    # In its own session: killing only the launcher would leave the rank running.
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         code = process.wait()

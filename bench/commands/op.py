@@ -1,8 +1,8 @@
-"""Times every op by every implementation: the kernel, eager PyTorch, ``torch.compile`` and other libraries.
+"""``bench op``: timings of every op by every implementation: kernel, eager PyTorch, ``torch.compile``, other libraries.
 
-An implementation is timed only if it is right (``bench.correctness.check``). Times are set against what the op moves
-and computes at least, and these against the limits of the machine, measured in the same run. A time that may be that
-of launching instead of that of the device (``Timing.launch_bound``) is marked.
+An implementation is timed only if it is correct (``bench.correctness.check``). Times are compared with the least bytes
+and operations of the op, and these with the limits of the machine, measured in the same run. A time that may be that of
+the launch instead of the device (``Timing.launch_bound``) is marked.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ BENCH = "op"
 
 _OURS = {"triton", "compile"}
 _MUST_BE_RIGHT = {"triton", "eager", "auto", "every"}
-"""What fastdiff may run by default, the reference, and cases as a whole: if one fails, so does the command."""
+"""Default implementations of fastdiff, the reference, and cases as a whole: if one fails, so does the command."""
 _LINE = "{:<52} {:<12} {:<8} {:>10} {:>21} {:>6} {:>6} {:>8} {:>7} {:>8}  {}"
 _HEADING = _LINE.format(
     "case", "provider", "pass", "median us", "[p20, p80]", "GB/s", "% copy", "TFLOP/s", "% mm", "/compile", "default"
 )
-_TIMED_ALL_THE_SAME = "; timed all the same: it is what the others are compared with"
+_TIMED_ALL_THE_SAME = "; timed nevertheless, as the baseline of the comparison"
 _LAUNCH_BOUND = "launch bound"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One direction of one implementation of a case."""
+    """Result of one implementation of a case in one direction."""
 
     case: Case
     provider: str
@@ -55,21 +55,21 @@ class Result:
     """``forward`` or ``backward``."""
     time: Timing
     bytes: int
-    """That the direction moves at least."""
+    """Least bytes that the direction moves."""
     operations: int | None
-    """That it takes at least; None: not counted."""
+    """Least operations of the direction; None: not counted."""
     compiled: Timing | None
-    """That of ``torch.compile``; None: that was not timed."""
+    """Timing of ``torch.compile``; None: not timed."""
     default: str
-    """What runs on this device if nobody asks for another."""
+    """Default implementation on this device."""
 
     @property
     def over_compile(self) -> float | None:
-        """Times as fast as ``torch.compile``."""
+        """Speed-up over ``torch.compile``."""
         return self.compiled.median / self.time.median if self.compiled else None
 
     def quantities(self, limits: Limits) -> dict[str, tuple[str, Timing]]:
-        """Unit and reading by name of the quantity, without the comparison with ``torch.compile``."""
+        """Return unit and reading by quantity, without the comparison with ``torch.compile``."""
         bandwidth = self.time.per_second(self.bytes)
         found = {
             "time": ("us", self.time.times(1e6)),
@@ -84,7 +84,7 @@ class Result:
         return found
 
     def measurements(self, limits: Limits) -> Iterator[Measurement]:
-        """The same for the record."""
+        """Yield the measurements for the record."""
         case = f"{self.case} {self.direction}"
         facts: dict[str, record.Fact] = {
             "op": self.case.op, "shape": self.case.shape, "dtype": self.case.dtype_name, "direction": self.direction,
@@ -121,7 +121,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 
 def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool) -> int:
-    """Time the cases, write down and print every result; 1 if what fastdiff runs, or its reference, fails."""
+    """Time the cases, record and print every result; return 1 if a default implementation or the reference fails."""
     effort = QUICK if smoke else FULL
     stopwatch, limit = Stopwatch(device, effort), limits.measure(device, effort)
     for measurement in limit.measurements(BENCH):
@@ -131,7 +131,7 @@ def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool) -> int:
     print(f"\n{_HEADING}", flush=True)
     results: list[Result] = []
     failures: list[Failure] = []
-    # A backward pass that runs more than once may not take the memory of what the forward pass saved.
+    # Repeated backward passes must not free the tensors saved by the forward pass.
     with torch._functorch.config.patch(donated_buffer=False):
         for case in cases:
             progress(str(case))
@@ -147,28 +147,30 @@ def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool) -> int:
                     log.write(row)
                     print(f"{row.case:<52} {row.provider:<12} {row.reason}", flush=True)
     if any(result.time.launch_bound for result in results):
-        print(f"\n{_LAUNCH_BOUND}: the device may have waited for the host, which took longer to launch the work")
+        print(
+            f"\n{_LAUNCH_BOUND}: the device may have waited for the host, because the launch took longer than the work"
+        )
     print(f"\n{_verdict(results)}\nwritten to {log.path}")
     return 1 if any(f.provider.split()[0] in _MUST_BE_RIGHT for f in failures) else 0
 
 
 def run(case: Case, device: str, stopwatch: Stopwatch, *, large: bool) -> Iterator[Result | Failure]:
-    """Check and time one case; if that is not possible at all, one failure of provider ``every``.
+    """Check and time one case; if the whole case fails, yield one failure of provider ``every``.
 
     Args:
-        case: what to time.
+        case: the case.
         device: ``cuda`` or ``cpu``.
         stopwatch: of that device.
-        large: with the batch of a training step.
+        large: use the batch of a training step.
     """
     try:
         yield from _run(case, device, stopwatch, large)
-    except Exception as error:  # the other cases are measured
+    except Exception as error:  # one failure must not stop the other cases
         yield Failure(bench=BENCH, case=str(case), provider="every", reason=check.reason(error))
 
 
 def _run(case: Case, device: str, stopwatch: Stopwatch, large: bool) -> Iterator[Result | Failure]:
-    torch._dynamo.reset()  # the second shape that a compiled function meets would be compiled for all shapes
+    torch._dynamo.reset()  # without a reset, a function would be compiled for dynamic shapes at its second shape
     gc.collect()
 
     def inputs() -> Inputs:
@@ -204,7 +206,7 @@ def _default(case: Case, inputs: Inputs) -> str:
 def _timings(
     case: Case, inputs: Inputs, providers: Mapping[str, check.Prepare], stopwatch: Stopwatch
 ) -> tuple[dict[str, dict[str, Timing]], dict[str, int]]:
-    """Timings by direction and implementation, and the bytes that each direction moves at least."""
+    """Return timings by direction and implementation, and the least bytes of each direction."""
     calls = {name: provider(inputs) for name, provider in providers.items()}
     outputs = {name: as_sequence(call()) for name, call in calls.items()}
     upstream = {name: check.upstream_of(tensors) for name, tensors in outputs.items()}
@@ -246,7 +248,7 @@ def _line(result: Result, limits: Limits) -> str:
 
 
 def _verdict(results: Sequence[Result]) -> str:
-    """Where the kernel loses to ``torch.compile``, both directions together."""
+    """Summarize the cases in which the kernel loses to ``torch.compile``, both directions together."""
     total: dict[str, dict[str, float]] = {}
     for result in results:
         times = total.setdefault(str(result.case), {})

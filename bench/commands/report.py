@@ -20,23 +20,23 @@ _TITLES = {
     "peer": "Training step against other trainers",
     "data": "Reading data",
     "scale": "Many GPUs",
-    "checkpoint": "Checkpoints beside the training",
-    "aot": "What the compiler makes of the kernels",
+    "checkpoint": "Cost of checkpoints",
+    "aot": "Compiled kernels",
     "objectives": "The digits with each objective",
 }
 _RANKED = {"op", "peer", "data"}
-"""Where contestants do the same: the best comes first."""
+"""Benches whose providers do the same work: the best comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one contestant measured."""
+    """Measurements of one provider."""
 
     provider: str
     cells: tuple[tuple[str, str], ...]
-    """Value and interval per column; empty where it measured nothing."""
+    """Value and interval per column; empty if not measured."""
     launch_bound: bool
-    """Whether a part of the time may be that of launching the work."""
+    """Whether a part of the time may be that of the launch."""
     n: str
     """Repetitions."""
 
@@ -52,7 +52,7 @@ class Table:
 
     @property
     def rows(self) -> int:
-        """Of all groups."""
+        """Number of rows in all groups."""
         return sum(len(rows) for _, rows in self.groups)
 
 
@@ -70,25 +70,25 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One folder of records."""
+    """Records of one folder."""
 
     anchor: str
     title: str
     machine: str
     doubts: tuple[str, ...]
-    """What the commit does not say, as sentences."""
+    """Reservations about the commit, as sentences."""
     fingerprint: tuple[tuple[str, str], ...]
-    """Fields that its files have in common, or all values that they have."""
+    """Fingerprint fields of its files, with all their values."""
     files: tuple[tuple[str, str, str], ...]
-    """Name, date and command line of each."""
+    """Name, date and command line of each file."""
     benches: tuple[Bench, ...]
 
 
 def page(records: Sequence[Record]) -> str:
-    """The page, which needs nothing but itself.
+    """Return the self-contained page.
 
     Raises:
-        BenchError: a library that it is made with is not installed.
+        BenchError: a required library is not installed.
     """
     try:
         import jinja2
@@ -106,7 +106,7 @@ def page(records: Sequence[Record]) -> str:
 
 
 def tables(measurements: Sequence[Measurement]) -> list[Table]:
-    """The tables of one bench: phases, ratios of two, predictions and limits apart from the rest."""
+    """Return the tables of one bench: phases, speed-ups, predictions and limits are separate from the rest."""
     parts: dict[str, list[Measurement]] = {}
     for measurement in measurements:
         parts.setdefault(_part(measurement), []).append(measurement)
@@ -114,7 +114,7 @@ def tables(measurements: Sequence[Measurement]) -> list[Table]:
 
 
 def _alike(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
-    """Cases with a quantity in common together, also by way of others; two groups have no column in common."""
+    """Group cases that share quantities, directly or through other cases; two groups have no column in common."""
     quantities: dict[str, set[str]] = {}
     for m in measurements:
         quantities.setdefault(m.case, set()).add(m.quantity)
@@ -129,7 +129,9 @@ def _alike(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
 
 def add(commands: Commands) -> None:
     """Register the command."""
-    parser = commands.add_parser("report", help="records as one page with tables and plots, or in the documentation")
+    parser = commands.add_parser(
+        "report", help="write records as a page with tables and plots, or into the documentation"
+    )
     parser.add_argument("out", nargs="?", type=Path, metavar="OUT.html", help="the page to write")
     parser.add_argument(
         "records", nargs="*", type=Path, metavar="RECORDS", help="files and folders; default: all of bench/results"
@@ -185,7 +187,7 @@ def _doubts(commits: Sequence[str]) -> Iterator[str]:
 
 
 def _benches(one: Record, prefix: str) -> Iterator[Bench]:
-    """What a file holds; runs that came after one another stay apart, as the machine may have changed between them."""
+    """Yield the benches of a file; separate runs stay separate, since the machine may have changed in between."""
     for name in dict.fromkeys([*(m.bench for m in one.measurements), *(f.bench for f in one.failures)]):
         measurements = [m for m in one.measurements if m.bench == name]
         yield Bench(
@@ -205,7 +207,7 @@ _PARTS: dict[str, Callable[[Measurement], bool]] = {
     "By phase": lambda m: m.quantity.startswith("phase "),
     "Predicted": lambda m: m.quantity.startswith("predict"),
 }
-"""Tables of a bench by title, in their order on the page, and what belongs in them; ``Measured`` has the rest."""
+"""Tables of a bench by title, in their order on the page, with their content; ``Measured`` has the rest."""
 
 
 def _part(measurement: Measurement) -> str:
@@ -239,7 +241,7 @@ def _table(title: str, measurements: Sequence[Measurement]) -> Table:
 def _best_first(
     contestants: Iterable[tuple[str, dict[str, Measurement]]], first: Measurement
 ) -> list[tuple[str, dict[str, Measurement]]]:
-    """By the first quantity of the table."""
+    """Sort by the first quantity of the table."""
     sign = {"lower": 1, "higher": -1, "neither": 0}[first.better]
 
     def place(contestant: tuple[str, dict[str, Measurement]]) -> float:

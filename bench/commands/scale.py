@@ -1,8 +1,8 @@
-"""``bench scale``: what several ranks cost, measured on this machine, and predicted for many GPUs.
+"""``bench scale``: the cost of several ranks, measured on this machine, and predicted for many GPUs.
 
-Measured, for one ZeRO stage after the other: steps of one rank, of as many runs apart (which share the machine but send
-nothing) and of that many ranks together, in turns, with the same samples per rank (weak scaling), and what they send.
-Fitted: the time of each collective by its size. Checked: from both and the steps that send nothing, the model of
+Measured, for one ZeRO stage after the other: steps of one rank, of W independent runs (which share the machine but do
+not communicate), and of W ranks together, interleaved, with the same samples per rank (weak scaling), and the bytes
+sent. Fitted: the time of each collective by size. Checked: from these and the steps without communication, the model in
 ``bench/scaling/communication.py`` predicts the steps of the ranks together. Predicted: see
 ``bench/scaling/projection.py``.
 """
@@ -40,32 +40,32 @@ _SAMPLES = 256
 
 
 VOTES = Message("all-reduce", 4 * 8)
-"""What the ranks decide together in each step (``fastdiff.parallel.consensus``), whatever the model and the stage."""
+"""Per-step consensus of the ranks (``fastdiff.parallel.consensus``), for any model and stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured."""
+    """Plan of the measurement."""
 
     subject: Subject
-    """Of one rank."""
+    """Workload of one rank."""
     stages: tuple[str, ...]
     ranks: tuple[int, ...]
     device: str
     effort: Effort
     sizes: tuple[int, ...]
-    """Of the sweep, in bytes per rank."""
+    """Message sizes of the sweep, in bytes per rank."""
 
     def name(self, stage: str, ranks: int, apart: bool = False) -> str:
-        """The provider in the records."""
+        """Return the provider in the records."""
         return f"{provider(stage)}, {ranks} rank{'s' if ranks > 1 else ''}{' apart' if apart else ''}"
 
     def zero(self, stage: str) -> Zero:
-        """What the DeepSpeed JSON of a stage says of the communication."""
+        """Return the communication settings of a stage's DeepSpeed JSON."""
         return Zero.of(replace(self.subject, deepspeed=stage).deepspeed_json())
 
     def messages(self, stage: str, ranks: int) -> list[Message]:
-        """What a step sends by the model."""
+        """Return the modelled messages of a step."""
         config = self.subject.config(Path(), Path())
         parameters, width = parameters_of(config.model), width_of(config.performance.precision)
         return [*self.zero(stage).messages(parameters, width, ranks), VOTES]
@@ -74,35 +74,37 @@ class Plan:
 def add(commands: Commands) -> None:
     """Register the command."""
     parser = commands.add_parser(
-        "scale", help="several ranks on this machine, and a prediction for many GPUs", description=__doc__
+        "scale", help="measure several ranks on this machine, and predict many GPUs", description=__doc__
     )
     add_measuring(parser)
-    parser.add_argument("--preset", help="what to train (default: digits)")
+    parser.add_argument("--preset", help="preset to train (default: digits)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples per rank and step (default: 8)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
     parser.add_argument(
         "--stages", nargs="+", default=_STAGES, metavar="FILE", help="files of deepspeed_configs/ (default: all stages)"
     )
-    parser.add_argument("--ranks", nargs="+", type=int, metavar="W", help="default: 1 2 (on a single GPU: 1)")
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, metavar="W", help="numbers of ranks; default: 1 2 (on a single GPU: 1)"
+    )
     projection.add_flags(parser)
     parser.set_defaults(run=_run)
 
 
 def provider(stage: str) -> str:
-    """The name of a DeepSpeed JSON in the records: ``zero0`` for ``ddp``."""
+    """Return the name of a DeepSpeed JSON in the records: ``zero0`` for ``ddp``."""
     return {"ddp": "zero0"}.get(Path(stage).stem, Path(stage).stem)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if projection.wanted(arguments):
         return projection.run(arguments, provider)
-    projection.refuse(arguments, projection.FLAGS, "without --from or --step-ms, as steps are measured")
+    projection.refuse(arguments, projection.FLAGS, "without --from or --step-ms, because steps are measured")
     plan = _plan(arguments)
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, "scale") as log:
         data = Path(folder) / "data"
         synthetic.write(data, plan.subject.config(data, data).model, _SAMPLES)
         results: dict[str, Result] = {}
-        for stage in plan.stages:  # one at a time: each contestant holds its processes and their memory
+        for stage in plan.stages:  # one stage at a time: each trainer keeps its processes and their memory
             results |= race(_contestants(plan, data, stage), plan.effort, device=plan.device)
         failed = [name for name, result in results.items() if result.failure is not None]
         for name in failed:
@@ -146,7 +148,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _contestants(plan: Plan, data: Path, stage: str) -> list[Contestant]:
-    # One thread per rank, however many ranks there are: each computes with what it has beside the others.
+    # One thread per rank for any number of ranks, so that the compute resources of a rank are constant.
     threads = {} if plan.device == "cuda" else {"OMP_NUM_THREADS": "1"}
     warm_up = plan.effort.warm_up
     alone, found = replace(plan.subject, deepspeed=stage), []
@@ -221,7 +223,7 @@ def _measurement(
 
 
 def fit_links(plan: Plan, ranks: int, log: Log) -> dict[str, Line] | None:
-    """Measure and record how long each collective takes by its size; None: it failed."""
+    """Measure and record the time of each collective by size; None: it failed."""
     name = f"{'nccl' if plan.device == 'cuda' else 'gloo'}, {ranks} ranks"
     arguments = (_KINDS, tuple(ranks * size for size in plan.sizes))
     contestant = Contestant(name, collectives.sweep, arguments, ranks, {"OMP_NUM_THREADS": "1"})
@@ -233,7 +235,7 @@ def fit_links(plan: Plan, ranks: int, log: Log) -> dict[str, Line] | None:
     calls: list[collectives.Call] = json.loads(str(result.facts["calls"]))
     lines, rows = {}, [["fitted", "alpha us", "1/beta GB/s", "residual"]]
     for kind in _KINDS:
-        # The first of each is the warm-up.
+        # The first of each size is the warm-up.
         seconds = {size: [call[2] for call in calls if (call[0], call[1]) == (kind, size)][1:] for size in arguments[1]}
         lines[kind] = line = fit([(size, statistics.median(values)) for size, values in seconds.items()])
         rate = 1 / line.per_byte / 1e9 if line.per_byte else 0.0
@@ -260,7 +262,7 @@ def fit_links(plan: Plan, ranks: int, log: Log) -> dict[str, Line] | None:
 
 
 def _report_checked(plan: Plan, ranks: int, results: dict[str, Result], lines: dict[str, Line], log: Log) -> None:
-    """Predict the steps of ranks together from steps that send nothing."""
+    """Predict the steps of ranks together from steps without communication."""
     rows = [["checked", "from", "predicted ms", "measured ms", "error"]]
     overlap = plan.device == "cuda"
     for stage in plan.stages:
@@ -292,8 +294,8 @@ def _report_checked(plan: Plan, ranks: int, results: dict[str, Result], lines: d
                 )  # fmt: skip
     print(f"\n{table(rows, '<<>>>')}")
     print(
-        "What the model leaves out: ranks of one machine share its memory bandwidth and caches, as the runs apart do;\n"
-        "DeepSpeed's own work for sending (flattening, copying, partitioning); and one rank that waits for another."
+        "Not modelled: ranks of one machine share its memory bandwidth and caches, as the independent runs do;\n"
+        "DeepSpeed's own work for sending (flattening, copying, partitioning); and ranks that wait for one another."
     )
 
 

@@ -1,4 +1,4 @@
-"""``python -m bench step``: step time, its parts, memory and the share of the device's limit, by configuration."""
+"""``bench step``: step time, its phases, memory and utilization of the device, by configuration."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from bench.records.tables import progress, table
 from fastdiff.config.data import DataConfig
 
 _SAMPLES = 512
-"""Of the synthetic data."""
+"""Samples of the synthetic data."""
 _FULL = Effort(rounds=5, steps=10, warm_up=5, settling=DataConfig().prefetch)
-"""A turn begins with the batches that were read ahead while others stepped: they do not count, for anybody."""
+"""The first steps of a session use batches that were prefetched during other sessions; they are not measured."""
 _SMOKE = Effort(rounds=2, steps=2, warm_up=2, settling=1)
 
 _COLUMNS = {
@@ -49,18 +49,22 @@ _COLUMNS = {
 
 def add(commands: Commands) -> None:
     """Register the command."""
-    parser = commands.add_parser("step", help="fastdiff's own loop on synthetic latents: times, memory, utilisation")
+    parser = commands.add_parser(
+        "step", help="measure fastdiff's own loop on synthetic latents: times, memory, utilization"
+    )
     sweep.add_subject(parser)
-    parser.add_argument("--steps", type=int, help=f"per round; default: {_FULL.steps}")
-    parser.add_argument("--rounds", type=int, help=f"2 at least; default: {_FULL.rounds}")
-    parser.add_argument("--find-batch", action="store_true", help="look for the largest batch that fits into memory")
+    parser.add_argument("--steps", type=int, help=f"steps per round; default: {_FULL.steps}")
+    parser.add_argument("--rounds", type=int, help=f"rounds, at least 2; default: {_FULL.rounds}")
+    parser.add_argument("--find-batch", action="store_true", help="find the largest batch that fits into memory")
     parser.add_argument(
         "--memory",
         type=float,
         metavar="GIB",
-        help="for --find-batch; default: 95 %% of what is free on the GPU, or 80 %% of RAM",
+        help="memory for --find-batch; default: 95 %% of the free GPU memory, or 80 %% of the available RAM",
     )
-    parser.add_argument("--peer", nargs="+", metavar="NAME", help="step rivals in turns with fastdiff and compare")
+    parser.add_argument(
+        "--peer", nargs="+", metavar="NAME", help="compare with these baselines, measured interleaved with fastdiff"
+    )
     add_measuring(parser)
     parser.set_defaults(run=_run)
 
@@ -68,10 +72,10 @@ def add(commands: Commands) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     where, effort = device(arguments), _effort(arguments)
     if arguments.memory is not None and not arguments.find_batch:
-        raise BenchError("--memory is how much --find-batch may use; add --find-batch, or leave it out")
+        raise BenchError("--memory is the limit of --find-batch; add --find-batch, or leave it out")
     if arguments.find_batch and arguments.peer:
         raise BenchError(
-            "--find-batch with --peer: the batch would be the largest for fastdiff alone, without the rivals' memory; "
+            "--find-batch with --peer: the batch would be the largest for fastdiff alone, not for the baselines; "
             "give --batch instead"
         )
     subjects = sweep.subjects(arguments, where)
@@ -93,7 +97,7 @@ def _effort(arguments: argparse.Namespace) -> Effort:
     rounds = default.rounds if arguments.rounds is None else arguments.rounds
     steps = default.steps if arguments.steps is None else arguments.steps
     if rounds < 2 or steps < 1:
-        raise BenchError(f"--rounds {rounds}, --steps {steps}: 2 rounds and 1 step at least")
+        raise BenchError(f"--rounds {rounds}, --steps {steps}: at least 2 rounds and 1 step")
     return replace(default, rounds=rounds, steps=steps)
 
 
@@ -104,7 +108,7 @@ class _Measuring:
         self._folder, self._effort, self._device, self._log = folder, effort, device, log
 
     def steps(self, subjects: Sequence[Subject], memory: int | None, care: timing.Effort) -> int:
-        """Measure all subjects, show them, and return the exit code: 1 if one failed, but not for memory."""
+        """Measure and print all workloads; return the exit code: 1 if one failed, unless for lack of memory."""
         progress("limits of the machine")
         found, bounds = [], _in_another_process(self._device, care)
         self._write(bounds.measurements(BENCH))
@@ -121,7 +125,7 @@ class _Measuring:
         return int(not done or any(s.failure is not None and not s.out_of_memory for s in found))
 
     def peers(self, subjects: Sequence[Subject], names: Sequence[str]) -> int:
-        """Step rivals in turns with every subject; the worst of the exit codes."""
+        """Compare the baselines on every workload; return the worst exit code."""
         from bench.measure import peers
 
         return max(peers.run(subject, names, self._effort, self._device, self._log) for subject in subjects)
@@ -145,7 +149,7 @@ class _Measuring:
         return stepped
 
     def _fitted(self, subject: Subject, memory: int) -> tuple[Subject, Measurement]:
-        """The subject with the largest batch that fits, and what the record says of it.
+        """Return the workload with the largest batch that fits, and its measurement.
 
         Raises:
             BenchError: none fits, or a trial failed in another way.
@@ -177,7 +181,7 @@ class _Measuring:
 
 
 def _in_another_process(device: str, care: timing.Effort) -> Limits:
-    """The limits of the machine; a GPU has no memory left behind in this process."""
+    """Measure the limits of the machine in another process, so that no GPU memory stays allocated in this one."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(limits.measure, device, care).result()
 
@@ -188,7 +192,7 @@ def _verdict(stepped: Stepped) -> list[str]:
         return [f"{stepped.failure.case}; {subject.provider}: FAILED: {stepped.failure.reason}"]
     parts = [f"{values['throughput']:.1f} samples/s, {values['step time']:.2f} ms per step"]
     marked = sum(values[f"phase {name}"] for name in PHASES)
-    parts.append(f"its phases with marks between them {marked:.2f} ms, {values['phase data'] / marked:.1%} of it data")
+    parts.append(f"its phases, measured with marks, {marked:.2f} ms, {values['phase data'] / marked:.1%} of it data")
     if "mfu" in values:
         parts.append(f"MFU {values['mfu']:.1%}")
     lines = [f"{subject.case}; {subject.provider}: {'; '.join(parts)}"]

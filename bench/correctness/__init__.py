@@ -1,1 +1,1 @@
-"""What must be right before it is timed: accuracy and compiled code."""
+"""Checks that precede timing: accuracy of ops and properties of compiled code."""

@@ -1,4 +1,4 @@
-"""The one rule of accuracy: at most twice the error of eager PyTorch in the same dtype, against fp64."""
+"""Accuracy criterion: at most twice the error of eager PyTorch in the same dtype, against fp64."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Op = Callable[..., Tensor | Sequence[Tensor]]
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill whatever ``torch.empty`` returns, so that an element that a kernel does not write is seen.
+    """Fill the memory of ``torch.empty``, so that elements that a kernel does not write are detected.
 
-    With NaN; integers with their largest value.
+    Floats are filled with NaN, integers with their largest value.
     """
     settings: Any = torch.utils.deterministic
     before, fill = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
@@ -24,7 +24,9 @@ def poisoned_memory() -> Iterator[None]:
     settings.fill_uninitialized_memory = True
     try:
         if not torch.empty(1).isnan().all():
-            raise RuntimeError("torch.empty does not fill its memory with NaN, so that unwritten elements are not seen")
+            raise RuntimeError(
+                "torch.empty does not fill its memory with NaN, so unwritten elements would not be detected"
+            )
         yield
     finally:
         torch.use_deterministic_algorithms(before)
@@ -32,7 +34,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def evaluate(op: Op, inputs: dict[str, Any], upstream: Sequence[Tensor] | None) -> dict[str, Tensor]:
-    """Outputs ``out0 ...`` and, for each input that requires one, the gradient ``d<name>``.
+    """Return the outputs ``out0 ...`` and the gradient ``d<name>`` of each input that requires one.
 
     Args:
         op: called with ``inputs`` by name.
@@ -56,7 +58,7 @@ def _leaf(value: Any) -> Any:
 
 
 def exact(inputs: dict[str, Any]) -> dict[str, Any]:
-    """``inputs`` with every floating tensor in fp64, same values."""
+    """Return ``inputs`` with every floating tensor in fp64, same values."""
     return {
         k: v.detach().double().requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.is_floating_point() else v
         for k, v in inputs.items()
@@ -66,10 +68,10 @@ def exact(inputs: dict[str, Any]) -> dict[str, Any]:
 def assert_as_accurate_as_eager(
     op: Op, reference: Op, inputs: dict[str, Any], upstream: Sequence[Tensor] | None = None
 ) -> None:
-    """Hold ``op`` to at most twice the error of ``reference`` in the dtype of ``inputs``, in maximum and RMS.
+    """Require of ``op`` at most twice the error of ``reference`` in the dtype of ``inputs``, in maximum and RMS.
 
     The error is measured against ``reference`` in fp64, for every output and every gradient. Rounding the exact result
-    to the output's dtype is the least error that anyone can have, so it is allowed even where eager is exact.
+    to the output's dtype is the least possible error, so it is allowed even where eager is exact.
     """
     oracle = evaluate(reference, exact(inputs), None if upstream is None else [u.double() for u in upstream])
     eager = evaluate(reference, inputs, upstream)
@@ -79,10 +81,10 @@ def assert_as_accurate_as_eager(
 
 
 def assert_no_worse(ours: dict[str, Tensor], eager: dict[str, Tensor], oracle: dict[str, Tensor]) -> None:
-    """The same for results that are there already, by name; ``oracle`` those in fp64.
+    """Apply the criterion to existing results, by name; ``oracle`` holds the results in fp64.
 
     Raises:
-        AssertionError: they are less accurate, or of another dtype or shape; also where ``python -O`` drops assertions.
+        AssertionError: they are less accurate, or of another dtype or shape; also under ``python -O``.
     """
     _hold(ours.keys() == eager.keys(), f"gives {', '.join(ours)}, eager {', '.join(eager)}")
     for name, value in ours.items():

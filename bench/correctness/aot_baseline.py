@@ -1,4 +1,4 @@
-"""Kernels as they were compiled before, and what has changed since."""
+"""Comparison of compiled kernels with an earlier record."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _BENCH = "aot"
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A record of ``bench aot``, as far as it is about the cases and architectures at hand."""
+    """A record of ``bench aot``, restricted to the current cases and architectures."""
 
     path: Path
     git: str
-    """Commit that it was made of."""
+    """Commit of the record."""
     measurements: tuple[Measurement, ...]
 
     @classmethod
     def read(cls, path: Path, cases: Sequence[Case], architectures: Sequence[int]) -> Baseline:
-        """Read a record; of a folder the newest.
+        """Read a record, or the newest one of a folder.
 
         Raises:
-            BenchError: there is none, or it has nothing on these cases and architectures.
+            BenchError: there is none, or it lacks these cases and architectures.
         """
         records = [r for r in record.read_all([path]) if any(m.bench == _BENCH for m in r.measurements)]
         if not records:
@@ -42,7 +42,7 @@ class Baseline:
         return cls(newest.path, newest.fingerprint.git, known)
 
     def compare(self, now: Sequence[Measurement]) -> tuple[str, bool]:
-        """What changed, as text, and whether anything got worse. A new kernel cannot be worse, nor one that is gone."""
+        """Describe the changes and return whether anything got worse; new and removed kernels never count as worse."""
         before, after = ({m.name: m for m in rows} for rows in (self.measurements, now))
         changed = [(before[name], m) for name, m in after.items() if name in before and before[name].value != m.value]
         lines = [f"against {self.path} ({self.git})"]
@@ -58,7 +58,7 @@ class Baseline:
 
 
 def _kind(measurement: Measurement) -> tuple[str, str, str]:
-    """Op, dtype and architecture."""
+    """Return op, dtype and architecture."""
     op, *_, dtype, architecture = measurement.case.split()
     return op, dtype, architecture
 

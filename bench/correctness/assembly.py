@@ -1,4 +1,4 @@
-"""What a compiled kernel says of itself: its resources, and how it reaches global memory."""
+"""Properties of a compiled kernel: its resources, and its accesses to global memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPERATION: dict[Side, str] = {"loads": r"tt\.load|ttg\.async_copy_global_to_loc
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """``REG``, ``STACK`` and ``LOCAL`` per thread."""
+    """Return ``REG``, ``STACK`` and ``LOCAL`` per thread."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -27,7 +27,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def access_widths(ptx: str, side: Side) -> Counter[int]:
-    """How many accesses to global memory a thread has of each width in bits, asynchronous copies among the loads."""
+    """Count a thread's accesses to global memory by width in bits; asynchronous copies count as loads."""
     counts: Counter[int] = Counter()
     for suffixes in re.findall(rf"\b{_SUFFIX[side]}((?:\.[\w:]+)+)", ptx):
         *modifiers, kind = suffixes[1:].split(".")
@@ -41,13 +41,13 @@ def access_widths(ptx: str, side: Side) -> Counter[int]:
 
 
 def single_widths(ttgir: str, side: Side) -> Counter[int]:
-    """Those of them that move one number for a whole program, whose width does not matter."""
+    """Count the accesses that move one number for a whole program; their width does not matter."""
     types: list[str] = re.findall(rf"(?:{_OPERATION[side]}) .* : !tt\.ptr<[a-z]+(\d+)>", ttgir)
     return Counter(max(8, int(bits)) for bits in types)
 
 
 def block_pointers(ttgir: str, side: Side) -> set[int]:
-    """Which run-time arguments the addresses of blocks come from, by index; -1: not found."""
+    """Return the indices of the run-time arguments that block addresses derive from; -1: not found."""
     signature = next(line for line in ttgir.splitlines() if "tt.func public" in line)
     arguments = {name: index for index, name in enumerate(re.findall(r"(%\w+): ", signature))}
     origin: dict[str, str] = dict(re.findall(r"^\s*(%\w+) = [\w.]+ (%[\w#]+)", ttgir, re.MULTILINE))

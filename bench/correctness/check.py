@@ -1,6 +1,6 @@
-"""Who may be timed: the implementations of a case that are right.
+"""Correctness check before timing: forward and every gradient within twice the error of eager PyTorch against fp64.
 
-Right is what the tests hold kernels to: forward and every gradient at most twice as far from fp64 as eager PyTorch is.
+It is the criterion of the kernel tests.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Prepare = Callable[[Inputs], Callable[[], Outputs]]
 
 
 def provider_name(backend: str) -> str:
-    """What a backend of ours is called in tables and records."""
+    """Return the name of one of our backends in tables and records."""
     return "eager" if backend == "reference" else backend
 
 
 def providers(case: Case, device: str) -> dict[str, Prepare]:
-    """All implementations of a case by name; on a CPU without the kernel, unless Triton interprets it."""
+    """Return all implementations of a case by name; on a CPU the Triton kernel only if the interpreter is active."""
 
     def ours(backend: str) -> Prepare:
         return lambda inputs: lambda: case.call(inputs, backend)
@@ -40,9 +40,9 @@ def providers(case: Case, device: str) -> dict[str, Prepare]:
 def right(
     case: Case, inputs: Callable[[], Inputs], providers: Mapping[str, Prepare]
 ) -> tuple[dict[str, Prepare], dict[str, Exception]]:
-    """The implementations that are to be timed, and what is wrong with each that fails.
+    """Return the implementations to time, and the error of each that fails.
 
-    Only ``compile``, which the others are compared with, can be in both: it is timed even if it is less accurate.
+    Only ``compile``, the baseline of the comparison, can be in both: it is timed even if it is less accurate.
     """
     oracle = _results(case, exact(inputs()), lambda given: lambda: case.in_fp64(given))
     eager = _results(case, inputs(), providers["eager"])
@@ -52,7 +52,7 @@ def right(
         try:
             with poisoned_memory() if name.startswith("triton") else nullcontext():
                 got = _results(case, inputs(), provider)
-        except Exception as error:  # whatever is wrong with one, the others are measured
+        except Exception as error:  # one failure must not stop the rest
             failures[name] = error
             continue
         try:
@@ -66,14 +66,14 @@ def right(
 
 
 def reason(error: Exception) -> str:
-    """Why an implementation is not right, in one line."""
+    """Return the reason of a failure in one line."""
     known = {ImportError: "not installed", AssertionError: "wrong"}
     name = next((text for kind, text in known.items() if isinstance(error, kind)), type(error).__name__)
     return f"{name}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 def _results(case: Case, inputs: Inputs, provider: Prepare) -> dict[str, Tensor]:
-    """Outputs and gradients by name."""
+    """Return outputs and gradients by name."""
     outputs = as_sequence(provider(inputs)())
     gradients = case.gradients(inputs, outputs, upstream_of(outputs))
     results = {f"out{i}": output.detach() for i, output in enumerate(outputs)}
@@ -81,7 +81,7 @@ def _results(case: Case, inputs: Inputs, provider: Prepare) -> dict[str, Tensor]
 
 
 def upstream_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Random upstream gradients: the same number for the same element, whatever the dtype and strides of the output."""
+    """Return random upstream gradients, equal for equal elements regardless of the output's dtype and strides."""
     gradients = []
     for output in outputs:
         generator = torch.Generator(output.device).manual_seed(1)

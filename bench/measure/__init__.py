@@ -1,1 +1,1 @@
-"""How steps and calls are measured, in one process and in turns."""
+"""Measurement of steps and calls, in one process and interleaved over several."""

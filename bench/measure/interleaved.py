@@ -1,7 +1,7 @@
-"""Contestants step in turns (A, B, A, B, ...), each in a process of its own, so that noise meets all of them alike.
+"""Interleaved measurement: programs step alternately (A, B, A, B, ...), so that noise affects all alike.
 
-A process of its own gives each its own peak memory, global settings and compiled code. All of them are built, one after
-the other, before the first turn, and wait while another steps.
+Each program (a trainer or a reader) has its own process, and so its own peak memory, global settings and compiled code.
+All are built one after the other before the first session, and wait while another one steps.
 """
 
 from __future__ import annotations
@@ -37,106 +37,107 @@ from fastdiff.training.metrics import peak_resident_bytes
 
 _LAST_LINES = 30
 _PARTING_SECONDS = 5.0
-"""In which a contestant that is stopped may end by itself."""
+"""Grace period in seconds for a stopped program to end by itself."""
 _NO_MEMORY = (
     "out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )  # fmt: skip
-"""How torch's allocators, CUDA's runtime and libraries, and Triton say it, each in a RuntimeError."""
+"""Out-of-memory messages of torch's allocators, of CUDA's runtime and libraries, and of Triton, as RuntimeErrors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Largest memory use of a contestant (its first rank) in bytes."""
+    """Largest memory use of a program (its first rank) in bytes."""
 
     resident: int
     """High-water mark of the process."""
     allocated: int | None = None
-    """By tensors on the GPU; None without one."""
+    """Peak of tensors on the GPU; None without a GPU."""
     reserved: int | None = None
-    """By torch's allocator on the GPU; None without one."""
+    """Peak of torch's allocator on the GPU; None without a GPU."""
 
     @property
     def peak(self) -> int:
-        """That of the device the contestant computes on."""
+        """Peak on the device of the computation."""
         return self.resident if self.allocated is None else self.allocated
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """Who steps."""
+    """A program to measure."""
 
     name: str
     run: Callable[..., None]
-    """``run(turn, *arguments)``, a function of a module: builds, calls ``turn.ready()`` and steps until ``Enough``."""
+    """``run(turn, *arguments)``, a module-level function: builds, calls ``turn.ready()`` and steps until ``Enough``."""
     arguments: tuple[Any, ...] = ()
     ranks: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of its processes, besides those of this one."""
+    """Additional environment variables of its processes."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What a contestant did."""
+    """Result of a program."""
 
     turns: list[Steps] = field(default_factory=list)
-    """One per round, the warm-up left out."""
+    """Steps of each round, without the warm-up."""
     facts: dict[str, Fact] = field(default_factory=dict)
     memory: Memory | None = None
     failure: str | None = None
-    """Why it did not run to the end, in one line; None: it did."""
+    """Reason for an early end, in one line; None: it ran to the end."""
     out_of_memory: bool = False
 
     @property
     def seconds(self) -> list[float]:
-        """Of every step."""
+        """Seconds of every step."""
         return [second for turn in self.turns for second in turn.seconds]
 
     @property
     def timing(self) -> Timing:
-        """Of a step."""
+        """Timing of a step."""
         return Timing.of(self.seconds)
 
     def phase(self, name: str) -> Timing:
-        """Of one phase of a step."""
+        """Return the timing of one phase of a step."""
         return Timing.of([second for turn in self.turns for second in turn.phases[name]])
 
     @property
     def allocation_retries(self) -> int:
-        """How often in these turns torch's allocator had to give memory back to the GPU before it got some."""
+        """Number of times that torch's allocator had to return memory to the GPU before an allocation."""
         return sum(turn.allocation_retries for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much each contestant steps."""
+    """Number of steps of each program."""
 
     rounds: int
-    """Turns of each, two at least."""
+    """Sessions of each program, at least two."""
     steps: int
-    """Per turn, that count."""
+    """Measured steps per session."""
     warm_up: int
-    """Steps of each before the first round, which do not count."""
+    """Unmeasured steps of each program before the first round."""
     settling: int = 0
-    """Steps at the start of every turn that do not count: those for which a loader that reads ahead has had the turns
-    of the others to read, and in which torch's allocator gets its memory back from the GPU."""
+    """Unmeasured steps at the start of every session: a prefetching loader had the other sessions to read ahead, and
+    torch's allocator gets its memory back from the GPU.
+    """
     limit_seconds: float = 600.0
-    """For building, and for every turn; one that takes longer is stopped."""
+    """Limit for building and for every session; a slower program is stopped."""
 
 
 def race(
     contestants: Sequence[Contestant], effort: Effort, *, device: str, before_turn: Callable[[], None] | None = None
 ) -> dict[str, Result]:
-    """Let the contestants step in turns; one that fails is left out from then on.
+    """Run the programs interleaved; one that fails is left out from then on.
 
     Args:
-        contestants: with different names.
-        effort: how much each steps.
+        contestants: programs with different names.
+        effort: number of steps.
         device: ``cuda`` or ``cpu``.
-        before_turn: called here before every turn but the warm-up, while all contestants wait.
+        before_turn: called here before every session except the warm-up, while all programs wait.
 
     Returns:
-        By name, in the order given.
+        Results by name, in the given order.
     """
     results = {contestant.name: Result() for contestant in contestants}
     workers: dict[str, _Worker] = {}
@@ -166,7 +167,7 @@ def race(
 
 
 def ratios(ours: Result, theirs: Result) -> Timing:
-    """How many times as fast as ``theirs`` ``ours`` steps, round by round: above 1, ours is faster."""
+    """Return the speed-up of ``ours`` over ``theirs`` per round: above 1, ours is faster."""
     pairs = zip(ours.turns, theirs.turns, strict=True)
     return Timing.of([statistics.median(b.seconds) / statistics.median(a.seconds) for a, b in pairs])
 
@@ -184,7 +185,7 @@ def _attempt(worker: _Worker, result: Result, action: Callable[[_Worker], None])
 
 
 class _Worker:
-    """The processes of a contestant, one per rank, seen from here."""
+    """The processes of a program, one per rank, seen from the measuring process."""
 
     def __init__(self, contestant: Contestant, limit_seconds: float, device: str, folder: Path) -> None:
         self.result = Result()
@@ -202,8 +203,8 @@ class _Worker:
                 **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}), **contestant.environment,
             }  # fmt: skip
             arguments = (theirs, device, folder, contestant.run, contestant.arguments)
-            # No daemon, which could have no processes of its own; it ends with this one all the same (_Worker.kill, or
-            # the end of the connection).
+            # Not a daemon, which could have no child processes. It ends with this process all the same, by _Worker.kill
+            # or by the end of the connection.
             process = context.Process(target=_work, args=arguments)
             with _environment(environment):
                 process.start()
@@ -226,7 +227,7 @@ class _Worker:
 
     def kill(self) -> None:
         for connection in self._connections:
-            connection.close()  # ends one that waits for its turn
+            connection.close()  # ends a process that waits for its session
         until = time.monotonic() + _PARTING_SECONDS
         for process in self._processes:
             process.join(max(0.0, until - time.monotonic()))
@@ -234,7 +235,7 @@ class _Worker:
             process.join()
 
     def last_words(self) -> str:
-        """The end of what its processes printed."""
+        """Return the last output lines of its processes."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
 
     def _go(self, steps: int) -> Steps:
@@ -244,11 +245,11 @@ class _Worker:
 
     def _tell(self, steps: int) -> None:
         for connection in self._connections:
-            with suppress(BrokenPipeError):  # it has ended, as the answer will tell
+            with suppress(BrokenPipeError):  # the process has ended; the answer reports it
                 connection.send(steps)
 
     def _answers(self, kind: str) -> list[Any]:
-        """What every rank says; a BenchError as soon as one fails: the others may wait for it for ever."""
+        """Return every rank's answer; raise BenchError as soon as one fails, since the rest may wait for it."""
         answers: dict[Connection, Any] = {}
         until = time.monotonic() + self._limit
         while len(answers) < len(self._connections):
@@ -277,13 +278,13 @@ class _Worker:
         process.join(self._limit)
         self.result.out_of_memory = process.exitcode == -signal.SIGKILL
         if self.result.out_of_memory:
-            return BenchError("the process was killed, most likely by the system for its memory")
-        return BenchError(f"the process ended without a word, with exit code {process.exitcode}")
+            return BenchError("the process was killed, probably by the system's out-of-memory killer")
+        return BenchError(f"the process ended without a message, with exit code {process.exitcode}")
 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables that a process started inside inherits: some are read when it first imports torch."""
+    """Set variables for processes started inside; torch reads some of them on its first import."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -301,7 +302,7 @@ def _work(
     run: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
-    """The process of one rank, which prints into ``log`` in ``folder``."""
+    """Run the process of one rank, with its output in ``log`` in ``folder``."""
     with (folder / "log").open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -312,13 +313,13 @@ def _work(
         except Enough:
             connection.send(("finished", (turn.facts, _memory(torch.device(device)))))
         else:
-            raise RuntimeError("the contestant ended before it had enough steps")
+            raise RuntimeError("the program ended before it had taken all steps")
     except BaseException as error:
         traceback.print_exc()
         connection.send(("out of memory" if ran_out(error) else "failed", _reason(error)))
     finally:
-        # The ordinary end would wait for the other ranks, or for the threads of a loader. Semaphores have names in the
-        # system, which the process of the race would warn of: they are taken back here.
+        # A normal exit would wait for the other ranks, or for the threads of a loader. Named semaphores are released
+        # here; otherwise the measuring process would warn about them.
         util._run_finalizers(0)  # type: ignore[attr-defined]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -326,7 +327,7 @@ def _work(
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether memory ran out, of the GPU or of the system: torch.compile and others wrap the error that says so."""
+    """Return whether GPU or system memory ran out, also if torch.compile or another library wrapped the error."""
     chain: list[BaseException] = []
     open_: list[BaseException | None] = [error]
     while open_:

@@ -1,6 +1,6 @@
-"""The largest batch that fits into memory, found in few trials, each in a process of its own.
+"""Search for the largest batch that fits into memory, in few trials, each in its own process.
 
-Memory grows almost linearly with the batch: two small batches say where to look, and what really ran decides.
+Memory grows almost linearly with the batch: two small batches predict the limit, and real runs confirm it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import torch
 from bench import BenchError
 
 TRIALS = 12
-"""At most."""
+"""Largest number of trials."""
 _FIRST, _SECOND, _SMALLEST = 8, 4, 1
-"""The batch to begin with, how many times as large the second is, and the last resort."""
+"""The first batch, the ratio of the second to the first, and the smallest batch."""
 _LEAP = 16
-"""How many times as large as the largest batch that ran the next one may be: far away a line is a guess."""
+"""Largest ratio of the next batch to the largest that ran: far extrapolation is unreliable."""
 _SHARE_OF_CPU_MEMORY = 0.8
-"""Of what is available: a process that takes too much is killed, or another one is."""
+"""Usable share of the available memory: a process that takes too much is killed, or another one is."""
 _SHARE_OF_GPU_MEMORY = 0.95
-"""Of what is free: a batch that just fits makes the allocator give memory back and ask again, which costs time."""
+"""Usable share of the free memory: at the limit the allocator returns memory and asks again, which costs time."""
 _PRECISION = 0.04
-"""What is found is this close to the largest batch, as a share of it, or to the next multiple of 8."""
+"""Relative precision of the result; it is also within one multiple of 8."""
 
 
 Trials = Mapping[int, int | None]
-"""Peak memory in bytes of each batch that was tried; None: it ran out of memory."""
+"""Peak memory in bytes of each tried batch; None: it ran out of memory."""
 
 
 class DoesNotFit(Exception):
-    """There is not enough memory for this batch."""
+    """A batch does not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What was found."""
+    """Result of the search."""
 
     batch: int
     peak: int
@@ -51,8 +51,8 @@ def largest(peak: Callable[[int], int], limit: int) -> Fit:
     """Find the largest batch, to about 4 %: a multiple of 8, or below 8 any number.
 
     Args:
-        peak: runs a batch and returns its peak memory in bytes; raises DoesNotFit if that is not possible.
-        limit: how many bytes there are.
+        peak: runs a batch and returns its peak memory in bytes; raises DoesNotFit if it runs out of memory.
+        limit: bytes that may be used.
 
     Raises:
         DoesNotFit: not even one sample fits.
@@ -71,7 +71,7 @@ def largest(peak: Callable[[int], int], limit: int) -> Fit:
 
 
 def next_batch(trials: Trials, limit: int) -> int | None:
-    """The batch to try after these; None: none is worth trying."""
+    """Return the next batch to try; None: no further trial is useful."""
     fitting = _fitting(trials, limit)
     too_large = sorted(batch for batch in trials if batch not in fitting)
     if not fitting:
@@ -89,7 +89,7 @@ def _fitting(trials: Trials, limit: int) -> dict[int, int]:
 
 
 def _predicted(trials: Trials, best: int, limit: int) -> int:
-    """Where the line from the largest batch that fits meets the limit: to the next larger one, or the next smaller."""
+    """Extrapolate to the limit, from the largest batch that fits and the next larger known one, or the next smaller."""
     known = {batch: peak for batch, peak in trials.items() if peak is not None}
     if len(known) == 1:
         return best * _SECOND
@@ -99,14 +99,14 @@ def _predicted(trials: Trials, best: int, limit: int) -> int:
 
 
 def _step_down(too_large: Sequence[int]) -> int:
-    """Twice as far as the last time, if that was not enough."""
+    """Return the next decrement: at least twice the last one."""
     smallest = too_large[0]
     last = too_large[1] - smallest if len(too_large) > 1 else 0
     return max(8 if smallest > 8 else 1, int(smallest * _PRECISION), 2 * last)
 
 
 def memory_limit(device: str, gib: float | None) -> int:
-    """Bytes that may be used: ``gib``, or 95 % of what is free on the GPU, or 80 % of what is available to a CPU.
+    """Return the usable bytes: ``gib``, or 95 % of the free GPU memory, or 80 % of the available host memory.
 
     Raises:
         BenchError: ``gib`` is not above 0.
@@ -117,7 +117,7 @@ def memory_limit(device: str, gib: float | None) -> int:
         return int(gib * 2**30)
     if device == "cpu":
         return int(_SHARE_OF_CPU_MEMORY * psutil.virtual_memory().available)
-    # In another process: a context of this one would take some of the memory that is to be measured.
+    # In another process: a CUDA context in this one would take some of the measured memory.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_free_on_gpu).result()
 

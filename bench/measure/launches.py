@@ -1,4 +1,4 @@
-"""How much work a step hands to the device, piece by piece."""
+"""Count of the operations that a step launches on the device."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
-"""How the names of the calls of CUDA's runtime and driver begin that launch a kernel, or a graph of them."""
+"""Prefixes of CUDA runtime and driver calls that launch a kernel or a graph."""
 _OPERATOR = "aten::"
 
 
 def count(step: Callable[[], object], device: torch.device) -> tuple[int, str]:
-    """Take one step under torch's profiler and count what it launches.
+    """Take one step under torch's profiler and count its launches.
 
     Args:
-        step: a whole one, the caches warm.
+        step: a whole step, with warm caches.
         device: where it computes.
 
     Returns:
-        The number, and what it counts: kernels on a GPU; on a CPU, operators that no other operator called.
+        The number and its kind: kernel launches on a GPU; on a CPU, operators that no other operator called.
     """
     on_cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]) as profiler:

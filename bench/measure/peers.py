@@ -1,9 +1,8 @@
-"""fastdiff's step against other people's: the same model, batch and data, stepped in turns.
+"""fastdiff's step against baselines: the same model, batch and data, measured interleaved.
 
-Each peer comes twice: as it was published, and with the best flags it can have. What each does is in its module:
-``contestants/plain.py``, ``contestants/dit.py``, ``contestants/text_to_image.py``; the record and the lines below the
-table name the flags. All of them have their data in memory, apart from diffusers as published, which decodes and
-encodes images in every step, as its script does.
+Each baseline runs twice: as published, and with its best flags. The modules ``trainers/plain.py``, ``trainers/dit.py``
+and ``trainers/text_to_image.py`` describe them; the record and the lines below the table list the flags. All have their
+data in memory except diffusers as published, which decodes and encodes images in every step, as its script does.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ PEERS = tuple(_RUNS)
 BEST = "best flags"
 _BENCH = "peer"
 _BATCHES = 4
-"""In the data: more cost time to write, and none to train on."""
+"""Batches in the data set: more would cost time to write and change no step."""
 _SHARED = ("preset", "batch", "recompute")
-"""Facts that are those of all; the others are fastdiff's own."""
+"""Facts that all trainers share; the rest are fastdiff's own."""
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A contestant, and how its lines in the record are named."""
+    """A trainer and the names of its lines in the record."""
 
     contestant: interleaved.Contestant
     case: str
@@ -51,24 +50,24 @@ class _Entry:
 
 
 def run(subject: Subject, peers: Sequence[str], effort: interleaved.Effort, device: str, log: record.Log) -> int:
-    """Let fastdiff and the peers step in turns, write the record and print a table.
+    """Measure fastdiff and the baselines interleaved, write the record and print a table.
 
     Args:
-        subject: what all of them train; ``plain`` makes fastdiff step under ZeRO-3 too.
-        peers: of ``PEERS``.
-        effort: how much each steps.
+        subject: workload of all trainers; with ``plain`` fastdiff also runs under ZeRO-3.
+        peers: baselines of ``PEERS``.
+        effort: number of steps.
         device: ``cuda`` or ``cpu``.
         log: gets step times, throughput, memory and speed-ups.
 
     Returns:
-        0, or 1 if one of them failed.
+        0, or 1 if a trainer failed.
 
     Raises:
-        BenchError: a peer cannot train this subject.
+        BenchError: a baseline cannot train this workload.
     """
     _check(subject, peers)
     if subject.optimizer is None and subject.config(Path(), Path()).optim.name != "adamw":
-        subject = replace(subject, optimizer="adamw")  # the peers', so that it is a race of equal optimizers
+        subject = replace(subject, optimizer="adamw")  # the baselines' optimizer, for a fair comparison
     folder = Path(tempfile.mkdtemp(prefix="fastdiff-bench-peers-"))
     try:
         entries = _entries(subject, peers, folder)
@@ -90,33 +89,33 @@ def _check(subject: Subject, peers: Sequence[str]) -> None:
     _check_objective(subject.preset, config, peers)
     model = config.model
     if "dit" in peers and not isinstance(model, DiTConfig):
-        raise BenchError(f"--peer dit steps a DiT, and preset {subject.preset} has a UNet; try --preset dit-s-2-256")
+        raise BenchError(f"--peer dit needs a DiT, and preset {subject.preset} has a UNet; try --preset dit-s-2-256")
     if "diffusers" in peers and (not isinstance(model, UNetConfig) or model.pooled_dim):
         raise BenchError(
-            "--peer diffusers steps the UNet of Stable Diffusion 1.x and 2.x, and preset "
+            "--peer diffusers needs the UNet of Stable Diffusion 1.x and 2.x, and preset "
             f"{subject.preset} has another network; try --preset digits-t2i or sd2-512"
         )
     if config.batch.accumulation(1) > 1:
         cause = f"--micro {subject.micro}" if subject.micro else f"preset {subject.preset} accumulates gradients"
         cure = "leave it out" if subject.micro else "give --batch"
-        raise BenchError(f"{cause}: the peers take their batch as a whole; {cure}")
+        raise BenchError(f"{cause}: the baselines do not accumulate gradients; {cure}")
     if config.performance.precision == "fp16":
-        raise BenchError("--precision fp16: the peers compute in fp32 and bf16; use one of them")
+        raise BenchError("--precision fp16: the baselines compute in fp32 and bf16; use one of them")
 
 
 def _check_objective(preset: str, config: RunConfig, peers: Sequence[str]) -> None:
-    """Refuse what one of the peers would train otherwise, or not at all."""
+    """Refuse an objective that a baseline does not support."""
     for name in peers:
         lacks = text_to_image.not_in_script if name == "diffusers" else untrained
         if flags := lacks(config.objective, config.timesteps):
             raise BenchError(
-                f"--peer {name} does not train preset {preset}, which has {', '.join(flags)}; try "
+                f"--peer {name} does not support preset {preset}, which has {', '.join(flags)}; try "
                 "--preset dit-xl-2-256, or digits-t2i for diffusers"
             )
 
 
 def _entries(subject: Subject, peers: Sequence[str], folder: Path) -> list[_Entry]:
-    """The contestants, fastdiff first; their data are written."""
+    """Write the data and return the trainers, fastdiff first."""
     config = subject.config(folder, folder)
     progress("writing data")
     count = _BATCHES * config.batch.samples
@@ -144,7 +143,7 @@ def _entries(subject: Subject, peers: Sequence[str], folder: Path) -> list[_Entr
 
 
 def _shares(model: ModelConfig) -> dict[str, Fact]:
-    """What the frozen parts cost here and in SD 1.5, in operations over those of the UNet's training step."""
+    """Return the operations of the frozen parts here and in SD 1.5, relative to the UNet's training step."""
     assert isinstance(model, UNetConfig)
     return {
         f"{name}, share of the step of the UNet{where}": round(share, 4)
@@ -184,7 +183,7 @@ def _write(log: record.Log, entry: _Entry, result: interleaved.Result, batch: in
 def _speed_ups(
     log: record.Log, entries: Sequence[_Entry], results: Mapping[str, interleaved.Result]
 ) -> dict[tuple[str, str], str]:
-    """Write how many times as fast each of ours is as each peer; by their names, in words."""
+    """Write the speed-up of each fastdiff configuration over each baseline; return them by name, formatted."""
     words = {}
     alive = [entry for entry in entries if results[entry.contestant.name].failure is None]
     for us in (entry for entry in alive if entry.is_ours):
@@ -229,6 +228,6 @@ def _summary(
         flags = ", ".join(f"{flag} {found[flag]}" for flag in FLAGS if flag in found)
         lines += [f"{entry.contestant.name}: {flags}"] if flags else []
     peaks = [result.memory.peak for result in results.values() if result.memory is not None]
-    lines.append(f"all at once in memory: {sum(peaks) / _GIB:.2f} GiB, the sum of the peaks")
+    lines.append(f"memory of all processes together: {sum(peaks) / _GIB:.2f} GiB, the sum of the peaks")
     lines += [f"{name}: {result.failure}" for name, result in results.items() if result.failure is not None]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""What the machine can do at most: bandwidth of a large copy, and rate of large matrix products.
+"""Roofline limits of the machine: bandwidth of a large copy, and rate of large matrix products.
 
-Measured in the run that is compared with them, so that clocks, power cap and other load are the same.
+They are measured in the same run as the compared ops, so clocks, power cap and other load are equal.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ PROVIDER = "torch"
 
 _COPIED_BYTES = {"cuda": 2**31, "cpu": 2**26}
 _SIDE = {"cuda": 8192, "cpu": 1024}
-"""Of the square matrices."""
+"""Side of the square matrices."""
 _DTYPES = {
     "cuda": {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16},
-    # A processor without fp16 arithmetic takes seconds for one product.
+    # Without fp16 arithmetic a processor takes seconds for one product.
     "cpu": {"fp32": torch.float32, "bf16": torch.bfloat16},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one machine can do at most."""
+    """Limits of one machine."""
 
     copy: Timing
-    """Bytes per second that a copy within the device's memory reads and writes, together."""
+    """Bytes per second read plus written by a copy within the device's memory."""
     matmul: dict[str, Timing]
-    """Floating-point operations per second by precision: fp32, tf32, bf16, fp16; multiplication and addition are two.
-    Only those that the device computes at speed.
+    """Floating-point operations per second by precision (fp32, tf32, bf16, fp16); a multiply-add counts as two.
+
+    Only precisions with hardware support.
     """
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """Median of the copy's rate."""
+        """Median rate of the copy."""
         return self.copy.median
 
     @property
     def matmul_flops_per_s(self) -> dict[str, float]:
-        """Medians of the products' rates."""
+        """Median rates of the products."""
         return {precision: rate.median for precision, rate in self.matmul.items()}
 
     def measurements(self, bench: str) -> list[Measurement]:
-        """The same for the record of the command ``bench``; what the machine can do is no merit of the code."""
+        """Return the limits for the record of the command ``bench``; they do not rate the code."""
         rates = {f"matmul rate {precision}": ("TFLOP/s", rate, 1e-12) for precision, rate in self.matmul.items()}
         return [
             Measurement(
@@ -62,7 +63,7 @@ class Limits:
 
 
 def measure(device: str, effort: Effort) -> Limits:
-    """Measure the limits of ``cuda`` or ``cpu``; memory is given back at the end."""
+    """Measure the limits of ``cuda`` or ``cpu``; the memory is released at the end."""
     stopwatch = Stopwatch(device, effort)
     copy = stopwatch.measure({"copy": _copy(device)})["copy"].per_second(2 * _COPIED_BYTES[device])
     products = {precision: _product(precision, dtype, device) for precision, dtype in _DTYPES[device].items()}
@@ -80,7 +81,7 @@ def _copy(device: str) -> Callable[[], Tensor]:
 
 
 def _product(precision: str, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
-    """A product of random matrices: a GPU draws less power, and so runs faster, on zeros."""
+    """Return a product of random matrices: on zeros a GPU draws less power and runs faster."""
     a, b = (torch.randn(_SIDE[device], _SIDE[device], device=device).to(dtype) for _ in range(2))
     call = partial(torch.mm, a, b, out=torch.empty_like(a))
     return (lambda: _in_tf32(call, precision == "tf32")) if device == "cuda" else call

@@ -1,4 +1,4 @@
-"""The side of a contestant: it steps in its own process, when it is told to, and says how long each step took."""
+"""A program's side of an interleaved run: it steps in its own process on request and reports the step times."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ Fact = str | int | float | bool | None
 
 
 class Enough(Exception):
-    """The contestant has taken all the steps that were asked for."""
+    """The program has taken all requested steps."""
 
 
 @dataclass(slots=True)
 class Steps:
-    """The steps of one turn."""
+    """Steps of one session."""
 
     seconds: list[float]
-    """Of each step."""
+    """Seconds of each step."""
     phases: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds of each step by phase, summed where a phase came more than once in a step."""
+    """Seconds of each step by phase, summed if a phase occurs more than once in a step."""
     cpu_seconds: float = 0.0
-    """Processor time since the end of the turn before, all threads, of this process and those it started.
+    """Processor time since the end of the last session, all threads, of this process and its children.
 
-    From there, because what is read ahead for this turn is read while others step.
+    It includes the time between sessions, because batches are read ahead then.
     """
     allocation_retries: int = 0
-    """How often torch's allocator had to give memory back to the GPU before it got some; 0 on a CPU."""
+    """Number of times that torch's allocator had to return memory to the GPU before an allocation; 0 on a CPU."""
 
     def without_first(self, count: int) -> Steps:
-        """The same without the times of so many steps."""
+        """Return the steps without the times of the first ``count``."""
         return replace(
             self, seconds=self.seconds[count:], phases={name: parts[count:] for name, parts in self.phases.items()}
         )
 
 
 class Turn:
-    """What a contestant holds: it calls ``ready`` once and ``after_step`` after every step, for ever.
+    """Handle of a program in an interleaved run: call ``ready`` once, and ``after_step`` after every step, without end.
 
-    On a GPU the times are those of events on the current stream, read at the end of the turn only. The memory that
-    torch's allocator holds in reserve there goes back to the GPU while others step.
+    On a GPU the times are those of events on the current stream, read only at the end of a session. Unused memory that
+    torch's allocator reserves is returned to the GPU while other programs step.
     """
 
     def __init__(self, connection: Connection, device: torch.device, folder: Path | None = None) -> None:
@@ -57,9 +57,9 @@ class Turn:
         self._on_cuda = device.type == "cuda"
         self.device = device
         self.facts: dict[str, Fact] = {}
-        """What else is to be known of the contestant in the end."""
+        """Additional facts, reported at the end."""
         self.folder = folder
-        """For files, and deleted after the race, however the contestant ends; None: the system's."""
+        """Folder for files, deleted after the run however the program ends; None: the system's."""
         self._left = 0
         self._marks: list[Any] = []
         self._phases: list[tuple[str, int, Any, Any]] = []
@@ -69,7 +69,7 @@ class Turn:
         self._retries = 0
 
     def ready(self, **facts: Fact) -> None:
-        """Say that everything is built, and wait for the first turn.
+        """Report that everything is built, and wait for the first session.
 
         Raises:
             Enough: there is none.
@@ -79,7 +79,7 @@ class Turn:
         self._wait()
 
     def after_step(self) -> None:
-        """Note the end of a step; at the end of the turn, report and wait for the next one.
+        """Record the end of a step; at the end of the session, report and wait for the next one.
 
         Raises:
             Enough: there is none.
@@ -92,9 +92,9 @@ class Turn:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Take the time of a part of a step: ``data``, ``forward``, ``backward``, ``optimizer``, ``ema``, ...
+        """Measure a phase of a step: ``data``, ``forward``, ``backward``, ``optimizer``, ``ema``, ...
 
-        A phase inside of another one interrupts it.
+        An inner phase interrupts the outer one.
         """
         outer = self._phase
         self._enter(name)
@@ -102,7 +102,7 @@ class Turn:
         self._enter(outer)
 
     def _enter(self, name: str | None) -> None:
-        """End the phase that lasts, if any, and begin one (None: none)."""
+        """End the current phase, if any, and begin another one (None: none)."""
         now = self._mark()
         if self._phase is not None:
             self._phases.append((self._phase, len(self._marks) - 1, self._begun, now))
@@ -136,7 +136,7 @@ class Turn:
 
 
 def cpu_seconds_of_started() -> float:
-    """Processor time of the processes that this one started, and those that they did, in steps of 10 ms."""
+    """Return the processor time of all child processes, recursively, in steps of 10 ms."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = ended.ru_utime + ended.ru_stime
     for process in psutil.Process().children(recursive=True):

@@ -1,7 +1,7 @@
-"""One subject, stepped by fastdiff's own loop and measured.
+"""Measurement of one workload in fastdiff's own loop.
 
-The times, the memory and the throughput are those of a process in which nothing is marked. Another one, with marks
-between the parts of a step, says what share each part has, and counts the launches of a step in the end.
+Times, memory and throughput come from a process without marks. A second process, with marks between the phases of a
+step, gives the share of each phase, and finally counts the launches of a step.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from fastdiff.models.flops import peak_flops, training_flops
 
 BENCH = "step"
 PHASES = ("data", "objective", "forward", "backward", "optimizer", "ema", "other")
-"""Parts of a step; "other" is what is left of it."""
+"""Phases of a step; "other" is the remainder."""
 
 
 @dataclass(slots=True)
 class Stepped:
-    """What was found of one subject."""
+    """Result of one workload."""
 
     subject: Subject
     measurements: list[Measurement] = field(default_factory=list)
     failure: Failure | None = None
     out_of_memory: bool = False
     problems: list[str] = field(default_factory=list)
-    """What makes the figures worse than they need be."""
+    """Known causes of worse figures than necessary."""
 
     @property
     def values(self) -> dict[str, float]:
-        """By quantity."""
+        """Values by quantity."""
         return {row.quantity: row.value for row in self.measurements}
 
 
@@ -52,15 +52,15 @@ def step(
     limits: Limits,
     write: Callable[[Sequence[Measurement]], None],
 ) -> Stepped:
-    """Measure one subject.
+    """Measure one workload.
 
     Args:
-        subject: what is stepped.
+        subject: the workload.
         data: folder of shards for its model.
-        effort: of the clean measurement; the marked one has two rounds.
+        effort: of the measurement without marks; the marked one has two rounds.
         device: ``cuda`` or ``cpu``.
         limits: of this machine, measured now.
-        write: gets the measurements as soon as they exist: those of the clean steps before the marked ones are taken.
+        write: gets the measurements as soon as they exist: first the unmarked steps, later the marked ones.
     """
     found = Stepped(subject)
     result = _race(subject, data, effort, device, phases=False)
@@ -80,22 +80,22 @@ def step(
 
 
 def problems(result: Result, warm_up: int) -> list[str]:
-    """What ``bench.trainers.ours`` says against its figures, if it warmed up for so many steps."""
+    """List the problems of figures from ``bench.trainers.ours`` after ``warm_up`` steps."""
     found, last, breaks = [], result.facts["last_compilation"], result.facts["graph_breaks"]
     if isinstance(last, int) and last > warm_up:
-        found.append(f"torch.compile compiled again in step {last}; only {warm_up} steps of warm-up do not count")
+        found.append(f"torch.compile recompiled in step {last}, after the {warm_up} steps of warm-up")
     if breaks:
-        found.append(f"{breaks} graph breaks: the blocks are not compiled whole")
+        found.append(f"{breaks} graph breaks: the blocks are not compiled as a whole")
     if result.allocation_retries:
         found.append(
-            f"torch's allocator gave memory back to the GPU and asked again {result.allocation_retries} times, which "
+            f"torch's allocator returned memory to the GPU and retried {result.allocation_retries} times, which "
             "costs time: the batch is close to the largest that fits"
         )
     return found
 
 
 def peak(subject: Subject, data: Path, device: str, limit_seconds: float, batch: int) -> int:
-    """Peak memory in bytes of a few steps with this batch: what is resident, or what torch reserves on the GPU.
+    """Return the peak memory in bytes of a few steps with this batch: resident, or reserved by torch on the GPU.
 
     Raises:
         DoesNotFit: it ran out of memory.
@@ -111,7 +111,7 @@ def peak(subject: Subject, data: Path, device: str, limit_seconds: float, batch:
 
 
 def contestant(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
-    """``bench.trainers.ours.run``, imported where it runs: this process needs no DeepSpeed, nor what it prints."""
+    """Run ``bench.trainers.ours.run``, imported in its own process, so that this process does not load DeepSpeed."""
     from bench.trainers import ours
 
     ours.run(turn, subject, data, phases, launched=phases)
@@ -140,14 +140,14 @@ def _clean(subject: Subject, result: Result, limits: Limits) -> Iterator[Measure
         memory = {"peak resident": result.memory.resident}
     for quantity, size in memory.items():
         yield row(quantity, "GiB", "lower", (size or 0) / 2**30)
-    # Met when the code was compiled, and in every step that runs it.
+    # Counted when the code is compiled; they occur in every step that runs it.
     yield row("graph breaks in code", "1", "lower", float(result.facts["graph_breaks"] or 0))
     yield row("compilations", "1", "neither", float(result.facts["compilations"] or 0))
 
 
 def phases_of(result: Result) -> dict[str, list[float]]:
-    """Seconds of every step by phase, with what is left over as "other"."""
-    # A step that is skipped under fp16 updates no average.
+    """Return the seconds of every step by phase, with the remainder as "other"."""
+    # A step that is skipped under fp16 updates no EMA.
     seconds = {
         name: [second for turn in result.turns for second in turn.phases.get(name, [0.0] * len(turn.seconds))]
         for name in PHASES[:-1]
@@ -162,13 +162,13 @@ def _marked(subject: Subject, result: Result) -> Iterator[Measurement]:
     for name, seconds in phases_of(result).items():
         yield _row(subject, facts, f"phase {name}", "ms", "lower", Timing.of(seconds), 1e3)
     launches = result.facts["launches"]
-    if launches:  # the profiler sees none where it may not use the GPU's counters
+    if launches:  # the profiler sees none without access to the GPU's counters
         facts = subject.facts | {"launched": result.facts["launched"]}
         yield _row(subject, facts, "launches", "1", "lower", float(launches))
 
 
 def flops_per_sample(config: RunConfig) -> float:
-    """Operations of a training step on one sample, without what is recomputed."""
+    """Return the operations of a training step on one sample, without recomputation."""
     return training_flops(config.model, dream=config.objective.takes_two_passes)
 
 

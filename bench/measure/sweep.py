@@ -1,4 +1,4 @@
-"""Several subjects from one command line: every combination of the values that are swept over."""
+"""Workloads of one command line: every combination of the swept values."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _BATCH_ON_CPU = 8
 
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of a subject, and ``--sweep``."""
-    parser.add_argument("--preset", help="what is trained; default: dit-s-2-256, with --smoke digits")
+    """Add a flag for every field of a workload, and ``--sweep``."""
+    parser.add_argument("--preset", help="preset to train; default: dit-s-2-256, with --smoke digits")
     parser.add_argument("--batch", type=int, help="samples per step; default: the preset's, on a CPU 8")
-    parser.add_argument("--micro", type=int, help="samples per forward pass; default: all, or the preset's")
+    parser.add_argument("--micro", type=int, help="samples per forward pass; default: the whole batch, or the preset's")
     parser.add_argument(
         "--deepspeed-config", dest="deepspeed", default="zero1", metavar="NAME|PATH",
         help="a file of deepspeed_configs/ without .json, or the path of another; default: zero1, as in training",
     )  # fmt: skip
     parser.add_argument("--precision", help="fp32, bf16 or fp16")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile of each block")
-    parser.add_argument("--kernels", help="who computes fastdiff's own ops, as --performance.kernels")
-    parser.add_argument("--attention", help="who computes attention, as --performance.attention")
+    parser.add_argument("--kernels", help="backend of fastdiff's own ops, as --performance.kernels")
+    parser.add_argument("--attention", help="backend of attention, as --performance.attention")
     parser.add_argument("--optimizer", help="as --optim.name")
     parser.add_argument(
         "--recompute", action=argparse.BooleanOptionalAction, help="recompute each block in the backward pass"
@@ -42,20 +42,20 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loader", help="as --data.loader")
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="NAME=V1,V2,...",
-        help=f"these values in turn, in every combination with those of other --sweep; NAME: {', '.join(FIELDS)}",
+        help=f"sweep these values, in every combination with other --sweep flags; NAME: {', '.join(FIELDS)}",
     )  # fmt: skip
 
 
 def subjects(arguments: argparse.Namespace, device: str) -> list[Subject]:
-    """What the flags of ``add_subject`` ask for, checked.
+    """Return the workloads requested by the flags of ``add_subject``, validated.
 
     Args:
         arguments: of a command that also has ``--smoke`` and ``--find-batch``.
         device: ``cuda`` or ``cpu``.
 
     Raises:
-        BenchError: a name or a value that does not exist, a combination that cannot run anywhere, or two that have the
-            same name in the record.
+        BenchError: a name or a value does not exist, a combination is invalid, or two have the same name in the
+            record.
     """
     given = {name: getattr(arguments, name) for name in FIELDS}
     given["preset"] = given["preset"] or ("digits" if arguments.smoke else "dit-s-2-256")
@@ -64,7 +64,7 @@ def subjects(arguments: argparse.Namespace, device: str) -> list[Subject]:
     if len(set(names)) < len(names):
         raise BenchError(f"--sweep {', '.join(names)}: each name once")
     if arguments.find_batch and (given["batch"] or given["micro"] or {"batch", "micro"} & set(names)):
-        raise BenchError("--find-batch looks for the samples of a step without accumulation; leave out batch and micro")
+        raise BenchError("--find-batch finds the batch of a step without accumulation; leave out batch and micro")
     if given["batch"] is None and device == "cpu":
         given["batch"] = _BATCH_ON_CPU
     base = Subject(**given)
@@ -78,7 +78,7 @@ def subjects(arguments: argparse.Namespace, device: str) -> list[Subject]:
         other = named.setdefault((subject.case, subject.provider), subject)
         if other is not subject:
             raise BenchError(
-                f"--sweep: two configurations are called {subject.case}; {subject.provider} in the record "
+                f"--sweep: two configurations have the name {subject.case}; {subject.provider} in the record "
                 f"(--deepspeed-config {other.deepspeed} and {subject.deepspeed}); give each value once, and files "
                 "different names"
             )
@@ -86,10 +86,10 @@ def subjects(arguments: argparse.Namespace, device: str) -> list[Subject]:
 
 
 def check(subject: Subject) -> None:
-    """Refuse what no machine can run.
+    """Refuse a workload that no machine can run.
 
     Raises:
-        BenchError: says what.
+        BenchError: with the reason.
     """
     config = subject.config(Path(), Path())
     try:
@@ -99,7 +99,7 @@ def check(subject: Subject) -> None:
 
 
 def _parsed(text: str) -> tuple[str, Sequence[Any]]:
-    """``batch=8,16`` as a name and its values."""
+    """Parse ``batch=8,16`` into a name and its values."""
     name, _, values = text.partition("=")
     if name not in FIELDS:
         near = difflib.get_close_matches(name, FIELDS, n=1)

@@ -1,4 +1,4 @@
-"""Latents, classes and text embeddings without meaning, in the shapes that a model trains on."""
+"""Synthetic latents, classes and text embeddings in the shapes of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastdiff.data.shards.reader import Arrays
 from fastdiff.data.shards.writer import ShardWriter
 
 _SCALE = 0.18215
-"""Of Stable Diffusion's latents."""
+"""Scale factor of Stable Diffusion's latents."""
 _SHARD = 256
 
 
@@ -27,8 +27,8 @@ def write(folder: Path, model: ModelConfig, samples: int, *, seed: int = 0) -> P
 
     Args:
         folder: new.
-        model: what it is for.
-        samples: how many.
+        model: determines the shapes.
+        samples: number of samples.
         seed: of the numbers.
     """
     if isinstance(model, UNetConfig):

@@ -1,9 +1,9 @@
-"""How long calls take, measured against one another.
+"""Timing of calls, interleaved.
 
-Calls take turns (A, B, A, B, ...), so that a change of clock or load meets all of them alike. Before each, a large
-buffer is read, which empties the caches, leaves no write-back for the call to pay, and keeps a GPU busy while the host
-queues the call: what is measured is the work, not its launch, unless the launch takes longer than reading the buffer.
-That is found out and said (``Timing.launch_bound``).
+Calls alternate (A, B, A, B, ...), so that a change of clock or load affects all alike. Before each call a large buffer
+is read. This empties the caches, leaves no write-back to the call, and keeps a GPU busy while the host queues the call.
+So the measurement covers the work and not its launch, unless the launch takes longer than reading the buffer; that case
+is detected and reported (``Timing.launch_bound``).
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from bench import BenchError
 
 Call = Callable[[], object]
 Reading = tuple[float, float]
-"""Seconds that a call took, and how many of them, at most, the device waited for the host."""
+"""Seconds of a call, and an upper bound of the seconds that the device waited for the host."""
 
 _ROUNDS_PER_READING = 10
 _FLUSHED_BYTES = {"cuda": 2**30, "cpu": 2**25}
 _NEGLIGIBLE_SHARE = 0.05
-"""Of the time, in which the device may have waited for the host."""
+"""Share of the time that the device may have waited for the host before it matters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure."""
+    """Duration of a measurement."""
 
     repetitions: int
-    """Of each call, at least."""
+    """Least repetitions of each call."""
     seconds: float
-    """That each call runs in total, at least, if that is possible in ``limit_seconds``."""
+    """Least total seconds of each call, if ``limit_seconds`` allows."""
     limit_seconds: float
-    """After which there are no more repetitions than ``repetitions``."""
+    """Seconds after which only ``repetitions`` are completed."""
     warm_up_seconds: float
 
 
@@ -46,23 +46,23 @@ QUICK = Effort(repetitions=3, seconds=0.0, limit_seconds=0.0, warm_up_seconds=0.
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What the repetitions of a call gave: seconds, or the rate that they mean."""
+    """Statistics of the repetitions of a call: seconds, or a rate."""
 
     median: float
     p20: float
-    """20 % gave no more."""
+    """20th percentile."""
     p80: float
     repetitions: int
     launch_bound: bool = False
-    """Whether the device may have waited for the host for a part of this time that counts."""
+    """Whether the device may have waited for the host for a relevant part of this time."""
 
     @classmethod
     def of(cls, seconds: Sequence[float], waited: Sequence[float] = (0.0,)) -> Timing:
-        """Summarise the repetitions, two at least.
+        """Summarize at least two repetitions.
 
         Args:
             seconds: of each repetition.
-            waited: how many of these, at most, the device waited for the host.
+            waited: upper bounds of the seconds that the device waited for the host.
         """
         tenths = statistics.quantiles(seconds, n=10, method="inclusive")
         median = statistics.median(seconds)
@@ -70,19 +70,19 @@ class Timing:
         return cls(median, tenths[1], tenths[7], len(seconds), launch_bound)
 
     def per_second(self, amount: float) -> Timing:
-        """The rate, if ``amount`` is done in these seconds."""
+        """Return the rate of ``amount`` per these seconds."""
         return replace(self, median=amount / self.median, p20=amount / self.p80, p80=amount / self.p20)
 
     def times(self, factor: float) -> Timing:
-        """The same in another unit."""
+        """Convert to another unit."""
         return replace(self, median=factor * self.median, p20=factor * self.p20, p80=factor * self.p80)
 
 
 class Stopwatch:
-    """Times calls on one device."""
+    """Stopwatch for calls on one device."""
 
     def __init__(self, device: str, effort: Effort) -> None:
-        """Take ``cuda`` or ``cpu``.
+        """Prepare for ``cuda`` or ``cpu``.
 
         Raises:
             BenchError: there is no CUDA device.
@@ -95,7 +95,7 @@ class Stopwatch:
         self._time = _time_on_gpu if device == "cuda" else _time_on_host
 
     def measure(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
-        """Time calls in turns."""
+        """Time calls, interleaved."""
         effort, began = self._effort, time.perf_counter()
         while True:
             self._rounds(calls, 1)
@@ -124,10 +124,10 @@ class Stopwatch:
 
 
 def _time_on_gpu(flush: Call, call: Call) -> Callable[[], Reading]:
-    """Queue both, each between two events, which can be read once the device is through.
+    """Queue both calls, each between two events, which can be read once the device has finished.
 
-    The device waits for the host only if it comes to the call before all of that is queued. As it begins to flush when
-    the host does or later, it then waits at most as long as the host takes to queue both beyond what the flush takes.
+    The device waits for the host only if it reaches the call before the whole call is queued. It starts the flush no
+    earlier than the host, so it waits at most for the host's queueing time minus the duration of the flush.
     """
     before, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
     began = time.perf_counter()

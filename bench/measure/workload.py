@@ -1,4 +1,4 @@
-"""What is stepped: a preset with choices of batch, engine, precision and implementation, on synthetic latents."""
+"""Workload of a training benchmark: a preset with chosen batch, engine, precision and backends, on synthetic data."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from fastdiff.config.run import OutputConfig, RunConfig, ValidationConfig
 from fastdiff.errors import ConfigError
 
 _STEPS = 1_000_000
-"""Of the run that is begun; nobody takes them all."""
+"""Length of the run; no benchmark reaches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A run; None stands for what the preset, or fastdiff, chooses."""
+    """A training workload; None stands for the default of the preset or of fastdiff."""
 
     preset: str
     batch: int | None = None
     """Samples per optimizer step over all ranks."""
     micro: int | None = None
-    """Samples per rank per forward pass; None: those of the preset with its own batch, no accumulation with another."""
+    """Samples per rank and forward pass; None: the preset's with its own batch, no accumulation with another batch."""
     deepspeed: str = "zero1"
-    """A file of ``deepspeed_configs/`` without ``.json``, or the path of one; by default that of a run without any."""
+    """A file of ``deepspeed_configs/`` without ``.json``, or a path; the default is that of a training run."""
     precision: str | None = None
     compile: bool | None = None
     kernels: str | None = None
@@ -43,7 +43,7 @@ class Subject:
     loader: str | None = None
 
     def config(self, data: Path, folder: Path) -> RunConfig:
-        """The run, on the shards in ``data``, that writes nothing of value into ``folder``.
+        """Return the run on the shards in ``data``; it writes only temporary files to ``folder``.
 
         Raises:
             BenchError: a choice does not exist, or does not fit the preset.
@@ -64,7 +64,7 @@ class Subject:
         config = replace(
             base,
             samples=_STEPS * samples,
-            # The weights are random: what they are costs no time.
+            # Random weights suffice: their values do not affect the time.
             pretrained=PretrainedConfig(),
             data=DataConfig(path=str(data), **_given(loader=self.loader)),
             batch=replace(base.batch, samples=samples, micro=micro),
@@ -73,10 +73,10 @@ class Subject:
             validation=ValidationConfig(),
             output=OutputConfig(folder=str(folder), checkpoint_every=0, sample_every=0, report_to=()),
         )
-        return from_mapping(asdict(config), "bench")  # refuses a choice that does not exist
+        return from_mapping(asdict(config), "bench")  # validates the choices
 
     def deepspeed_json(self) -> DsConfig:
-        """The DeepSpeed JSON as given.
+        """Return the given DeepSpeed JSON.
 
         Raises:
             BenchError: there is no such file.
@@ -96,13 +96,13 @@ class Subject:
 
     @property
     def case(self) -> str:
-        """What it trains, for records: what a rival trains too."""
+        """Name of the workload in records, shared with the baselines."""
         micro = self.config(Path(), Path()).batch.micro
         return self._case(f"batch {self.samples}") + (f", micro {micro}" if micro else "")
 
     @property
     def case_of_any_batch(self) -> str:
-        """The same for what is measured of all batches together."""
+        """Name for quantities that cover all batches."""
         return self._case("any batch")
 
     def _case(self, batch: str) -> str:
@@ -118,7 +118,7 @@ class Subject:
 
     @property
     def provider(self) -> str:
-        """How fastdiff trains it, for records."""
+        """Name of fastdiff's configuration in records."""
         choices = {
             "kernels": self.kernels, "attention": self.attention, "optim": self.optimizer, "loader": self.loader,
         }  # fmt: skip

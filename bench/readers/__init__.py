@@ -1,1 +1,1 @@
-"""Who reads the samples of ``python -m bench data``, and what they read."""
+"""Readers compared by ``python -m bench data``, and their samples."""

@@ -1,4 +1,4 @@
-"""What the readers did, as measurements and as a table."""
+"""Results of the readers, as measurements and as a table."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from bench.records.record import Fact, Failure, Log, Measurement, measured
 from bench.records.tables import table
 
 READER = "fastdiff reader"
-"""The one that others are compared with."""
+"""Baseline of the comparison."""
 
 Heat = Literal["warm", "cold"]
-"""Whether the files are in the page cache before a turn: all of them, or none."""
+"""State of the page cache before a session: warm has all files, cold has none."""
 
 _QUANTITIES = {
     "throughput": "samples/s",
@@ -34,22 +34,22 @@ _QUANTITIES = {
 
 
 _RESIDENT = "high-water mark of the process, and what its workers alone hold in the end"
-"""What peak resident is: a sum over processes, whose high-water marks come at different times and share pages."""
+"""Definition of peak resident memory: a sum over processes, whose peaks differ in time and share pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The same samples for all readers, with a warm or a cold cache."""
+    """A case: the same samples for all readers, with a warm or a cold cache."""
 
     samples: Samples
     workers: int
-    """Processes of those readers that have some."""
+    """Worker processes of the readers that use them."""
     heat: Heat
     device: str
 
     @property
     def name(self) -> str:
-        """That of the case in records."""
+        """Name of the case in records."""
         return f"{self.samples.kilobytes} KB samples, batch {self.samples.batch}, {self.heat}"
 
     def report(self, results: Mapping[str, interleaved.Result], cached: float, log: Log) -> None:
@@ -57,8 +57,8 @@ class Case:
 
         Args:
             results: by reader.
-            cached: the share of the files that was in the page cache, in the worst of all turns.
-            log: where to write.
+            cached: share of the files in the page cache, in the worst session.
+            log: target of the measurements.
         """
         heading = ["reader", "samples/s", "[p20,", "p80]", "MB/s", "CPU us/sample", "peak GiB", f"{READER} over it"]
         rows = [heading]
@@ -77,9 +77,9 @@ class Case:
         print(f"\n{self.name}\n{table(rows, '<>>>>>>>')}\npeak GiB: {_RESIDENT}")
 
     def _settled(self, result: interleaved.Result) -> interleaved.Result:
-        """A result with one step per turn, the mean: processes deliver in bursts.
+        """Reduce each session to its mean step, because processes deliver in bursts.
 
-        Without the first steps of a turn, as far as they take what was read ahead while others stepped.
+        The first steps of a session are dropped if their batches were read ahead during other readers' sessions.
         """
         turns = []
         for turn in result.turns:
@@ -125,6 +125,6 @@ class Case:
 
 
 def _crc32_seconds(size: int) -> float:
-    """How much of the time of reading a sample its check takes."""
+    """Measure the time that the crc32 check takes per sample."""
     content = bytes(size)
     return min(timeit.repeat(lambda: crc32(content), number=10, repeat=10)) / 10

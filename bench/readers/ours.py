@@ -1,7 +1,7 @@
-"""The readers of fastdiff. All of them check the crc32 of every array that they read.
+"""The readers of fastdiff; all check the crc32 of every array.
 
-Each pass opens the shards anew: this is when fastdiff asks the kernel to stream a shard in, and it must ask again for
-what the benchmark made the kernel forget before the pass.
+Each pass reopens the shards: on opening, fastdiff asks the kernel to read a shard ahead, and the benchmark may have
+emptied the page cache before the pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastdiff.data.shards.reader import LatentReader
 
 
 def reader(samples: Samples, device: torch.device, passes: int) -> Generator[Batch, None, None]:
-    """``LatentReader`` alone, in one thread, into the same host memory again and again."""
+    """Read with ``LatentReader`` alone, in one thread, into the same host memory."""
     with _open(samples) as shards:
         order, out = _order(samples, shards), shards.empty(samples.batch)
         for start in range(0, passes * samples.count, samples.batch):
@@ -31,12 +31,12 @@ def reader(samples: Samples, device: torch.device, passes: int) -> Generator[Bat
 
 
 def prefetch(samples: Samples, device: torch.device, passes: int) -> Generator[Batch, None, None]:
-    """What a run without DALI trains on: latents as fp32 on the device, read ahead by a thread."""
+    """Read as a run without DALI does: latents as fp32 on the device, prefetched by a thread."""
     return _loader("prefetch", samples, device, passes)
 
 
 def dali(samples: Samples, device: torch.device, passes: int) -> Generator[Batch, None, None]:
-    """What a run with DALI trains on: the same batches."""
+    """Read as a run with DALI does: the same batches."""
     return _loader("dali", samples, device, passes)
 
 

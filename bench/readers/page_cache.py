@@ -1,4 +1,4 @@
-"""The kernel's cache of file contents: emptied for some files, without being root, and looked into."""
+"""The kernel's page cache of single files: eviction and inspection, without root."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def empty(files: Sequence[Path], limit_seconds: float = 3.0) -> float:
-    """Let the kernel forget the contents of files, which must be on disk (``os.sync``).
+    """Evict files from the page cache; they must be on disk (``os.sync``).
 
-    Pages that a process has mapped stay, and those of a file system in memory.
+    Pages that a process has mapped stay, and so do pages of a file system in memory.
 
     Args:
-        files: none of them empty.
-        limit_seconds: for how long to try: pages that the disk is just bringing in stay at first.
+        files: non-empty files.
+        limit_seconds: time to keep trying; pages that are being read stay at first.
 
     Returns:
-        The share that stayed.
+        The share of the pages that stayed.
 
     Raises:
-        BenchError: the kernel does not say.
+        BenchError: the kernel does not report it.
     """
     until = time.monotonic() + limit_seconds
     while True:
@@ -49,10 +49,10 @@ def _drop(files: Iterable[Path]) -> None:
 
 
 def cached_share(files: Iterable[Path]) -> float:
-    """The share of the pages of files, none of them empty, that the kernel holds.
+    """Return the share of the pages of non-empty files in the page cache.
 
     Raises:
-        BenchError: the kernel does not say.
+        BenchError: the kernel does not report it.
     """
     pages = held = 0
     for file in files:
@@ -61,7 +61,7 @@ def cached_share(files: Iterable[Path]) -> float:
             view = np.frombuffer(content, np.uint8)
             if _LIBC.mincore(view.ctypes.data, len(content), resident.ctypes.data):
                 raise BenchError(f"mincore of {file}: {os.strerror(ctypes.get_errno())}")
-            del view  # or the mapping could not be closed
+            del view  # otherwise the mapping could not be closed
             pages += len(resident)
             held += int((resident & 1).sum())
     return held / pages

@@ -1,4 +1,4 @@
-"""A reader as a contestant: a step is a batch."""
+"""A reader as an interleaved program: a step is a batch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from bench.measure.session import Enough, Turn
 from bench.readers.samples import Samples
 
 Batch: TypeAlias = Mapping[str, "Tensor | npt.NDArray[Any]"]
-"""The arrays of a batch by name, ``[B, ...]``; they may be overwritten by the next one."""
+"""Arrays of a batch by name, ``[B, ...]``; the next batch may overwrite them."""
 
 Reader: TypeAlias = Callable[[Samples, torch.device, int], Generator[Batch, None, None]]
-"""``reader(samples, device, passes)`` gives the batches of so many passes over the samples, in random order."""
+"""``reader(samples, device, passes)`` yields the batches of that many passes over the samples, in random order."""
 
 ENDLESS = 1_000_000
-"""Passes."""
+"""Number of passes."""
 
 
 def run(turn: Turn, reader: Reader, samples: Samples, ahead: int) -> None:
-    """Read batches, for ever; a contestant of ``bench.measure.interleaved``.
+    """Read batches without end; run by ``bench.measure.interleaved``.
 
-    One batch is read before the first step. Facts: ``read ahead``; ``workers' memory``, the bytes that the processes it
-    started do not share with others in the end.
+    One batch is read before the first step. Facts: ``read ahead``; ``workers' memory``, the unshared bytes of its
+    worker processes at the end.
 
     Args:
         turn: of this process.
-        reader: what reads.
-        samples: what is read.
-        ahead: batches that it may hold ready when a turn begins.
+        reader: the reader.
+        samples: its samples.
+        ahead: batches that may be prefetched at the start of a session.
     """
     batches = reader(samples, turn.device, ENDLESS)
     next(batches)  # starts its threads and processes

@@ -1,6 +1,6 @@
-"""The readers of others, each set up as its documentation recommends for speed.
+"""Readers of other libraries, each configured as its documentation recommends for speed.
 
-None of them checks the bytes that it reads.
+None of them verifies the data.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from bench.readers.samples import Samples
 def dali(
     samples: Samples, device: torch.device, passes: int, *, threads: int, mapped: bool
 ) -> Generator[Batch, None, None]:
-    """DALI's own reader of WebDataset shards, with the index that lies beside them.
+    """Read WebDataset shards with DALI's own reader and the index beside them.
 
     Args:
         samples: to be read.
-        device: where the batches shall be; memory of the pipeline, which it uses again in the next step.
+        device: of the batches, in memory that the pipeline reuses in the next step.
         passes: over the samples.
-        threads: that decode.
-        mapped: read through a memory mapping, DALI's default. What is mapped stays in the page cache.
+        threads: decoding threads.
+        mapped: read through a memory mapping, DALI's default. Mapped pages stay in the page cache.
     """
     from nvidia.dali import Pipeline, fn
     from torch.utils.dlpack import from_dlpack
@@ -54,7 +54,7 @@ def dali(
 
 
 def webdataset(samples: Samples, device: torch.device, passes: int, *, workers: int) -> Generator[Batch, None, None]:
-    """The webdataset library: shards in random order, a shuffle buffer, batches made where the samples are decoded."""
+    """Read with the webdataset library: shards in random order, a shuffle buffer, batches built in the workers."""
     from webdataset import WebDataset, WebLoader
 
     tars = samples.tars
@@ -71,14 +71,14 @@ def webdataset(samples: Samples, device: torch.device, passes: int, *, workers: 
 
 
 def npy_files(samples: Samples, device: torch.device, passes: int, *, workers: int) -> Generator[Batch, None, None]:
-    """A plain PyTorch ``DataLoader`` over one npy file per array, all samples mixed with each other."""
+    """Read with a plain PyTorch ``DataLoader`` over one npy file per array, fully shuffled."""
     dataset = _NpyFiles(samples)
     sampler = RandomSampler(dataset, num_samples=passes * samples.count)
     yield from DataLoader(dataset, samples.batch, sampler=sampler, **_workers(workers))
 
 
 def _workers(count: int) -> dict[str, Any]:
-    # The way that is the default on Linux: a contestant, which is started another way, would do likewise.
+    # Fork is the default on Linux; a spawned process would also spawn its workers.
     return {"num_workers": count, "multiprocessing_context": "fork" if count else None}
 
 

@@ -1,4 +1,4 @@
-"""The samples that all readers read: the shards of fastdiff, and the same arrays as one npy file each."""
+"""Samples for all readers: fastdiff's shards, and the same arrays as one npy file each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS: dict[int, dict[str, tuple[int, ...]]] = {
     151: {"latent": (4, 64, 64), "context": (77, 768)},
     8: {"latent": (4, 32, 32)},
 }
-"""Arrays of a sample, fp16, by its kB: a Stable Diffusion latent of 512 pixels with its caption, and that of a DiT."""
+"""Arrays of a sample, fp16, by its size in kB: a captioned 512-pixel Stable Diffusion latent, and a DiT latent."""
 
 _BATCHES_PER_SHARD = 2
 _MIXED = 1024
@@ -28,21 +28,21 @@ class Samples:
 
     folder: Path
     kilobytes: int
-    """Which of ``KINDS``."""
+    """Key of ``KINDS``."""
     count: int
     batch: int
-    """Samples per batch; both the shards and the data set are whole batches."""
+    """Samples per batch; the shards and the data set are whole batches."""
 
     @classmethod
     def write(cls, folder: Path, kilobytes: int, *, at_least: int, batch: int, shards: int = 1) -> Samples:
         """Write random numbers into a new folder, and wait until they are on disk.
 
         Args:
-            folder: does not exist.
-            kilobytes: which of ``KINDS``.
-            at_least: samples, rounded up to whole shards.
+            folder: must not exist.
+            kilobytes: key of ``KINDS``.
+            at_least: least number of samples, rounded up to whole shards.
             batch: samples per batch.
-            shards: number of shards, at least.
+            shards: least number of shards.
         """
         per_shard = _BATCHES_PER_SHARD * batch
         samples = cls(folder, kilobytes, per_shard * max(shards, -(-at_least // per_shard)), batch)
@@ -77,7 +77,7 @@ class Samples:
         return self.folder / "arrays"
 
     def array(self, number: int, name: str) -> Path:
-        """One array of one sample."""
+        """Return the file of one array of one sample."""
         return self.arrays / f"{number:09d}.{name}.npy"
 
     @property
@@ -92,25 +92,25 @@ class Samples:
 
     @property
     def files(self) -> list[Path]:
-        """Everything that a reader may read."""
+        """All files that a reader may read."""
         return [path for folder in (self.shards, self.arrays) for path in folder.iterdir()]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the arrays of a sample."""
+        """Names of the arrays of a sample."""
         return tuple(KINDS[self.kilobytes])
 
     @property
     def sample_bytes(self) -> int:
-        """Of the values of a sample."""
+        """Bytes of the values of a sample."""
         return sum(2 * int(np.prod(shape)) for shape in KINDS[self.kilobytes].values())
 
     @property
     def mixed(self) -> int:
-        """Samples that are mixed with each other, by all readers that do not mix everything: some shards' worth."""
+        """Shuffle window in samples, for readers that do not shuffle everything: a number of whole shards."""
         return max(1, _MIXED // self.per_shard) * self.per_shard
 
     @property
     def per_shard(self) -> int:
-        """Samples of a shard."""
+        """Samples per shard."""
         return _BATCHES_PER_SHARD * self.batch

@@ -1,1 +1,1 @@
-"""Records of measurements, and what is made of them: tables, charts, README sections."""
+"""Records of measurements, and their tables, charts and README sections."""

@@ -1,7 +1,7 @@
-"""What the figures of a report are drawn with: rows of points or bars, curves, and their SVG.
+"""Chart primitives of the report: rows of points or bars, curves, and their SVG.
 
-Colours are those of Okabe and Ito (2008), which people with any colour vision tell apart, and never the only
-difference: points have shapes, bars have labels.
+The colours (Okabe and Ito, 2008) are distinguishable with any colour vision, and colour is never the only difference:
+points have shapes, bars have labels.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, GREY, BLACK = (
 )  # fmt: skip
 
 Groups: TypeAlias = Mapping[str, Mapping[str, Mapping[str, Measurement]]]
-"""By case, then by row, then by series."""
+"""Measurements by case, row and series."""
 
 Curves: TypeAlias = Mapping[str, Mapping[int, Mapping[str, Measurement]]]
-"""By series, then by place on the x axis, then by quantity."""
+"""Measurements by series, position on the x axis and quantity."""
 
 _COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY)
 _SHAPES = "os^DvPX*<>p"
-"""One is prime to the other: no two series look alike."""
+"""Their numbers are coprime, so no two series look alike."""
 _STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "fastdiff", "font.size": 9, "font.family": ["DejaVu Sans", "sans-serif"],
     "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.spines.top": False,
@@ -42,17 +42,17 @@ _STYLE = {
 }  # fmt: skip
 _WIDTH = 9.0
 _ROW = 0.24
-"""Inches."""
+"""Height of a row in inches."""
 _CHARACTERS = 118
-"""That fit into the width."""
+"""Characters that fit into the width."""
 _LOGARITHMIC = 10.0
-"""Values further apart than this are drawn on a logarithmic axis."""
+"""Ratio of values above which the axis is logarithmic."""
 _MANY_DECADES = 1e3
 _ID = re.compile(r'(\bid="|url\(#|href="#)')
 
 
 def style() -> AbstractContextManager[None]:
-    """In which figures are made and written.
+    """Return the matplotlib style context in which figures are drawn and written.
 
     Raises:
         BenchError: matplotlib is not installed.
@@ -65,7 +65,7 @@ def style() -> AbstractContextManager[None]:
 
 
 def canvas(height: float, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
-    """An empty figure of so many inches with axes side by side."""
+    """Return an empty figure, ``height`` in inches, with axes side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, height))
@@ -73,7 +73,7 @@ def canvas(height: float, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
 
 
 def svg(figure: Figure, caption_id: str) -> str:
-    """The figure as an element of a page, described by the element ``caption_id``, with which its own ids begin."""
+    """Return the figure as an SVG element, described by the element ``caption_id``, which prefixes its ids."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = file.getvalue()
@@ -83,18 +83,18 @@ def svg(figure: Figure, caption_id: str) -> str:
 
 
 def look(place: int) -> tuple[str, str]:
-    """Colour and shape of the points of a series."""
+    """Return colour and shape of the points of a series."""
     return _COLOURS[place % len(_COLOURS)], _SHAPES[place % len(_SHAPES)]
 
 
 def mark(axes: Axes, x: float, measurement: Measurement, place: int, *, across: bool = False) -> None:
-    """A point of the series ``place`` with its range from p20 to p80.
+    """Draw a point of the series ``place`` with its range from p20 to p80.
 
     Args:
         axes: to draw on.
         x: the other coordinate.
-        measurement: what is shown.
-        place: of the series among the others.
+        measurement: its value.
+        place: index of the series.
         across: the value is along the x axis, and ``x`` is y.
     """
     low, high = measurement.interval
@@ -108,7 +108,7 @@ def mark(axes: Axes, x: float, measurement: Measurement, place: int, *, across: 
 
 
 def legend(figure: Figure, names: Iterable[str], colours: Mapping[str, str] | None = None) -> None:
-    """Names of series above the figure, with their points; with patches of ``colours`` if these are given."""
+    """Draw the series names above the figure, with their points, or with patches of ``colours`` if given."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -124,7 +124,7 @@ def legend(figure: Figure, names: Iterable[str], colours: Mapping[str, str] | No
 
 
 def grouped(found: Mapping[tuple[str, str], Mapping[str, Measurement]]) -> Groups:
-    """By case, then by provider."""
+    """Group measurements by case, then by provider."""
     groups: dict[str, dict[str, Mapping[str, Measurement]]] = {}
     for (case, provider), of_one in found.items():
         groups.setdefault(case, {})[provider] = of_one
@@ -132,7 +132,7 @@ def grouped(found: Mapping[tuple[str, str], Mapping[str, Measurement]]) -> Group
 
 
 def placed(groups: Groups) -> Iterator[tuple[int, str, Mapping[str, Measurement]]]:
-    """Rows with their places from the top; the name of its case takes the place above those of a group."""
+    """Yield the rows with their positions from the top; the case name takes the position above its group."""
     place = 0
     for rows in groups.values():
         for name, points in rows.items():
@@ -142,7 +142,7 @@ def placed(groups: Groups) -> Iterator[tuple[int, str, Mapping[str, Measurement]
 
 
 def rows(groups: Groups) -> tuple[Figure, Axes]:
-    """Empty axes with a line per row, and the case above each group."""
+    """Return empty axes with a line per row, and the case above each group."""
     lines = list(placed(groups))
     last = lines[-1][0]
     figure, (axes,) = canvas(0.9 + _ROW * (last + 1))
@@ -161,13 +161,13 @@ def rows(groups: Groups) -> tuple[Figure, Axes]:
 
 
 def dots(groups: Groups, xlabel: str, *, reference: float | None = None, from_zero: bool = True) -> tuple[Figure, Axes]:
-    """A line per row with a point, and its range, per series; a logarithmic axis if they are far apart.
+    """Draw a line per row with a point and its range per series; the axis is logarithmic for a wide range.
 
     Args:
         groups: the values.
-        xlabel: what they are, with the unit.
+        xlabel: quantity and unit.
         reference: value at which a line is drawn across all rows.
-        from_zero: start there, unless the axis is logarithmic.
+        from_zero: start the axis at zero, unless it is logarithmic.
     """
     figure, axes = rows(groups)
     lines = list(placed(groups))
@@ -196,7 +196,7 @@ def dots(groups: Groups, xlabel: str, *, reference: float | None = None, from_ze
 
 
 def curves(axes: Axes, series: Curves, quantity: str) -> None:
-    """A quantity against powers of two, one curve per series."""
+    """Plot a quantity against powers of two, one curve per series."""
     ticks = sorted({x for points in series.values() for x in points})
     for place, points in enumerate(series.values()):
         there = {x: of_one[quantity] for x, of_one in sorted(points.items()) if quantity in of_one}
@@ -211,7 +211,7 @@ def curves(axes: Axes, series: Curves, quantity: str) -> None:
 
 
 def plain(axis: Axis) -> None:
-    """Ticks of a logarithmic axis as plain numbers: 0.5, 1, 2, 5, ..., and only whole decades if there are many."""
+    """Label a logarithmic axis with plain numbers: 0.5, 1, 2, 5, ..., or only decades over a wide range."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = axis.get_view_interval()

@@ -1,4 +1,4 @@
-"""What a measurement depends on besides what was measured."""
+"""Fingerprint of a measurement: commit, machine, versions and command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastdiff_kernels import launch
 ROOT = Path(__file__).parents[2]
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-"""A line of a record has the fields that its type has, and no others; its numbers are finite."""
+"""Validation of a record line: exactly the fields of its type, and finite numbers."""
 
 _GPU_QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
 
@@ -34,13 +34,13 @@ class Fingerprint:
     __pydantic_config__: ClassVar = STRICT
 
     git: str
-    """Commit, with ``-dirty`` if files differ from it; outside a clone that of FASTDIFF_COMMIT, or ``unknown``."""
+    """Commit, with ``-dirty`` if files differ from it; outside a clone the value of FASTDIFF_COMMIT, or ``unknown``."""
     device: str
     """Name of the GPU, or ``cpu``."""
     cpu: str
     """Name of the processor."""
     cores: int
-    """That this process may use."""
+    """Cores available to this process."""
     memory_gib: float
     driver: str
     """Version of the NVIDIA driver; this and the next three are ``none`` without a GPU."""
@@ -50,7 +50,7 @@ class Fingerprint:
     """Highest clock of the memory."""
     power_cap: str
     cuda: str
-    """That torch was built for; ``none`` for a build without."""
+    """CUDA version of the torch build; ``none`` for a build without CUDA."""
     torch: str
     triton: str
     deepspeed: str
@@ -62,7 +62,7 @@ class Fingerprint:
 
     @classmethod
     def here(cls) -> Fingerprint:
-        """That of this process."""
+        """Return the fingerprint of this process."""
         driver, sm_clock, memory_clock, power_cap = _gpu()
         return cls(
             git=_commit(),
@@ -89,7 +89,7 @@ class Fingerprint:
 
 @functools.cache
 def machine() -> str:
-    """Name of this machine as a folder: ``nvidia-h200``, ``cpu-2-cores``."""
+    """Return a folder name for this machine: ``nvidia-h200``, ``cpu-2-cores``."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name().lower().replace(" ", "-")
     return f"cpu-{len(os.sched_getaffinity(0))}-cores"
@@ -127,7 +127,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """First line of what a command prints; empty if it fails or does not exist."""
+    """Return the first output line of a command; empty if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""How measured values are written, for people."""
+"""Formatting of measured values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.records.record import Measurement
 
 
 def number(value: float) -> str:
-    """Three significant digits, and all of a whole number: ``0.0123``, ``1.50``, ``12,300``, ``1,801``."""
+    """Format with three significant digits, integers in full: ``0.0123``, ``1.50``, ``12,300``, ``1,801``."""
     if not math.isfinite(value):
         return f"{value:g}"
     if value == int(value):
@@ -20,18 +20,18 @@ def number(value: float) -> str:
 
 
 def interval(measurement: Measurement) -> str:
-    """``p20 to p80``; nothing if it was not repeated."""
+    """Return ``p20 to p80``; empty if the measurement was not repeated."""
     if measurement.p20 is None and measurement.p80 is None:
         return ""
     return " to ".join(map(number, measurement.interval))
 
 
 def label(quantity: str, unit: str) -> str:
-    """``throughput, samples/s``; a ratio or a count has no unit."""
+    """Return an axis label: ``throughput, samples/s``; a ratio or a count has no unit."""
     return quantity if unit == "1" else f"{quantity}, {unit}"
 
 
 def machine(f: Fingerprint) -> str:
-    """What was measured on, and which commit, in a line."""
+    """Describe the machine and the commit of a measurement in one line."""
     device = f"{f.cpu}, {f.cores} cores" if f.device == "cpu" else f"{f.device}, driver {f.driver}, {f.power_cap}"
     return f"{device}, torch {f.torch}, DeepSpeed {f.deepspeed}, commit {f.git}"

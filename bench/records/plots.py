@@ -1,4 +1,4 @@
-"""The figures of a report, each drawn only where the measurements for it are there."""
+"""Figures of the report; each is drawn only if its measurements exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Draw: TypeAlias = Callable[[Sequence[Measurement]], Iterator[tuple["Figure", str]]]
-"""Figures of measurements of one bench, each with its caption; none if what they need is not there."""
+"""Yields figures of one bench with their captions; none without the required measurements."""
 
 _PHASES = {
     "data": ORANGE, "objective": VERMILION, "forward": SKY, "backward": BLUE, "optimizer": GREEN, "ema": PURPLE,
@@ -34,16 +34,16 @@ class Plot:
     svg: str
     caption: str
     caption_id: str
-    """Of the element that holds the caption, which also describes the figure to those who do not see it."""
+    """Id of the caption's element, which also describes the figure to screen readers."""
 
 
 def of_bench(bench: str, measurements: Sequence[Measurement], prefix: str) -> list[Plot]:
-    """What there is to see in the measurements of one bench.
+    """Return the figures of one bench.
 
     Args:
         bench: the command.
         measurements: of that bench, each once.
-        prefix: of the captions' ids, of which a page has each once.
+        prefix: of the caption ids, which must be unique on a page.
 
     Raises:
         BenchError: matplotlib is not installed.
@@ -58,7 +58,7 @@ def of_bench(bench: str, measurements: Sequence[Measurement], prefix: str) -> li
 
 
 def _breakdown(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
-    """Phases of a step, one bar per configuration."""
+    """Draw the phases of a step, one bar per configuration."""
     found = {
         names: {q.removeprefix("phase "): m for q, m in of_one.items() if q.startswith("phase ")}
         for names, of_one in by_contestant(measurements).items()
@@ -82,11 +82,11 @@ def _breakdown(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, st
     axes.set_xlim(0, 1.1 * longest)
     axes.set_xlabel("ms per step (sum of the medians of the phases)")
     charts.legend(figure, known, _PHASES)
-    yield figure, "Where the time of a step goes, in ms, for each configuration."
+    yield figure, "Time of the phases of a step, in ms, for each configuration."
 
 
 def _over_batch(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
-    """Throughput and memory of sweeps of the batch, one figure per model."""
+    """Draw throughput and memory against the batch, one figure per model."""
     sweeps: dict[str, dict[str, dict[int, dict[str, Measurement]]]] = {}
     for (case, provider), of_one in by_contestant(measurements).items():
         batch = next(iter(of_one.values())).facts.get("batch")
@@ -109,7 +109,7 @@ def _over_batch(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, s
 
 
 def _roofline(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
-    """Kernels that compute: rate against intensity, under the limits of the machine."""
+    """Draw the roofline of compute-bound ops: rate against arithmetic intensity, with the limits of the machine."""
     cases: dict[str, dict[str, Measurement]] = {}
     for (case, provider), of_one in by_contestant(measurements).items():
         if "rate" in of_one and _intensity(of_one["rate"]):
@@ -129,12 +129,12 @@ def _roofline(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str
     _roof(axes, measurements, [m for points in cases.values() for m in points.values()])
     charts.legend(figure, providers)
     names = ", ".join(f"{place} {op}" for place, op in enumerate(ops, 1))
-    caption = f"Rate of each op against its operations per byte, and what the machine can do: {names}."
+    caption = f"Rate of each op against its operations per byte, with the limits of the machine: {names}."
     yield figure, caption + _launch_bound(m for points in cases.values() for m in points.values())
 
 
 def _roof(axes: Axes, measurements: Sequence[Measurement], points: Sequence[Measurement]) -> None:
-    """What the machine can do: the slope of its bandwidth up to its highest rate, and every rate."""
+    """Draw the limits of the machine: the slope of its bandwidth up to its highest rate, and every rate."""
     limits, rates = _limits(measurements), _matmul_rates(measurements)
     top = max(rates.values(), default=max(m.value for m in points))
     low, high = min(map(_intensity, points)) / 4, max(map(_intensity, points)) * 4
@@ -159,7 +159,7 @@ def _roof(axes: Axes, measurements: Sequence[Measurement], points: Sequence[Meas
 
 
 def _bandwidth(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
-    """Ops that a copy's bandwidth limits, not the rate of products: one figure per op."""
+    """Draw the bandwidth of memory-bound ops against that of a copy, one figure per op."""
     limit = _limits(measurements).get("copy bandwidth")
     fastest = max(_matmul_rates(measurements).values(), default=math.inf)
     ridge = fastest / (limit.value * 1e-3) if limit else math.inf
@@ -177,15 +177,15 @@ def _bandwidth(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, st
 
 
 def _speed_ups(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
-    """Ratios of pairs of contestants."""
+    """Draw the speed-ups over the baselines."""
     found = {names: {"": m["speed-up"]} for names, m in by_contestant(measurements).items() if "speed-up" in m}
     if found:
         figure, _ = charts.dots(charts.grouped(found), "times as fast", reference=1.0, from_zero=False)
-        yield figure, "Times as fast as the rival, median with p20 to p80; right of the line ours is faster."
+        yield figure, "Times as fast as the baseline, median with p20 to p80; right of the line fastdiff is faster."
 
 
 def _readers(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
-    """Throughput of the readers."""
+    """Draw the throughput of the readers."""
     found = {names: {"": m["throughput"]} for names, m in by_contestant(measurements).items() if "throughput" in m}
     if found:
         figure, _ = charts.dots(charts.grouped(found), label("throughput", "samples/s"))
@@ -193,7 +193,7 @@ def _readers(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]
 
 
 def _efficiency(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
-    """Predicted efficiency against the number of GPUs, one figure per case."""
+    """Draw the predicted efficiency against the number of GPUs, one figure per case."""
     cases: dict[str, dict[str, dict[int, dict[str, Measurement]]]] = {}
     for (case, provider), of_one in by_contestant(measurements).items():
         gpus = of_one["predicted efficiency"].facts.get("gpus") if "predicted efficiency" in of_one else None
@@ -213,7 +213,7 @@ def _efficiency(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, s
 
 
 def _common_facts(measurements: Sequence[Measurement]) -> dict[str, Fact]:
-    """What holds for all of them."""
+    """Return the facts that all measurements share."""
     first, *rest = (m.facts for m in measurements)
     return {name: value for name, value in first.items() if all(facts.get(name) == value for facts in rest)}
 
@@ -223,13 +223,13 @@ def _limits(measurements: Sequence[Measurement]) -> dict[str, Measurement]:
 
 
 def _matmul_rates(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """TFLOP/s by precision."""
+    """Return TFLOP/s by precision."""
     prefix = "matmul rate "
     return {q.removeprefix(prefix): m.value for q, m in _limits(measurements).items() if q.startswith(prefix)}
 
 
 def _launch_bound(measurements: Iterable[Measurement]) -> str:
-    """How many points are of times that may be those of launching the work; nothing if none is."""
+    """Return a note on the number of launch-bound points; empty if there is none."""
     marked = [m.facts.get("launch bound") is True for m in measurements]
     return f" {sum(marked)} of {len(marked)} points are launch bound." if any(marked) else ""
 
@@ -239,7 +239,7 @@ def _op(case: str) -> str:
 
 
 def _intensity(measurement: Measurement) -> float:
-    """Operations per byte; 0 if its facts do not say."""
+    """Return the operations per byte; 0 if the facts lack them."""
     operations, moved = (measurement.facts.get(name) for name in ("operations", "bytes"))
     return operations / moved if isinstance(operations, int | float) and isinstance(moved, int | float) else 0.0
 

@@ -1,12 +1,12 @@
-"""Tables of measured numbers in the documentation, written from records.
+"""Tables of measured numbers in the documentation, generated from records.
 
-Where a file has::
+A file marks a table with two lines::
 
     <!-- bench: KIND FOLDER... -->
     <!-- end bench -->
 
-the table of that kind, of the records in these folders (from the root of the repository), comes between the two lines.
-Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``, ``objectives``.
+The table of that kind, from the records in these folders (relative to the root of the repository), is written between
+them. Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``, ``objectives``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FILES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "objectives.md", ROOT 
 _BEGIN, _END = "<!-- bench:", "<!-- end bench -->"
 _BLOCK = re.compile(rf"^({_BEGIN} (\S+) (.+?) -->)\n(.*?)^{_END}$", re.MULTILINE | re.DOTALL)
 _OURS = ("triton", "auto")
-"""What fastdiff runs by default on a GPU."""
+"""Default implementations of fastdiff on a GPU."""
 _SHARES = ("mfu", "of matmul")
 
 
 def rewrite(path: Path, root: Path = ROOT) -> bool:
-    """Bring the tables of a file up to date and return whether that changed it.
+    """Update the tables of a file and return whether it changed.
 
     Raises:
         BenchError: a marker is wrong, or a record is missing.
@@ -47,11 +47,11 @@ def rewrite(path: Path, root: Path = ROOT) -> bool:
 
 
 def rendered(text: str, root: Path = ROOT, name: str = "README.md") -> str:
-    """The text with its tables as the records have them.
+    """Return the text with its tables updated from the records.
 
     Args:
         text: of the file.
-        root: what the folders in the markers are relative to.
+        root: base of the folders in the markers.
         name: of the file, for errors.
 
     Raises:
@@ -91,7 +91,7 @@ def _block(kind: str, folders: Sequence[str], root: Path, name: str) -> str:
 
 
 def _markdown(rows: Sequence[Row]) -> list[str]:
-    """The first row is the heading; a column whose cells are empty is left out; numbers are set to the right."""
+    """Format rows as a Markdown table: the first row is the heading, empty columns are dropped, numbers align right."""
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     sides = ["---:" if place and _numeric(column[1:]) else "---" for place, column in enumerate(columns)]
     head, *rest = zip(*columns, strict=True)
@@ -107,7 +107,7 @@ def _provenance(records: Sequence[Record]) -> str:
 
 
 def _speed_ups(quantity: str) -> Callable[[Sequence[Measurement]], list[Row]]:
-    """How many times as fast one is as the other, with what each takes of ``quantity``."""
+    """Return a table builder of speed-ups, with ``quantity`` of both sides."""
 
     def rows(measurements: Sequence[Measurement]) -> list[Row]:
         found = record.by_contestant(measurements)
@@ -116,7 +116,7 @@ def _speed_ups(quantity: str) -> Callable[[Sequence[Measurement]], list[Row]]:
         for (case, provider), of_pair in found.items():
             if "speed-up" in of_pair:
                 names = provider.split(" over ")
-                # fastdiff's own step is a cached one whatever the rival does.
+                # fastdiff's own step always uses cached data, whatever the baseline does.
                 cases = (case, f"{case.rpartition(', ')[0]}, cached")
                 both = [next((of.get(quantity) for c in cases if (of := found.get((c, name)))), None) for name in names]
                 heading = next((label(quantity, one.unit) for one in both if one), heading)
@@ -130,7 +130,7 @@ def _speed_ups(quantity: str) -> Callable[[Sequence[Measurement]], list[Row]]:
 
 
 def _contestants(*quantities: str) -> Callable[[Sequence[Measurement]], list[Row]]:
-    """What each measured; the spread of the first quantity."""
+    """Return a table builder of measurements by provider, with the spread of the first quantity."""
 
     def rows(measurements: Sequence[Measurement]) -> list[Row]:
         found = {
@@ -152,7 +152,7 @@ def _contestants(*quantities: str) -> Callable[[Sequence[Measurement]], list[Row
 
 
 def _kernels(measurements: Sequence[Measurement]) -> list[Row]:
-    """Each case in a row: the kernel against torch.compile, eager and the fastest of other libraries."""
+    """Tabulate the kernel of each case against torch.compile, eager and the fastest other library."""
     cases: dict[str, dict[str, dict[str, Measurement]]] = {}
     for (case, provider), of_one in record.by_contestant(measurements).items():
         if "time" in of_one:
@@ -184,7 +184,7 @@ def _kernel(providers: dict[str, dict[str, Measurement]]) -> Row:
 
 
 def _objectives(measurements: Sequence[Measurement]) -> list[Row]:
-    """Each in a row, with its flags; its time stays in the record: other work may have shared the machine."""
+    """Tabulate the objectives with their flags; their time stays in the record, since the machine may be shared."""
     head = ("objective", "flags", "steps", "accuracy", "Fréchet distance")
     body: list[Row] = []
     for (_, provider), of_one in record.by_contestant(measurements).items():

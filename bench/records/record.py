@@ -1,9 +1,8 @@
-"""What was measured, in one form for all benchmarks, and the files that keep it.
+"""Format of measurements, shared by all benchmarks, and the files that store them.
 
-A record is a file of JSON lines: first ``{"fingerprint": ...}``, then one ``{"measurement": ...}`` or
-``{"failure": ...}`` per line. It lies in a folder ``bench/results/<machine>/<date>_<what>/`` as ``<command>.jsonl``.
-``record.schema.json`` is the JSON Schema of a line; ``python -m bench.records.record >
-bench/records/record.schema.json`` writes it.
+A record is a file of JSON lines: first ``{"fingerprint": ...}``, then one ``{"measurement": ...}`` or ``{"failure":
+...}`` per line. It is stored as ``bench/results/<machine>/<date>_<what>/<command>.jsonl``. ``record.schema.json`` is
+the JSON Schema of a line; ``python -m bench.records.record > bench/records/record.schema.json`` writes it.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _OF_A_RUN = {"step", "loss"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One quantity of one contestant in one case.
+    """One quantity of one provider in one case.
 
-    ``bench``, ``case``, ``provider`` and ``quantity`` together name it: two records are compared where these agree.
+    ``bench``, ``case``, ``provider`` and ``quantity`` identify it: comparisons join two records on these.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -41,28 +40,28 @@ class Measurement:
     bench: str
     """The command: op, step, peer, data, scale, checkpoint, aot, objectives."""
     case: str
-    """What was measured, in words that stay the same from run to run: ``dit-s-2-256, batch 8, fp32``."""
+    """Measured case, in words that are stable between runs: ``dit-s-2-256, batch 8, fp32``."""
     provider: str
-    """Who: ``triton``, ``fastdiff zero3``, ``diffusers``, ``webdataset``."""
+    """Measured implementation: ``triton``, ``fastdiff zero3``, ``diffusers``, ``webdataset``."""
     quantity: str
     """``time``, ``throughput``, ``peak allocated``."""
     unit: str
     """``us``, ``samples/s``, ``GiB``; ``1`` for a ratio or a count."""
     value: float
-    """The median, if it was repeated."""
+    """The median of repeated measurements."""
     p20: float | None = None
-    """20 % of the repetitions were no larger; None: it was not repeated."""
+    """20th percentile of the repetitions; None: not repeated."""
     p80: float | None = None
     n: int = 1
     """Repetitions."""
     better: Better
-    """Which way is an improvement."""
+    """Direction of an improvement."""
     facts: dict[str, Fact] = field(default_factory=dict)
-    """The settings behind the case and the provider, one by one, for tables and plots."""
+    """Settings of the case and the provider, one by one, for tables and plots."""
 
     @property
     def interval(self) -> tuple[float, float]:
-        """``p20`` and ``p80``; the value twice if it was not repeated."""
+        """``p20`` and ``p80``; twice the value itself if not repeated."""
         return (
             self.value if self.p20 is None else self.p20,
             self.value if self.p80 is None else self.p80,
@@ -70,13 +69,13 @@ class Measurement:
 
     @property
     def name(self) -> tuple[str, str, str, str]:
-        """What names it among the records."""
+        """Key that identifies it among the records."""
         return self.bench, self.case, self.provider, self.quantity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A contestant that is wrong, does not run or is not installed."""
+    """A provider that is incorrect, does not run or is not installed."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -88,7 +87,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One file, read."""
+    """Content of one record file."""
 
     path: Path
     fingerprint: Fingerprint
@@ -134,16 +133,16 @@ _LINE: TypeAdapter[_Line] = TypeAdapter(
 
 
 def schema() -> str:
-    """The JSON Schema of a line, as a file."""
+    """Return the JSON Schema of a line as the text of a file."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A line of a benchmark record"}
     return json.dumps(head | _LINE.json_schema(), indent=1) + "\n"
 
 
 class Log:
-    """A record while it is written: each line is on disk as soon as it is there."""
+    """An open record; each line is flushed at once."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path``, replacing what it held, in a new folder if need be."""
+        """Open ``path``, replacing an existing file and creating its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = path.open("w", encoding="utf-8")
@@ -153,7 +152,7 @@ class Log:
         """Append one line.
 
         Raises:
-            ValueError: a number is not finite, or a field is of another type: it could not be read again.
+            ValueError: a number is not finite, or a field has the wrong type, so the line could not be read again.
         """
         self._write("measurement" if isinstance(row, Measurement) else "failure", row)
 
@@ -171,7 +170,7 @@ class Log:
 
 
 class Summary(TypedDict):
-    """The fields of a measurement that a stopwatch fills in."""
+    """Fields of a measurement that a stopwatch provides."""
 
     value: float
     p20: float
@@ -180,23 +179,23 @@ class Summary(TypedDict):
 
 
 def folder(out: Path | None, what: str) -> Path:
-    """Where the records of a command go: ``out``, or a folder named after machine, day and what was measured."""
+    """Return the record folder of a command: ``out``, or one named after machine, day and ``what``."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return out if out is not None else RESULTS / machine() / f"{today}_{what}"
 
 
 def measured(timing: Timing, scale: float = 1.0) -> Summary:
-    """The fields ``value``, ``p20``, ``p80`` and ``n`` of a measurement from what a stopwatch says, times ``scale``."""
+    """Return the fields ``value``, ``p20``, ``p80`` and ``n`` of a measurement from a timing, times ``scale``."""
     return {
         "value": timing.median * scale, "p20": timing.p20 * scale, "p80": timing.p80 * scale, "n": timing.repetitions,
     }  # fmt: skip
 
 
 def files(path: Path) -> list[Path]:
-    """The record files of a folder, or the one that ``path`` is.
+    """Return the record files of a folder, or ``path`` itself if it is a file.
 
-    The ``metrics.jsonl`` of a training run may lie among them; any other file of JSON lines counts as a record, so that
-    one that is damaged is found out.
+    The ``metrics.jsonl`` of a training run is ignored; any other file of JSON lines counts as a record, so that a
+    damaged one is detected.
 
     Raises:
         BenchError: there is none.
@@ -208,12 +207,12 @@ def files(path: Path) -> list[Path]:
 
 
 def kept() -> list[Path]:
-    """All record files of ``bench/results`` but those of ``--smoke``."""
+    """Return all record files of ``bench/results`` except those of ``--smoke``."""
     return [file for file in files(RESULTS) if not file.parent.name.endswith("-smoke")]
 
 
 def _of_a_run(path: Path) -> bool:
-    """Whether it begins like the metrics that a training run writes."""
+    """Return whether a file begins like the metrics of a training run."""
     with path.open(encoding="utf-8", errors="replace") as file:
         first = file.readline()
     try:
@@ -224,10 +223,10 @@ def _of_a_run(path: Path) -> bool:
 
 
 def read(path: Path) -> Record:
-    """Read one file and hold every line against the types above.
+    """Read one file and validate every line against the types above.
 
     Raises:
-        BenchError: it is not a record, with the first line that is wrong.
+        BenchError: it is not a record; the message names the first invalid line.
     """
     lines = path.read_bytes().split(b"\n")
     rows = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line]
@@ -254,12 +253,12 @@ def _parsed(line: bytes, where: str) -> _Line:
 
 
 def read_all(paths: Sequence[Path]) -> list[Record]:
-    """Read all records of these files and folders, in the order of their dates."""
+    """Read all records of these files and folders, sorted by date."""
     return sorted((read(file) for path in paths for file in files(path)), key=lambda one: one.fingerprint.date)
 
 
 def by_contestant(measurements: Iterable[Measurement]) -> dict[tuple[str, str], dict[str, Measurement]]:
-    """Measurements of one bench by case and provider, then by quantity; of one made twice, the last."""
+    """Group the measurements of one bench by case and provider, then by quantity; of duplicates the last counts."""
     found: dict[tuple[str, str], dict[str, Measurement]] = {}
     for one in measurements:
         found.setdefault((one.case, one.provider), {})[one.quantity] = one

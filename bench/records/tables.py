@@ -1,4 +1,4 @@
-"""What a benchmark shows in the terminal."""
+"""Terminal output of benchmarks: tables and progress."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]], alignment: str) -> str:
-    """Rows, the first the heading, as lines with aligned columns.
+    """Format rows with aligned columns; the first row is the heading.
 
     Args:
-        rows: cells of equally many columns.
+        rows: cells, the same number in each row.
         alignment: ``<`` (left) or ``>`` (right) per column.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -21,6 +21,6 @@ def table(rows: Sequence[Sequence[str]], alignment: str) -> str:
 
 
 def progress(text: str) -> None:
-    """Show one line of progress in place of the last one, ``""`` none; nothing where nobody watches."""
+    """Replace the progress line, ``""`` clears it; prints only on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""A model of many ranks: messages, their times, and the projection from one GPU."""
+"""Model of multi-rank training: messages, their times, and the projection from one GPU."""

@@ -1,14 +1,14 @@
-"""A model of what data-parallel ranks say to one another, and of how long it takes; arithmetic alone.
+"""Model of the communication between data-parallel ranks and of its time; arithmetic alone.
 
 A collective over ``W`` ranks on a vector of ``n`` bytes costs ``alpha`` seconds per message and ``beta`` seconds per
 byte that a rank sends. In a ring every rank sends ``(W - 1) / W * n`` bytes in ``W - 1`` messages for a reduce-scatter
-or an all-gather, and both for an all-reduce, which no algorithm undercuts (Thakur, Rabenseifner and Gropp,
+or an all-gather, and both for an all-reduce. No algorithm sends fewer bytes (Thakur, Rabenseifner and Gropp,
 "Optimization of collective communication operations in MPICH", 2005).
 
-Between nodes every GPU has a link of its own. A collective then is one within the node and one between the GPUs of
-the same number in all nodes, on the share ``n / g`` of one of ``g`` GPUs. Between nodes an all-reduce goes along the
-ring or, with fewer messages in sequence, along two trees (Sanders, Speck and Träff, "Two-tree algorithms for full
-bandwidth broadcast, reduction and scan", 2009; what NCCL does since 2.4), whichever is faster.
+Between nodes every GPU has a link of its own. A collective then consists of one within the node and one between GPUs of
+equal number in all nodes, each on the share ``n / g`` of one of ``g`` GPUs. An all-reduce between nodes uses the ring
+or, with fewer sequential messages, two trees (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
+broadcast, reduction and scan", 2009; used by NCCL since 2.4), whichever is faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 Part = Literal["forward", "backward", "step"]
-"""When a message is sent: beside the forward pass, beside the backward pass, or while nothing is computed."""
+"""Time of a message: during the forward pass, during the backward pass, or without concurrent computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,18 @@ class Message:
     kind: str
     """``all-reduce``, ``reduce-scatter`` or ``all-gather``."""
     bytes: int
-    """Of the whole vector, which every rank has before it or after it."""
+    """Size of the whole vector, which every rank has before or after it."""
     part: Part = "step"
 
 
 def sent(kind: str, size: int, ranks: int) -> float:
-    """Bytes that a rank sends at least, on the average over the ranks, for a vector (or a part) of ``size`` bytes."""
+    """Return the least bytes that a rank sends, averaged over the ranks, for a vector (or a part) of ``size`` bytes."""
     return (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks * size
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How a GPU reaches another."""
+    """Link between two GPUs."""
 
     latency: float
     """Seconds per message."""
@@ -50,12 +50,12 @@ class Link:
     """Bytes per second in one direction."""
 
     def ring(self, kind: str, size: float, ranks: int) -> float:
-        """Seconds of a collective along a ring of ``ranks`` such links."""
+        """Return the seconds of a collective along a ring of ``ranks`` such links."""
         rounds = (2 if kind == "all-reduce" else 1) * (ranks - 1)
         return rounds * (self.latency + size / ranks / self.bandwidth)
 
     def trees(self, size: float, ranks: int) -> float:
-        """Seconds of an all-reduce up and down two trees, each with half of the vector."""
+        """Return the seconds of an all-reduce up and down two trees, each with half of the vector."""
         return 2 * (math.ceil(math.log2(ranks)) * self.latency + size / self.bandwidth)
 
 
@@ -70,7 +70,7 @@ class Cluster:
     """From a GPU to another node."""
 
     def seconds(self, kind: str, size: float, ranks: int) -> float:
-        """Of one collective; ``ranks`` fill whole nodes, or are within one."""
+        """Return the seconds of one collective; ``ranks`` fill whole nodes, or lie within one."""
         near = min(ranks, self.per_node)
         nodes = math.ceil(ranks / near)
         share = size / near
@@ -82,20 +82,20 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds of a collective of one kind over a fixed number of ranks: ``latency + per_byte * bytes``."""
+    """Linear fit of a collective's time over a fixed number of ranks: ``latency + per_byte * bytes`` seconds."""
 
     latency: float
     per_byte: float
     residual: float
-    """Root mean square of the relative deviations of what was measured."""
+    """Root mean square of the relative residuals."""
 
     def seconds(self, size: float) -> float:
-        """For a vector of ``size`` bytes."""
+        """Return the seconds for a vector of ``size`` bytes."""
         return self.latency + self.per_byte * size
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Line:
-    """The line through (bytes, seconds) whose relative deviations have the least squares; neither term is negative."""
+    """Fit a line through (bytes, seconds) by least squares of the relative residuals; neither term is negative."""
     size, seconds = np.array(points, dtype=np.float64).T
     columns = np.stack([1 / seconds, size / seconds], axis=1)
     found = np.linalg.lstsq(columns, np.ones(len(size)), rcond=None)[0]
@@ -109,28 +109,28 @@ def fit(points: Sequence[tuple[int, float]]) -> Line:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Seconds of a step of one rank alone."""
+    """Seconds of a step of a single rank."""
 
     forward: float
     backward: float
     rest: float = 0.0
-    """Data, objective and all else that does not depend on the number of ranks."""
+    """Data, objective and all other work that does not depend on the number of ranks."""
     sharded: float = 0.0
-    """Optimizer and EMA, as far as each of ``W`` ranks does one part of ``W``."""
+    """Optimizer and EMA work that is divided among the ranks."""
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.forward + self.backward + self.rest + self.sharded
 
     @classmethod
     def of(cls, seconds: float, phases: Mapping[str, float], shards: Sequence[str]) -> Compute:
-        """From the time of a step and of its phases; without these, a backward pass takes twice a forward pass.
+        """Derive it from the times of a step and its phases; without phases, backward takes twice forward.
 
         Args:
             seconds: of the step.
             phases: seconds by name, as in ``bench step``; or none.
-            shards: the phases that each rank does its part of.
+            shards: phases whose work is divided among the ranks.
         """
         if not {"forward", "backward"} <= phases.keys():
             return cls(seconds / 3, 2 * seconds / 3)
@@ -142,14 +142,14 @@ class Compute:
 def step_seconds(
     compute: Compute, messages: Sequence[Message], cost: Callable[[Message], float], ranks: int, *, overlap: bool
 ) -> float:
-    """Seconds of a step of ``ranks`` ranks that all compute as fast as one.
+    """Return the seconds of a step of ``ranks`` ranks that each compute as fast as a single one.
 
     Args:
         compute: of one rank.
         messages: of one step, in order.
-        cost: seconds of one of them.
-        ranks: how many.
-        overlap: whether the network works while the ranks compute.
+        cost: returns the seconds of a message.
+        ranks: number of ranks.
+        overlap: whether communication overlaps computation.
     """
     total = compute.forward + compute.backward + compute.rest + compute.sharded / ranks
     if not overlap:
@@ -161,7 +161,7 @@ def step_seconds(
 
 
 def _exposed_forward(seconds: float, messages: Sequence[Message], cost: Callable[[Message], float]) -> float:
-    """By how much gathers delay a pass that needs each before its share of the work; they go ahead as they can."""
+    """Return the delay of a pass by gathers that it needs in order; gathers are prefetched without limit."""
     total = sum(message.bytes for message in messages)
     arrived = computed = 0.0
     for message in messages:
@@ -171,9 +171,9 @@ def _exposed_forward(seconds: float, messages: Sequence[Message], cost: Callable
 
 
 def _exposed_backward(seconds: float, messages: Sequence[Message], cost: Callable[[Message], float]) -> float:
-    """By how much the network is behind a pass that fills one bucket after the other, at an even pace.
+    """Return the communication time that exceeds a pass which fills the buckets in order, at an even pace.
 
-    What is gathered can be sent from the start, and comes first.
+    Gathers can be sent from the start, and come first.
     """
     total = sum(message.bytes for message in messages if message.kind != "all-gather")
     filled, finished = 0, 0.0

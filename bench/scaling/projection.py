@@ -1,4 +1,4 @@
-"""The second half of ``bench scale``: step time and efficiency for many GPUs, from the step of one."""
+"""Prediction of ``bench scale``: step time and efficiency on many GPUs, from a step on one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.scaling.zero import Zero, parameters_of, width_of
 
 _LINKS = {
     # Data sheets: NVLink 4 has 450 GB/s per direction, a ConnectX-7 per GPU 400 Gbit/s; collectives reach about 80 %.
-    # The latencies are of the order of one hop of NCCL's ring.
+    # The latencies have the order of one hop of NCCL's ring.
     "h200": Cluster(8, Link(3e-6, 0.8 * 450e9), Link(8e-6, 0.8 * 50e9)),
     # The same nodes with one 100 Gbit/s Ethernet card, shared by 8 GPUs.
     "h200-ethernet": Cluster(8, Link(3e-6, 0.8 * 450e9), Link(30e-6, 0.8 * 12.5e9 / 8)),
@@ -36,39 +36,39 @@ FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A step of one GPU."""
+    """A step on one GPU."""
 
     case: str
     deepspeed: str | None
-    """The DeepSpeed JSON that it was measured with; None: unknown."""
+    """DeepSpeed JSON of the measurement; None: unknown."""
     seconds: float
     phases: Mapping[str, float]
-    """Seconds by name, together those of the step; or none."""
+    """Seconds by name, which sum to the step; or empty."""
     parameters: tuple[int, ...]
-    """Elements of each."""
+    """Elements of each parameter."""
     precision: str
     device: str
-    """The name of the GPU, ``cpu`` or ``unknown``."""
+    """Name of the GPU, ``cpu`` or ``unknown``."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a prediction; with one of the first two, nothing is measured."""
+    """Add the flags of a prediction; the first two disable the measurement."""
     flags = parser.add_argument_group("prediction from a measured step, instead of a measurement")
-    flags.add_argument("--from", dest="source", type=Path, metavar="RECORD", help="of `bench step`, on one GPU")
+    flags.add_argument("--from", dest="source", type=Path, metavar="RECORD", help="record of `bench step` on one GPU")
     flags.add_argument("--step-ms", type=float, metavar="MS", help="time of a step on one GPU, with --parameters")
-    flags.add_argument("--parameters", type=int, metavar="N", help="of the model, for --step-ms")
-    flags.add_argument("--gpus", nargs="+", type=int, metavar="W", help="default: 1 2 4 ... 1024")
-    flags.add_argument("--links", choices=_LINKS, help="what the next five default to (default: h200)")
+    flags.add_argument("--parameters", type=int, metavar="N", help="parameters of the model, for --step-ms")
+    flags.add_argument("--gpus", nargs="+", type=int, metavar="W", help="numbers of GPUs; default: 1 2 4 ... 1024")
+    flags.add_argument("--links", choices=_LINKS, help="defaults of the next five flags (default: h200)")
     flags.add_argument("--gpus-per-node", type=int, metavar="N")
-    flags.add_argument("--inside-gb-s", type=float, metavar="X", help="per GPU and direction, within a node")
+    flags.add_argument("--inside-gb-s", type=float, metavar="X", help="bandwidth per GPU and direction within a node")
     flags.add_argument("--inside-us", type=float, metavar="X", help="per message")
-    flags.add_argument("--between-gb-s", type=float, metavar="X", help="per GPU and direction, between nodes")
+    flags.add_argument("--between-gb-s", type=float, metavar="X", help="bandwidth per GPU and direction between nodes")
     flags.add_argument("--between-us", type=float, metavar="X", help="per message")
-    flags.add_argument("--no-overlap", action="store_true", help="the network rests while the GPUs compute")
+    flags.add_argument("--no-overlap", action="store_true", help="communication does not overlap computation")
 
 
 def wanted(arguments: argparse.Namespace) -> bool:
-    """Whether a prediction is asked for."""
+    """Return whether a prediction is requested."""
     return arguments.source is not None or arguments.step_ms is not None
 
 
@@ -76,12 +76,12 @@ def run(arguments: argparse.Namespace, provider: Callable[[str], str]) -> int:
     """Predict, print and record.
 
     Raises:
-        BenchError: a flag is missing, or the record is not of steps on one GPU.
+        BenchError: a flag is missing, or the record does not hold steps on one GPU.
     """
     measured = ["preset", "batch", "ranks", "device"]
-    refuse(arguments, measured, "with --from or --step-ms, as nothing is measured")
+    refuse(arguments, measured, "with --from or --step-ms, because nothing is measured")
     if arguments.source is not None:
-        refuse(arguments, ["step_ms", "parameters", "precision"], "with --from, as the record says it")
+        refuse(arguments, ["step_ms", "parameters", "precision"], "with --from, because the record contains it")
     cluster = _cluster(arguments)
     sources = _from_flags(arguments) if arguments.source is None else _from_record(arguments.source)
     with open_log(arguments, "scale", "scale-prediction") as log:
@@ -92,14 +92,14 @@ def run(arguments: argparse.Namespace, provider: Callable[[str], str]) -> int:
 
 
 def refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    """Refuse flags that would not count.
+    """Refuse flags that would have no effect.
 
     Raises:
         BenchError: one of them is given.
     """
     for name in names:
         if getattr(arguments, name) not in (None, False):
-            raise BenchError(f"--{name.replace('_', '-')} does not count {why}; leave it out")
+            raise BenchError(f"--{name.replace('_', '-')} has no effect {why}; leave it out")
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
@@ -126,7 +126,7 @@ def _from_flags(arguments: argparse.Namespace) -> list[Source]:
         raise BenchError("--step-ms needs a time above 0 and --parameters, the number of the model's parameters")
     precision = arguments.precision or "bf16"
     case = f"{arguments.parameters} parameters, {arguments.step_ms:g} ms, {precision}"
-    # Of their sizes only the buckets depend: parameters of a million elements fill them evenly.
+    # Only the buckets depend on the sizes: parameters of a million elements fill them evenly.
     blocks, rest = divmod(arguments.parameters, 2**20)
     parameters = (2**20,) * blocks + ((rest,) if rest else ())
     return [Source(case, None, 1e-3 * arguments.step_ms, {}, parameters, precision, "unknown")]
@@ -138,7 +138,7 @@ def _from_record(path: Path) -> list[Source]:
         times = [m for m in file.measurements if m.bench == "step" and m.quantity == "step time"]
         for row in times:
             same = [m for m in file.measurements if m.name[:3] == row.name[:3]]
-            # On a machine with a GPU, too, steps may have been measured without it.
+            # Steps may have been measured on the CPU of a machine with a GPU.
             on_cpu = any(m.quantity == "peak resident" for m in same)
             source = _source(row, _phases(row, same), "cpu" if on_cpu else file.fingerprint.device)
             key = source.case, str(source.deepspeed)
@@ -150,13 +150,13 @@ def _from_record(path: Path) -> list[Source]:
 
 
 def _phases(row: Measurement, same: Sequence[Measurement]) -> dict[str, float]:
-    """Seconds by name; those of a process with marks between the parts, whose step is longer, as shares of ``row``."""
+    """Return seconds by name. Phases come from a slower process with marks, so they are scaled to ``row``."""
     found = {}
     for one in same:
         if one.quantity.startswith("phase "):
             marked = one.facts.get("marked_step_ms")
             if not isinstance(marked, int | float) or marked <= 0:
-                raise BenchError(f"{row.case}, {row.provider}: the record does not say marked_step_ms; measure again")
+                raise BenchError(f"{row.case}, {row.provider}: the record lacks marked_step_ms; measure again")
             found[one.quantity.removeprefix("phase ")] = 1e-3 * one.value * row.value / marked
     return found
 
@@ -165,14 +165,14 @@ def _source(row: Measurement, phases: Mapping[str, float], device: str) -> Sourc
     facts = row.facts
     missing = {"preset", "precision", "deepspeed", "parameters"} - facts.keys()
     if missing:
-        raise BenchError(f"{row.case}, {row.provider}: the record does not say {', '.join(sorted(missing))}")
+        raise BenchError(f"{row.case}, {row.provider}: the record lacks {', '.join(sorted(missing))}")
     if facts.get("micro") not in (None, facts.get("batch")):
         raise BenchError(f"{row.case}: expected steps of one micro-batch; measure again without --micro")
     subject = Subject(preset=str(facts["preset"]), precision=str(facts["precision"]))
     parameters = tuple(parameters_of(subject.config(Path(), Path()).model))
     if sum(parameters) != facts["parameters"]:
         raise BenchError(
-            f"{row.case}: {facts['parameters']} parameters are trained of {sum(parameters)}; expected a run that "
+            f"{row.case}: {facts['parameters']} of {sum(parameters)} parameters are trained; expected a run that "
             "trains all of them"
         )
     deepspeed, precision = str(facts["deepspeed"]), str(facts["precision"])
@@ -182,19 +182,19 @@ def _source(row: Measurement, phases: Mapping[str, float], device: str) -> Sourc
 def _predict(
     source: Source, cluster: Cluster, arguments: argparse.Namespace, provider: Callable[[str], str], log: Log
 ) -> None:
-    """One table for the assumptions, one for step time and efficiency."""
+    """Print one table of the assumptions and one of step time and efficiency, and record them."""
     stages = [stage for stage in arguments.stages if source.deepspeed in (None, Path(stage).stem)] or arguments.stages
     rows = [["predicted", *(f"{provider(s)} {column}" for s in stages for column in ("ms", "eff.", "GiB sent"))]]
     zeros = {stage: Zero.of(Subject(preset="digits", deepspeed=stage).deepspeed_json()) for stage in stages}
     for stage, zero in zeros.items():
         if zero.offload and source.deepspeed not in (None, Path(stage).stem):
             raise BenchError(
-                f"{stage} takes the optimizer's step on the host: expected a record of steps measured with it, not "
+                f"{stage} runs the optimizer on the host: expected a record of steps measured with it, not "
                 f"with {source.deepspeed}"
             )
     facts = _assumptions(source, cluster, {provider(s): zero for s, zero in zeros.items()}, arguments)
     if source.device == "cpu":
-        print(f"\nwarning: {source.case} was measured on a CPU, which says nothing about a cluster of GPUs")
+        print(f"\nwarning: {source.case} was measured on a CPU, which does not predict a cluster of GPUs")
     print(f"\n{table([['assumption', source.case], *([name, str(value)] for name, value in facts.items())], '<<')}\n")
     for gpus in arguments.gpus or _GPUS:
         cells = []

@@ -1,14 +1,14 @@
-"""The messages of a step under DeepSpeed's ZeRO stages, as version 0.19 sends them with one micro-batch per step.
+"""Messages of a step under DeepSpeed's ZeRO stages, as version 0.19 sends them with one micro-batch per step.
 
 In units of the parameters' bytes a rank sends ``2 (W - 1) / W`` at stage 0 (an all-reduce of the gradients) and at
 stage 3 ``3 (W - 1) / W`` if every parameter is gathered twice and its gradient scattered (Rajbhandari et al., "ZeRO",
-2020, section 7). What DeepSpeed does differs from the paper in two places:
+2020, section 7). DeepSpeed differs from the paper in two places:
 
 - At stages 1 and 2 it all-reduces the gradients, of which each rank keeps its part, and gathers the parameters: 3
   instead of 2 units. ``use_multi_rank_bucket_allreduce: false`` reduces to the owner of each part instead.
 - At stage 3 a parameter that is used again within ``stage3_max_reuse_distance`` elements is not released between the
-  passes, so that a model of up to half that size is gathered once; and a parameter up to the persistence threshold is
-  gathered alone, after the optimizer step.
+  passes, so a model of up to half that size is gathered once. A parameter up to the persistence threshold is gathered
+  separately, after the optimizer step.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.build import build_model
 
 _WHOLE_BUCKET = 500_000_000
-"""Elements of a bucket at stage 0, which no setting changes."""
+"""Elements of a bucket at stage 0, a constant of DeepSpeed."""
 _ALIGNED = 2
-"""Elements: a rank's part of the flat parameters of stages 1 and 2 is a multiple."""
+"""Elements; a rank's part of the flat parameters of stages 1 and 2 is padded to a multiple."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero:
-    """What the DeepSpeed JSON says of the communication; the defaults are DeepSpeed's."""
+    """Communication settings of a DeepSpeed JSON; the defaults are DeepSpeed's."""
 
     stage: int
     reduce_bucket: int = 500_000_000
-    """Elements whose gradients are reduced together."""
+    """Elements of a gradient bucket."""
     prefetch_bucket: int = 50_000_000
-    """Elements that are gathered together."""
+    """Elements of a gather bucket."""
     persistence_threshold: int = 100_000
-    """Parameters of up to that many elements are whole on every rank at stage 3."""
+    """Largest parameter, in elements, that stays whole on every rank at stage 3."""
     reuse_distance: int = 1_000_000_000
     overlap: bool = False
-    """Whether messages are sent beside the passes; DeepSpeed's default is True at stage 3."""
+    """Whether messages overlap the passes; DeepSpeed's default is True at stage 3."""
     offload: bool = False
-    """Whether the optimizer's states are in host memory, where it takes its step."""
+    """Whether the optimizer's states and its step are on the host."""
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Zero:
         """Read a DeepSpeed JSON.
 
         Raises:
-            BenchError: it communicates in a way that the model does not know.
+            BenchError: the model does not cover its communication.
         """
         section = dict(ds_config.get("zero_optimization", {}))
         if not section.get("use_multi_rank_bucket_allreduce", True) or not section.get("reduce_scatter", True):
             raise BenchError(
-                "the DeepSpeed JSON sets use_multi_rank_bucket_allreduce or reduce_scatter to false, which the model "
-                "of the communication does not know; use one of the files in deepspeed_configs/"
+                "the DeepSpeed JSON sets use_multi_rank_bucket_allreduce or reduce_scatter to false, which the "
+                "communication model does not cover; use one of the files in deepspeed_configs/"
             )
         if _on_host(section, "offload_param"):
             raise BenchError(
-                "the DeepSpeed JSON sets offload_param: what the parameters' way from the host costs is not in the "
-                "model of the communication; use one of the files in deepspeed_configs/"
+                "the DeepSpeed JSON sets offload_param: the communication model does not cover transfers of parameters "
+                "from the host; use one of the files in deepspeed_configs/"
             )
         names = {
             "reduce_bucket": "reduce_bucket_size",
@@ -83,17 +83,17 @@ class Zero:
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """Phases of a step of which each rank does its part alone; fastdiff shards the EMA at every stage."""
+        """Phases whose work is divided among the ranks; fastdiff shards the EMA at every stage."""
         return ("optimizer", "ema") if self.stage else ("ema",)
 
     def messages(self, parameters: Sequence[int], width: int, ranks: int) -> list[Message]:
-        """All collectives of a step.
+        """Return all collectives of a step.
 
         Args:
-            parameters: elements of each, in the order of the model; all of them are trained. Their gradients are taken
-                to be ready in the reverse order; where autograd has another, buckets have other borders.
-            width: bytes of an element of the parameters that compute, and of their gradients.
-            ranks: how many.
+            parameters: elements of each, in the order of the model; all are trained. Their gradients are assumed to be
+                ready in reverse order; if autograd has another order, the buckets have other borders.
+            width: bytes per element of the compute parameters and their gradients.
+            ranks: number of ranks.
         """
         if self.stage == 0:
             return [Message("all-reduce", width * size) for size in _filled(parameters, _WHOLE_BUCKET)]
@@ -112,7 +112,7 @@ class Zero:
     def _stage_3(self, parameters: Sequence[int], width: int, ranks: int) -> Iterator[Message]:
         padded = [_padded(size, ranks) for size in parameters]
         persistent = [size <= self.persistence_threshold for size in parameters]
-        # Between its two uses lie the parameters behind it, once forward and once backward.
+        # The parameters after it lie between its two uses, once forward and once backward.
         behind = list(accumulate(reversed(parameters), initial=0))[-2::-1]
         first = [size for size, whole in zip(padded, persistent, strict=True) if not whole]
         second = [
@@ -136,13 +136,13 @@ def _on_host(section: Mapping[str, Any], name: str) -> bool:
 
 
 def parameters_of(model: ModelConfig) -> list[int]:
-    """Elements of each parameter of a network, in its order."""
+    """Return the elements of each parameter of a network, in its order."""
     with torch.device("meta"):
         return [parameter.numel() for parameter in build_model(model).parameters()]
 
 
 def width_of(precision: str) -> int:
-    """Bytes of an element of the parameters that compute, and of their gradients."""
+    """Return the bytes per element of the compute parameters and their gradients."""
     return 4 if precision == "fp32" else 2
 
 

@@ -1,1 +1,1 @@
-"""Who steps in ``bench step`` and ``bench scale``: fastdiff and what it is compared with, one module each."""
+"""Trainers of ``bench step`` and ``bench scale``: fastdiff and its baselines, one module each."""

@@ -1,7 +1,7 @@
-"""The variational bound of a learned variance as the peers compute it: elementwise, in plain torch and fp32.
+"""Variational bound of a learned variance in the baselines: elementwise, in plain torch and fp32.
 
 Nichol & Dhariwal 2021, arXiv:2102.09672, sections 2.1 and 3.1; the variance is between that of the posterior and beta
-(their eq. 15). All of it is in bits.
+(their eq. 15). All values are in bits.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ _HALF_BIN, _EDGE, _LEAST = 1 / 255, 0.999, 1e-12
 
 
 def log_variance(predicted: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
-    """Between the logarithms of two variances, -1 to 1 of ``predicted``."""
+    """Interpolate between the logarithms of two variances; ``predicted`` is in [-1, 1]."""
     share = (predicted + 1) / 2
     return share * largest + (1 - share) * smallest
 
 
 def divergence(error: Tensor, true: Tensor, estimated: Tensor) -> Tensor:
-    """KL(true || estimated) of Gaussians.
+    """Return KL(true || estimated) of Gaussians.
 
     Args:
         error: difference of their means.
-        true: logarithm of the variance of one.
-        estimated: of the other.
+        true: logarithm of the true variance.
+        estimated: logarithm of the estimated variance.
     """
     nats = 0.5 * (estimated - true + torch.exp(true - estimated) + error**2 * torch.exp(-estimated) - 1.0)
     return nats / math.log(2.0)
 
 
 def decoder(clean: Tensor, error: Tensor, estimated: Tensor) -> Tensor:
-    """-log p(x0 | x1) of 8-bit pixels (Ho et al. 2020, arXiv:2006.11239, eq. 13), the outermost bins without an end.
+    """Return -log p(x0 | x1) of 8-bit pixels (Ho et al. 2020, arXiv:2006.11239, eq. 13); outermost bins are open.
 
     Args:
         clean: x0.
-        error: x0 less the mean.
+        error: x0 minus the mean.
         estimated: logarithm of the variance.
     """
     per_deviation = torch.exp(-0.5 * estimated)
@@ -47,5 +47,5 @@ def decoder(clean: Tensor, error: Tensor, estimated: Tensor) -> Tensor:
 
 
 def _normal_cdf(value: Tensor) -> Tensor:
-    """Of the standard normal, by the usual approximation with tanh."""
+    """Return the CDF of the standard normal by the usual tanh approximation."""
     return 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (value + 0.044715 * value**3)))

@@ -1,8 +1,8 @@
-"""What the ranks of fastdiff say to one another in a step: counted in steps that do not count for the time.
+"""Collectives of a fastdiff step, recorded in warm-up steps.
 
-Every collective of Python's goes through a method of ``torch.distributed.ProcessGroup``, whoever calls it: DeepSpeed,
-``torch.distributed`` or fastdiff. While they are counted these methods wait for all ranks first and for the result
-last, so that the seconds are those of the transfer alone.
+Every collective called from Python goes through a method of ``torch.distributed.ProcessGroup``, whether the caller is
+DeepSpeed, ``torch.distributed`` or fastdiff. While recorded, these methods first wait for all ranks and finally for the
+result, so the seconds are those of the transfer alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from bench.trainers import ours
 from fastdiff.parallel.world import free_port, start_world
 
 Call = tuple[str, int, float]
-"""Kind, bytes, seconds. The bytes are those of the whole vector, which every rank has in the end or had at the start;
-of a gather or a scatter those of one rank's part, as only the root has the whole."""
+"""Kind, bytes and seconds. The bytes are those of the whole vector, which every rank has at the end or at the start;
+for a gather or a scatter those of one rank's part, because only the root has the whole.
+"""
 
 _KINDS = {
     "allreduce": "all-reduce",
@@ -51,35 +52,36 @@ _KINDS = {
     "all_to_all_single": "all-to-all",
     "barrier": "barrier",
 }
-"""Methods of a process group and what they do."""
+"""Methods of a process group and the kind of their collective."""
 _SECOND = {
     method for method, kind in _KINDS.items() if kind in ("all-gather", "reduce-scatter", "all-to-all", "gather")
 }
-"""Those of which the second argument counts, the inputs; of the others the first does: the inputs too, or the output of
-a scatter."""
+"""Methods whose second argument counts, the inputs. For the rest the first argument counts: the inputs, or the output
+of a scatter.
+"""
 
 
 def run(turn: Turn, subject: Subject, data: Path, counted: tuple[int, int]) -> None:
-    """Step until there is enough; the collectives of each counted step become the fact ``calls``, a JSON list.
+    """Step until ``Enough``; the collectives of each recorded step become the fact ``calls``, a JSON list.
 
     Args:
         turn: of this process.
         subject: what to train.
         data: folder of shards that fit its model.
-        counted: steps before the first whose collectives are counted, and before the first after it whose are not.
+        counted: first and end (exclusive) of the recorded steps, counted from 0.
     """
     with ExitStack() as stack:
         ours.run(cast(Turn, _CountingTurn(turn, stack, *counted)), subject, data, phases=True)
 
 
 def run_apart(turn: Turn, subject: Subject, data: Path) -> None:
-    """Step until there is enough, each process as the only rank of a run of its own, beside the others.
+    """Step until ``Enough``, each process as the only rank of its own run, at the same time as the other processes.
 
-    They share the machine but have nothing to say to one another.
+    They share the machine but do not communicate.
 
     Args:
         turn: of this process.
-        subject: what each trains.
+        subject: what each process trains.
         data: folder of shards that fit its model.
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_PORT=str(free_port()))
@@ -87,7 +89,7 @@ def run_apart(turn: Turn, subject: Subject, data: Path) -> None:
 
 
 def sweep(turn: Turn, kinds: Sequence[str], sizes: Sequence[int]) -> None:
-    """In each step, one collective of every kind and size; the seconds become the fact ``calls``, a JSON list.
+    """Run one collective of every kind and size per step; the seconds become the fact ``calls``, a JSON list.
 
     Args:
         turn: of this process.
@@ -114,7 +116,7 @@ def sweep(turn: Turn, kinds: Sequence[str], sizes: Sequence[int]) -> None:
 
 
 class _CountingTurn:
-    """Stands before a turn and counts from one step to another."""
+    """Wrapper of a session that records collectives from one step to another."""
 
     def __init__(self, turn: Turn, stack: ExitStack, first: int, end: int) -> None:
         self._turn, self._stack, self._first, self._end = turn, stack, first, end
@@ -147,8 +149,8 @@ class _CountingTurn:
 
 @contextmanager
 def recording(calls: list[Call]) -> Iterator[None]:
-    """Append every collective that this process takes part in."""
-    # As the class holds them: what getattr() finds there would not bind to an instance when it is put back.
+    """Append every collective of this process to ``calls``."""
+    # Read from the class dictionary: methods found by getattr() would not bind to instances when restored.
     originals = {name: method for name, method in vars(ProcessGroup).items() if name in _KINDS}
     barrier = ProcessGroup.barrier
 

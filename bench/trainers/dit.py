@@ -1,10 +1,10 @@
-"""The training step that was published with DiT (Peebles & Xie 2023; github.com/facebookresearch/DiT, train.py).
+"""The published training step of DiT (Peebles & Xie 2023; github.com/facebookresearch/DiT, train.py).
 
-fp32 with TF32 on a GPU, no clipping, AdamW as torch has it by default, an average that is updated parameter by
-parameter, a loss that is read in every step, and tables that are copied to the device whenever one is read. Latents and
-not images, and no ``DistributedDataParallel``: these are left out on both sides, or to its favour. With ``best`` what
-its users add: autocast where fastdiff computes in 16 bits, compiled blocks where fastdiff's are, the fused optimizer,
-the average over all parameters at once, a loss that is read when it is logged, and tables that stay on the device.
+fp32 with TF32 on a GPU, no clipping, torch's default AdamW, a per-parameter EMA update, a loss that is read in every
+step, and tables that are copied to the device at every use. It trains on latents instead of images and without
+``DistributedDataParallel``; both are absent on both sides, or favour DiT. ``best`` adds common optimizations of its
+users: autocast where fastdiff computes in 16 bits, compiled blocks where fastdiff compiles, the fused optimizer, one
+EMA update for all parameters, a loss that is read only for logging, and tables that stay on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOG_EVERY = 100
 
 
 def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
-    """Step until there is enough, on the shards in ``data``."""
+    """Step until ``Enough``, on the shards in ``data``."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     config = subject.config(data, data)
     assert isinstance(config.model, DiTConfig)
@@ -38,19 +38,20 @@ def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
 
 
 class Dit:
-    """See ``Peer``.
+    """DiT's training step; see ``Peer``.
 
     Args:
         config: the run, of a DiT.
         device: where it computes.
-        best: with what its users add.
+        best: with the common optimizations.
     """
 
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
         self._best, self._rate = best, config.ema.rates[0]
         objective = of_steps(config.objective)
         self._noise = Noise(objective, device)
-        # What their script cannot train (v, a fixed variance, another schedule) is computed as everybody else's.
+        # Objectives that their script cannot train (v, a fixed variance, another schedule) are computed as in the other
+        # baselines.
         published = not best and Published.trains(objective)
         self._published = Published(objective) if published else None
         self.model = network(config, device, best=best)

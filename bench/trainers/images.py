@@ -1,4 +1,4 @@
-"""Photographs that mean nothing, with captions, on disk; and how diffusers' scripts read such a folder."""
+"""Synthetic photographs with captions on disk, and a loader that reads them as diffusers' scripts do."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 _CAPTIONS = "captions.json"
 _WORDS = ("a", "bridge", "over", "the", "quiet", "river", "in", "autumn", "light", "seen", "from", "an", "old", "boat")
 _SMOOTH = 12
-"""Pixels between two independent colours: photographs are smooth, and JPEG and its decoder are faster for it."""
+"""Pixels between two independent colours: photographs are smooth, which makes JPEG and its decoder faster."""
 
 
 def write(folder: Path, count: int, side: int, *, seed: int = 0) -> Path:
-    """Write JPEG files 1.25 x 1.5 times as large as what is trained on, and their captions; return the folder.
+    """Write JPEG files 1.25 x 1.5 times as large as the training images, and captions; return the folder.
 
     Args:
         folder: new.
         count: images.
-        side: of the squares that are trained on, in pixels.
+        side: of the square training images, in pixels.
         seed: of colours and words.
     """
     folder.mkdir(parents=True)
@@ -43,7 +43,7 @@ def write(folder: Path, count: int, side: int, *, seed: int = 0) -> Path:
 
 
 class _Images(Dataset[tuple[Tensor, str]]):
-    """Decoded, resized, cropped at random and normalised: what torchvision's transforms do to Pillow's images."""
+    """Images, decoded, resized, randomly cropped and normalized as torchvision's transforms do with Pillow."""
 
     def __init__(self, folder: Path, side: int) -> None:
         self._files = [path.read_bytes() for path in sorted(folder.glob("*.jpg"))]
@@ -65,7 +65,7 @@ class _Images(Dataset[tuple[Tensor, str]]):
 
 
 def loader(folder: Path, side: int, batch: int, tokenizer: Any) -> DataLoader[Any]:
-    """Batches of ``pixel_values [B, 3, side, side]`` fp32 and ``input_ids [B, 77]`` int64, without worker processes."""
+    """Return batches of ``pixel_values [B, 3, side, side]`` fp32 and ``input_ids [B, 77]`` int64, without workers."""
 
     def collate(samples: list[tuple[Tensor, str]]) -> dict[str, Tensor]:
         pixels, captions = zip(*samples, strict=True)

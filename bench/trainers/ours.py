@@ -1,4 +1,4 @@
-"""fastdiff itself: the loop of ``fastdiff/train.py`` as it is, with a callback that takes the time."""
+"""fastdiff itself: the unmodified loop of ``fastdiff/train.py``, with a callback that measures time."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from fastdiff.training.state import TrainState
 
 
 def run(turn: Turn, subject: Subject, data: Path, phases: bool = False, launched: bool = False) -> None:
-    """Step until there is enough.
+    """Step until ``Enough``.
 
-    Facts: ``parameters``, ``device`` (its name), ``graph_breaks`` and ``compilations`` of torch.compile until now,
-    ``last_compilation`` (the step, counted from 1, that compiled last; 0: none did); with ``launched`` also
-    ``launches`` of a step and what they are, ``launched``.
+    Facts: ``parameters``, ``device`` (its name), ``graph_breaks`` and ``compilations`` of torch.compile so far,
+    ``last_compilation`` (the last step that compiled, counted from 1; 0: none); with ``launched`` also the number
+    ``launches`` of a step and their kind ``launched``.
 
     Args:
         turn: of this process.
         subject: what to train.
         data: folder of shards that fit its model.
-        phases: take the time of the parts of a step as well.
-        launched: count what a step launches, in one more of them in the end.
+        phases: also measure the phases of a step.
+        launched: count the launches of one additional step at the end.
     """
     quieten()
     world = start_world()
@@ -71,14 +71,14 @@ def run(turn: Turn, subject: Subject, data: Path, phases: bool = False, launched
 
 
 class AfterStep(Callback):
-    """Tells the turn of every step, and of what torch.compile did until then."""
+    """Reports every step, and the activity of torch.compile so far, to the session."""
 
     def __init__(self, turn: Turn) -> None:
         self._turn, self._steps = turn, 0
         turn.facts["compilations"] = turn.facts["last_compilation"] = turn.facts["graph_breaks"] = 0
 
     def on_step(self, state: TrainState) -> None:
-        """Note the facts, then end the step."""
+        """Record the facts, then end the step."""
         facts, self._steps = self._turn.facts, self._steps + 1
         compilations = counters["stats"]["unique_graphs"]
         if compilations != facts["compilations"]:
@@ -88,14 +88,14 @@ class AfterStep(Callback):
 
 
 class _Observed(Callbacks):
-    """The callbacks of a run, and one more after them."""
+    """The callbacks of a run, followed by one more."""
 
     def __init__(self, own: Callbacks, last: Callback) -> None:
         super().__init__([last])
         self._own = own
 
     def on_step(self, state: TrainState) -> None:
-        """Call them all."""
+        """Call all of them."""
         self._own.on_step(state)
         super().on_step(state)
 
@@ -118,7 +118,7 @@ def _timed_batches(turn: Turn, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 class _Timed:
-    """Stands before a part of the run; what it does not time goes to the part itself."""
+    """Wrapper of a part of the run; untimed attributes are those of the part."""
 
     def __init__(self, turn: Turn, part: Any) -> None:
         self._turn, self._part = turn, part

@@ -1,8 +1,8 @@
-"""A loop of plain PyTorch without DeepSpeed: autocast, AdamW, clipping, and an average by ``torch.optim.swa_utils``.
+"""A loop of plain PyTorch without DeepSpeed: autocast, AdamW, clipping, and EMA by ``torch.optim.swa_utils``.
 
-As most people would write it: the optimizer and the average as torch has them by default, the network a DiT in plain
-torch or the UNet of diffusers, in the precision of the run. With ``best`` the fused optimizer, averages and clipping
-over all parameters at once, a UNet in channels_last, and compilation where fastdiff compiles.
+It is the usual implementation: optimizer and EMA with torch's defaults, a DiT in plain torch or diffusers' UNet, in the
+precision of the run. ``best`` adds the fused optimizer, EMA and clipping over all parameters at once, a channels_last
+UNet, and compilation where fastdiff compiles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastdiff.training.optim import build_lr_schedule
 
 
 def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
-    """Step until there is enough, on the shards in ``data``."""
+    """Step until ``Enough``, on the shards in ``data``."""
     config = subject.config(data, data)
     null = config.model.classes if isinstance(config.model, DiTConfig) else None
     samples = Samples(data, config.batch.samples, config.objective.condition_dropout, null, turn.device)
@@ -33,12 +33,12 @@ def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
 
 
 class Plain:
-    """See ``Peer``.
+    """Plain PyTorch's training step; see ``Peer``.
 
     Args:
         config: the run.
         device: where it computes.
-        best: with the fastest that torch has.
+        best: with torch's fastest options.
     """
 
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:

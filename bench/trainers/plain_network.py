@@ -1,6 +1,6 @@
-"""The networks of the peers, without an op of fastdiff: a DiT in plain torch, and the UNet of diffusers.
+"""Networks of the baselines without fastdiff's ops: a DiT in plain torch, and diffusers' UNet.
 
-Unlike fastdiff's they run under ``torch.autocast``: their norms take a shift and a scale in another dtype.
+Unlike fastdiff's networks they run under ``torch.autocast``: their norms take shift and scale in another dtype.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _NORM_EPS = 1e-6
 
 
 def network(config: RunConfig, device: torch.device, *, best: bool) -> Any:
-    """The network of the run in fp32, with the weights and their names that fastdiff's has at the start.
+    """Return the network of the run in fp32, with fastdiff's initial weights and parameter names.
 
     Args:
         config: the run.
         device: where it computes.
-        best: in channels_last, if it is a UNet.
+        best: a UNet in channels_last.
     """
     weights = build_network(config).state_dict()
     recompute = config.performance.recompute
@@ -47,14 +47,16 @@ def network(config: RunConfig, device: torch.device, *, best: bool) -> Any:
         if best:
             model.to(memory_format=torch.channels_last)
     else:
-        raise BenchError(f"{config.model.title} has no plain network to race with; choose another preset, or no --peer")
+        raise BenchError(
+            f"{config.model.title} has no plain network as a baseline; choose another preset, or no --peer"
+        )
     return model.to(device).train()
 
 
 def compiled(model: nn.Module, config: RunConfig, device: torch.device) -> bool:
-    """Compile the network in place where fastdiff compiles its own, and say whether that is here.
+    """Compile the network in place if fastdiff compiles its own here; return whether it does.
 
-    A DiT is compiled by block, so that its equal blocks share a graph, a UNet as a whole.
+    A DiT is compiled per block, so that equal blocks share a graph; a UNet is compiled as a whole.
     """
     if not compiles(config, device):
         return False
@@ -66,7 +68,7 @@ def compiled(model: nn.Module, config: RunConfig, device: torch.device) -> bool:
 
 
 def predict(model: nn.Module, noisy: Tensor, time: Tensor, condition: Condition) -> Tensor:
-    """``noisy [B, C, H, W], time [B] -> [B, C, H, W]``, or twice the channels with a variance."""
+    """Map ``noisy [B, C, H, W], time [B] -> [B, C, H, W]``, or to twice the channels with a variance."""
     if isinstance(model, PlainDiT):
         return cast(Tensor, model(noisy, time, condition["label"]))
     added = {theirs: condition[ours] for ours, theirs in _ADDED.items() if ours in condition}
@@ -74,11 +76,11 @@ def predict(model: nn.Module, noisy: Tensor, time: Tensor, condition: Condition)
 
 
 _ADDED = {"pooled": "text_embeds", "time_ids": "time_ids"}
-"""What a UNet of SDXL is conditioned on besides; our names and those of diffusers."""
+"""Additional conditions of an SDXL UNet: our names and diffusers' names."""
 
 
 class PlainDiT(DiT):
-    """The same network with its norms, modulations and attention as torch has them."""
+    """The same network with torch's norms, modulations and attention."""
 
     def __init__(self, config: DiTConfig, *, recompute: bool = False) -> None:
         super().__init__(config, recompute=recompute)
@@ -105,6 +107,6 @@ PlainDiT.block_classes = (_Block,)
 
 
 def _modulated(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``tokens [B, T, D]``, ``shift`` and ``scale [B, D]``; under autocast fp32, as its layer norm is."""
+    """Normalize and modulate ``tokens [B, T, D]`` by ``shift`` and ``scale [B, D]``; fp32 under autocast."""
     normed = F.layer_norm(tokens, tokens.shape[-1:], eps=_NORM_EPS)
     return normed * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)

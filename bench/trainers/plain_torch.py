@@ -1,4 +1,4 @@
-"""What the loops of the peers have in common: samples in memory, noise and loss in plain torch, and the facts."""
+"""Shared parts of the baseline loops: samples in memory, noise and loss in plain torch, and the facts."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from fastdiff.diffusion.levels import ALPHA, SIGMA
 from fastdiff.diffusion.schedules import Schedule
 
 FLAGS = ("precision", "tf32", "compile", "channels_last", "attention", "fused", "foreach", "data")
-"""Facts of a peer: how it computes."""
+"""Facts of a baseline: its computation settings."""
 
 _TARGETS = ("epsilon", "v", "x0")
 _NONE = ("noise_offset", "multires_noise_iterations", "input_perturbation", "dream")
-"""Of an objective: what no peer has."""
+"""Objective options that no baseline supports."""
 
 
 def untrained(objective: ObjectiveConfig, timesteps: TimestepConfig) -> list[str]:
-    """Options of a run that ``Noise`` and ``train`` have not, as flags; empty: they train it."""
+    """Return the options of a run that ``Noise`` and ``train`` do not support, as flags; empty: all are supported."""
     if not isinstance(objective, DdpmConfig):
         return [f"--objective.process {objective.process}"]
     learned = objective.learns_variance
     known = {
         "prediction": objective.predicted in (_TARGETS[:1] if learned else _TARGETS),
         "variance": objective.variance != "learned",
-        # With a fixed variance the two are the same.
+        # With a fixed variance both losses are equal.
         "loss": objective.loss in (("mse",) if learned else ("mse", "rescaled_mse")),
         **{name: not getattr(objective, name) for name in _NONE},
     }
@@ -51,32 +51,32 @@ def untrained(objective: ObjectiveConfig, timesteps: TimestepConfig) -> list[str
 
 
 def of_steps(objective: ObjectiveConfig) -> DdpmConfig:
-    """The objective of a run that peers train: it has discrete steps.
+    """Return the objective of a run that baselines support: it has discrete timesteps.
 
     Raises:
-        BenchError: it has not.
+        BenchError: the objective is another one.
     """
     if not isinstance(objective, DdpmConfig):
-        raise BenchError(f"--objective.process {objective.process}: the peers do not train this")
+        raise BenchError(f"--objective.process {objective.process}: the baselines do not support this")
     return objective
 
 
 class Peer(Protocol):
-    """A training step as somebody else takes it."""
+    """Training step of a baseline."""
 
     @property
     def model(self) -> nn.Module:
-        """What is trained."""
+        """The trained network."""
 
     @property
     def facts(self) -> dict[str, Fact]:
-        """Those of ``FLAGS`` that are its own to choose; ``fused`` of AdamW, ``foreach`` of the average."""
+        """The facts of ``FLAGS`` that it chooses itself; ``fused`` refers to AdamW, ``foreach`` to the EMA."""
 
     def loss(self, clean: Tensor, noise: Tensor, time: Tensor, condition: Condition) -> Tensor:
-        """The mean loss of a batch, as a scalar with a gradient; ``clean`` and ``noise [B, C, H, W]``, ``time [B]``."""
+        """Return the mean loss of a batch with a gradient; ``clean`` and ``noise [B, C, H, W]``, ``time [B]``."""
 
     def update(self, loss: Tensor) -> None:
-        """Everything behind the loss: gradient, optimizer, learning rate, average."""
+        """Take the rest of the step after the loss: gradient, optimizer, learning rate, EMA."""
 
     @property
     def averages(self) -> list[Tensor]:
@@ -84,28 +84,28 @@ class Peer(Protocol):
 
 
 class Source(Protocol):
-    """Where the clean latents of a step come from."""
+    """Source of the clean latents of a step."""
 
     kind: str
-    """In words."""
+    """Description in words."""
 
     def next(self) -> tuple[Tensor, Condition]:
-        """``[B, C, H, W]`` in fp32, and what they are conditioned on."""
+        """Return latents ``[B, C, H, W]`` in fp32, and their condition."""
 
 
 class Noise:
-    """Forward process and loss: the weighted squared error, and the bound of a learned variance where the run has one.
+    """Forward process and loss: the weighted squared error, and for a learned variance its bound.
 
     Ho et al. 2020, arXiv:2006.11239; Hang et al. 2023, arXiv:2303.09556; for the bound see ``bound.py``. The tables
-    are those of the run, so that it is the same mathematics; what is done with them in a step is plain.
+    are those of the run, so the mathematics is the same; the computation of a step is plain torch.
 
     Raises:
-        BenchError: an objective that is not among these.
+        BenchError: the objective is not supported.
     """
 
     def __init__(self, config: DdpmConfig, device: torch.device) -> None:
         if flags := untrained(config, TimestepConfig()):
-            raise BenchError(f"{', '.join(flags)}: the peers do not train this")
+            raise BenchError(f"{', '.join(flags)}: the baselines do not support this")
         self._predicted = config.predicted
         process = Ddpm(config, device)
         self._alpha, self._sigma = (process.table[:, column].contiguous() for column in (ALPHA, SIGMA))
@@ -113,11 +113,11 @@ class Noise:
         self._bound = _Bound(config, device) if config.learns_variance else None
 
     def noisy(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """``[B, C, H, W]``: the latents at ``time``."""
+        """Return the latents at ``time``, ``[B, C, H, W]``."""
         return at(self._alpha, time) * clean + at(self._sigma, time) * noise
 
     def loss(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Scalar; a second half of the channels of ``prediction`` is not trained where the variance is fixed."""
+        """Return a scalar; with a fixed variance a second half of the channels of ``prediction`` is ignored."""
         prediction, variance = prediction[:, : clean.shape[1]].float(), prediction[:, clean.shape[1] :].float()
         loss = self._squared_error(prediction, self._target(clean, noise, time), time)
         if self._bound is None:
@@ -139,11 +139,11 @@ class Noise:
             case "v":
                 return at(self._alpha, time) * noise - at(self._sigma, time) * clean
             case other:
-                raise BenchError(f"--objective.prediction {other}: the peers do not train this")
+                raise BenchError(f"--objective.prediction {other}: the baselines do not support this")
 
 
 class _Bound:
-    """Of a variance between the posterior's and beta, with a mean that follows from the predicted noise."""
+    """Bound of a variance between the posterior's and beta, with a mean that follows from the predicted noise."""
 
     def __init__(self, config: DdpmConfig, device: torch.device) -> None:
         tables = Schedule.build(config, "cpu", torch.float64)
@@ -155,10 +155,10 @@ class _Bound:
         self._per_noise, self._smallest, self._largest = (table.to(device, torch.float32) for table in columns)
 
     def loss(self, prediction: Tensor, variance: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Scalar; the gradient is of ``variance`` alone."""
+        """Return a scalar; only ``variance`` gets a gradient."""
         smallest = at(self._smallest, time)
         estimated = bound.log_variance(variance, smallest, at(self._largest, time))
-        # Of the mean of a step back; at the first one that mean is x0 itself.
+        # Error of the mean of the previous step; at the first step that mean is x0 itself.
         error = at(self._per_noise, time) * (prediction - noise)
         first = (time == 0).view(-1, 1, 1, 1)
         divergence = bound.divergence(error, smallest, estimated)
@@ -166,25 +166,25 @@ class _Bound:
 
 
 def log_posterior_variance(tables: Schedule) -> Tensor:
-    """``[T]``; the first variance, 0, is replaced by the second one."""
+    """Return ``[T]``; the first variance, 0, is replaced by the second one."""
     variance = tables.posterior_variance
     return torch.cat([variance[1:2], variance[1:]]).log()
 
 
 def at(table: Tensor, time: Tensor) -> Tensor:
-    """``[B, 1, 1, 1]``: of the timesteps of a batch."""
+    """Return the table's values at the timesteps of a batch, ``[B, 1, 1, 1]``."""
     return table[time].view(-1, 1, 1, 1)
 
 
 class Samples:
-    """Endless shuffled batches of a folder of shards, all of which is in the memory of the device from the start.
+    """Endless shuffled batches of a folder of shards, held completely in the memory of the device.
 
     Args:
-        folder: what ``bench.measure.synthetic.write`` wrote.
+        folder: written by ``bench.measure.synthetic.write``.
         batch: samples per batch.
-        dropout: share of the samples whose class or caption is replaced by none.
-        null: class that stands for none; captions have their own.
-        device: where they are.
+        dropout: share of the samples whose class or caption is replaced by the null condition.
+        null: null class; captions have their own.
+        device: of the data.
     """
 
     kind = "latents in the memory of the device"
@@ -205,7 +205,7 @@ class Samples:
         self._order: Iterator[Tensor] = iter(())
 
     def next(self) -> tuple[Tensor, Condition]:
-        """Clean latents ``[B, C, H, W]`` in fp32, sampled from their posterior if there is one, and the condition."""
+        """Return clean latents ``[B, C, H, W]`` in fp32, sampled if they are posteriors, and the condition."""
         chosen = next(self._order, None)
         if chosen is None:
             order = torch.randperm(len(self._latents), device=self._latents.device)
@@ -228,13 +228,13 @@ class Samples:
 
 
 def _in_memory(array: npt.NDArray[Any]) -> Tensor:
-    """fp32, so that no step has to convert; whole numbers as they are."""
+    """Convert to fp32 once, so that no step has to; integers stay as they are."""
     tensor = torch.from_numpy(array)
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def train(turn: Turn, peer: Peer, samples: Source, timesteps: int) -> None:
-    """Step until there is enough. Facts: ``parameters`` and ``FLAGS``."""
+    """Step until ``Enough``; facts: ``parameters`` and ``FLAGS``."""
     tf32 = turn.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     parameters = sum(p.numel() for p in peer.model.parameters())
     turn.ready(parameters=parameters, **peer.facts, tf32=tf32, attention="sdpa", data=samples.kind)

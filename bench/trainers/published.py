@@ -1,7 +1,7 @@
-"""Noise and loss as DiT's training script computes them (github.com/facebookresearch/DiT, ``create_diffusion``).
+"""Noise and loss of DiT's training script (github.com/facebookresearch/DiT, ``create_diffusion``).
 
-Its tables are NumPy's, in float64, and go to the device whenever one is read: 18 times in a step, 4 of them for a
-posterior mean that this loss does not use, and once more for the numbers of the timesteps.
+Its tables are NumPy arrays in float64, copied to the device at every use: 18 times per step, 4 of them for a posterior
+mean that this loss does not use, and once more for the timestep numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastdiff.diffusion.schedules import Schedule
 
 
 class Published:
-    """What ``plain_torch.Noise`` is to the others, for an objective that it ``trains``."""
+    """Counterpart of ``plain_torch.Noise``, for the objectives that it ``trains``."""
 
     def __init__(self, config: DdpmConfig) -> None:
         exact = Schedule.build(config, "cpu", torch.float64)
@@ -40,13 +40,13 @@ class Published:
 
     @staticmethod
     def trains(config: DdpmConfig) -> bool:
-        """Whether their script has this objective, for a run whose noise is plain."""
+        """Return whether their script supports this objective, for a run with plain noise."""
         noise = config.schedule, config.timesteps, config.zero_terminal_snr
         loss = config.predicted, config.variance, config.loss, config.weighted
         return noise == ("linear", 1000, False) and loss == ("epsilon", "learned_range", "mse", "none")
 
     def loss(self, model: Callable[[Tensor, Tensor], Tensor], clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Scalar: squared error of the noise, and the bound of the variance.
+        """Return a scalar: squared error of the noise plus the bound of the variance.
 
         Args:
             model: ``noisy [B, C, H, W], time [B] -> [B, 2C, H, W]`` fp32.
@@ -58,7 +58,7 @@ class Published:
         told = torch.tensor(self._numbers, device=time.device, dtype=time.dtype)[time]
         predicted, variance = model(noisy, told).chunk(2, dim=1)
         divergence = self._bound(torch.cat([predicted.detach(), variance], dim=1), clean, noisy, time)
-        self._posterior(clean, noisy, time)  # the target of another prediction, which they compute with this one's
+        self._posterior(clean, noisy, time)  # the target of another prediction type, which their script also computes
         squared = ((noise - predicted) ** 2).mean(dim=(1, 2, 3))
         return (squared + divergence).mean()
 
@@ -74,12 +74,12 @@ class Published:
         return torch.where(time == 0, decoder, divergence)
 
     def _posterior(self, clean: Tensor, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, variance and log variance of a step back."""
+        """Return mean, variance and log variance of the posterior."""
         names = ("posterior of clean", "posterior of noisy", "posterior variance", "log posterior variance")
         of_clean, of_noisy, variance, log_variance = (self._at(name, time, clean) for name in names)
         return of_clean * clean + of_noisy * noisy, variance, log_variance
 
     def _at(self, name: str, time: Tensor, like: Tensor) -> Tensor:
-        """``[B, C, H, W]``, the value of a sample in all of its elements."""
+        """Return ``[B, C, H, W]``: the table's value of a sample in all of its elements."""
         found = torch.from_numpy(self._tables[name]).to(time.device)[time].float()
         return found.view(-1, 1, 1, 1) + torch.zeros(like.shape, device=time.device)

@@ -1,4 +1,4 @@
-"""fastdiff's own loop with checkpoints: steps beside no save, steps beside one, and a step that waits for one."""
+"""fastdiff's own loop with checkpoints: steps without a save, steps during one, and a step that waits for one."""
 
 from __future__ import annotations
 
@@ -33,43 +33,43 @@ _KIND = "checkpoint"
 
 @dataclass(slots=True)
 class Cycle:
-    """Seconds of what is done in turns; all of it once."""
+    """Seconds of the parts of one cycle."""
 
     quiet: list[float] = field(default_factory=list)
     """Steps while nothing is written."""
     beside: list[float] = field(default_factory=list)
     """Steps that began while a save was being written."""
     pause: float = 0.0
-    """In which the training stood still for the copy to the host."""
+    """Pause of the training for the copy to the host."""
     save: float = 0.0
-    """From there until the checkpoint was known to be committed, after a step."""
+    """Time from the copy until the checkpoint was known to be committed, after a step."""
     blocking: float = 0.0
-    """A step and a save that it waits for."""
+    """A step together with a save that it waits for."""
 
     @property
     def slow_down(self) -> float:
-        """Of a step by a save beside it."""
+        """Slow-down of a step by a concurrent save."""
         return statistics.median(self.beside) / statistics.median(self.quiet)
 
     @property
     def slow_down_by_waiting(self) -> float:
-        """Of a step by a save that it waits for."""
+        """Slow-down of a step by a save that it waits for."""
         return self.blocking / statistics.median(self.quiet)
 
     @property
     def cost(self) -> float:
-        """Of a save beside the training: by how many steps it would have come further without."""
+        """Cost of a concurrent save, as the number of steps lost."""
         quiet = statistics.median(self.quiet)
         return (self.pause + sum(self.beside)) / quiet - len(self.beside)
 
 
 def cycles(fact: object) -> list[Cycle]:
-    """What the fact ``cycles`` tells of all but the first, in which everything is met for the first time."""
+    """Read the fact ``cycles`` without the first cycle, which is the warm-up."""
     return [Cycle(**one) for one in json.loads(str(fact))[1:]]
 
 
 def run(turn: Turn, subject: Subject, data: Path, place: Path | None, quiet: int) -> None:
-    """Go through cycles until there is enough; each is a step of the turn.
+    """Repeat cycles until ``Enough``; each counts as a step of the session.
 
     Facts: ``parameters``, ``cycles`` (a JSON list), ``bytes`` of a checkpoint.
 
@@ -77,8 +77,8 @@ def run(turn: Turn, subject: Subject, data: Path, place: Path | None, quiet: int
         turn: of this process.
         subject: what to train.
         data: folder of shards that fit its model.
-        place: where the checkpoints are written; None: where the system has its temporary files.
-        quiet: steps beside no save in each cycle.
+        place: folder of the checkpoints; None: the system's folder for temporary files.
+        quiet: steps without a save in each cycle.
     """
     quieten()
     world = start_world()
@@ -96,7 +96,7 @@ def run(turn: Turn, subject: Subject, data: Path, place: Path | None, quiet: int
 
 
 class _Cycles(Callback):
-    """After every step, does what comes next in the cycle, and notes how long the step took."""
+    """Callback that measures every step and then takes the next action of the cycle."""
 
     def __init__(self, turn: Turn, checkpoints: Checkpoints, background: AsyncSaves, folder: Path, quiet: int) -> None:
         self._turn, self._checkpoints, self._background = turn, checkpoints, background
@@ -108,7 +108,7 @@ class _Cycles(Callback):
         self._save_began = 0.0
 
     def on_step(self, state: TrainState) -> None:
-        """Note the step, and act."""
+        """Record the step, and act."""
         self._stage(state, self._now() - self._began)
         self._began = self._now()
 
@@ -125,7 +125,7 @@ class _Cycles(Callback):
 
     def _in_save(self, state: TrainState, seconds: float) -> None:
         self._cycle.beside.append(seconds)
-        if any(state.world.gather(self._background.running)):  # between two steps, in the time of neither
+        if any(state.world.gather(self._background.running)):  # between two steps, outside their times
             return
         self._background.wait(_KIND)
         self._cycle.save = self._now() - self._save_began

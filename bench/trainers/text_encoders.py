@@ -1,8 +1,8 @@
-"""The frozen parts of a text-to-image pipeline, in Stable Diffusion's proportions to a UNet of any size.
+"""Frozen parts of a text-to-image pipeline, in Stable Diffusion's proportions to a UNet of any size.
 
-The autoencoder is Stable Diffusion's (four levels of two layers, a factor of eight) and the text encoder CLIP's, both
-as wide relative to the UNet as there: for the UNet of SD 1.5 they are its own. The weights are random, which costs the
-same time.
+The autoencoder is Stable Diffusion's (four levels of two layers, a factor of eight) and the text encoder CLIP's, with
+Stable Diffusion's widths relative to the UNet: for the UNet of SD 1.5 they are its own. The weights are random, which
+does not change the time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEAD = 64
 
 
 def autoencoder(unet: UNetConfig) -> Any:
-    """An ``AutoencoderKL`` of diffusers, on torch's default device."""
+    """Return an ``AutoencoderKL`` of diffusers, on torch's default device."""
     from diffusers import AutoencoderKL
 
     width = max(8, unet.block_out_channels[0] * _VAE_WIDTH // _UNET_WIDTH // 8 * 8)
@@ -42,7 +42,7 @@ def autoencoder(unet: UNetConfig) -> Any:
 
 
 def text_encoder(unet: UNetConfig, vocabulary: int) -> Any:
-    """A ``CLIPTextModel`` of transformers whose embeddings are as wide as the UNet takes them."""
+    """Return a ``CLIPTextModel`` of transformers with embeddings as wide as the UNet expects."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
     width = unet.cross_attention_dim
@@ -63,7 +63,7 @@ def text_encoder(unet: UNetConfig, vocabulary: int) -> Any:
 
 
 def tokenizer() -> Any:
-    """A ``CLIPTokenizer`` with one token per character: that of fastdiff's tiny pipelines."""
+    """Return a ``CLIPTokenizer`` with one token per character, as in fastdiff's tiny pipelines."""
     from transformers import CLIPTokenizer
 
     with TemporaryDirectory() as folder:
@@ -72,7 +72,7 @@ def tokenizer() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Operations per sample of the frozen parts over those of a training step of the UNet."""
+    """Operations per sample of the frozen parts, relative to a training step of the UNet."""
 
     autoencoder: float
     text_encoder: float

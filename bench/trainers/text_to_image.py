@@ -1,11 +1,11 @@
-"""The training step of diffusers' examples/text_to_image/train_text_to_image.py, from the public parts it is made of.
+"""The training step of diffusers' examples/text_to_image/train_text_to_image.py, built from its public parts.
 
 As published: images are decoded in the training process (no workers, its default), the autoencoder and the text encoder
-run in every step, and the loss is read twice per step. Its ``--mixed_precision``, which the command in its README has,
-is the precision of the run: autocast for the UNet, the frozen parts in 16 bits. With ``best``: latents and embeddings
-from memory, compilation where fastdiff compiles, channels_last, the fused optimizer and an average over all parameters
-at once. Attention is torch's SDPA in both. The script drops no captions, and is started here as for one device, without
-a distributed wrapper.
+run in every step, and the loss is read twice per step. Its ``--mixed_precision``, which the command in its README sets,
+is the precision of the run: autocast for the UNet, the frozen parts in 16 bits. ``best`` uses latents and embeddings
+from memory, compilation where fastdiff compiles, channels_last, the fused optimizer, and one EMA update for all
+parameters. Attention is torch's SDPA in both. The script drops no captions. It is started for one device, without a
+distributed wrapper.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from fastdiff.diffusion.schedules import betas
 from fastdiff.training.optim import build_lr_schedule
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables by which a launcher tells a process its rank: with them accelerate would wrap the network for many."""
+"""Launcher variables that give a process its rank; with them accelerate would wrap the network for many."""
 
 
 def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
-    """Step until there is enough, on the images in ``data``, or with ``best`` on the shards there."""
+    """Step until ``Enough``, on the images in ``data``, or with ``best`` on the shards there."""
     for name in LAUNCHER:
         os.environ.pop(name, None)
     config = subject.config(data, data)
@@ -50,7 +50,7 @@ def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
 
 
 def not_in_script(objective: ObjectiveConfig, timesteps: TimestepConfig) -> list[str]:
-    """Options of a run that the script has not, as flags; empty: it trains it."""
+    """Return the options of a run that the script does not support, as flags; empty: all are supported."""
     flags = untrained(objective, timesteps)
     if objective.weighted not in ("none", "min_snr"):
         flags.append(f"--objective.weighting {objective.weighted}")
@@ -58,12 +58,12 @@ def not_in_script(objective: ObjectiveConfig, timesteps: TimestepConfig) -> list
 
 
 class TextToImage:
-    """See ``Peer``.
+    """Training step of diffusers' script; see ``Peer``.
 
     Args:
         config: the run, of a UNet without pooled embeddings.
         device: where it computes.
-        best: with everything that makes it faster.
+        best: with all optimizations.
     """
 
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
@@ -133,11 +133,11 @@ class TextToImage:
             velocity: Tensor = self._scheduler.get_velocity(clean, noise, time)
             return velocity
         if kind not in ("epsilon", "sample"):
-            raise BenchError(f"prediction type {kind}: diffusers' script does not train this")
+            raise BenchError(f"prediction type {kind}: diffusers' script does not support this")
         return noise if kind == "epsilon" else clean
 
     def _weights(self, time: Tensor) -> Tensor:
-        """Min-SNR (Hang et al. 2023, arXiv:2303.09556) for the error of what is predicted, ``[B]``."""
+        """Return the Min-SNR weights (Hang et al. 2023, arXiv:2303.09556) for the prediction type, ``[B]``."""
         from diffusers.training_utils import compute_snr
 
         ratio: Tensor = compute_snr(self._scheduler, time)
@@ -146,7 +146,7 @@ class TextToImage:
 
 
 class Online:
-    """Images that are decoded and encoded, and captions that are embedded, in every step; in place of ``Samples``."""
+    """Images decoded and encoded, and captions embedded, in every step; replaces ``Samples``."""
 
     kind = "images decoded and encoded, captions embedded in every step"
 
@@ -161,7 +161,7 @@ class Online:
         self._turn = turn
 
     def next(self) -> tuple[Tensor, Condition]:
-        """Sampled latents ``[B, C, H, W]`` and ``context [B, 77, D]``, in the precision of the run."""
+        """Return sampled latents ``[B, C, H, W]`` and ``context [B, 77, D]``, in the precision of the run."""
         with self._turn.phase("data"):
             batch = next(self._batches)
         with self._turn.phase("encode"):

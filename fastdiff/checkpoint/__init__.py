@@ -1,1 +1,1 @@
-"""Checkpoints on disk: written, verified, read, and the weights to use from one."""
+"""Checkpoints on disk: writing, verification, reading, and selection of their weights."""

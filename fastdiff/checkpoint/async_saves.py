@@ -1,4 +1,4 @@
-"""Saves that are written while the training goes on."""
+"""Asynchronous saves: a background thread writes them while the training continues."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fastdiff.errors import FastdiffError
 from fastdiff.parallel.world import World
 
 _PATIENCE = timedelta(days=1)
-"""For ranks whose storage is slower than that of others: the training, which is beside it, tells a hang."""
+"""Timeout for ranks with slow storage; hangs are detected by the training, which runs in parallel."""
 _PARTING_S = 300.0
-"""In which a save may end that is running when the run fails."""
+"""Seconds that a running save may take after the run has failed."""
 _SILENT_S = 1.0
-"""After which a wait is worth a line, and from then on between two signs of life."""
+"""Seconds before a wait is logged, and between two heartbeats of a wait."""
 ANY_NUMBER = sys.maxsize
 
 
@@ -38,21 +38,21 @@ class _Save:
 
 
 class AsyncSaves:
-    """One thread that writes saves, in the order in which they were begun; a context, which every rank enters.
+    """A thread that writes saves in the order of their start; a context manager that every rank enters.
 
-    Of each kind of save one is written at a time. All ranks learn of a failure at the same call of ``wait`` or
-    ``wait_for_all``, because what runs here fails on all of them or on none.
+    One save of each kind is written at a time. All ranks see a failure at the same call of ``wait`` or
+    ``wait_for_all``, because a save fails on all ranks or on none.
 
     Args:
         world: the ranks.
-        allowed: failed saves of a kind in a row that the run survives.
-        beat: tells that this rank is alive, while it waits for a save: slow storage is no hang.
+        allowed: consecutive failed saves of a kind that the run survives.
+        beat: heartbeat of this rank while it waits for a save: slow storage is not a hang.
     """
 
     def __init__(self, world: World, allowed: int, beat: Callable[[], None] = lambda: None) -> None:
         group = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE) if world.size > 1 else None
         self.world = replace(world, device=torch.device("cpu"), timeout_s=_PATIENCE.total_seconds(), group=group)
-        """The ranks on the CPU, for what runs in the thread, and for what is done before the first save."""
+        """The ranks on the CPU, for use in the thread and before the first save."""
         self._allowed = allowed
         self._beat = beat
         self._group = group
@@ -60,13 +60,13 @@ class AsyncSaves:
         self._failures: Counter[str] = Counter()
         self._committed: dict[str, int] = {}
         self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], object]] | None] = queue.SimpleQueue()
-        # Not a pool, whose threads the interpreter would wait for at its end, whatever they wait for.
+        # A pool is not used: the interpreter would join its threads at exit, even if they hang.
         self._thread = threading.Thread(target=self._work, name="saves", daemon=True)
         self._thread.start()
 
     @property
     def failed(self) -> bool:
-        """Whether a save failed on this rank that ``wait`` has not told of."""
+        """Whether a save failed on this rank that ``wait`` has not yet reported."""
         return any(save.done.done() and save.done.exception() is not None for save in self._running.values())
 
     @property
@@ -75,29 +75,29 @@ class AsyncSaves:
         return any(not save.done.done() for save in self._running.values())
 
     def committed(self, what: str) -> int | None:
-        """Return the step of the last save of a kind that ``wait`` found committed."""
+        """Return the step of the last committed save of a kind, as of the last ``wait``."""
         return self._committed.get(what)
 
     def begin(self, what: str, step: int, save: Callable[[], object]) -> None:
-        """Let the thread run ``save``; after ``wait(what)``, and on all ranks.
+        """Start ``save`` in the thread; call it on all ranks, after ``wait(what)``.
 
         Args:
             what: the kind, in words: "checkpoint".
-            step: that is saved.
-            save: raises its errors on all ranks or on none; calls no collectives but those of ``self.world``.
+            step: step of the saved state.
+            save: raises its errors on all ranks or on none; uses only collectives of ``self.world``.
         """
         self._running[what] = _Save(step, Future())
         self._jobs.put((self._running[what].done, save))
 
     def wait(self, what: str, allowed: int | None = None) -> None:
-        """Wait until no save of a kind is being written; called by all ranks.
+        """Wait until no save of a kind is running; called by all ranks.
 
         Args:
             what: the kind.
-            allowed: failures in a row that only lead to a warning; None: as many as the run survives.
+            allowed: consecutive failures that only cause a warning; None: as many as the run survives.
 
         Raises:
-            FastdiffError: on every rank: it failed, and more often than allowed.
+            FastdiffError: on every rank: it failed more often than allowed.
         """
         save = self._running.get(what)
         if save is None:
@@ -114,7 +114,7 @@ class AsyncSaves:
             raise error
         if self.world.is_first:
             count = f"; {self._failures[what]} failed in a row" if self._failures[what] > 1 else ""
-            log.warning(f"the {what} of step {save.step} failed{count}, the run goes on: {error}")
+            log.warning(f"the {what} of step {save.step} failed{count}, the run continues: {error}")
 
     def _outcome(self, what: str, save: _Save) -> BaseException | None:
         told = not self.world.is_first
@@ -134,9 +134,10 @@ class AsyncSaves:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Let what is being written come to its end; if the run failed, not for ever: others may be gone.
+        """Wait for running saves; after a failure of the run only for a limited time, since other ranks may be gone.
 
-        Then the connections stay: no rank may lose them before this one has left its message (``exit_message``).
+        After a failure the connections stay open: a lost connection must not end another rank before this one has
+        printed its message (``exit_message``).
         """
         self._jobs.put(None)
         until = math.inf if error is None else time.monotonic() + _PARTING_S

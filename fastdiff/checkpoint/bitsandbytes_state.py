@@ -1,10 +1,10 @@
-"""The state of bitsandbytes' AdamW8bit in parameter coordinates, for other ranks or another ZeRO stage.
+"""State of bitsandbytes' AdamW8bit in parameter coordinates, for another number of ranks or another ZeRO stage.
 
-Both moments of a flat tensor are codes into a table (``qmap1``, ``qmap2``), in blocks of 256 elements that have one
-scale each (``absmax1``, ``absmax2``) and run across the borders of parameters (Dettmers et al. 2022,
-arXiv:2110.02861). Another layout has other blocks: the values are read by parameter, and rounded anew in the blocks of
-the new flat tensors, each by at most half a step of the table times the largest value of its block. Flat tensors that
-bitsandbytes keeps in fp32 (below 4096 elements at ZeRO-0) have no table and are not rounded.
+Both moments of a flat tensor are codes into a table (``qmap1``, ``qmap2``). Each block of 256 elements has one scale
+(``absmax1``, ``absmax2``); blocks cross the borders of parameters (Dettmers et al. 2022, arXiv:2110.02861). Another
+layout has other blocks. Therefore the values are read by parameter and requantized in the blocks of the new flat
+tensors; the error of each value is at most half a step of the table times the largest value of its block. Flat tensors
+that bitsandbytes keeps in fp32 (below 4096 elements at ZeRO-0) have no table and are not rounded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ BLOCK = 256
 """Elements per scale."""
 _MOMENTS = ("1", "2")
 _AT_ONCE = 2**16 * BLOCK
-"""Elements that are rounded at once, which takes 12 bytes for each."""
+"""Elements that are rounded at once; each takes 12 bytes."""
 
 
 def fragments_tensor(flat: Flat, parameters: Sequence[str]) -> Tensor:
-    """Return which parts of which parameters a flat tensor holds where.
+    """Return the layout of a flat tensor: its parameter slices and their offsets.
 
     Returns:
         ``[fragments, 4]`` int64: number of the parameter in ``parameters``, start in it, elements, offset in the flat.
@@ -38,10 +38,10 @@ def fragments_tensor(flat: Flat, parameters: Sequence[str]) -> Tensor:
 
 
 class BlockwiseState:
-    """What all ranks saved, by parameter.
+    """Optimizer state of all ranks, by parameter.
 
     Args:
-        saved: a checkpoint with the state of bitsandbytes and the fragments of its flat tensors.
+        saved: a checkpoint with bitsandbytes state and the fragments of its flat tensors.
     """
 
     def __init__(self, saved: Checkpoint) -> None:
@@ -58,7 +58,7 @@ class BlockwiseState:
         """Return elements ``[start, start + numel)`` of moment "1" or "2" of a parameter, ``[numel]`` fp32 on the CPU.
 
         Raises:
-            StorageError: the checkpoint does not hold all of them.
+            StorageError: the checkpoint lacks some of the elements.
         """
         values, filled = torch.empty(fragment.numel), 0
         for part, flat in self._parts.get(fragment.name, []):
@@ -96,7 +96,7 @@ class _SavedFlat:
         return values[low - first * BLOCK : high - first * BLOCK]
 
     def _read(self, key: str, low: int, high: int) -> Tensor:
-        """Entries of a flattened tensor; ``high`` may lie behind its end."""
+        """Read entries of a flattened tensor; ``high`` may exceed its length."""
         piece = self._handle.get_slice(self._prefix + key)
         size = piece.get_shape()
         values: Tensor = piece[low : min(high, size[0])] if len(size) == 1 else piece[:].flatten()[low:high]
@@ -104,7 +104,7 @@ class _SavedFlat:
 
 
 def requantize(flat: Flat, state: BlockwiseState) -> None:
-    """Fill the state that bitsandbytes has created for ``flat``, with its tables and in its blocks; padding is zero."""
+    """Fill the state that bitsandbytes has created for ``flat``, with its tables and blocks; padding is zero."""
     for moment in _MOMENTS:
         values = torch.zeros(flat.master.numel(), device=flat.key.device)
         for fragment in flat.fragments:
@@ -120,11 +120,11 @@ def requantize(flat: Flat, state: BlockwiseState) -> None:
 def _round(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest codes, ``[N]`` uint8, and the scale of each block, ``[ceil(N / 256)]``.
 
-    Not by ``bitsandbytes.functional.quantize_blockwise``, which on a CPU does not find the nearest code: it raises
-    2e-8 of the largest value to 1.6e-5 of it (0.50.0).
+    ``bitsandbytes.functional.quantize_blockwise`` is not used: on a CPU it misses the nearest code and raises 2e-8 of
+    the largest value to 1.6e-5 of it (0.50.0).
     """
     blocks = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
-    scaled = (blocks / scales[:, None]).nan_to_num_()  # of a block of zeros
+    scaled = (blocks / scales[:, None]).nan_to_num_()  # 0 / 0 in a block of zeros
     codes = torch.bucketize(scaled, table[:-1] + table.diff() / 2, out_int32=True)
     return codes.view(-1)[: len(values)].to(torch.uint8), scales

@@ -1,11 +1,7 @@
-"""A committed checkpoint, read in parameter coordinates, whatever ranks and ZeRO stage wrote it.
+"""MANIFEST.json of a checkpoint: format, validation, and the digests of all files.
 
-Every rank's file holds tensors named ``<kind>/<parameter>`` (kinds: ``master``, ``ema/<name>`` of an average, and the
-optimizer's own, such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. The
-scales of 8-bit moments (``exp_avg_scales``) are such slices too, counted not in elements but in blocks of the
-parameter. State that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is kept whole as
-``raw/<flat>/<key>``, and ``fragments/<flat>`` tells which parameters lie in it (``blockwise_state``). What the draw of
-the timesteps has learned is ``timesteps/<key>`` in the file of rank 0. No pickle anywhere.
+Only committed checkpoints have a manifest. It lists every rank's file with size and sha256, and holds a sha256 of its
+own content.
 """
 
 from __future__ import annotations
@@ -22,12 +18,12 @@ from fastdiff.files import file_digest, read_bounded
 MANIFEST = "MANIFEST.json"
 FORMAT = "fastdiff-checkpoint"
 VERSION = 1
-"""Raised when older checkpoints would be misread: also if the 8-bit moments get other codes or blocks."""
+"""Incremented when older checkpoints would be misread, also when the codes or blocks of 8-bit moments change."""
 _FILE = re.compile(r"rank-[0-9]{5}\.safetensors")
 _LARGEST_MANIFEST = 2**26
-"""Bytes: that of a thousand ranks has less than one of them."""
+"""Bytes; the manifest of a thousand ranks has less than 1 MiB."""
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
-"""What comes of data that are not laid out as they should be."""
+"""Exceptions caused by malformed data."""
 
 
 def committed(checkpoints: Path) -> list[Path]:
@@ -41,9 +37,9 @@ def step_of(folder: Path) -> int:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of the checkpoint in ``folder``; StorageError if it is not one.
+    """Return the manifest of the checkpoint in ``folder``; StorageError if it is not valid.
 
-    Whoever wrote it: no file that it names is outside of ``folder``, and each has a size and a digest.
+    A manifest is untrusted: every file that it names must lie in ``folder`` and have a size and a digest.
     """
     try:
         manifest = json.loads(read_bounded(folder / MANIFEST, _LARGEST_MANIFEST))
@@ -51,14 +47,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise ValueError(f"format {manifest['format']} version {manifest['version']}, expected {FORMAT} {VERSION}")
         for name, entry in manifest["files"].items():
             _check_file(name, entry)
-        digest_of(manifest)  # it is not nested deeper than can be written
+        digest_of(manifest)  # fails if it is nested too deeply to be written
     except (OSError, *MALFORMED) as error:
         raise StorageError(f"{folder / MANIFEST}: not a readable manifest ({type(error).__name__}: {error})") from None
     return manifest  # type: ignore[no-any-return]
 
 
 def _check_file(name: str, entry: Any) -> None:
-    """Refuse what no rank has written; ValueError, or what comes of an entry that is no mapping."""
+    """Validate a file entry; raise ValueError, or an error of ``MALFORMED`` if the entry is no mapping."""
     if not _FILE.fullmatch(name):
         raise ValueError(f"file {name!r}, expected rank-NNNNN.safetensors")
     if not (isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)):
@@ -66,21 +62,21 @@ def _check_file(name: str, entry: Any) -> None:
 
 
 def digest_of(manifest: dict[str, Any]) -> str:
-    """Return the sha256 of a manifest, but for its own entry ``sha256``, as hexadecimal digits."""
+    """Return the sha256 of a manifest without its own entry ``sha256``, as hexadecimal digits."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def verify(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
-    """Return what is wrong with a checkpoint: its manifest, or any digest; empty if it is intact.
+    """List integrity problems of a checkpoint (manifest, digests); empty if intact.
 
-    With ``shares`` ranks, rank ``share`` looks at every ``shares``-th file.
+    With ``shares`` ranks, rank ``share`` checks every ``shares``-th file.
     """
     try:
         manifest = read_manifest(folder)
     except StorageError as error:
         return [str(error)]
-    if manifest.get("sha256") not in (None, digest_of(manifest)):  # None: written before there were seals
+    if manifest.get("sha256") not in (None, digest_of(manifest)):  # None: written before manifests had a digest
         return [f"{folder / MANIFEST}: its content is not what was written"]
     files = sorted(manifest["files"].items())
     found = (_problem_of(folder / name, entry) for name, entry in files[share::shares])

@@ -1,4 +1,4 @@
-"""Power-function averages of any width, made from the snapshots of a run after its training."""
+"""Post-hoc EMA: power-function averages of any width, reconstructed from the snapshots of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastdiff.parallel.fragments import Fragment
 from fastdiff.progress import Progress
 
 LARGEST_ERROR = 0.1
-"""Of a fit that is accepted, relative to the profile."""
+"""Largest accepted error of a fit, relative to the profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +34,23 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Reconstruction:
-    """The average of a width at the step of a checkpoint, as a combination of those that were saved up to it."""
+    """A power-function average at the step of a checkpoint, as a combination of averages saved up to that step."""
 
     terms: tuple[Term, ...]
     error: float
-    """How far the combined profiles are from the wanted one, relative to it."""
+    """Distance between the combined profiles and the wanted one, relative to the wanted one."""
 
     @property
     def digest(self) -> str:
-        """Sha256 of what is combined: which averages, and every weight of them."""
+        """Sha256 of the combined averages and all their weights."""
         made_from = [(digest_of(term.saved.manifest), term.kind) for term in self.terms]
         return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 
     def read(self, name: str) -> Tensor:
-        """Return a parameter, fp32 on the CPU, added up in fp64; only this one of each term is in memory.
+        """Return a parameter, fp32 on the CPU, summed in fp64; only this parameter is in memory.
 
         Raises:
-            ConfigError: one of its weights is too large for the 16 bits of the snapshots.
+            ConfigError: a weight overflows the fp16 of the snapshots.
         """
         shape = self.terms[0].saved.manifest["parameters"][name]
         whole = Fragment(name, 0, math.prod(shape), 0)
@@ -63,20 +63,20 @@ class Reconstruction:
 
 
 def reconstruct(saved: Checkpoint, std: float) -> Reconstruction:
-    """Find the average of relative width ``std`` at the step of a checkpoint or snapshot of a run.
+    """Reconstruct the average of relative width ``std`` at the step of a checkpoint or snapshot.
 
-    Made from the power-function averages in it and in all intact snapshots of earlier steps; damaged ones are passed
-    over with a warning.
+    It combines the power-function averages in this checkpoint and in all intact snapshots of earlier steps. Damaged
+    snapshots are skipped with a warning.
 
     Raises:
-        ConfigError: no such width, nothing was saved that could be combined, or the fit is too far from it.
+        ConfigError: the width is invalid, no power-function average was saved, or the fit error is too large.
     """
     gamma, end = exponent(std), _applied(saved)
     sources = [(source, width) for source in (*_earlier_snapshots(saved), saved) for width in source.ema_stds]
     if not sources or not end:
         raise ConfigError(
-            f"{saved.folder}: nothing to make an average of width {std} from; train with --ema.power_stds 0.05 0.10 "
-            "and --ema.snapshot_every"
+            f"{saved.folder}: no power-function average to make width {std} from; train with --ema.power_stds "
+            "0.05 0.10 and --ema.snapshot_every"
         )
     gammas = np.array([exponent(width) for _, width in sources])
     ends = np.array([_applied(source) for source, _ in sources], np.float64)
@@ -104,7 +104,7 @@ def _earlier_snapshots(saved: Checkpoint) -> list[Checkpoint]:
         if step_of(folder) < step_of(saved.folder):
             damage = verify(folder)
             if damage:
-                log.warning(f"passing over a damaged snapshot: {damage[0]}")
+                log.warning(f"skipping a damaged snapshot: {damage[0]}")
             else:
                 found.append(Checkpoint(folder))
     return [snapshot for snapshot in found if _applied(snapshot)]

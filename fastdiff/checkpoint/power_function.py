@@ -1,9 +1,9 @@
-"""Power-function averages of the weights as profiles over time, in float64 (Karras et al. 2024, arXiv:2312.02696).
+"""Profiles of power-function EMA over time, in float64 (Karras et al. 2024, arXiv:2312.02696).
 
-The average of exponent gamma at time t weighs the weights of time tau <= t by ``(gamma + 1) tau^gamma / t^(gamma + 1)``
-(section 3.1): the further the training has come, the longer it remembers. Its width ``std`` is the standard deviation
-of this profile relative to t. A profile is linear in what it averages, so that a sum of profiles which is close to
-another profile gives, with the same coefficients, its average from theirs: after the training, for any width.
+At time t, the average of exponent gamma weighs the weights of time tau <= t by ``(gamma + 1) tau^gamma / t^(gamma +
+1)`` (section 3.1): its memory grows with the training. Its width ``std`` is the standard deviation of this profile
+relative to t. An average is linear in its profile. If a sum of saved profiles approximates a wanted profile, the same
+sum of saved averages approximates the wanted average; this works after the training, for any width.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Floats = npt.NDArray[np.float64]
 
 
 def exponent(std: float) -> float:
-    """Return the gamma >= 0 whose profile has this width.
+    """Return the gamma >= 0 of a profile of this width.
 
-    The root of ``std^2 (gamma + 2)^2 (gamma + 3) = gamma + 1``. At gamma = 0 it is the plain mean, of width 12^(-1/2);
-    the width falls as gamma grows.
+    It is the root of ``std^2 (gamma + 2)^2 (gamma + 3) = gamma + 1``. At gamma = 0 the average is the plain
+    mean, of width 12^(-1/2); the width falls as gamma grows.
 
     Raises:
         ConfigError: no such width.
@@ -35,9 +35,9 @@ def exponent(std: float) -> float:
 
 
 def share(gamma: float, t: int) -> float:
-    """Return ``1 - (1 - 1/t)^(gamma + 1)``, the part of the average that is replaced in step t, counted from 1.
+    """Return ``1 - (1 - 1/t)^(gamma + 1)``, the share of the average that step t replaces, counted from 1.
 
-    All of it in the first step: what the average was before does not matter.
+    It is 1 in the first step, so the initial value of the average does not matter.
     """
     return 1.0 if t <= 1 else -math.expm1((gamma + 1.0) * math.log1p(-1.0 / t))
 
@@ -45,10 +45,10 @@ def share(gamma: float, t: int) -> float:
 def product(
     gamma: Floats | float, end: Floats | float, other_gamma: Floats | float, other_end: Floats | float
 ) -> Floats:
-    """Return the inner product of two profiles, their product integrated over time; arguments broadcast.
+    """Return the inner product of two profiles: the integral of their product over time; arguments broadcast.
 
-    ``(g + 1)(h + 1) / (g + h + 1) * m^(g + h + 1) / (s^(g + 1) t^(h + 1))`` with m = min(s, t), in powers of ratios
-    that are at most 1.
+    It is ``(g + 1)(h + 1) / (g + h + 1) * m^(g + h + 1) / (s^(g + 1) t^(h + 1))`` with m = min(s, t), computed from
+    powers of ratios that are at most 1.
     """
     first = np.minimum(end, other_end)
     ratios = (first / end) ** gamma * (first / other_end) ** other_gamma * first / (np.multiply(end, other_end))
@@ -56,19 +56,19 @@ def product(
 
 
 def fit(gammas: Floats, ends: Floats, gamma: float, end: float) -> tuple[Floats, float]:
-    """Find the combination of profiles that is closest to another one in the least-squares sense.
+    """Fit a combination of profiles to a wanted profile by least squares.
 
-    The paper's appendix C.2, with one condition more: the coefficients add up to 1, as the weight in every profile
-    does, so that what does not change in the training is reproduced exactly.
+    It is the fit of the paper's appendix C.2 with one more condition: the coefficients sum to 1, as every profile
+    does. So weights that are constant during the training are reproduced exactly.
 
     Args:
-        gammas: ``[K]`` exponents of the profiles that are there.
-        ends: ``[K]`` times at which their averages were taken.
+        gammas: ``[K]`` exponents of the saved profiles.
+        ends: ``[K]`` times of their averages.
         gamma: exponent of the wanted profile.
         end: its time.
 
     Returns:
-        ``[K]`` coefficients, and the norm of what they miss, relative to that of the wanted profile.
+        ``[K]`` coefficients, and the norm of the residual relative to that of the wanted profile.
     """
     size = float(product(gamma, end, gamma, end))
     gram = product(gammas[:, None], ends[:, None], gammas[None], ends[None]) / size
@@ -76,7 +76,7 @@ def fit(gammas: Floats, ends: Floats, gamma: float, end: float) -> tuple[Floats,
     count = len(gammas)
     system = np.ones((count + 1, count + 1))
     system[:count, :count], system[count, count] = gram, 0.0
-    # Least squares again, because two snapshots without an applied step between them are the same profile.
+    # lstsq, because the system is singular if two snapshots have no applied step between them.
     found = np.linalg.lstsq(system, np.append(wanted, 1.0), rcond=None)[0][:count]
     missed = 1.0 - 2.0 * found @ wanted + found @ gram @ found
     return found, math.sqrt(max(0.0, float(missed)))
@@ -86,16 +86,16 @@ _POWER = "power-"
 
 
 def constant_name(rate: float) -> str:
-    """Return the name of the average of a constant decay rate: 0.9999."""
+    """Return the name of the average of a constant decay rate: "0.9999"."""
     return str(rate)
 
 
 def power_name(std: float) -> str:
-    """Return the name of the power-function average of a relative width: power-0.05."""
+    """Return the name of the power-function average of a relative width: "power-0.05"."""
     return f"{_POWER}{std}"
 
 
 def in_words(average: str) -> str:
-    """What people are told of the average of this name: "EMA of rate 0.9999" or "EMA of width 0.05"."""
+    """Return the readable form of an average's name: "EMA of rate 0.9999" or "EMA of width 0.05"."""
     std = average.removeprefix(_POWER)
     return f"EMA of rate {average}" if std == average else f"EMA of width {std}"

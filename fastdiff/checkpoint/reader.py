@@ -1,11 +1,11 @@
-"""A committed checkpoint, read in parameter coordinates, whatever ranks and ZeRO stage wrote it.
+"""Reader of a committed checkpoint in parameter coordinates, for any number of ranks and ZeRO stage that wrote it.
 
-Every rank's file holds tensors named ``<kind>/<parameter>`` (kinds: ``master``, ``ema/<name>`` of an average, and the
-optimizer's own, such as ``exp_avg``): slices of flattened parameters, whose starts stand in the file's metadata. The
-scales of 8-bit moments (``exp_avg_scales``) are such slices too, counted not in elements but in blocks of the
-parameter. State that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is kept whole as
-``raw/<flat>/<key>``, and ``fragments/<flat>`` tells which parameters lie in it (``blockwise_state``). What the draw of
-the timesteps has learned is ``timesteps/<key>`` in the file of rank 0. No pickle anywhere.
+Every rank's file holds tensors named ``<kind>/<parameter>``. Kinds are ``master``, ``ema/<name>`` for an average, and
+those of the optimizer, such as ``exp_avg``. The tensors are slices of flattened parameters; the file's metadata holds
+their starts. The scales of 8-bit moments (``exp_avg_scales``) are slices counted in blocks of the parameter instead of
+elements. State that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is stored whole as
+``raw/<flat>/<key>``, and ``fragments/<flat>`` lists its parameters (``bitsandbytes_state``). The file of rank 0 holds
+the learned state of timestep sampling as ``timesteps/<key>``. There is no pickle.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from fastdiff.parallel.fragments import Fragment
 
 METERS = "meters"
 TIMESTEPS = "timesteps/"
-"""Prefix of what a density of timesteps has learned, in the file of rank 0."""
+"""Prefix of the learned state of timestep sampling, in the file of rank 0."""
 SPIKES = "spikes/"
-"""Prefix of the losses that the next one is compared with, in the file of rank 0."""
+"""Prefix of the recent losses for spike detection, in the file of rank 0."""
 RAW = "raw/"
-"""Prefix of state that cannot be sliced by parameters, followed by the number of the flat tensor and a key."""
+"""Prefix of state that cannot be sliced by parameter, followed by the number of the flat tensor and a key."""
 FRAGMENTS = "fragments/"
-"""Prefix of which parameters lie where in a flat tensor with raw state, followed by its number."""
+"""Prefix of the parameter layout of a flat tensor with raw state, followed by its number."""
 
 
 def snapshot_folder(run: Path) -> Path:
-    """Where a run keeps its snapshots: checkpoints with nothing but power-function averages, in 16 bits."""
+    """Return the folder of a run's snapshots: checkpoints that hold only power-function averages, in 16 bits."""
     return run / "ema"
 
 
@@ -51,7 +51,7 @@ class _Piece:
 
 
 class Checkpoint:
-    """One committed checkpoint, opened for reading.
+    """A committed checkpoint, opened for reading.
 
     Args:
         folder: ``step-N`` with its manifest. The caller has verified the digests.
@@ -67,27 +67,29 @@ class Checkpoint:
 
     @property
     def ema_rates(self) -> tuple[float, ...]:
-        """Decay rates of the averages that were saved."""
+        """Decay rates of the saved averages."""
         return tuple(self.manifest["ema_rates"])
 
     @property
     def ema_stds(self) -> tuple[float, ...]:
-        """Relative widths of the power-function averages that were saved."""
+        """Relative widths of the saved power-function averages."""
         return tuple(self.manifest.get("ema_stds", ()))
 
     @property
     def optimizer_steps(self) -> int:
-        """Steps that the optimizer has counted; fewer than were applied, if it began later."""
-        progress = self.manifest["progress"]  # a checkpoint that is older than the count has that of all steps
+        """Steps counted by the optimizer; fewer than were applied if it started later."""
+        progress = self.manifest[
+            "progress"
+        ]  # older checkpoints have no such entry: the optimizer counted all applied steps
         return int(self.manifest.get("optimizer_steps", progress["steps"] - progress["skipped"]))
 
     @property
     def averages(self) -> tuple[str, ...]:
-        """Names of all averages that were saved, those of constant rate first."""
+        """Names of all saved averages; constant rates come first."""
         return (*map(constant_name, self.ema_rates), *map(power_name, self.ema_stds))
 
     def weights(self, ema: float | None = None) -> dict[str, Tensor]:
-        """Return the full fp32 parameters on the CPU: the weights, or their average of decay rate ``ema``."""
+        """Return the full fp32 parameters on the CPU: the raw weights, or their average of decay rate ``ema``."""
         if ema is not None and ema not in self.ema_rates:
             raise ConfigError(f"{self.folder} has no EMA of rate {ema}; it has {list(self.ema_rates)}")
         return self.full("master" if ema is None else f"ema/{constant_name(ema)}")
@@ -102,7 +104,7 @@ class Checkpoint:
     def slice(self, kind: str, fragment: Fragment) -> Tensor:
         """Return entries ``[start, start + numel)`` of ``kind`` of a parameter, ``[numel]`` on the CPU.
 
-        Entries are elements, for scales blocks (``Flat.blocks``).
+        Entries are elements, or blocks for scales (``Flat.blocks``).
         """
         stop = fragment.start + fragment.numel
         parts = [
@@ -111,7 +113,7 @@ class Checkpoint:
             if (low := max(piece.start, fragment.start)) < (high := min(piece.start + piece.numel, stop))
         ]
         held = sum(high - low for _, low, high in parts)
-        if not parts or held != fragment.numel:  # told before any memory is asked for
+        if not parts or held != fragment.numel:  # checked before memory is allocated
             raise StorageError(
                 f"{self.folder}: holds {held} of {fragment.numel} elements of {kind}/{fragment.name}; "
                 "the checkpoint belongs to another model"
@@ -126,7 +128,7 @@ class Checkpoint:
         return result
 
     def raw(self, flat: int, rank: int) -> dict[str, Tensor]:
-        """Return the unsliceable state of a flat tensor, from ``rank``'s file or, where it has none, its owner's."""
+        """Return the unsliceable state of a flat tensor, from the file of ``rank`` or else of its owner."""
         prefix, own = f"{RAW}{flat}/", f"rank-{rank:05d}.safetensors"
         for name in sorted(self.manifest["files"], key=lambda name: (name != own, name)):
             found = self._with_prefix(name, prefix)
@@ -135,13 +137,13 @@ class Checkpoint:
         return {}
 
     def keys(self, prefix: str) -> Iterator[tuple[Any, str]]:
-        """Yield every tensor whose name begins with ``prefix``: the open file that it is in, and its name."""
+        """Yield the open file and the name of every tensor whose name begins with ``prefix``."""
         for name in sorted(self.manifest["files"]):
             handle = self._handle(self.folder / name)
             yield from ((handle, key) for key in handle.keys() if key.startswith(prefix))  # noqa: SIM118 (no mapping)
 
     def meters(self, rank: int, ranks: int) -> Tensor:
-        """Return the loss sums that ``rank`` of ``ranks`` goes on with; rank 0 takes all if the ranks are others."""
+        """Loss accumulators of this rank; after a change of world size rank 0 gets the total."""
         sums: list[Tensor] = [
             self._handle(self.folder / name).get_tensor(METERS) for name in sorted(self.manifest["files"])
         ]
@@ -150,15 +152,15 @@ class Checkpoint:
         return torch.stack(sums).sum(0) if rank == 0 else torch.zeros_like(sums[0])
 
     def timesteps(self) -> dict[str, Tensor]:
-        """Return what the density of timesteps had learned; empty for one that does not learn."""
+        """Return the learned state of timestep sampling; empty if it does not learn."""
         return self._with_prefix("rank-00000.safetensors", TIMESTEPS)
 
     def spikes(self) -> dict[str, Tensor]:
-        """Return the losses that the next one is compared with; empty in a checkpoint that is older than they are."""
+        """Return the recent losses for spike detection; empty in a checkpoint from before they were saved."""
         return self._with_prefix("rank-00000.safetensors", SPIKES)
 
     def _with_prefix(self, name: str, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors of one file whose names begin with ``prefix``, without it."""
+        """Return the tensors of one file whose names begin with ``prefix``, with the prefix removed."""
         handle = self._handle(self.folder / name)
         keys = [key for key in handle.keys() if key.startswith(prefix)]  # noqa: SIM118 (not a mapping)
         return {key.removeprefix(prefix): handle.get_tensor(key) for key in keys}
@@ -170,7 +172,7 @@ class Checkpoint:
                 numel = math.prod(handle.get_slice(key).get_shape())
                 self._pieces.setdefault(key, []).append(_Piece(path, key, int(start), numel))
         except (SafetensorError, *MALFORMED) as error:
-            raise StorageError(f"{path}: does not tell where its slices start ({error})") from None
+            raise StorageError(f"{path}: its metadata do not give the starts of its slices ({error})") from None
 
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:

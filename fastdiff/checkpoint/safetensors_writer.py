@@ -1,6 +1,6 @@
-"""Write a safetensors file tensor by tensor, so that no more than one is in memory.
+"""Streaming writer of safetensors files: only one tensor is in memory at a time.
 
-The format: the length of the header as 8 bytes, little-endian; the header, JSON with dtype, shape and place of every
+Format: the length of the header as 8 bytes, little-endian; the header, JSON with dtype, shape and offsets of every
 tensor, padded with spaces to a multiple of 8; then the values, without gaps.
 """
 
@@ -43,14 +43,14 @@ def write_tensors(
         path: must not exist.
         shapes: of the tensors, which are written in the order of their names.
         dtype: of every tensor: float32, float16 or bfloat16.
-        read: given a name, the tensor of its shape; converted to ``dtype`` if it is of another one.
-        metadata: of the file, besides its format.
+        read: returns the tensor of a name; it is converted to ``dtype``.
+        metadata: of the file, in addition to its format.
 
     Raises:
-        OSError: the disk is full, or something else is wrong with it.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     with path.open("xb") as file:
-        # Loaders of transformers insist on the format.
+        # The loaders of transformers require the format.
         layout = {name: (dtype, shapes[name]) for name in sorted(shapes)}
         file.write(header(layout, {"format": "pt", **(metadata or {})}))
         for name in sorted(shapes):
@@ -58,10 +58,10 @@ def write_tensors(
 
 
 def header(layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """Return what stands before the values of a file.
+    """Return the length and the header of a file: the bytes before the values.
 
     Args:
-        layout: dtype and shape of every tensor, in the order in which their values follow.
+        layout: dtype and shape of every tensor, in the order of their values.
         metadata: of the file.
     """
     content: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}

@@ -1,4 +1,4 @@
-"""This rank's part of a save, copied to memory of the host: it is written from there while the training goes on."""
+"""Staging of a save: this rank's tensors are copied to host memory and written from there during the training."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fastdiff.checkpoint.safetensors_writer import header
 from fastdiff.errors import StorageError
 
 _BLOCK = 2**26
-"""Bytes of a piece of memory: a power of two, to which torch rounds what it pins."""
+"""Bytes of a memory block: a power of two, because torch rounds pinned sizes up to one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank writes: the parts of a safetensors file, valid until the next copy."""
+    """One rank's part of a save: the parts of a safetensors file, valid until the next copy."""
 
     parts: tuple[bytes | memoryview, ...]
-    """One after another."""
+    """Bytes of the file, in order."""
 
     @property
     def bytes(self) -> int:
@@ -32,24 +32,24 @@ class Share:
 
 
 class HostCopy:
-    """Memory that takes one copy after another; pinned if it takes them from a GPU."""
+    """Reusable host memory for copies; pinned for copies from a GPU."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
 
     def take(self, tensors: Mapping[str, Tensor], starts: Mapping[str, int], dtype: torch.dtype | None = None) -> Share:
-        """Copy tensors; when it returns, they may change.
+        """Copy tensors; they may change after the call returns.
 
         Args:
             tensors: by name, on any device.
-            starts: where a tensor that is a slice starts in what it is a slice of.
-            dtype: what the tensors are rounded to; None: they stay as they are.
+            starts: start of each slice in its flattened parameter.
+            dtype: target of the rounding; None: no rounding.
 
         Raises:
-            StorageError: there is no memory for them.
+            StorageError: there is not enough host memory.
         """
         kinds = {name: dtype or tensor.dtype for name, tensor in tensors.items()}
-        # The widest first, so that each lies at a multiple of its width.
+        # Widest dtype first, so that each tensor is aligned to its element size.
         order = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))
         layout = {name: (kinds[name], tuple(tensors[name].shape)) for name in order}
         size = sum(math.prod(shape) * kind.itemsize for kind, shape in layout.values())
@@ -57,7 +57,7 @@ class HostCopy:
         self._make_room(size, on_gpu)
         start = 0
         for name, (kind, _) in layout.items():
-            # Rounded where it is: a copy that rounds on its way waits.
+            # Convert on the device: a converting copy would be synchronous.
             values = tensors[name].detach().to(kind).contiguous().view(-1).view(torch.uint8)
             for place in self._places(start, start + len(values)):
                 place.copy_(values[: len(place)], non_blocking=True)
@@ -73,16 +73,16 @@ class HostCopy:
         while missing > 0:
             try:
                 self._blocks.append(_allocate(min(missing, _BLOCK), pinned))
-            except RuntimeError:  # what torch's allocator raises
+            except RuntimeError:  # the error of torch's allocator
                 raise StorageError(
-                    f"no host memory for a copy of {size / 2**30:.2f} GiB, from which a save is written beside the "
+                    f"no host memory for a copy of {size / 2**30:.2f} GiB, from which a save is written during the "
                     f"training: {missing / 2**30:.2f} GiB are missing; use more hosts or hosts with more memory, or "
-                    "keep fewer averages. The checkpoints before are intact: the same command resumes"
+                    "keep fewer averages. Earlier checkpoints are intact: the same command resumes"
                 ) from None
             missing -= len(self._blocks[-1])
 
     def _places(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Yield the memory from byte ``start`` to byte ``stop``, cut at the ends of blocks."""
+        """Yield the memory from byte ``start`` to byte ``stop``, split at block boundaries."""
         begin = 0
         for block in self._blocks:
             low, high = max(start - begin, 0), min(stop - begin, len(block))
@@ -92,7 +92,7 @@ class HostCopy:
 
 
 def _allocate(size: int, pinned: bool) -> Tensor:
-    """Return memory; pinned, if that can be had: what a process may pin has a limit of its own."""
+    """Allocate memory; pinned if possible, since the system limits the pinned memory of a process."""
     if pinned:
         with suppress(RuntimeError):
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -1,8 +1,8 @@
-"""Folders that survive a kill at any instruction: the commit protocol of checkpoints and snapshots.
+"""Commit protocol of checkpoints and snapshots: folders that survive a kill at any instruction.
 
 ``step-N.tmp`` -> every rank writes and fsyncs its file and reports size and sha256, or its error, to all -> rank 0
-writes MANIFEST.json, fsyncs, renames the folder to ``step-N`` and fsyncs the parent. A folder counts only if its
-manifest and every digest are right.
+writes MANIFEST.json, fsyncs, renames the folder to ``step-N`` and fsyncs the parent. A folder is valid only if its
+manifest and every digest are correct.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is to be saved, no longer that which the training goes on with."""
+    """A host copy of the state, detached from the running training."""
 
     step: int
     share: Share
-    """This rank's."""
+    """Data of this rank."""
     manifest: dict[str, Any]
-    """The same on all ranks."""
+    """Identical on all ranks."""
 
 
 class StepFolders:
     """The ``step-N`` folders under one folder.
 
     Args:
-        folder: where they are.
-        world: the ranks; over a process group that no other thread uses while one is committed.
-        what: what one holds, for messages: "a checkpoint".
+        folder: their parent folder.
+        world: the ranks; no other thread may use their process group during a commit.
+        what: content of a folder, for messages: "a checkpoint".
     """
 
     def __init__(self, folder: Path, world: World, what: str) -> None:
@@ -62,18 +62,18 @@ class StepFolders:
         manifest: dict[str, Any],
         dtype: torch.dtype | None = None,
     ) -> Draft:
-        """Copy what ``commit`` will write; called by all ranks. The draft before must be committed, or given up.
+        """Copy the state for ``commit``; called by all ranks. This overwrites the previous draft.
 
         Args:
-            world: the ranks; over a process group that no other thread uses meanwhile.
+            world: the ranks; no other thread may use their process group meanwhile.
             step: N.
-            tensors: this rank's, on any device.
-            starts: where a tensor that is a slice starts in what it is a slice of.
-            manifest: the same on all ranks.
-            dtype: what the tensors are rounded to; None: they stay as they are.
+            tensors: of this rank, on any device.
+            starts: start of each slice in its flattened parameter.
+            manifest: identical on all ranks.
+            dtype: target of the rounding; None: no rounding.
 
         Raises:
-            StorageError: on every rank, if the host of any has no memory for the copy.
+            StorageError: on every rank, if the host of any rank has no memory for the copy.
         """
         share = world.together(lambda: self._copy.take(tensors, starts, dtype))
         return Draft(step, share, manifest)
@@ -85,7 +85,7 @@ class StepFolders:
             The committed folder.
 
         Raises:
-            StorageError: on every rank, if any rank could not write. What is committed already is as it was.
+            StorageError: on every rank, if any rank could not write. Committed folders are unchanged.
         """
         world, share = self._world, draft.share
         final = self._folder / f"step-{draft.step:08d}"
@@ -97,19 +97,19 @@ class StepFolders:
         entry = self._or_drop(lambda: world.together(lambda: write_file(temporary / name, share.parts)))
         files = dict(world.gather((name, entry)))
         self._or_drop(lambda: world.on_first(lambda: _publish(temporary, final, draft.manifest | {"files": files})))
-        with suppress(StorageError):  # what was in the way; the next commit tries again
+        with suppress(StorageError):  # leftovers of a replaced folder; the next commit tries again
             world.on_first(self.drop_leftovers)
         return final
 
     def remove(self, folders: Iterable[Path]) -> None:
-        """Delete committed folders; on rank 0."""
+        """Delete committed folders; called on rank 0."""
         self.drop_leftovers()
         for folder in folders:
-            folder.rename(folder.with_suffix(".tmp"))  # a kill half-way leaves nothing that looks whole
+            folder.rename(folder.with_suffix(".tmp"))  # a kill during the removal leaves no folder that looks complete
         self.drop_leftovers()
 
     def drop_leftovers(self) -> None:
-        """Remove what a kill, a failed write or a half-done removal left, none of which counts; on rank 0."""
+        """Remove uncommitted leftovers of a kill, a failed write or a partial removal; called on rank 0."""
         for leftover in self._folder.glob("step-*.tmp"):
             shutil.rmtree(leftover)
 
@@ -126,20 +126,20 @@ class StepFolders:
             raise error
 
     def _or_drop(self, action: Callable[[], T]) -> T:
-        """Run ``action``; if it fails, which it does on all ranks, remove what was written."""
+        """Run ``action``; if it fails, which it does on all ranks, remove the written files."""
         try:
             return action()
         except StorageError:
-            with suppress(StorageError):  # the first one is the cause
+            with suppress(StorageError):  # the first error is the cause
                 self._world.on_first(self.drop_leftovers)
             raise
 
 
 def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
-    manifest = json.loads(json.dumps(manifest))  # as it will be read
+    manifest = json.loads(json.dumps(manifest))  # normalize to its form after reading
     write_file(temporary / MANIFEST, [json.dumps({**manifest, "sha256": digest_of(manifest)}, indent=1).encode()])
     fsync(temporary)
-    if final.exists():  # a damaged one of the same step, passed over at the resume
-        final.rename(final.with_suffix(".old.tmp"))  # and a whole one, if only its reading had failed
+    if final.exists():  # a damaged folder of the same step, skipped by the resume
+        final.rename(final.with_suffix(".old.tmp"))  # or an intact one that was unreadable for a time
     temporary.rename(final)
     fsync(final.parent)

@@ -1,4 +1,4 @@
-"""``fastdiff verify RUN``: read every byte of the checkpoints and snapshots of a run."""
+"""``fastdiff verify RUN``: verification of every byte of a run's checkpoints and snapshots."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fastdiff.errors import StorageError
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """One checkpoint or snapshot."""
+    """Result for one checkpoint or snapshot."""
 
     name: str
-    """What it is: "checkpoint of step 1000"."""
+    """Readable name: "checkpoint of step 1000"."""
     bytes: int
-    """What its manifest says."""
+    """Size according to its manifest."""
     problems: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What `verify_run` found, newest first."""
+    """Result of `verify_run`, newest first."""
 
     folder: Path
     checkpoints: tuple[Verified, ...]
@@ -39,7 +39,7 @@ class RunReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the newest checkpoint, and the newest snapshot if there is any, are intact."""
+        """Whether the newest checkpoint and the newest snapshot, if any, are intact."""
         return bool(self.checkpoints) and not any(
             found[0].problems for found in (self.checkpoints, self.snapshots) if found
         )
@@ -47,21 +47,21 @@ class RunReport:
     def __str__(self) -> str:
         found = [f"{self.folder}:", *map(str, self.checkpoints or ["no checkpoint"]), *map(str, self.snapshots)]
         if any(one.problems for one in self.checkpoints):
-            found.append("a resume passes over damaged checkpoints; restore them from a copy, or delete them")
+            found.append("a resume skips damaged checkpoints; restore them from a copy, or delete them")
         if any(one.problems for one in self.snapshots):
-            found.append("an average of another --ema-std is made of intact snapshots; restore the damaged from a copy")
+            found.append("another --ema-std uses intact snapshots only; restore the damaged ones from a copy")
         return "\n".join(found)
 
 
 def is_run(folder: Path) -> bool:
-    """Whether this is the folder of a training run."""
+    """Return whether the folder is that of a training run."""
     return (folder / "run.json").exists() or (folder / "checkpoints").is_dir()
 
 
 def verify_run(folder: str | os.PathLike[str]) -> RunReport:
     """Check the manifest, and the size and sha256 of every file, of all checkpoints and snapshots.
 
-    Nothing is written; a run that is going on may add and prune some meanwhile, which then are not in the report.
+    Nothing is written. An active run may add and prune checkpoints meanwhile; the report omits those.
     """
     folder = Path(folder)
     folders = {"checkpoint": committed(folder / "checkpoints"), "snapshot": committed(snapshot_folder(folder))}
@@ -72,14 +72,14 @@ def verify_run(folder: str | os.PathLike[str]) -> RunReport:
             found[what] = []
             for path in paths:
                 trouble = verify(path)
-                if path.exists():  # pruned while it was read
+                if path.exists():  # may be pruned during the read
                     found[what].append(Verified(f"{what} of step {step_of(path)}", sizes[path], tuple(trouble)))
                 bar.update(sizes[path])
     return RunReport(folder, tuple(found["checkpoint"]), tuple(found["snapshot"]))
 
 
 def _bytes(folder: Path) -> int:
-    """What the files of a checkpoint should add up to; 0 if its manifest does not say."""
+    """Return the total size of a checkpoint's files by its manifest; 0 if the manifest lacks it."""
     try:
         return sum(int(entry["bytes"]) for entry in read_manifest(folder)["files"].values())
     except (StorageError, KeyError, TypeError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""Which weights of a checkpoint are used: as trained, one of its averages, or one that is made from its snapshots."""
+"""Selection of the weights of a checkpoint: raw, a saved average, or one reconstructed from the snapshots."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Fragment
 
 AS_TRAINED = "weights as trained"
-"""What people are told of the weights that are no average."""
+"""Description of the raw weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The parameters of a model, read one at a time."""
+    """Parameters of a model, read one at a time."""
 
     description: str
     """"weights as trained", "EMA of rate 0.9999" or "EMA of width 0.07 (fit error 0.1 %, made from 12 of digest
-    2c26b46b68ff)"; with the checkpoint it decides the weights."""
+    2c26b46b68ff)". Together with the checkpoint it identifies the weights."""
     read: Callable[[str], Tensor]
     """Returns a parameter, fp32 on the CPU."""
 
 
 def select(saved: Checkpoint, *, rate: float | None = None, std: float | None = None, raw: bool = False) -> Weights:
-    """Choose weights; without a wish the first average of the run, or its weights if it has none.
+    """Select weights: by default the first EMA, or the raw weights if there is none.
 
     Args:
         saved: the checkpoint.
         rate: decay rate of a constant average.
-        std: relative width of a power-function average: the run's own, or made from the snapshots.
-        raw: the weights themselves.
+        std: relative width of a power-function average: a saved one, or one reconstructed from the snapshots.
+        raw: select the raw weights.
 
     Raises:
         ConfigError: there is no such average.

@@ -15,15 +15,15 @@ NAME = "bench"
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
-    """Register the command; its flags are read by the benchmarks themselves."""
-    commands.add_parser(NAME, help="speed and memory, as `python -m bench`", add_help=False)
+    """Register the command; the benchmarks parse its flags."""
+    commands.add_parser(NAME, help="measure speed and memory, as `python -m bench`", add_help=False)
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run ``python -m bench`` with ``argv``; ends the process.
+    """Run ``python -m bench`` with ``argv`` and end the process.
 
     Raises:
-        ConfigError: the benchmarks are not installed: a wheel does not have them.
+        ConfigError: the benchmarks are not installed; a wheel does not contain them.
     """
     if not _installed():
         raise ConfigError("fastdiff bench: the benchmarks come with the repository; clone it and `pip install -e .`")
@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _installed() -> bool:
-    """Whether the package ``bench`` is that of the repository, and not missing or another's."""
+    """Return whether the package ``bench`` is the one of the repository."""
     try:
         return importlib.util.find_spec("bench.measure.interleaved") is not None
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""``fastdiff verify`` and ``fastdiff doctor``: is everything as it should be."""
+"""``fastdiff verify`` and ``fastdiff doctor``: checks of data, checkpoints and the machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from fastdiff.errors import DataError, StorageError
 def add(commands: Subcommands) -> None:
     """Register the commands."""
     verify = commands.add_parser("verify", help="check every byte of latent shards, or of a run's checkpoints")
-    verify.add_argument("folder", type=Path, metavar="FOLDER", help="what `fastdiff encode` or a training run wrote")
+    verify.add_argument("folder", type=Path, metavar="FOLDER", help="output of `fastdiff encode` or of a training run")
     verify.set_defaults(run=_verify)
 
-    doctor = commands.add_parser("doctor", help="what this machine has, what is wrong and how to mend it")
+    doctor = commands.add_parser("doctor", help="report this machine's software, devices and problems")
     doctor.add_argument(
-        "--preset", metavar="NAME", help=f"also list which kernels and attention it would use: {', '.join(PRESETS)}"
+        "--preset",
+        metavar="NAME",
+        help=f"also list the kernels and the attention that it would use: {', '.join(PRESETS)}",
     )
     doctor.set_defaults(run=_doctor)
 
@@ -44,6 +46,6 @@ def _doctor(arguments: argparse.Namespace) -> None:
     from fastdiff.cli.doctor import examine, explain
 
     hint = ["kernels and attention: `fastdiff doctor --preset NAME` lists what each layer would use"]
-    explained = list(explain(arguments.preset)) if arguments.preset else hint  # refuses before anything is said
+    explained = list(explain(arguments.preset)) if arguments.preset else hint  # fails before the first line is printed
     for line in chain(examine(), explained):
         print(line)

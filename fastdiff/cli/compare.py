@@ -1,4 +1,4 @@
-"""``fastdiff compare``: which of two runs has the lower validation loss, and at which noise."""
+"""``fastdiff compare``: the difference between the validation losses of two runs, by noise level."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def add(commands: Subcommands) -> None:
         "standard error. Both must have been trained with the same --validation.data and --validation.samples.",
     )
     parser.add_argument("a", type=Path, metavar="RUN_A", help="run folder")
-    parser.add_argument("b", type=Path, metavar="RUN_B", help="run folder, whose difference from RUN_A is shown")
-    parser.add_argument("--step", type=count, default=None, metavar="N", help="default: the newest that both have")
+    parser.add_argument("b", type=Path, metavar="RUN_B", help="run folder to compare with RUN_A")
+    parser.add_argument(
+        "--step", type=count, default=None, metavar="N", help="step to compare; default: the newest of both runs"
+    )
     parser.add_argument("--png", type=Path, default=None, help="picture to write; default: RUN_B/compare-RUN_A.png")
     parser.set_defaults(run=_compare)
 

@@ -1,9 +1,9 @@
-"""The text-to-image demo: scans of digits with captions in words, and a pipeline small enough for two CPU cores.
+"""Text-to-image demo: scans of digits with captions, and a pipeline small enough for two CPU cores.
 
 ``python -m fastdiff.cli.demo_t2i prepare data/digits-t2i`` writes ``images/`` (PNG files and metadata.jsonl) and
-``pipeline/`` (a tiny Stable Diffusion pipeline whose autoencoder is fitted to the digits; its text encoder stays random
-and tells captions apart all the same). ``python -m fastdiff.cli.demo_t2i judge PIPELINE`` draws digits by their
-captions with diffusers and lets a classifier read them.
+``pipeline/`` (a tiny Stable Diffusion pipeline: its autoencoder is fitted to the digits; its text encoder stays random,
+which suffices to distinguish the captions). ``python -m fastdiff.cli.demo_t2i judge PIPELINE`` draws digits from their
+captions with diffusers and classifies them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KL_WEIGHT = 1e-4
 
 
 def caption(digit: int) -> str:
-    """``a handwritten seven``."""
+    """Return the caption of a digit: ``a handwritten seven``."""
     return f"a handwritten {WORDS[digit]}"
 
 
@@ -72,7 +72,7 @@ def write_pipeline(folder: Path, *, steps: int = _STEPS) -> float:
 
 
 def judge(pipeline: Path, picture: Path, *, per_class: int = 20, seed: int = 0) -> dict[str, float | int]:
-    """Draw digits by their captions with diffusers' own pipeline, and measure them as ``fastdiff evaluate`` does.
+    """Draw digits from their captions with diffusers' own pipeline, and measure them as ``fastdiff evaluate`` does.
 
     Args:
         pipeline: folder that ``fastdiff export --format diffusers`` wrote.
@@ -102,13 +102,13 @@ def judge(pipeline: Path, picture: Path, *, per_class: int = 20, seed: int = 0) 
 
 
 def _pixels() -> Tensor:
-    """``[1797, 3, 32, 32]`` fp32 in [-1, 1]."""
+    """Return all scans: ``[1797, 3, 32, 32]`` fp32 in [-1, 1]."""
     images = np.stack([np.asarray(image) for image, _ in _enlarged()])
     return torch.from_numpy(images).float()[:, None].expand(-1, 3, -1, -1) / 127.5 - 1
 
 
 def _enlarged() -> Iterator[tuple[Image, int]]:
-    """Every scan as a grey image of 32 x 32 pixels, with its class."""
+    """Yield every scan as a grey image of 32 x 32 pixels, with its class."""
     from PIL import Image as pillow
 
     scans, labels = real_digits()
@@ -118,7 +118,7 @@ def _enlarged() -> Iterator[tuple[Image, int]]:
 
 
 def _fit(vae: Any, pixels: Tensor, steps: int) -> None:
-    """Minimise squared error plus a little KL divergence (Rombach et al. 2022, arXiv:2112.10752, section 3.1)."""
+    """Minimise squared error plus a small KL divergence (Rombach et al. 2022, arXiv:2112.10752, section 3.1)."""
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=_LR, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LR, total_steps=steps)
@@ -137,7 +137,7 @@ def _fit(vae: Any, pixels: Tensor, steps: int) -> None:
 
 @torch.no_grad()
 def _reconstruct(vae: Any, pixels: Tensor) -> tuple[float, float]:
-    """Root mean squared error of the reconstructions, and standard deviation of the latents."""
+    """Return the root mean squared error of the reconstructions and the standard deviation of the latents."""
     means = vae.encode(pixels).latent_dist.mean
     decoded = vae.decode(means).sample
     return float((decoded - pixels).square().mean().sqrt()), float(means.std())

@@ -1,4 +1,4 @@
-"""What this machine has, what will run on it, what is wrong and how to mend it."""
+"""Diagnosis of a machine: versions, devices, chosen kernels, and problems with their remedies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PACKAGES = (
 
 
 def examine() -> Iterator[str]:
-    """Yield the findings, one line each; a line that starts with "PROBLEM" says what to do."""
+    """Yield the findings, one line each; a line that starts with "PROBLEM" names the remedy."""
     yield f"python {sys.version.split()[0]}, {os.cpu_count()} cores, {_memory_gib():.0f} GiB of memory"
     for name in _PACKAGES:
         yield f"{name} {_version(name)}"
@@ -43,7 +43,7 @@ def examine() -> Iterator[str]:
 
 
 def explain(name: str) -> Iterator[str]:
-    """Yield which implementation the preset called ``name`` would use for each op on this machine, as a table.
+    """Yield a table of the implementation of each op that a preset would use on this machine.
 
     Raises:
         ConfigError: there is no such preset.
@@ -64,7 +64,7 @@ def _table(rows: Iterable[kernel_choice.Row]) -> Iterator[str]:
 
 
 def _merged(rows: Iterable[kernel_choice.Row]) -> Iterator[kernel_choice.Row]:
-    """Put layers that differ in one number, and in nothing that they choose, on one line: ``blocks.0-27.attn``."""
+    """Merge rows that differ in one number of the layer name only: ``blocks.0-27.attn``."""
     split = [(tuple(name.split(".")), choice) for name, choice in rows]
     for place in range(max((len(parts) for parts, _ in split), default=0)):
         numbers: dict[tuple[tuple[str, ...], Choice], list[str]] = defaultdict(list)
@@ -80,7 +80,7 @@ def _merged(rows: Iterable[kernel_choice.Row]) -> Iterator[kernel_choice.Row]:
 
 
 def _ranges(numbers: Iterable[str]) -> str:
-    """``0-3,7`` for 0, 1, 2, 3 and 7."""
+    """Format numbers as ranges: ``0-3,7`` for 0, 1, 2, 3 and 7."""
     runs: list[list[int]] = []
     for number in sorted({int(number) for number in numbers}):
         if runs and runs[-1][-1] == number - 1:
@@ -122,7 +122,7 @@ def _kernels() -> Iterator[str]:
 
 
 def _eight_bit_adam() -> Iterator[str]:
-    """Take one real step of each, because only that shows what the state is kept in."""
+    """Take one real step of each optimizer; only that shows the dtype of its state."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, remedy in (("adamw8bit", "adamw"), ("adamw8bit-bnb", "adamw8bit, or reinstall bitsandbytes")):
         weight = torch.nn.Parameter(torch.zeros(4096, device=device))

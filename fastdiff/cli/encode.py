@@ -11,7 +11,7 @@ from fastdiff.config.argument_types import Subcommands, count, shape
 from fastdiff.errors import ConfigError
 
 _ITSELF = {"digits": ("split",), "synthetic": ("shape", "samples", "classes")}
-"""The sources that need no images, with their options."""
+"""Built-in sources, with their options."""
 
 
 def add(commands: Subcommands) -> None:
@@ -21,15 +21,15 @@ def add(commands: Subcommands) -> None:
         help="write latent shards",
         description="Encode images into latent shards with the autoencoder and the text encoder of a pipeline, or into "
         "shards of pixels. Run it on many GPUs with torchrun, deepspeed --no_python --no_local_rank, or srun. After a "
-        "kill, the same command goes on where it was.",
-        # What is not given is not among the arguments: the defaults are those of the functions that are called, and an
-        # option of another kind of source is noticed.
+        "kill, the same command resumes.",
+        # Options that are not given stay absent: the called functions have the defaults, and options of another kind of
+        # source are detected.
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument(
         "source",
-        help="images: a folder (with metadata.jsonl or .csv, or text files beside them, or one folder per class), tars "
-        "of WebDataset (path or address, braces allowed), or a Hugging Face dataset; or digits (scikit-learn's 1,797 "
+        help="images: a folder (with metadata.jsonl or .csv, or text files beside them, or one folder per class), "
+        "WebDataset tars (path or address, braces allowed), or a Hugging Face dataset; or digits (scikit-learn's 1,797 "
         "real scans) or synthetic, which take no --pretrained",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not hold a data set yet")
@@ -48,7 +48,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--autoencoder",
         choices=("pipeline", "identity"),
-        help="pipeline: that of --pretrained; identity: none, for training in pixel space (RGB in uint8)",
+        help="pipeline: the one of --pretrained; identity: none, for training in pixel space (RGB in uint8)",
     )
     group.add_argument("--pretrained", metavar="PATH_OR_ID", help="folder or hub id in the layout of diffusers")
     group.add_argument("--revision", help="branch, tag or commit of the id")
@@ -56,16 +56,16 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--precision",
         choices=("fp32", "bf16", "fp16"),
-        help="of the autoencoder and the text encoders; fp32 is exact, bf16 several times as fast on a GPU",
+        help="dtype of the autoencoder and the text encoders; fp32 is exact, bf16 several times faster on a GPU",
     )
-    group.add_argument("--dtype", choices=("float16", "float32"), help="of what is stored")
+    group.add_argument("--dtype", choices=("float16", "float32"), help="dtype of the stored latents")
     group.add_argument("--batch", type=count, help="images per pass through the autoencoder")
 
 
 def _add_images(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("images")
     group.add_argument("--resolution", type=count, help="side of the images in pixels")
-    group.add_argument("--crop", choices=("center", "adm"), help="adm: as ADM, DiT and SiT do it")
+    group.add_argument("--crop", choices=("center", "adm"), help="adm: the crop of ADM, DiT and SiT")
     group.add_argument(
         "--interpolation",
         choices=("nearest", "nearest_exact", "bilinear", "bicubic", "box", "hamming", "lanczos"),
@@ -75,7 +75,9 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
         "--buckets", action="store_true", help="keep the aspect ratio: sizes of up to --resolution squared pixels"
     )
     group.add_argument(
-        "--bucket-step", type=count, help="what the sides of buckets are multiples of; default: 8 latent positions, 64"
+        "--bucket-step",
+        type=count,
+        help="side lengths of buckets are multiples of this; default: 8 latent positions, 64",
     )
     group.add_argument(
         "--decode",
@@ -85,23 +87,23 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--flip",
         action="store_true",
-        help="store the latents of the mirrored images too; pixels are mirrored by --data.random_flip alone",
+        help="also store the latents of the mirrored images; pixels need only --data.random_flip",
     )
     group.add_argument(
         "--classes-from",
         choices=("auto", "folder", "prefix", "none"),
-        help="classes of a folder of images: the names of its folders; the prefix of a file's name, before the first "
-        "underscore; or none. auto: captions if there are any, else the folders",
+        help="classes of an image folder: folder: the subfolder names; prefix: the part of a file name before the "
+        "first underscore; none. auto: captions if there are any, otherwise the subfolders",
     )
     group.add_argument(
         "--captions",
         choices=("first", "all"),
-        help="which captions of an image are embedded; all counts them first, for which a server sends all of its tars",
+        help="captions of an image to embed; all counts them first, which downloads remote tars completely",
     )
     group.add_argument("--image-column", help="column of a Hugging Face dataset")
     group.add_argument("--caption-column", help="column or field of the captions")
     group.add_argument("--split", help="split of a Hugging Face dataset or a folder; of digits: all, train or test")
-    group.add_argument("--max-samples", type=count, help="only so many images, the first ones")
+    group.add_argument("--max-samples", type=count, help="use only the first N images")
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
@@ -109,10 +111,10 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bad",
         choices=("fail", "skip"),
-        help="skip: images that cannot be used are left out and listed in OUT/bad_images.jsonl",
+        help="skip: leave out unusable images and list them in OUT/bad_images.jsonl",
     )
     group.add_argument("--samples-per-shard", type=count, help="images per shard; a tar is one shard")
-    group.add_argument("--workers", type=count, help="threads that decode, per rank")
+    group.add_argument("--workers", type=count, help="decoding threads per rank")
 
 
 def _encode(arguments: argparse.Namespace) -> None:
@@ -131,7 +133,7 @@ def _encode(arguments: argparse.Namespace) -> None:
 
 
 def _require_own(given: Mapping[str, Any], own: Collection[str]) -> None:
-    """Refuse options that the source has no use for."""
+    """Refuse options that the source does not use."""
     source = given["source"]
     for name in given:
         flag = "--" + name.replace("_", "-")
@@ -141,7 +143,7 @@ def _require_own(given: Mapping[str, Any], own: Collection[str]) -> None:
             instead = "use --max-samples" if name == "samples" and source not in _ITSELF else "leave it out"
             raise ConfigError(f"{flag} is for the source synthetic, and the source is {source}; {instead}")
         raise ConfigError(
-            f"{flag} is for images, and {source} is none; leave it out, or for a folder of that name say ./{source}"
+            f"{flag} is for images, and {source} is none; leave it out, or give a folder of that name as ./{source}"
         )
 
 

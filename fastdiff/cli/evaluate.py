@@ -1,4 +1,4 @@
-"""``fastdiff evaluate``: how good what a run has learned is, in numbers."""
+"""``fastdiff evaluate``: quality metrics of a run or of its images."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="measure the images of a run against real ones, or with --nll its likelihood",
-        description="Of a run: draws digits, or enlarges some, and judges them, into RUN/evaluation.json. With --nll: "
-        "the bound on the negative log-likelihood of data, in bits per dimension, over all timesteps, into "
-        "RUN/nll.json; its terms, with the errors of x0 and of the noise, by timestep into RUN/nll.npz. With "
+        description="For a run: draws or enlarges digits and evaluates them; writes RUN/evaluation.json. With --nll: "
+        "the bound on the negative log-likelihood of data, in bits per dimension, over all timesteps, in "
+        "RUN/nll.json; its terms, with the errors of x0 and of the noise, by timestep in RUN/nll.npz. With "
         "--reference: FID, KID, precision and recall of images. They are npz files with arr_0 uint8 [N, H, W, C] "
         "(fastdiff sample RUN --npz) or folders of images of one size; nothing is resized.",
     )
@@ -33,28 +33,28 @@ def add(commands: Subcommands) -> None:
         "subject",
         type=Path,
         metavar="RUN|SAMPLES",
-        help="run folder, of which the newest checkpoint is used; with --reference: npz file or folder of images",
+        help="run folder, whose newest checkpoint is used; with --reference: npz file or folder of images",
     )
     add_averages(parser)
-    parser.add_argument("--batch", type=count, help="images, or samples times timesteps, at a time; default: 64")
-    parser.add_argument("--seed", type=int, help="of the noise, or of the subsets of KID; default: 0")
+    parser.add_argument("--batch", type=count, help="images, or samples times timesteps, per pass; default: 64")
+    parser.add_argument("--seed", type=int, help="seed of the noise, or of the KID subsets; default: 0")
     parser.add_argument("--nll", action="store_true", help="measure the likelihood")
     of_nll = parser.add_argument_group("with --nll")
-    of_nll.add_argument("--samples", type=count, help="samples, spread evenly over the data; default: 1000")
-    of_nll.add_argument("--data", metavar="PATH", help="folder of latent shards; default: what the run was trained on")
+    of_nll.add_argument("--samples", type=count, help="number of samples, spread evenly over the data; default: 1000")
+    of_nll.add_argument("--data", metavar="PATH", help="folder of latent shards; default: the training data of the run")
     of_nll.add_argument(
         "--clip-denoised",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="clamp estimates of x0 to [-1, 1]; default: only for models of pixels",
+        help="clamp estimates of x0 to [-1, 1]; default: only for pixel-space models",
     )
-    of_nll.add_argument("--png", type=Path, help="picture of the curves by timestep to write")
+    of_nll.add_argument("--png", type=Path, help="write a picture of the curves over timesteps")
     parser.add_argument(
         "--reference",
         type=Path,
         metavar="REAL",
-        help="npz file or folder of real images to measure SAMPLES against; or npz file of their statistics mu and "
-        "sigma, for FID alone",
+        help="npz file or folder of real images to compare SAMPLES with; or npz file of their statistics mu and "
+        "sigma, for FID only",
     )
     of_images = parser.add_argument_group("with --reference")
     of_images.add_argument(
@@ -63,16 +63,16 @@ def add(commands: Subcommands) -> None:
         help="inception (needs torch-fidelity and its weights), pixels, or PATH.py:FUNCTION, a function from uint8 "
         "[B, H, W, C] to [B, D]; this runs PATH.py. Default: inception",
     )
-    of_images.add_argument("--out", type=Path, metavar="JSON", help="file to write the result to as well")
+    of_images.add_argument("--out", type=Path, metavar="JSON", help="also write the result to this file")
     parser.set_defaults(run=_evaluate)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     if arguments.nll and arguments.reference:
-        raise ConfigError("--nll is of a run and --reference of images; give one of them")
+        raise ConfigError("--nll evaluates a run and --reference images; give one of them")
     if arguments.reference:
         _refuse(arguments, _OF_NLL, "needs --nll")
-        _refuse(arguments, _OF_RUN, "is of a run, and with --reference images are given")
+        _refuse(arguments, _OF_RUN, "applies to a run, and --reference evaluates images")
         _evaluate_images(arguments)
         return
     _refuse(arguments, _OF_IMAGES, "needs --reference")
@@ -132,7 +132,7 @@ def _evaluate_nll(arguments: argparse.Namespace) -> None:
     result, found = evaluate_nll(run, options, progress=True)
     print(
         f"{arguments.subject / 'nll.json'}: {result['total_bpd']:.4f} ± {result['total_bpd_se']:.4f} bits per "
-        f"dimension ({result['prior_bpd']:.1e} of it the prior's), {result['samples']} samples; {run.description}"
+        f"dimension ({result['prior_bpd']:.1e} of them from the prior), {result['samples']} samples; {run.description}"
     )
     if arguments.png:
         draw(arguments.png, found)
@@ -140,5 +140,5 @@ def _evaluate_nll(arguments: argparse.Namespace) -> None:
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Options that have a value; the others keep their defaults."""
+    """Return the options that have a value; the rest keep their defaults."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}

@@ -18,20 +18,26 @@ def add(commands: Subcommands) -> None:
         "--format",
         metavar="FORMAT",
         required=True,
-        help="diffusers: a pipeline, or the network alone (of a DiT with two lines of code to run after loading, in "
-        "OUT/README.md); lora: pytorch_lora_weights.safetensors; dit: the weights of "
-        "the published DiT, dit.pt; dit-training: all of a training of it, NNNNNNN.pt; iddpm: all of a training of "
-        "improved-diffusion, model*.pt, ema_*.pt and opt*.pt; safetensors: the weights alone. But for lora, an adapter "
-        "is merged into its base",
+        help="diffusers: a pipeline, or the network alone (a DiT needs two lines of code after loading, see "
+        "OUT/README.md); lora: pytorch_lora_weights.safetensors; dit: weights for the published DiT, dit.pt; "
+        "dit-training: its full training state, NNNNNNN.pt; iddpm: the full training state of improved-diffusion, "
+        "model*.pt, ema_*.pt and opt*.pt; safetensors: the weights alone. All except lora merge an adapter into its "
+        "base",
     )
     which = add_averages(parser)
-    which.add_argument("--raw", action="store_true", help="the weights themselves instead of an average")
-    parser.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="of the exported weights")
+    which.add_argument("--raw", action="store_true", help="export the raw weights instead of an average")
     parser.add_argument(
-        "--step", type=count, default=None, metavar="N", help="an earlier checkpoint, or with --ema-std snapshot"
+        "--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="dtype of the exported weights"
+    )
+    parser.add_argument(
+        "--step",
+        type=count,
+        default=None,
+        metavar="N",
+        help="export an earlier checkpoint, or with --ema-std a snapshot",
     )
     parser.add_argument("--push-to-hub", default=None, metavar="REPO_ID", help="upload OUT to the Hugging Face hub")
-    parser.add_argument("--private", action="store_true", help="a new repository on the hub is private")
+    parser.add_argument("--private", action="store_true", help="create a private repository on the hub")
     parser.set_defaults(run=_export)
 
 

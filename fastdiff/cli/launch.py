@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastdiff.cluster.launchers.job import Job
 
 _EXAMPLES = """\
-TRAIN FLAGS are those of fastdiff/train.py, after a --. The same command again resumes the run.
+TRAIN FLAGS are the flags of fastdiff/train.py, after a --. Repeat the command to resume the run.
 
   fastdiff launch local --ranks 8 -- --preset digits
   fastdiff launch hosts --hostfile hosts --submit -- --preset digits
@@ -30,8 +30,8 @@ def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "launch",
         help="start a run on one or many machines, supervised",
-        description="Start a run under supervisors, one per node: they check the nodes first, watch the ranks, and say "
-        "who failed first and why. Exit code 75: the run was asked to stop and has saved.",
+        description="Start a run under supervisors, one per node: they check the nodes first, watch the ranks, and "
+        "report who failed first and why. Exit code 75: the run was asked to stop and has saved.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -45,7 +45,7 @@ def add(commands: Subcommands) -> None:
 def _add_target(targets: Subcommands, name: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = targets.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("--no-preflight", dest="preflight", action="store_false", help="do not check the nodes first")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- TRAIN FLAGS", help="of fastdiff/train.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- TRAIN FLAGS", help="flags of fastdiff/train.py")
     return parser
 
 
@@ -59,13 +59,13 @@ def _add_hosts(targets: Subcommands) -> None:
     parser = _add_target(targets, "hosts", "run on the hosts of a hostfile, over ssh, in the same folder on each")
     parser.add_argument("--hostfile", type=Path, required=True, metavar="FILE", help="lines `name slots=RANKS`")
     parser.add_argument("--ssh-config", type=Path, metavar="FILE", help="configuration of ssh; default: the user's")
-    parser.add_argument("--submit", action="store_true", help="start it; it ends with this command")
+    parser.add_argument("--submit", action="store_true", help="start the job; it ends with this command")
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("fastdiff-hosts.sh"),
         metavar="FILE",
-        help="without --submit: where the equivalent for DeepSpeed's own launcher is written; default: %(default)s",
+        help="without --submit: script to write for DeepSpeed's own launcher; default: %(default)s",
     )
     parser.set_defaults(run=_hosts)
 
@@ -73,28 +73,28 @@ def _add_hosts(targets: Subcommands) -> None:
 def _add_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=count, required=True, metavar="N", help="machines")
     parser.add_argument("--ranks-per-node", type=count, required=True, metavar="K", help="processes on each")
-    parser.add_argument("--name", default="fastdiff", help="of the job; default: %(default)s")
+    parser.add_argument("--name", default="fastdiff", help="name of the job; default: %(default)s")
 
 
 def _add_slurm(targets: Subcommands) -> None:
-    parser = _add_target(targets, "slurm", "write a script for sbatch, which is queued again after a preemption")
+    parser = _add_target(targets, "slurm", "write a script for sbatch that requeues after a preemption")
     _add_size(parser)
-    parser.add_argument("--time", help="limit, as sbatch takes it")
-    parser.add_argument("--partition", help="of the cluster")
-    parser.add_argument("--account", help="that pays")
+    parser.add_argument("--time", help="time limit in sbatch's format")
+    parser.add_argument("--partition", help="partition of the cluster")
+    parser.add_argument("--account", help="account to charge")
     parser.add_argument(
         "--signal-before",
         type=count,
         default=120,
         metavar="SECONDS",
-        help="save and stop so long before the time limit; default: %(default)s",
+        help="seconds before the time limit at which the run saves and stops; default: %(default)s",
     )
     parser.add_argument(
         "--sbatch",
         action="append",
         default=[],
         metavar="KEY[=VALUE]",
-        help="further option of sbatch, for example gpus-per-node=8, cpus-per-task=64 or exclusive",
+        help="additional sbatch option, for example gpus-per-node=8, cpus-per-task=64 or exclusive",
     )
     _add_output(parser, "fastdiff.sbatch", "sbatch")
     parser.set_defaults(run=_slurm)
@@ -103,14 +103,14 @@ def _add_slurm(targets: Subcommands) -> None:
 def _add_k8s(targets: Subcommands) -> None:
     parser = _add_target(targets, "k8s", "write a manifest for Kubernetes (1.31 or newer)")
     _add_size(parser)
-    parser.add_argument("--image", required=True, help="with fastdiff installed")
+    parser.add_argument("--image", required=True, help="container image with fastdiff installed")
     parser.add_argument("--namespace", help="default: kubectl's")
     parser.add_argument(
         "--pvc",
         action="append",
         default=[],
         metavar="CLAIM:/PATH",
-        help="persistent volume claim and where it is mounted; the run folder must be on one that all nodes can write",
+        help="persistent volume claim and its mount point; all nodes must be able to write to the run folder's volume",
     )
     _add_output(parser, "fastdiff.yaml", "kubectl apply")
     parser.set_defaults(run=_k8s)
@@ -118,13 +118,13 @@ def _add_k8s(targets: Subcommands) -> None:
 
 def _add_output(parser: argparse.ArgumentParser, name: str, command: str) -> None:
     parser.add_argument(
-        "--output", type=Path, default=Path(name), metavar="FILE", help="where it is written; default: %(default)s"
+        "--output", type=Path, default=Path(name), metavar="FILE", help="file to write; default: %(default)s"
     )
-    parser.add_argument("--submit", action="store_true", help=f"and run {command} on it")
+    parser.add_argument("--submit", action="store_true", help=f"also run {command} on it")
 
 
 def _job(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> Job:
-    """Return what to launch, once the flags are known to be right."""
+    """Return the job, after a check of its flags."""
     from fastdiff.cluster.launchers.job import Job
 
     flags = arguments.flags
@@ -142,7 +142,7 @@ def _local(arguments: argparse.Namespace) -> None:
 
     job = _job(arguments, 1, arguments.ranks)
     sys.stdout.flush()
-    # Port 0: its supervisor takes one that is free.
+    # Port 0: the supervisor chooses a free one.
     os.execv(sys.executable, [sys.executable, "-u", "-m", SUPERVISOR, *job.arguments("127.0.0.1", 0)])
 
 

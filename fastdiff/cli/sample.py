@@ -1,4 +1,4 @@
-"""``fastdiff sample``: images from what a run has learned."""
+"""``fastdiff sample``: images drawn from a trained run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def add(commands: Subcommands) -> None:
         "sample",
         help="draw images from a run",
         description="Draw images from a run: a few as a picture (--grid), or any number as an npz (--npz). For an npz, "
-        "run it on many GPUs behind torchrun --no-python --, behind deepspeed --no_python --no_local_rank --, or with "
-        "srun: the file is the same for any number of them, and after a kill the same command goes on where it was.",
+        "run it on many GPUs with torchrun --no-python --, deepspeed --no_python --no_local_rank --, or "
+        "srun: the file is the same for any number of GPUs, and after a kill the same command resumes.",
     )
     sample.add_argument("folder", type=Path, metavar="RUN", help="run folder")
     _add_solver(sample)
@@ -50,8 +50,8 @@ def _add_solver(parser: argparse.ArgumentParser) -> None:
         "--cfg",
         type=finite,
         default=None,
-        help="classifier-free guidance scale, 1: none; default: 1.5, prompts 7.5; if no classes were dropped "
-        "in the training 1, and no other but after --pretrained.weights",
+        help="classifier-free guidance scale, 1: none; default: 1.5, for prompts 7.5. A run that dropped no classes "
+        "in training allows only 1, its default, unless it had --pretrained.weights",
     )
     parser.add_argument(
         "--cfg-channels",
@@ -65,15 +65,15 @@ def _add_solver(parser: argparse.ArgumentParser) -> None:
         "--clip-denoised",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="clamp every estimate of the image to [-1, 1]; default: only for models of pixels",
+        help="clamp every estimate of the image to [-1, 1]; default: only for pixel-space models",
     )
 
 
 def _add_content(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--classes", type=classes, default=None, metavar="0-9", help="classes, as 0-9 or 1,5,7")
     parser.add_argument("--per-class", type=count, default=None, help="images per class; default: 8")
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to draw; may be given several times")
-    parser.add_argument("--negative-prompt", default=None, metavar="TEXT", help="what not to draw")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="text prompt; may be given several times")
+    parser.add_argument("--negative-prompt", default=None, metavar="TEXT", help="negative text prompt")
     parser.add_argument("--per-prompt", type=count, default=None, help="images per prompt; default: 4")
 
 
@@ -88,20 +88,20 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--low-res", type=Path, default=None, metavar="NPZ", help="images to enlarge (super-resolution)")
     group.add_argument(
-        "--batch", type=count, default=None, help="images per pass, 64 unless given; another one rounds differently"
+        "--batch", type=count, default=None, help="images per pass; default: 64; another value changes rounding"
     )
     group.add_argument(
         "--precision",
         choices=("fp32", "bf16", "fp16"),
         default=None,
-        help="of the model; default: fp32; bf16 is several times as fast on a GPU",
+        help="precision of the model; default: fp32; bf16 is several times faster on a GPU",
     )
     group.add_argument(
         "--autoencoder",
         default=None,
         metavar="PATH_OR_ID",
-        help="decoder of the latents, a pipeline or an autoencoder alone, or identity: they are pixels; default: what "
-        "the run was trained on",
+        help="decoder of the latents: a pipeline, an autoencoder, or identity for pixels; default: the autoencoder of "
+        "the training data",
     )
 
 
@@ -137,7 +137,7 @@ def _sample(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse options that do not go together; which of them the model takes, it says itself."""
+    """Refuse options that contradict one another; the model itself checks which options it supports."""
     of_prompts = arguments.negative_prompt, arguments.per_prompt
     of_classes = arguments.classes, arguments.per_class
     if arguments.prompt and of_classes != (None, None):
@@ -149,7 +149,7 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is for --npz FILE, which is missing")
     asked = arguments.num, *of_classes, arguments.prompt, arguments.low_res
     if arguments.npz is not None and not any(value is not None for value in asked):
-        raise ConfigError("--npz: say with --num, --per-class, --prompt or --low-res how many images to draw")
+        raise ConfigError("--npz: give the number of images by --num, --per-class, --prompt or --low-res")
 
 
 def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig) -> None:

@@ -1,1 +1,1 @@
-"""A run in the formats of other programs."""
+"""Export of a run to the formats of other programs."""

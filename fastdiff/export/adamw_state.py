@@ -1,4 +1,4 @@
-"""The state of a run's optimizer as that of ``torch.optim.AdamW``, read from a checkpoint one moment at a time."""
+"""State of a run's optimizer in the layout of ``torch.optim.AdamW``, read from a checkpoint one moment at a time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fastdiff_kernels.adamw8bit.companding import BLOCK, decode_m_reference, dec
 Moment = Literal["exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Moment, Moment] = ("exp_avg", "exp_avg_sq")
 Read = Callable[[Moment, str], Tensor]
-"""Given a moment and a parameter, fp32 of its shape on the CPU."""
+"""Returns a moment of a parameter, fp32 in its shape on the CPU."""
 
 
 def moments(saved: Checkpoint, config: RunConfig) -> Read | str:
-    """How the moments of every parameter are read, or why there are none.
+    """Return a reader of the moments of every parameter, or the reason why there are none.
 
-    Those of 8 bits are decoded.
+    8-bit moments are decoded.
 
     Args:
         saved: a checkpoint, not a snapshot.
@@ -41,7 +41,7 @@ def moments(saved: Checkpoint, config: RunConfig) -> Read | str:
     if config.optim.name == "adamw8bit":
         return lambda moment, name: _decoded(saved, moment, name).view(_shape(saved, name))
     if not any(True for _ in saved.keys(FRAGMENTS)):
-        return "the checkpoint does not tell which parameters lie where in it"
+        return "the checkpoint does not record its parameter layout"
     state = BlockwiseState(saved)
     numbers = dict(zip(MOMENTS, "12", strict=True))
     return lambda moment, name: state.moment(numbers[moment], _whole(saved, name)).view(_shape(saved, name))
@@ -50,13 +50,13 @@ def moments(saved: Checkpoint, config: RunConfig) -> Read | str:
 def adamw_state(
     saved: Checkpoint, config: RunConfig, state: dict[int, dict[str, Tensor]], parameters: int
 ) -> dict[str, Any]:
-    """A state dict of ``torch.optim.AdamW``.
+    """Return a state dict of ``torch.optim.AdamW``.
 
     Args:
-        saved: the checkpoint, which says the learning rate of the next step.
+        saved: the checkpoint, which determines the learning rate of the next step.
         config: the run's.
-        state: the two moments by number of the parameter; one that is not trained has none.
-        parameters: how many there are.
+        state: the two moments by parameter number; an untrained parameter has none.
+        parameters: number of parameters.
     """
     applied, optim = Progress(**saved.manifest["progress"]).applied, config.optim
     adamw = torch.optim.AdamW(
@@ -80,7 +80,7 @@ def _whole(saved: Checkpoint, name: str) -> Fragment:
 
 
 def _decoded(saved: Checkpoint, moment: Moment, name: str) -> Tensor:
-    """``[N]`` fp32 of codes in blocks of the parameter, the last of which may be shorter."""
+    """Decode ``[N]`` fp32 from codes in blocks of the parameter; the last block may be shorter."""
     whole = _whole(saved, name)
     codes = saved.slice(f"{moment}_codes", whole)
     scales = saved.slice(f"{moment}_scales", whole.blocks(BLOCK, 0))

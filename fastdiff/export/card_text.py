@@ -1,4 +1,4 @@
-"""Parts of a model card that several formats share: loading a file, whose names it has, what the network is told."""
+"""Parts of a model card that several formats share: loading code, parameter names, and conventions of the network."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the examples of a card find the model."""
+    """Location of the model in the examples of a card."""
 
     out: Path
-    """Its folder."""
+    """Folder of the model."""
     repo_id: str | None = None
-    """Its id on the Hugging Face hub, if it goes there; the examples then use that."""
+    """Id on the Hugging Face hub, if the model is uploaded; the examples then use it."""
 
     def __str__(self) -> str:
         return self.repo_id or str(self.out)
 
     @property
     def imports(self) -> str:
-        """What ``file`` needs."""
+        """Imports that ``file`` needs."""
         return "from huggingface_hub import hf_hub_download\n" if self.repo_id else ""
 
     def file(self, name: str) -> str:
-        """Code for the path of one of its files."""
+        """Return code for the path of one of its files."""
         return f'hf_hub_download("{self.repo_id}", "{name}")' if self.repo_id else f'"{self.out / name}"'
 
 
 def python(code: str) -> str:
-    """Markdown of a block of code."""
+    """Return a Markdown code block."""
     return f"```python\n{code}\n```\n"
 
 
 def base_name(config: RunConfig) -> str:
-    """What a card calls the pretrained pipeline: its id on the hub, or the last part of a path on this machine."""
+    """Return the pretrained pipeline's name for a card: its hub id, or the last part of a local path."""
     path = config.pretrained.path
     is_id = _HUB_ID.fullmatch(path) and not config.pretrained.is_file and not Path(path).exists()
     return path if is_id else Path(path).resolve().name
 
 
 def load_safetensors(config: RunConfig, place: Place, name: str) -> str:
-    """Markdown of how a plain state dict is read, and of what takes it."""
+    """Return Markdown that loads a plain state dict, with the class that takes it."""
     code = f"{place.imports}from safetensors.torch import load_file\n\nweights = load_file({place.file(name)})"
     return python(code) + names(config.model) + told(config)
 
 
 def load_pickle(config: RunConfig, place: Place, name: str, entry: str = "", *, namespace: bool = False) -> str:
-    """Markdown of how a ``.pt`` file is read, and of what takes it.
+    """Return Markdown that loads a ``.pt`` file, with the class that takes it.
 
     Args:
         config: the run's.
         place: of the file.
         name: of the file.
-        entry: code that picks the state dict.
-        namespace: whether there is an ``argparse.Namespace`` in it.
+        entry: code that selects the state dict.
+        namespace: whether the file contains an ``argparse.Namespace``.
     """
     load = f"torch.load({place.file(name)}, weights_only=True){entry}"
     code = f"{place.imports}import torch\n\nstate_dict = {load}"
@@ -75,10 +75,10 @@ def load_pickle(config: RunConfig, place: Place, name: str, entry: str = "", *, 
 
 
 def names(model: ModelConfig) -> str:
-    """How the class of the published models is called for these weights; empty if there is none."""
+    """Return the call that creates the published class for these weights; empty if there is none."""
     if (published := family_of(model).published(model)) is None:
         return ""
-    called = f"\nThe names are those of {published.owner}, whose class takes them as `{published.call}`.\n"
+    called = f"\nThe parameter names match {published.owner}; create its class with `{published.call}`.\n"
     return called + (f"\n{published.note}\n" if published.note else "")
 
 
@@ -95,7 +95,7 @@ def told(config: RunConfig, *, diffusers: bool = False) -> str:
     where = " in the first half of its channels" if model.learn_sigma else ""
     if isinstance(objective, DdpmConfig):
         rescaled = objective.rescale_timesteps and objective.timesteps != 1000
-        time = f"\nIt is told t * 1000 / {objective.timesteps} (`rescale_timesteps`) instead of the timestep t.\n"
+        time = f"\nIts time input is t * 1000 / {objective.timesteps} (`rescale_timesteps`), not the timestep t.\n"
         return (time if rescaled else "") + _returned(objective.predicted, where, published, diffusers)
     returned = {"flow": "the velocity dx/dt", "epsilon": "the noise", "score": "the score"}
     time, returns = (
@@ -104,14 +104,14 @@ def told(config: RunConfig, *, diffusers: bool = False) -> str:
         else ("c_in x and ln(sigma) / 4", "F of the denoiser c_skip x + c_out F (Karras et al. 2022)")
     )
     sampler = f"the sampler that comes with {published.sampler}"
-    return f"\nIt is told {time} and returns {returns}{where}: {sampler} cannot use it.\n"
+    return f"\nIts inputs are {time}; it returns {returns}{where}: {sampler} cannot use it.\n"
 
 
 def _returned(predicted: Prediction, where: str, published: PublishedClass, diffusers: bool) -> str:
-    """What a model of discrete steps returns, if not the noise, and which sampler knows it."""
+    """Return the output convention of a discrete-time model that does not predict the noise, and a sampler for it."""
     if predicted == "epsilon":
         return ""
-    returns = "the mean of the step before" if predicted == "previous_x" else predicted
+    returns = "the mean of the previous step" if predicted == "previous_x" else predicted
     sampler = f"the sampler that comes with {published.sampler}"
     use = f"{sampler} cannot use it"
     if diffusers:

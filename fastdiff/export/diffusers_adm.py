@@ -1,4 +1,4 @@
-"""The UNet of IDDPM and ADM as the ``UNet2DModel`` of diffusers, where that has one that computes the same."""
+"""The UNet of IDDPM and ADM as diffusers' ``UNet2DModel``, if that has an equivalent network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import ExportedWeights, Shapes
 
 FOLDER = "unet"
-"""Where its pipelines look for it."""
+"""Subfolder that diffusers' pipelines expect."""
 _RES_BLOCK = {
     "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",
     "conv2": "out_layers.3",
@@ -28,22 +28,22 @@ _INSTEAD = "use iddpm or safetensors"
 
 
 def to_diffusers(model: AdmConfig) -> dict[str, Any]:
-    """The arguments of ``UNet2DModel``.
+    """Return the arguments of ``UNet2DModel``.
 
-    Of classes it has one more than the run: the last stands for no class.
+    It has one class more than the run: the last is the null class.
 
     Raises:
-        ConfigError: it has no network that computes the same.
+        ConfigError: it has no equivalent network.
     """
     widths, attended = model.widths, _attended(model)
     require(
         not model.low_res_size,
-        f"--format diffusers: UNet2DModel takes no small image along, the run has --model.low_res_size "
+        f"--format diffusers: UNet2DModel takes no low-resolution image, the run has --model.low_res_size "
         f"{model.low_res_size}; {_INSTEAD}",
     )
     require(
         widths[0] == model.width,
-        f"--format diffusers: UNet2DModel makes the sinusoids of the time as wide as its first level, {widths[0]}, the "
+        f"--format diffusers: UNet2DModel has time sinusoids as wide as its first level, {widths[0]}, the "
         f"run has --model.width {model.width}; {_INSTEAD}",
     )
     head_dims = {
@@ -52,8 +52,8 @@ def to_diffusers(model: AdmConfig) -> dict[str, Any]:
     }
     require(
         len(set(head_dims.values())) == 1,
-        f"--format diffusers: UNet2DModel has heads of one size, those of the run have {_sizes(head_dims)}, because "
-        f"--model.heads is a number of heads (--model.head_channels is a size); {_INSTEAD}",
+        f"--format diffusers: UNet2DModel has heads of one size, the run has heads of {_sizes(head_dims)}, because "
+        f"--model.heads sets their number (--model.head_channels sets their size); {_INSTEAD}",
     )
     down, up = zip(*(_block_types(given, resnets=model.resblock_updown) for given in attended), strict=True)
     resize = "resnet" if model.resblock_updown else "conv"
@@ -86,14 +86,14 @@ def write_unet2d(folder: Path, weights: ExportedWeights, model: AdmConfig, dtype
     """Write ``unet/``; see ``diffusers_model.write_model``.
 
     Raises:
-        ConfigError: diffusers has no such network.
+        ConfigError: diffusers has no equivalent network.
     """
     config = to_diffusers(model)
     write_model(folder / FOLDER, "UNet2DModel", config, sources(model, weights.shapes), weights, dtype)
 
 
 def sources(model: AdmConfig, known: Shapes) -> Sources:
-    """What every weight of the ``UNet2DModel`` is made of; ``known`` are the shapes of our parameters."""
+    """Return the source of every weight of the ``UNet2DModel``; ``known`` are the shapes of our parameters."""
     found = {
         **layer("time_embedding.linear_1", "time_embed.0"),
         **layer("time_embedding.linear_2", "time_embed.2"),
@@ -109,7 +109,7 @@ def sources(model: AdmConfig, known: Shapes) -> Sources:
 
 
 def _attended(model: AdmConfig) -> list[bool]:
-    """Whether a level has attention behind its residual blocks, the finest first."""
+    """Return whether each level has attention after its residual blocks, finest level first."""
     return [model.size >> level in model.attention_resolutions for level in range(len(model.widths))]
 
 
@@ -124,7 +124,7 @@ def _block_types(attended: bool, *, resnets: bool) -> tuple[str, str]:
 
 
 def _with_no_class(table: Tensor) -> Tensor:
-    """``[classes, D] -> [classes + 1, D]``: no class adds nothing to the time."""
+    """Append a null class: ``[classes, D] -> [classes + 1, D]``; its embedding is zero."""
     return torch.cat([table, table.new_zeros(1, table.shape[1])])
 
 
@@ -149,7 +149,7 @@ def _layer(theirs: str, ours: str, model: AdmConfig, width: int, known: Shapes) 
 
 
 def _layers(model: AdmConfig) -> Iterator[tuple[str, str, int]]:
-    """Their name, our name and the width of every layer between the first convolution and the last norm."""
+    """Yield their name, our name and the width of every layer between the first convolution and the last norm."""
     widths, attended = model.widths, _attended(model)
     number = 0
     for level, width in enumerate(widths):
@@ -181,7 +181,7 @@ def _write(folder: Path, exported: Exported) -> None:
 
 def _use(config: RunConfig, place: Place, step: int) -> str:
     load = f'UNet2DModel.from_pretrained("{place}", subfolder="{FOLDER}")'
-    none = f"\nClass {config.model.classes} stands for no class.\n" if config.model.classes else ""
+    none = f"\nClass {config.model.classes} is the null class.\n" if config.model.classes else ""
     return python(f"from diffusers import UNet2DModel\n\nmodel = {load}") + none + told(config, diffusers=True)
 
 

@@ -1,8 +1,8 @@
-"""A DiT as the ``DiTTransformer2DModel`` of diffusers.
+"""A DiT as diffusers' ``DiTTransformer2DModel``.
 
-It computes the same but for one thing, that no weight can make up for: the frequencies of its timesteps are
-``10000^(-k / 127)``, those of the published DiT ``10000^(-k / 128)``. They are an attribute of its timestep embeddings,
-which its configuration does not have; ``SAME_TIMES`` sets it.
+It is equivalent except for the timestep frequencies: diffusers computes ``10000^(-k / 127)``, the published DiT
+``10000^(-k / 128)``. No weight can compensate for that. The frequencies are an attribute of the timestep embeddings and
+not part of the configuration; ``SAME_TIMES`` sets them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import ExportedWeights
 
 FOLDER = "transformer"
-"""Where its pipeline looks for it."""
+"""Subfolder that diffusers' pipeline expects."""
 SAME_TIMES = "for block in model.transformer_blocks:\n    block.norm1.emb.time_proj.downscale_freq_shift = 0\n"
-"""Code after which ``model`` computes what ours does."""
+"""Code that makes ``model`` equivalent to ours."""
 
 
 def to_diffusers(model: DiTConfig) -> dict[str, Any]:
-    """The arguments of ``DiTTransformer2DModel``.
+    """Return the arguments of ``DiTTransformer2DModel``.
 
     Raises:
         ConfigError: it has no network of this shape.
     """
     require(
         int(model.hidden * model.mlp_ratio) == 4 * model.hidden,
-        f"--format diffusers: DiTTransformer2DModel has MLPs of 4 times the width, the run has --model.mlp_ratio "
+        f"--format diffusers: DiTTransformer2DModel has an MLP ratio of 4, the run has --model.mlp_ratio "
         f"{model.mlp_ratio}; use dit or safetensors",
     )
     return {
@@ -59,12 +59,11 @@ def write_transformer(folder: Path, weights: ExportedWeights, model: DiTConfig, 
     """Write ``transformer/``; see ``diffusers_model.write_model``.
 
     Raises:
-        ConfigError: diffusers has no such network.
+        ConfigError: diffusers has no equivalent network.
     """
     config = to_diffusers(model)
     log.warning(
-        "DiTTransformer2DModel has other frequencies of the timesteps; the code in the model card, README.md beside "
-        "it, sets those of DiT"
+        "DiTTransformer2DModel has other timestep frequencies; the code in the model card, README.md, sets those of DiT"
     )
     write_model(folder / FOLDER, "DiTTransformer2DModel", config, _sources(model), weights, dtype)
 
@@ -81,7 +80,7 @@ def _sources(model: DiTConfig) -> Sources:
 
 
 def _block(theirs: str, ours: str, heads: int) -> Sources:
-    """One block, which there has embeddings of its own; all blocks get the same ones."""
+    """Map one block; diffusers has embeddings in each block, and all blocks get the same ones."""
     condition = f"{theirs}.norm1.emb"
     return {
         **layer(f"{condition}.timestep_embedder.linear_1", "t_embedder.mlp.0"),
@@ -103,8 +102,8 @@ def _use(config: RunConfig, place: Place, step: int) -> str:
     code = "from diffusers import DiTTransformer2DModel\n\n"
     code += f'model = DiTTransformer2DModel.from_pretrained("{place}", subfolder="{FOLDER}")\n{SAME_TIMES.rstrip()}'
     return (
-        python(code) + "\nThe last two lines set the frequencies of the timesteps that DiT was published with and this "
-        f"one trained with; those of diffusers are others. Class {config.model.classes} stands for no class.\n"
+        python(code) + "\nThe last two lines set the timestep frequencies of the published DiT, with which this model "
+        f"was trained; those of diffusers differ. Class {config.model.classes} is the null class.\n"
     ) + told(config, diffusers=True)
 
 

@@ -1,4 +1,4 @@
-"""A network as a folder that ``from_pretrained`` of a class of diffusers reads: a configuration and renamed weights."""
+"""A network in the folder layout of diffusers' ``from_pretrained``: a configuration and renamed weights."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 class Source(NamedTuple):
-    """What a weight of theirs is made of."""
+    """Origin of a diffusers weight."""
 
     name: str
-    """Of our parameter."""
+    """Name of our parameter."""
     change: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    """Cuts it, or brings it into another shape."""
+    """Slices or reshapes it."""
 
 
 Sources = dict[str, Source]
-"""By the name of their weight."""
+"""Sources by the name of the diffusers weight."""
 
 
 def layer(theirs: str, ours: str, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Sources:
-    """The weight and the bias of a layer, both changed alike."""
+    """Map the weight and the bias of a layer; ``change`` applies to both."""
     return {f"{theirs}.{part}": Source(f"{ours}.{part}", change) for part in ("weight", "bias")}
 
 
 def projections(theirs: str, ours: str, heads: int, packing: tuple[str, str]) -> Sources:
-    """Queries, keys and values of a packed projection, each on its own.
+    """Split a packed projection into queries, keys and values.
 
     Args:
         theirs: name of the attention.
-        ours: name of the projection, whose outputs are laid out as ``packing`` says.
+        ours: name of the projection; ``packing`` is the layout of its outputs.
         heads: of the attention.
         packing: ``("qkv", "heads")``, the queries of all heads first, or ``("heads", "qkv")``.
     """
@@ -48,7 +48,7 @@ def projections(theirs: str, ours: str, heads: int, packing: tuple[str, str]) ->
 
     def cut(number: int) -> Callable[[Tensor], Tensor]:
         def change(packed: Tensor) -> Tensor:
-            packed = packed.flatten(1) if packed.dim() > 1 else packed  # of a convolution of single positions
+            packed = packed.flatten(1) if packed.dim() > 1 else packed  # a 1x1 convolution
             sizes = (3, heads) if axis == 0 else (heads, 3)
             return packed.view(*sizes, -1, *packed.shape[1:]).select(axis, number).flatten(0, 1)
 
@@ -67,7 +67,7 @@ def write_model(
     """Write ``config.json`` and the weights, one tensor at a time.
 
     Args:
-        folder: is made.
+        folder: is created.
         kind: the class of diffusers.
         config: its arguments.
         sources: of all its weights.
@@ -75,7 +75,7 @@ def write_model(
         dtype: of the file.
 
     Raises:
-        OSError: the disk is full, or something else is wrong with it.
+        OSError: a file cannot be written, for example because the disk is full.
     """
     folder.mkdir()
     content = {"_class_name": kind, "_diffusers_version": importlib.metadata.version("diffusers"), **config}

@@ -1,7 +1,7 @@
-"""Formats that a run is exported in: those of every network, and how those of one network are found.
+"""Export formats: the ones of every network, and lookup of the ones of a network.
 
-A family names its formats (``ModelFamily.formats``) by ``module:NAME`` of an ``ExportFormat``, so a network from
-another package brings its own.
+A family names its formats (``ModelFamily.formats``) by ``module:NAME`` of an ``ExportFormat``, so a network of another
+package brings its own.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ _ADAPTER = "pytorch_lora_weights.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What is written."""
+    """The content of an export."""
 
     saved: Checkpoint
-    """The checkpoint."""
+    """The exported checkpoint."""
     config: RunConfig
-    """The run's."""
+    """The configuration of the run."""
     weights: ExportedWeights
-    """Those that were chosen of it."""
+    """The selected weights."""
     dtype: torch.dtype
-    """Of the files."""
+    """Dtype of the files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportFormat:
-    """A format of files."""
+    """A file format."""
 
     write: Callable[[Path, Exported], None]
-    """Writes them to a folder that exists and is empty; raises ConfigError, StorageError or OSError."""
+    """Writes the files to an existing empty folder; raises ConfigError, StorageError or OSError."""
     use: Callable[[RunConfig, Place, int], str]
-    """Code, in Markdown, that uses them; the number is the step of the checkpoint, which may be in their names."""
+    """Returns Markdown code that uses the files; the number is the checkpoint step, which file names may contain."""
     library: str = ""
-    """The library that reads them, as the Hugging Face hub calls it."""
+    """Library that reads the files, by its name on the Hugging Face hub."""
     adapter: bool = False
-    """Whether it has the adapter alone, where others have it merged into the weights."""
+    """Whether it holds only the adapter; other formats merge it into the weights."""
     training: bool = False
-    """Whether it has all of a training, in fp32: weights, average and optimizer."""
+    """Whether it holds the full training state in fp32: weights, average and optimizer."""
     every_average: bool = False
-    """Of a training: every average of a constant rate, not the one that is chosen."""
+    """Whether a full training state holds every average of constant rate instead of the selected one."""
 
 
 def formats_of(model: ModelConfig | type[ModelConfig]) -> dict[str, str]:
-    """Names of the formats of a network, its own first, with the ``module:NAME`` of each."""
+    """Return the formats of a network as ``module:NAME`` by name, its own first."""
     found = dict(family_of(model).formats)
     if model.lora_targets:
         found.setdefault("lora", f"{__name__}:LORA")
@@ -67,10 +67,10 @@ def formats_of(model: ModelConfig | type[ModelConfig]) -> dict[str, str]:
 
 
 def format_of(model: ModelConfig, name: str) -> ExportFormat:
-    """The format of a network that is called so.
+    """Return the format of a network by name.
 
     Raises:
-        ConfigError: the network has no such format; names those that it has.
+        ConfigError: the network has no such format; the message lists its formats.
     """
     found = formats_of(model)
     if name in found:
@@ -102,7 +102,7 @@ def write_lora(folder: Path, exported: Exported) -> None:
         file = save_lora(folder, {name: read(name).to(dtype) for name in weights.shapes}, config.lora, config.model)
     except SafetensorError as error:
         raise StorageError(f"{folder}: the adapter could not be written ({error}); make room") from None
-    # Again, because the library writes the entries of the metadata in another order each time.
+    # Rewritten, because the library orders the metadata differently each time.
     with safe_open(file, framework="pt") as saved:
         metadata, keys = saved.metadata(), saved.keys()
         shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in keys}

@@ -1,4 +1,4 @@
-"""Upload to the Hugging Face hub, with the token that ``hf auth login`` or ``HF_TOKEN`` has left."""
+"""Upload to the Hugging Face hub, with the token of ``hf auth login`` or ``HF_TOKEN``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fastdiff.errors import ConfigError, StorageError
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Refuse what is no name of a repository.
+    """Validate the name of a repository.
 
     Raises:
-        ConfigError: says what is wrong with it.
+        ConfigError: it is invalid; the message gives the reason.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -23,15 +23,15 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def push(folder: Path, repo_id: str, *, private: bool) -> str:
-    """Upload a folder to a model repository, which is made if there is none, and return its address.
+    """Upload a folder to a model repository, creating it if missing, and return its address.
 
     Args:
         folder: of the export.
         repo_id: ``user/name``.
-        private: make a private repository; else one as is usual for its owner. One that is there stays as it is.
+        private: create a private repository; otherwise its owner's default. An existing one stays as it is.
 
     Raises:
-        StorageError: the hub cannot be reached, or refuses; the folder is as it was.
+        StorageError: the hub is unreachable or refuses; the folder is unchanged.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2, by its version
@@ -42,7 +42,7 @@ def push(folder: Path, repo_id: str, *, private: bool) -> str:
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Export of fastdiff")
     except (HTTPError, OSError, ValueError) as error:
         raise StorageError(
-            f"{folder} is written, but not uploaded to {repo_id}: {' '.join(str(error).split())}; see that the hub can "
-            f"be reached and that you are logged in (`hf auth login`), then: hf upload {repo_id} {folder} ."
+            f"{folder} is written, but not uploaded to {repo_id}: {' '.join(str(error).split())}; check that the hub "
+            f"can be reached and that you are logged in (`hf auth login`), then: hf upload {repo_id} {folder} ."
         ) from None
     return str(address)

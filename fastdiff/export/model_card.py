@@ -1,4 +1,4 @@
-"""``README.md`` of an exported model: what it is made of, and how it is used."""
+"""Model card (``README.md``) of an exported model: its training and its use."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fastdiff.sampling.run import config_of
 
 _SAMPLES = "samples.png"
 _NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}
-"""Mean and standard deviation, where none are given."""
+"""Default mean and standard deviation."""
 
 
 def write_card(
     folder: Path, run: Path, saved: Checkpoint, weights: ExportedWeights, format_: str, dtype: str, place: Place
 ) -> None:
-    """Write the card, and copy the newest picture of the run that is not newer than the checkpoint.
+    """Write the card, and copy the newest sample picture up to the step of the checkpoint.
 
     Args:
         folder: of the exported files.
         run: run folder.
         saved: the checkpoint that was exported.
-        weights: which of its weights.
+        weights: the selected weights.
         format_: of the exported files.
         dtype: of the exported weights.
-        place: where the examples find the model.
+        place: location of the model in the examples.
     """
     config = config_of(saved)
     step = int(saved.manifest["progress"]["steps"])
@@ -41,15 +41,15 @@ def write_card(
     if picture is not None:
         shutil.copyfile(picture, folder / _SAMPLES)
     facts = "\n".join(f"| {name} | {value} |" for name, value in _facts(config, saved, weights, dtype).items())
-    shown = f"![samples drawn in the training]({_SAMPLES})\n\n" if picture is not None else ""
+    shown = f"![samples drawn during the training]({_SAMPLES})\n\n" if picture is not None else ""
     text = (
         f"---\n{_front_matter(config, format_)}---\n\n"
         f"# {run.resolve().name}\n\n"
         f"{_subject(config, format_)}, trained with fastdiff.\n\n"
         f"{shown}## Training\n\n| | |\n| --- | --- |\n{facts}\n\n"
         f"## Use\n\n{use_of(config, format_, place, step)}\n"
-        "## License\n\nNot stated yet: it is for the owner of this model to choose, and the licenses of the base model "
-        "and of the data bind it.\n"
+        "## License\n\nNot stated yet: the owner of this model chooses it, within the licenses of the base model "
+        "and of the data.\n"
     )
     (folder / "README.md").write_text(text)
 
@@ -67,7 +67,7 @@ def _front_matter(config: RunConfig, format_: str) -> str:
         lines.append("pipeline_tag: text-to-image")
     if library := form.library or family_of(model).library:
         lines.append(f"library_name: {library}")
-    if config.pretrained.weights and base_name(config) == config.pretrained.path:  # the hub knows no local folder
+    if config.pretrained.weights and base_name(config) == config.pretrained.path:  # not for a local folder
         lines.append(f"base_model: {config.pretrained.path}")
     return "".join(line + "\n" for line in lines)
 
@@ -102,7 +102,7 @@ def _bits(config: RunConfig) -> str:
 
 
 def objective_facts(objective: ObjectiveConfig, timesteps: TimestepConfig) -> dict[str, str]:
-    """What was learned, from which noise, in words."""
+    """Describe the objective in words: noise, prediction, loss and timesteps."""
     changes = {
         f", offset {objective.noise_offset:g}": objective.noise_offset,
         f", {objective.multires_noise_iterations} coarser resolutions": objective.multires_noise_iterations,
@@ -159,5 +159,5 @@ def _drawn(drawn: TimestepConfig, objective: ObjectiveConfig) -> str:
 
 
 def use_of(config: RunConfig, format_: str, place: Place, step: int = 0) -> str:
-    """The code, in Markdown, that uses an exported model; ``step`` is in the names of published checkpoints."""
+    """Return Markdown code that uses an exported model; file names of original checkpoints contain ``step``."""
     return format_of(config.model, format_).use(config, place, step)

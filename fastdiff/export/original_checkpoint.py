@@ -1,7 +1,7 @@
-"""A run in the files of improved-diffusion and of DiT.
+"""A run in the checkpoint files of improved-diffusion and of DiT.
 
-A pickle is written from tensors that are all there at once: they lie in a scratch file, mapped into memory, so that
-this takes the room twice on the disk and not in memory.
+A pickle is written from all tensors at once. They lie in a memory-mapped scratch file, so the export takes twice the
+space on disk, but not in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fastdiff.sanitize import address
 
 
 def write_dit(folder: Path, exported: Exported) -> None:
-    """Write ``dit.pt`` with the state dict under ``ema``, all that DiT's sampling reads.
+    """Write ``dit.pt`` with the state dict under ``ema``, the only entry that DiT's sampling reads.
 
     Raises:
         StorageError: it could not be written.
@@ -41,11 +41,11 @@ def write_dit(folder: Path, exported: Exported) -> None:
 
 
 def write_dit_training(folder: Path, exported: Exported) -> None:
-    """Write ``NNNNNNN.pt`` of ``model``, ``ema``, ``opt`` and ``args``, as DiT's train.py does, in fp32.
+    """Write ``NNNNNNN.pt`` with ``model``, ``ema``, ``opt`` and ``args``, as DiT's train.py does, in fp32.
 
     Args:
         folder: exists and is empty.
-        exported: of a run of a DiT; its weights stand under ``ema``.
+        exported: of a DiT run; its weights are stored under ``ema``.
 
     Raises:
         StorageError: it could not be written.
@@ -68,7 +68,7 @@ def write_dit_training(folder: Path, exported: Exported) -> None:
 def write_iddpm(folder: Path, exported: Exported) -> None:
     """Write ``modelNNNNNN.pt``, ``ema_RATE_NNNNNN.pt`` and ``optNNNNNN.pt``, as improved-diffusion does, in fp32.
 
-    Averages of another kind than a constant rate have no such file.
+    Only averages of a constant rate have such a file.
 
     Args:
         folder: exists and is empty.
@@ -80,7 +80,7 @@ def write_iddpm(folder: Path, exported: Exported) -> None:
     saved, config = exported.saved, exported.config
     step, raw = saved.manifest["progress"]["steps"], _as_trained(saved, config)
     if saved.ema_stds:
-        log.warning(f"the averages of the widths {list(saved.ema_stds)} are left out: only rates are in names of files")
+        log.warning(f"the averages of the widths {list(saved.ema_stds)} are left out: file names hold rates only")
     averages = {
         f"ema_{constant_name(rate)}_": exported_weights(saved, config, ema=rate, raw=False, merge=True)
         for rate in saved.ema_rates
@@ -112,7 +112,7 @@ def _moments_or_say(saved: Checkpoint, config: RunConfig) -> Read | None:
 def _state_dict(
     scratch: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor]]:
-    """The weights in the order of their model, behind the buffers, which are parameters there."""
+    """Yield the weights in the order of the published model, after its buffers, which are parameters there."""
     first = {name: value.to(dtype) for name, value in family_of(config.model).buffers(config.model).items()}
     with _mapped(scratch, weights.shapes, dtype, weights.reader(dtype)) as state:
         yield first | state
@@ -122,11 +122,11 @@ def _state_dict(
 def _optimizer(
     scratch: Path, saved: Checkpoint, config: RunConfig, weights: ExportedWeights, read: Read | None
 ) -> Iterator[dict[str, Any] | None]:
-    """State dict of ``torch.optim.AdamW`` with the parameters in their order, or None without moments."""
+    """Yield the state dict of ``torch.optim.AdamW`` in the published order, or None without moments."""
     if read is None:
         yield None
         return
-    first = len(family_of(config.model).buffers(config.model))  # which are never trained
+    first = len(family_of(config.model).buffers(config.model))  # never trained
     places: dict[str, tuple[Moment, str]] = {
         f"{moment}/{name}": (moment, name) for name in weights.shapes for moment in MOMENTS
     }
@@ -143,7 +143,7 @@ def _optimizer(
 def _mapped(
     scratch: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Callable[[str], Tensor]
 ) -> Iterator[dict[str, Tensor]]:
-    """The tensors in a scratch file, mapped into memory, in the order of ``shapes``."""
+    """Yield tensors of a memory-mapped scratch file, in the order of ``shapes``."""
     from safetensors import safe_open
 
     write_tensors(scratch, shapes, dtype, read)
@@ -157,15 +157,15 @@ def _save(path: Path, content: dict[str, Any]) -> None:
     try:
         with path.open("wb") as file:
             torch.save(content, file)
-    except RuntimeError as error:  # what torch makes of a full disk
+    except RuntimeError as error:  # torch's error on a full disk
         raise StorageError(
-            f"{path}: could not be written ({str(error).splitlines()[0]}); make room, twice the size of the weights, "
+            f"{path}: could not be written ({str(error).splitlines()[0]}); free twice the size of the weights, "
             "or export to another disk"
         ) from None
 
 
 def _arguments(config: RunConfig) -> argparse.Namespace:
-    """The command line of DiT's train.py, None for what a run does not know; of folders the names alone."""
+    """Return the arguments of DiT's train.py; None for values unknown to the run, and base names of folders."""
     model, output = cast(DiTConfig, config.model), config.output
     shapes = {
         (depth, hidden, heads, patch): f"DiT-{letter}/{patch}"

@@ -26,15 +26,15 @@ from fastdiff.models.pretrained.pipeline import Pretrained
 
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
 _OPTIONAL = ("safety_checker", "feature_extractor", "image_encoder")
-"""Parts that a pipeline works without."""
+"""Optional parts of a pipeline."""
 _TEXT = (".json", ".txt", ".model")
 
 
 def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
-    """Write ``unet/`` and, if the run has a pretrained pipeline, all that makes it one again.
+    """Write ``unet/`` and, if the run has a pretrained pipeline, the rest of a complete pipeline.
 
-    The other parts are copied from there as they are, in their dtype; the scheduler is set to the noise and the
-    prediction of the run.
+    The other parts are copied from there unchanged, in their dtype. The scheduler gets the noise schedule and the
+    prediction type of the run.
 
     Args:
         folder: exists and is empty.
@@ -43,9 +43,9 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
         dtype: of the UNet's weights.
 
     Raises:
-        ConfigError: the pretrained pipeline, or a part that it cannot work without, is not there any more, or no
-            pipeline can draw with what the run has learned.
-        OSError: the disk is full, or something else is wrong with it.
+        ConfigError: the pretrained pipeline or a required part of it is missing, or no pipeline supports the
+            objective of the run.
+        OSError: a file cannot be written, for example because the disk is full.
     """
     model = cast(UNetConfig, config.model)
     version = importlib.metadata.version("diffusers")
@@ -72,22 +72,22 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
 
 
 def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dict[str, Any]:
-    """A ``scheduler_config.json`` with the noise and the prediction of a run.
+    """Return a ``scheduler_config.json`` with the noise schedule and the prediction type of a run.
 
-    The scheduler stays that of the pretrained pipeline, but for DDIM where many have no right answer: for a schedule
-    that ends in pure noise, which must also be sampled from its last step (Lin et al. 2023, arXiv:2305.08891, sections
-    3.1 and 3.3), and for the prediction of x0.
+    It keeps the scheduler of the pretrained pipeline, with two exceptions that many schedulers get wrong and that
+    become DDIM: prediction of x0, and a schedule that ends in pure noise, which must also be sampled from its last
+    step (Lin et al. 2023, arXiv:2305.08891, sections 3.1 and 3.3).
 
     Args:
-        base: that of the pretrained pipeline.
+        base: configuration of the pretrained pipeline.
         objective: the run's.
 
     Raises:
-        ConfigError: no scheduler of such a pipeline has the process or the prediction of the run.
+        ConfigError: no scheduler of such a pipeline supports the process or the prediction of the run.
     """
     if not isinstance(objective, DdpmConfig) or objective.predicted not in PREDICTION_TYPES:
         raise ConfigError(
-            "--format diffusers: its pipelines of text to image count whole timesteps and know epsilon, v and x0; "
+            "--format diffusers: its text-to-image pipelines have discrete timesteps and predict epsilon, v or x0; "
             f"the run has --objective.process {objective.process} --objective.prediction {objective.predicted}; use "
             "--format safetensors, or `fastdiff sample`"
         )
@@ -114,8 +114,8 @@ def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dic
 def _noise(objective: DdpmConfig) -> dict[str, Any]:
     """The betas of a run (``diffusion.schedules.betas``): diffusers' name of the schedule and its ends, or all of them.
 
-    Diffusers has sigmoid and laplace, too, but in DDPMScheduler alone, and an unknown name is an error in the others.
-    Zero-terminal SNR is left to the scheduler.
+    In diffusers only DDPMScheduler has sigmoid and laplace; the other schedulers refuse an unknown name. The
+    scheduler itself applies zero-terminal SNR.
     """
     known = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}
     scale = 1000.0 / objective.timesteps
@@ -126,15 +126,15 @@ def _noise(objective: DdpmConfig) -> dict[str, Any]:
 
 
 def _copy_part(pipeline: Pretrained, part: str, target: Path) -> bool:
-    """Copy the configuration and the weights of one part, under the names that need no variant to be loaded.
+    """Copy the configuration and the weights of one part, under names without a variant.
 
     Returns:
-        Whether it was there; a part that a pipeline works without may be missing, or have no safetensors files.
+        Whether it was found; an optional part may be missing, or have no safetensors files.
     """
     source, variant, required = pipeline.folder / part, pipeline.variant, part not in _OPTIONAL
     if not source.is_dir():
         if required:
-            raise ConfigError(f"{source} is missing, without which {pipeline.path} is no pipeline; put it back")
+            raise ConfigError(f"{source} is missing, a required part of the pipeline {pipeline.path}; restore it")
         return False
     weights = pipeline.weight_files(part, required=required) if pipeline.has_weights(part) else []
     if pipeline.has_weights(part) and not weights:
@@ -145,7 +145,7 @@ def _copy_part(pipeline: Pretrained, part: str, target: Path) -> bool:
     in_several = any("-of-" in path.name for path in weights)
     of_variant = any(_is_of(variant, path.name) for path in weights)
     for path in sorted(source.iterdir()):
-        if ".index." in path.name:  # says which of several files a weight is in
+        if ".index." in path.name:  # maps weights to files
             if in_several and "safetensors" in path.name and _is_of(variant, path.name) == of_variant:
                 (target / _plain(path.name, variant)).write_text(_plain(path.read_text(), variant))
         elif path.suffix in _TEXT:
@@ -154,7 +154,7 @@ def _copy_part(pipeline: Pretrained, part: str, target: Path) -> bool:
 
 
 def _is_of(variant: str | None, name: str) -> bool:
-    """Whether a file is ``model.VARIANT.safetensors``, ``model.VARIANT-00001-of-00002.safetensors`` or the index."""
+    """Match ``model.VARIANT.safetensors``, ``model.VARIANT-00001-of-00002.safetensors``, or the index."""
     return variant is not None and (f".{variant}." in name or f".{variant}-" in name)
 
 

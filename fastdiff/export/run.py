@@ -1,7 +1,7 @@
-"""A trained run in the formats of other programs, with a model card.
+"""Export of a trained run to the formats of other programs, with a model card.
 
-The weights go from the checkpoint to the new files one tensor at a time. A folder appears under its name when it is
-complete and on the disk, or not at all.
+The weights are copied from the checkpoint one tensor at a time. The folder appears under its name only when it is
+complete and on the disk.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from fastdiff.sampling.run import config_of, open_saved
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Which weights of a run are exported, and how."""
+    """Selection of the exported weights, and their format."""
 
     format: str
-    """diffusers: a pipeline, or the network alone if the run has none. lora: the adapter. dit: the weights of the
-    published DiT. dit-training, iddpm: all that DiT and improved-diffusion keep of a training, with weights, average
-    and optimizer, in fp32. safetensors: a plain state dict. Networks of other packages may have more. In
-    those that are not lora, an adapter is added to the weights that it was trained on: W + alpha / rank * B A, also if
-    these were quantized in the training."""
+    """diffusers: a pipeline, or only the network if the run has none. lora: the adapter. dit: the weights of the
+    published DiT. dit-training, iddpm: the full training state of DiT and improved-diffusion, with weights, average and
+    optimizer, in fp32. safetensors: a plain state dict. Networks of other packages may have more. All formats except
+    lora merge an adapter into its base weights: W + alpha / rank * B A, also if these were quantized during the
+    training."""
     ema: float | None = None
-    """Decay rate of the average; None, and no ``ema_std``: the first one, or the weights if there is none."""
+    """Decay rate of the average; without it and ``ema_std`` the first EMA, or the raw weights if there is none."""
     ema_std: float | None = None
-    """Relative width of a power-function average: the run's own, or made from its snapshots."""
+    """Relative width of a power-function average: a saved one, or one reconstructed from the snapshots."""
     raw: bool = False
-    """The weights themselves instead of an average."""
+    """Export the raw weights instead of an average."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Of the exported weights."""
+    """Dtype of the exported weights."""
     step: int | None = None
-    """Which checkpoint, for ``ema_std`` also which snapshot; None: the newest intact checkpoint."""
+    """Step of the checkpoint, with ``ema_std`` also of a snapshot; None: the newest intact checkpoint."""
 
 
 def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = None) -> None:
@@ -55,8 +55,8 @@ def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = N
     Args:
         run: run folder.
         out: must not exist.
-        choice: what is written.
-        published_as: id on the Hugging Face hub that the examples of the card use; None: ``out``.
+        choice: weights and format.
+        published_as: Hugging Face hub id in the examples of the card; None: ``out``.
 
     Raises:
         ConfigError: ``out`` exists, or the run cannot be exported in this format.
@@ -68,7 +68,7 @@ def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = N
     config = config_of(saved)
     form = _checked(choice, config)
     if form.training and choice.ema_std is not None:
-        saved = open_saved(run, choice.step)  # a snapshot does not have all of a training
+        saved = open_saved(run, choice.step)  # a snapshot lacks the full training state
     weights = exported_weights(
         saved, config, ema=choice.ema, raw=choice.raw, merge=not form.adapter, ema_std=choice.ema_std
     )
@@ -80,33 +80,33 @@ def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = N
 
 
 def _checked(choice: Choice, config: RunConfig) -> ExportFormat:
-    """The format; ConfigError if the run cannot have it, or it has not what else is chosen."""
+    """Return the format; ConfigError if it does not support the run or the other choices."""
     name = choice.format
     if name == "lora":
         instead = next(iter(formats_of(config.model)))
-        require(config.lora.rank > 0, f"--format lora: the run trained all weights, there is no adapter; use {instead}")
+        require(config.lora.rank > 0, f"--format lora: the run trained all weights and has no adapter; use {instead}")
     found = format_of(config.model, name)
     if found.training:
         require(choice.dtype == "fp32", f"--dtype {choice.dtype}: the files of --format {name} are in fp32")
-        require(not choice.raw, f"--raw: --format {name} has the weights themselves, beside their averages")
+        require(not choice.raw, f"--raw: --format {name} holds the raw weights in addition to the averages")
     which = "--ema" if choice.ema is not None else "--ema-std" if choice.ema_std is not None else None
     require(not found.every_average or which is None, f"{which}: --format {name} has every average of a constant rate")
     return found
 
 
 def _all_of(found: ExportFormat, saved: Checkpoint, weights: ExportedWeights) -> str:
-    """What the files of a training hold, in words."""
+    """Describe the weights in the files of a training."""
     averages = [in_words(constant_name(rate)) for rate in saved.ema_rates]
     return ", ".join([AS_TRAINED, *(averages if found.every_average else [weights.description])])
 
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder beside ``out`` that becomes it at the end; after an error nothing is left of it."""
+    """Yield a temporary folder that is renamed to ``out`` at the end; after an error it is removed."""
     temporary = out.with_name(f"{out.name}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        if temporary.exists():  # of an export that was killed
+        if temporary.exists():  # leftover of a killed export
             shutil.rmtree(temporary)
         temporary.mkdir()
         yield temporary
@@ -118,7 +118,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         free = shutil.disk_usage(out.parent).free if out.parent.exists() else 0
         raise StorageError(
             f"{error.filename or out}: {error.strerror or error} ({free / 2**20:.1f} MiB are free); {out} is not "
-            "written: make room, or export to another disk"
+            "written: free some space, or export to another disk"
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

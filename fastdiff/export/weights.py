@@ -1,4 +1,4 @@
-"""The weights that an export writes, read one tensor at a time from a checkpoint."""
+"""Weights of an export, read from a checkpoint one tensor at a time."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
 
 @dataclass(frozen=True, slots=True)
 class ExportedWeights:
-    """Names and shapes of the parameters, and how to read one of them."""
+    """Names and shapes of the parameters, with a reader."""
 
     shapes: Shapes
     read: Read
     """Returns a parameter, fp32 on the CPU."""
     description: str = "weights as trained"
-    """Or which average of them."""
+    """Selected weights or average, in words."""
 
     def reader(self, dtype: torch.dtype) -> Read:
-        """``read`` that refuses a weight which ``dtype`` has no number for.
+        """Return ``read`` with a check that ``dtype`` can represent every weight.
 
         Raises:
-            ConfigError: when it reads one.
+            ConfigError: on reading a weight that overflows.
         """
         return lambda name: _representable(name, self.read(name), dtype)
 
@@ -48,18 +48,18 @@ class ExportedWeights:
 def exported_weights(
     saved: Checkpoint, config: RunConfig, *, ema: float | None, raw: bool, merge: bool, ema_std: float | None = None
 ) -> ExportedWeights:
-    """Choose the weights of a checkpoint.
+    """Select the weights of a checkpoint.
 
     Args:
         saved: the checkpoint.
         config: the run's.
-        ema: decay rate of the average; without it and ``ema_std`` the first one, or the weights if there is none.
-        raw: the weights instead of an average.
-        merge: with LoRA, the whole network with the adapter added to it; else the adapter alone.
-        ema_std: relative width of a power-function average, of the checkpoint or made from the snapshots of its run.
+        ema: decay rate of the average; without it and ``ema_std`` the first EMA, or the raw weights if there is none.
+        raw: select the raw weights.
+        merge: with LoRA, merge the adapter into the network; otherwise select the adapter alone.
+        ema_std: relative width of a power-function average, a saved one or one reconstructed from the snapshots.
 
     Raises:
-        ConfigError: there is no such average, or the weights that the adapter was trained on are not there any more.
+        ConfigError: there is no such average, or the base weights of the adapter are missing.
     """
     chosen = select(saved, rate=ema, std=ema_std, raw=raw)
     trained: Shapes = {name: tuple(shape) for name, shape in saved.manifest["parameters"].items()}
@@ -71,7 +71,7 @@ def exported_weights(
 
 
 def _merged(base: Read, adapter: Read, trained: Mapping[str, object], config: LoraConfig) -> Read:
-    """``W + alpha / rank * B A`` where there is an adapter (Hu et al. 2021, arXiv:2106.09685, section 4.1)."""
+    """Merge LoRA adapters: ``W + alpha / rank * B A`` (Hu et al. 2021, arXiv:2106.09685, section 4.1)."""
     scale = config.numerator / config.rank
 
     def read(name: str) -> Tensor:
@@ -85,7 +85,7 @@ def _merged(base: Read, adapter: Read, trained: Mapping[str, object], config: Lo
 
 
 def _base(config: RunConfig) -> tuple[Shapes, Read]:
-    """The frozen weights of a run with LoRA, one by one from safetensors files, or from memory."""
+    """Return the frozen weights of a LoRA run, read one by one from safetensors files, or from memory."""
     path = Path(config.pretrained.path)
     if path.suffix == ".pt":
         plain = replace(config, lora=LoraConfig())
@@ -105,6 +105,6 @@ def _base(config: RunConfig) -> tuple[Shapes, Read]:
 def _representable(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float16 and not value.to(dtype).isfinite().all() and value.isfinite().all():
         raise ConfigError(
-            f"--dtype fp16: {name} has entries up to {value.abs().max():.3g}, fp16 ends at 65504; use bf16"
+            f"--dtype fp16: {name} has entries up to {value.abs().max():.3g}, above the fp16 maximum 65504; use bf16"
         )
     return value

@@ -193,7 +193,7 @@ def test_what_the_snapshots_cannot_give_is_refused(of_two: Path, capsys: pytest.
     damaged = of_two / "ema" / "step-00000010" / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert len(reconstruct(saved, 0.07).terms) == terms - 2
-    assert "passing over a damaged snapshot" in capsys.readouterr().err
+    assert "skipping a damaged snapshot" in capsys.readouterr().err
 
 
 def test_the_commands_take_a_width(of_two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

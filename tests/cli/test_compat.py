@@ -118,7 +118,7 @@ def test_the_flags_arrive() -> None:
     assert (config.pretrained.variant, config.seed, config.output.folder) == ("fp16", 7, "out")
     assert (config.output.checkpoint_every, config.output.keep) == (20, 3)
     assert config.output.report_to == ("tensorboard", "wandb")
-    for word in ("comet_ml", "--variant fp16: the UNet", "no two samples share", "fp32 masters"):
+    for word in ("comet_ml", "--variant fp16: the UNet", "every sample has its own", "fp32 masters"):
         assert any(word in note for note in notes), word
     assert any("offload_ema" in note for note in notes)
 
@@ -172,7 +172,7 @@ def test_dit(classes: Path) -> None:
     assert (config.optim.name, config.optim.lr, config.optim.schedule) == ("adamw", 1e-4, "constant")
     assert (config.data.random_flip, objective.condition_dropout) == (True, 0.1)
     assert not any("learn_sigma" in note or "sample.py" in note for note in done.notes)
-    with pytest.raises(ConfigError, match="does not divide by 3 GPUs"):
+    with pytest.raises(ConfigError, match="is not divisible by 3 GPUs"):
         translate("dit", ["--data-path", str(classes)], gpus=3)
 
 
@@ -205,7 +205,7 @@ def test_the_encode_command_is_one_that_fastdiff_has(classes: Path, tmp_path: Pa
         ([*T2I, "--image_interpolation_mode", "best"], "invalid choice"),
         ([*T2I, "--train_batch_size", "0"], "--train_batch_size: 0: expected a whole number of at least 1"),
         ([*T2I, "--checkpointing_steps", "0"], "--checkpointing_steps: 0"),
-        ([*T2I, "--learning_rate", "nan"], "a run that cannot be: --optim.lr nan: above 0"),
+        ([*T2I, "--learning_rate", "nan"], "an invalid run: --optim.lr nan: above 0"),
     ],
 )
 def test_what_cannot_be_translated_is_refused(flags: list[str], message: str) -> None:

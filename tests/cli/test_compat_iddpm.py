@@ -218,17 +218,17 @@ def test_a_resumed_run_goes_on_with_the_whole_training() -> None:
     assert (given.path, given.weights, given.training) == ("logs/model030000.pt", True, True)
     assert (config.steps, config.optim.lr) == (40_000, 1e-4), "both of the whole run"
     assert "Adam's state and the step are read" in notes
-    assert "; --weight_decay is obeyed, where theirs" in notes, "their learning rate is set at every step"
+    assert "; --weight_decay is applied, whereas theirs" in notes, "their learning rate is set at every step"
     _, notes = iddpm("--resume_checkpoint logs/model030000.pt")
-    assert "; --lr and --weight_decay are obeyed, where theirs" in notes
+    assert "; --lr and --weight_decay are applied, whereas theirs" in notes
 
 
 @pytest.mark.parametrize(
     ("file", "why"),
     [
-        ("imagenet64_uncond_100M_1500K.pt", "its name says no step"),
-        ("models/000100.pt", "its name says no step"),
-        ("my_model.pt", "its name says no step"),
+        ("imagenet64_uncond_100M_1500K.pt", "its name contains no step"),
+        ("models/000100.pt", "its name contains no step"),
+        ("my_model.pt", "its name contains no step"),
         ("logs/model000000.pt", "its number is 0"),
     ],
 )
@@ -236,16 +236,18 @@ def test_without_a_step_in_its_name_a_file_is_read_for_its_weights_alone(file: s
     config, notes = iddpm(f"--resume_checkpoint {file}")
     assert (config.pretrained.weights, config.pretrained.training, config.steps) == (True, False, 1_500_000)
     assert f"{file}: {why}" in notes
-    assert "the weights alone are read" in notes
-    assert ("says no step" in notes) == ("says no step" in why)
-    assert "obeyed" not in notes
+    assert "only the weights are read" in notes
+    assert ("contains no step" in notes) == ("contains no step" in why)
+    assert "whereas theirs" not in notes
 
 
 @pytest.mark.parametrize(
     "file", ["my_model000100.pt", "model100.pt", "model0000100.pt", "model100.d/x.pt", "model-5.pt"]
 )
 def test_a_step_that_only_theirs_would_read_is_refused(file: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{file}: theirs reads the step -?\d+ in it.* rename it modelNNNNNN\.pt"):
+    with pytest.raises(
+        ConfigError, match=rf"{file}: theirs reads the step -?\d+ from its name.* rename it modelNNNNNN\.pt"
+    ):
         iddpm(f"--resume_checkpoint {file}")
 
 
@@ -312,21 +314,21 @@ def test_the_encode_command_writes_what_the_training_command_reads(
         ("--no_such_flag 1", "unrecognized arguments: --no_such_flag"),
         ("--learn_sigma maybe", "--learn_sigma: maybe: expected True or False"),
         ("--image_size 128", "--image_size 128: their script has networks for 32, 64 and 256"),
-        ("--num_heads_upsample 8", "--num_heads_upsample 8: the network has one number of heads, --num_heads 4"),
+        ("--num_heads_upsample 8", "--num_heads_upsample 8: all levels have the same number of heads, --num_heads 4"),
         ("--timestep_respacing 250", "fastdiff sample RUN --respacing 250"),
         ("--noise_schedule sqrt", "invalid choice"),
         ("--schedule_sampler last", "invalid choice"),
-        ("--batch_size 10 --microbatch 4", "--batch_size 10 does not divide by --microbatch 4"),
+        ("--batch_size 10 --microbatch 4", "--batch_size 10 is not divisible by --microbatch 4"),
         ("--batch_size 0", "--batch_size: 0: expected a whole number of at least 1"),
         ("--ema_rate 0.9999,high", "--ema_rate: high: expected a finite number"),
         ("--attention_resolutions 16,0", "--attention_resolutions: 0"),
         ("--num_channels 100", "a network that cannot be built: --model.width 100"),
         ("--dropout 1", "a network that cannot be built: --model.dropout 1"),
-        ("--lr_anneal_steps 100 --resume_checkpoint model000100.pt", "no step is left after those of"),
-        ("--lr_anneal_steps 101 --resume_checkpoint model000100.pt", "whose file numbered 100 is after 101"),
+        ("--lr_anneal_steps 100 --resume_checkpoint model000100.pt", "no step is left after --resume_checkpoint"),
+        ("--lr_anneal_steps 101 --resume_checkpoint model000100.pt", "whose file 100 was written after 101 steps"),
         ("--lr_anneal_steps -1", "--lr_anneal_steps -1"),
         ("--resume_checkpoint folder", "expected a file of weights"),
-        ("--lr nan", "a run that cannot be: --optim.lr nan: above 0"),
+        ("--lr nan", "an invalid run: --optim.lr nan: above 0"),
         ("--lr -1", "--optim.lr -1.0: above 0"),
         ("--weight_decay -0.1", "--optim.weight_decay -0.1: 0 or above"),
         ("--ema_rate 1.5", "--ema.rates (1.5,): different values between 0 and 1"),
@@ -354,7 +356,7 @@ def test_what_the_images_and_the_drawing_differ_in_is_told() -> None:
     for script, theirs in (("iddpm", "image_sample.py"), ("iddpm-sr", "super_res_sample.py")):
         _, notes = iddpm("--diffusion_steps 500", script=script)
         for word in (
-            "a palette, with alpha, of 1 bit or in CMYK become RGB before", "16 bits are scaled to 8, theirs clipped",
+            "a palette or alpha, of 1 bit or in CMYK become RGB before", "scaled to 8 bits, theirs clipped",
             f"their {theirs} with its defaults, over all 500 timesteps", "theirs truncated", "--step N",
         ):  # fmt: skip
             assert word in notes, word

@@ -152,9 +152,9 @@ def test_other_sizes_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--reference", "a.npz", "--nll"], "--nll is of a run and --reference of images"),
+        (["--reference", "a.npz", "--nll"], "--nll evaluates a run and --reference images"),
         (["--reference", "a.npz", "--samples", "5"], "--samples needs --nll"),
-        (["--reference", "a.npz", "--ema", "0.9"], "--ema is of a run"),
+        (["--reference", "a.npz", "--ema", "0.9"], "--ema applies to a run"),
         (["--reference", "a.npz", "--features", "dino"], "expected pixels, inception or PATH.py:FUNCTION"),
         (["--reference", "a.npz", "--features", "pixels", "--seed", "-1"], "--seed -1: from 0"),
         (["--reference", "a.npz", "--features", "pixels", "--out", "no/r.json"], "there is no folder no"),

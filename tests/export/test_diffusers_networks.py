@@ -98,7 +98,7 @@ def test_published_recipes_have_an_equal_network_in_diffusers(name: str) -> None
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (replace(ADM, low_res_size=8), "takes no small image along, the run has --model.low_res_size 8"),
+        (replace(ADM, low_res_size=8), "takes no low-resolution image, the run has --model.low_res_size 8"),
         (replace(ADM, channel_mult=(2, 2, 2)), "as its first level, 16, the run has --model.width 8"),
         (replace(ADM, heads=2, head_channels=0), "8 channels at a width of 16, 12 channels at a width of 24, because"),
     ],
@@ -137,7 +137,7 @@ def test_the_card_of_a_run_loads_the_network_that_it_trained(
     train(tiny(digits, run, steps=1, model=replace(model, channels=1, size=8, classes=10)), launch(1), world)
     capsys.readouterr()
     assert main(["export", str(run), str(out), "--format", "diffusers"]) == 0
-    assert ("has other frequencies" in capsys.readouterr().err) == (model == DIT)
+    assert ("has other timestep frequencies" in capsys.readouterr().err) == (model == DIT)
     [code] = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(code, "card", "exec"), names)
@@ -159,5 +159,5 @@ def test_what_diffusers_does_not_have_is_refused_before_anything_is_written(
 
 
 def test_a_dit_with_other_mlps_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"MLPs of 4 times the width, the run has --model.mlp_ratio 2"):
+    with pytest.raises(ConfigError, match=r"an MLP ratio of 4, the run has --model.mlp_ratio 2"):
         diffusers_dit.to_diffusers(replace(DIT, mlp_ratio=2.0))

@@ -229,7 +229,7 @@ def test_the_dtype_and_the_step_are_those_asked_for(world: World, digits: Path, 
     ("options", "message"),
     [
         (["out", "--format", "iddpm"], "is for an ADM UNet, the run has a DiT"),
-        (["out", "--format", "lora"], "there is no adapter"),
+        (["out", "--format", "lora"], "has no adapter"),
         (["out", "--format", "safetensors", "--ema", "0.123"], "no EMA of rate 0.123"),
         (["out", "--format", "safetensors", "--step", "7"], "no checkpoint of step 7; there are 1"),
         (["run", "--format", "safetensors"], "run exists"),

@@ -80,7 +80,7 @@ def test_of_an_objective(objective: ObjectiveConfig, timesteps: TimestepConfig, 
 @pytest.mark.parametrize("format_", ["dit", "safetensors"])
 def test_what_a_model_without_timesteps_is_told(format_: str) -> None:
     for given, words in {
-        FlowConfig(): "1000 t (t = 0: the data, 1: noise) and returns the velocity dx/dt:",
+        FlowConfig(): "1000 t (t = 0: the data, 1: noise); it returns the velocity dx/dt:",
         FlowConfig(prediction="score"): "returns the score:",
         EdmConfig(): "c_in x and ln(sigma) / 4 and returns F of the denoiser c_skip x + c_out F",
     }.items():
@@ -102,20 +102,20 @@ def test_of_networks_in_pixel_space() -> None:
             "UNetModel(in_channels=3, model_channels=64, ",
         ),
         ("safetensors", 'load_file("out/model.safetensors")', "attention_resolutions=(2,), dropout=0.0, "),
-        ("diffusers", 'UNet2DModel.from_pretrained("out", subfolder="unet")', "Class 10 stands for no class."),
+        ("diffusers", 'UNet2DModel.from_pretrained("out", subfolder="unet")', "Class 10 is the null class."),
     ):
         card = use_of(config, format_, Place(Path("out")), 123)
         assert code in card
         assert class_ in card
-        assert "It is told t * 1000 / 4000 (`rescale_timesteps`) instead of the timestep t." in card
+        assert "Its time input is t * 1000 / 4000 (`rescale_timesteps`), not the timestep t." in card
     guided = replace(config, model=replace(adm, head_channels=32, low_res_size=8))
-    expected = "guided-diffusion, whose class takes them as `SuperResModel(image_size=32, num_head_channels=32, "
+    expected = "guided-diffusion; create its class with `SuperResModel(image_size=32, num_head_channels=32, "
     assert expected in use_of(guided, "iddpm", Place(Path("out")))
     for order, told in (("head_major", "use_new_attention_order=False"), ("qkv_major", "use_new_attention_order=True")):
         card = use_of(replace(guided, model=replace(guided.model, qkv_order=order)), "safetensors", Place(Path("out")))
         assert told in card
     ordered = use_of(replace(config, model=replace(adm, qkv_order="qkv_major")), "iddpm", Place(Path("out")))
-    assert "guided-diffusion, whose class takes them as `UNetModel(image_size=32" in ordered
+    assert "guided-diffusion; create its class with `UNetModel(image_size=32" in ordered
 
 
 def called(model: AdmConfig) -> tuple[str, str, dict[str, Any]]:
@@ -123,7 +123,7 @@ def called(model: AdmConfig) -> tuple[str, str, dict[str, Any]]:
     config = RunConfig(model=model, output=OutputConfig(sample_every=0))
     read = from_mapping(as_json(config), "a checkpoint")
     card = use_of(read, "iddpm", Place(Path("out")))
-    found = re.search(r"The names are those of (\S+), whose class takes them as `(\w+)\((.*)\)`\.", card)
+    found = re.search(r"The parameter names match (\S+); create its class with `(\w+)\((.*)\)`\.", card)
     assert found is not None
     return found[1], found[2], eval(f"dict({found[3]})")
 
@@ -169,7 +169,7 @@ def test_what_is_predicted_and_which_sampler_knows_it() -> None:
         for prediction, returned, ours, diffusers in (
             ("v", "v", "cannot use it", 'give the scheduler `prediction_type="v_prediction"`'),
             ("x0", "x0", "with `predict_xstart=True`", 'give the scheduler `prediction_type="sample"`'),
-            ("previous_x", "the mean of the step before", previous, "no scheduler of diffusers can use it"),
+            ("previous_x", "the mean of the previous step", previous, "no scheduler of diffusers can use it"),
         ):
             given = replace(config, objective=DdpmConfig(prediction=prediction))  # type: ignore[arg-type]
             for format_ in published:
@@ -187,7 +187,7 @@ def test_what_is_told_and_what_is_predicted_are_both_said() -> None:
     model = AdmConfig(learn_sigma=True)
     config = RunConfig(model=model, objective=objective, output=OutputConfig(sample_every=0))
     card = use_of(config, "iddpm", Place(Path("out")))
-    assert "It is told t * 1000 / 4000 (`rescale_timesteps`)" in card
+    assert "Its time input is t * 1000 / 4000 (`rescale_timesteps`)" in card
     assert "It returns v in the first half of its channels: the sampler" in card
 
 

@@ -381,7 +381,7 @@ def test_the_steps_of_files_that_are_numbered_from_0(world: World, digits: Path,
         ("adm", ["--format", "dit"], "dit is for a DiT, the run has an ADM UNet; use diffusers, iddpm or safetensors"),
         ("adm", ["--format", "dit-training"], "dit-training is for a DiT"),
         ("adm", ["--format", "iddpm", "--ema", "0.5"], "--ema: --format iddpm has every average"),
-        ("adm", ["--format", "iddpm", "--raw"], "--raw: --format iddpm has the weights themselves"),
+        ("adm", ["--format", "iddpm", "--raw"], "--raw: --format iddpm holds the raw weights"),
         ("dit", ["--format", "dit-training", "--dtype", "bf16"], "--dtype bf16: the files of --format dit-training"),
     ],
 )  # fmt: skip

@@ -207,5 +207,5 @@ def test_no_memory_is_asked_for_that_the_files_do_not_fill(tmp_path: Path) -> No
 def test_a_file_that_does_not_tell_its_starts_is_refused(metadata: dict[str, str] | None, tmp_path: Path) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "rank-00000.safetensors", metadata)
     (tmp_path / MANIFEST).write_text(manifest_of())
-    with pytest.raises(StorageError, match="does not tell where its slices start"):
+    with pytest.raises(StorageError, match="do not give the starts of its slices"):
         Checkpoint(tmp_path)

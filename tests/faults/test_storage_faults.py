@@ -120,7 +120,7 @@ def _fill_in_the_middle(
     surviving = config_of(digits, folder, steps=8, output__failed_saves=1)
     train_with(world, surviving, Freeing(disk / "filler", folder))
     said = capsys.readouterr().err
-    assert "WARNING the checkpoint of step 4 failed, the run goes on: no space on" in said
+    assert "WARNING the checkpoint of step 4 failed, the run continues: no space on" in said
     assert intact(folder) == [8, 6]
     assert not temporaries(folder)
 
@@ -303,9 +303,9 @@ def test_an_fsync_that_fails_costs_one_checkpoint(
         config = config_of(digits, folder, steps=6, output__failed_saves=1, output__keep=9)
         done = run_under_strace(f"fsync:error=EIO:when={number}", config)
         assert done.code == 0, done.output
-        assert "WARNING the checkpoint of step 2 failed, the run goes on: " in done.output
+        assert "WARNING the checkpoint of step 2 failed, the run continues: " in done.output
         assert "Input/output error" in done.output
-        assert str(folder) in done.output.partition("the run goes on: ")[2].partition("\n")[0]
+        assert str(folder) in done.output.partition("the run continues: ")[2].partition("\n")[0]
         assert intact(folder)[:2] == [6, 4]
         assert not temporaries(folder)
 

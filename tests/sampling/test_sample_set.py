@@ -299,7 +299,7 @@ def test_a_foreign_file_is_not_replaced(trained: Path, tmp_path: Path, content: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--npz", "out.npz"], "--npz: say with --num, --per-class, --prompt or --low-res how many images"),
+        (["--npz", "out.npz"], "--npz: give the number of images by --num, --per-class, --prompt or --low-res"),
         (["--num", "5"], "--num is for --npz FILE, which is missing"),
         (["--autoencoder", "identity"], "--autoencoder is for --npz FILE, which is missing"),
         (["--npz", "out.npz", "--num", "5", "--per-class", "5"], "--num and --per-class both say how many"),

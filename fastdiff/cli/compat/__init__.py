@@ -1,1 +1,1 @@
-"""Command lines of other trainers, translated."""
+"""Translation of the command lines of other trainers."""

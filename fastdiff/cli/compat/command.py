@@ -1,4 +1,4 @@
-"""``fastdiff compat``: the command line of another training script, in fastdiff's words."""
+"""``fastdiff compat``: translation of another training script's command line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def add(commands: Subcommands) -> None:
         "compat",
         help="translate the flags of another training script",
         usage="fastdiff compat [--gpus N] {t2i,t2i-lora,dit,iddpm,iddpm-sr} -- FLAGS",
-        description="Prints the commands of fastdiff that do what the other script does with these flags, and says "
-        "what is not the same. t2i: diffusers' train_text_to_image.py; t2i-lora: its train_text_to_image_lora.py; dit: "
+        description="Prints the fastdiff commands equivalent to the other script with these flags, and lists the "
+        "differences. t2i: diffusers' train_text_to_image.py; t2i-lora: its train_text_to_image_lora.py; dit: "
         "facebookresearch/DiT's train.py; iddpm: openai/improved-diffusion's image_train.py; iddpm-sr: its "
         "super_res_train.py.",
     )
-    parser.add_argument("--gpus", type=count, default=1, help="processes that the other script is started with")
+    parser.add_argument("--gpus", type=count, default=1, help="number of processes of the other script")
     parser.add_argument("script", choices=("t2i", "t2i-lora", "dit", "iddpm", "iddpm-sr"))
-    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="its flags, as they are")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="its flags, unchanged")
     parser.set_defaults(run=_compat)
 
 

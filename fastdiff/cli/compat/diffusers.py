@@ -1,6 +1,6 @@
-"""The flags of diffusers' train_text_to_image.py and train_text_to_image_lora.py.
+"""Flags of diffusers' train_text_to_image.py and train_text_to_image_lora.py, and their translation.
 
-Names and defaults are theirs; ``translate`` says what becomes of each.
+Flag names and defaults are theirs.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
     _add_commands(done, flags, gpus, own, "diffusers")
     done.note(
         flags.offload_ema or flags.foreach_ema,
-        "--offload_ema and --foreach_ema: the average is always fused, and spread over the GPUs by ZeRO",
+        "--offload_ema and --foreach_ema: the average is always fused, and sharded over the GPUs by ZeRO",
     )
     done.note(flags.non_ema_revision, "--non_ema_revision: the UNet is taken from --pretrained.revision too")
     return done
@@ -112,8 +112,7 @@ def translate_lora(flags: argparse.Namespace, gpus: int) -> Translation:
     _add_commands(done, flags, gpus, own, "lora")
     done.note(
         flags.max_grad_norm,
-        "--max_grad_norm clips the gradient; in their script it has no effect, because the list of parameters that it "
-        "is given is empty when it is used",
+        "--max_grad_norm clips the gradient; in their script it has no effect, because its list of parameters is empty",
     )
     done.notes.append(
         "the added matrices and their Adam state are fp32 in every precision; theirs are bf16 with "
@@ -158,7 +157,7 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError("--report_to wandb with --hub_token: their script refuses it too; use `hf auth login`")
     if flags.dataset_config_name:
         raise ConfigError(
-            f"--dataset_config_name {flags.dataset_config_name}: save that part with `datasets` "
+            f"--dataset_config_name {flags.dataset_config_name}: save that configuration with `datasets` "
             "(load_dataset(...).save_to_disk(FOLDER)) and give the folder as --dataset_name"
         )
 
@@ -254,17 +253,17 @@ def _output(flags: argparse.Namespace, steps: int) -> list[str]:
 
 def _add_notes(done: Translation, flags: argparse.Namespace) -> None:
     done.notes += [
-        "noise, timesteps, order and crops are drawn from the seed and the position in the run, so that they are the "
-        "same on any number of GPUs; their numbers depend on the number of processes and cannot be copied",
-        "alphas_cumprod stays fp32; theirs is rounded to the dtype of the latents, so that in fp16 and bf16 the first "
+        "noise, timesteps, order and crops depend on the seed and the position in the run, and are the same on any "
+        "number of GPUs; theirs depend on the number of processes and cannot be reproduced",
+        "alphas_cumprod stays fp32; theirs is rounded to the dtype of the latents, so in fp16 and bf16 the first "
         "timesteps get no noise",
-        "a resumed run goes on at the sample where it stopped; theirs begins the epoch again",
-        "the images are encoded anew in every epoch, as in their script; `fastdiff encode` does it once, after which "
-        "--data.path names the shards and --data.online goes (centre crops only)",
+        "a resumed run continues at the sample where it stopped; theirs restarts the epoch",
+        "the images are encoded again in every epoch, as in their script; to encode them once, use `fastdiff encode`, "
+        "give the shards as --data.path and drop --data.online (centre crops only)",
     ]
     done.note(
         flags.seed is not None,
-        "with --seed all of their processes draw the same noise and timesteps; here no two samples share any",
+        "with --seed all of their processes draw the same noise and timesteps; here every sample has its own",
     )
     done.note(flags.seed is None, "without --seed their run cannot be repeated; here the seed is 0")
     done.note(
@@ -286,23 +285,23 @@ def _add_notes(done: Translation, flags: argparse.Namespace) -> None:
     )
     done.note(
         flags.dataset_name and flags.train_data_dir,
-        "--train_data_dir is not used beside --dataset_name; theirs hands it to the data set's loading script",
+        "--train_data_dir is not used together with --dataset_name; theirs passes it to the data set's loading script",
     )
-    done.note(flags.max_train_samples, "--max_train_samples: the first ones are taken; theirs are shuffled before")
+    done.note(flags.max_train_samples, "--max_train_samples: takes the first images; theirs shuffles them first")
     done.note(
         flags.checkpoints_total_limit == 1,
-        "--checkpoints_total_limit 1: two are kept, so that one is intact while the other is written",
+        "--checkpoints_total_limit 1: two are kept, so that one stays intact while the next is written",
     )
     done.note(
         flags.resume_from_checkpoint == "latest",
-        "--resume_from_checkpoint latest: the same command resumes by itself (--resume never forbids it)",
+        "--resume_from_checkpoint latest: the same command resumes by itself (--resume never disables that)",
     )
     done.note(
         flags.resume_from_checkpoint not in (None, "latest"),
-        f"--resume_from_checkpoint {flags.resume_from_checkpoint}: a checkpoint of accelerate is pickled, and is not "
-        "read; its unet/ is, as part of the pipeline that --pretrained.path names",
+        f"--resume_from_checkpoint {flags.resume_from_checkpoint}: a checkpoint of accelerate is a pickle and is not "
+        "read; its unet/ can be read as part of the pipeline of --pretrained.path",
     )
     done.note(flags.report_to in ("comet_ml", "all"), f"--report_to {flags.report_to}: comet_ml is not supported")
     done.note(flags.logging_dir != "logs", "--logging_dir: TensorBoard's files are in tensorboard/ of the run folder")
     done.note(flags.cache_dir, f"--cache_dir: set the environment variable HF_HOME={flags.cache_dir} instead")
-    done.note(flags.hub_token, "--hub_token: log in with `hf auth login`; a token has no place on a command line")
+    done.note(flags.hub_token, "--hub_token: log in with `hf auth login`; a token must not be on a command line")

@@ -1,4 +1,4 @@
-"""The flags of facebookresearch/DiT's train.py; names and defaults are its own."""
+"""Flags of facebookresearch/DiT's train.py, and their translation; flag names and defaults are theirs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def translate(flags: argparse.Namespace, gpus: int) -> Translation:
-    """Translate train.py: the images are encoded once, and then a DiT is trained on the latents."""
+    """Translate train.py: encode the images once, then train a DiT on the latents."""
     batch = flags.global_batch_size
     if batch % gpus:
-        raise ConfigError(f"--global-batch-size {batch} does not divide by {gpus} GPUs; their script refuses it too")
+        raise ConfigError(f"--global-batch-size {batch} is not divisible by {gpus} GPUs; their script refuses it too")
     images = count_images(flags.data_path, "give --data-path of a folder with one folder of images per class")
     steps = flags.epochs * (images // batch)
     if not steps:
@@ -74,12 +74,12 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
             ["fastdiff", "export", run, f"{run}-export", "--format", "dit-training"],
         ],
         notes=[
-            "the run is one folder that a second start continues; theirs makes a new numbered folder each time, "
+            "the run is one folder that a second start continues; theirs creates a new numbered folder each time, "
             "and cannot resume",
             "noise, timesteps and dropped labels come from the seed and the position in the run, the same on any "
             "number of GPUs; theirs come from seed * processes + rank",
             "the posterior of each image, and of its mirror image, is stored as mean and standard deviation in 16 "
-            "bits, and sampled anew at every use, as theirs is",
+            "bits, and sampled at every use, as in theirs",
             EXPORT_NOTE,
             "--performance.precision bf16 is several times faster than their fp32",
         ],

@@ -1,6 +1,6 @@
-"""The flags of openai/improved-diffusion's image_train.py and super_res_train.py.
+"""Flags of openai/improved-diffusion's image_train.py and super_res_train.py, and their translation.
 
-Names and defaults are theirs; ``translate`` and ``translate_super_resolution`` say what becomes of each.
+Flag names and defaults are theirs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fastdiff.errors import ConfigError
 
 _CHANNEL_MULT = {256: (1, 1, 2, 2, 4, 4), 64: (1, 2, 3, 4), 32: (1, 2, 2, 2)}
 _CLASSES = 1000
-"""Of their class-conditional networks, whatever the data."""
+"""Number of classes of their class-conditional networks, for any data."""
 _DENSITIES = {"uniform": "uniform", "loss-second-moment": "importance"}
 _PRESETS = {256: "iddpm-lsun256", 64: "iddpm-imagenet64", 32: "iddpm-cifar10"}
-"""Published runs of each size; one without --lr_anneal_steps is as long, behind what it resumes."""
+"""Published run of each size; without --lr_anneal_steps a run takes as many steps, after the resumed ones."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def translate(flags: argparse.Namespace, gpus: int) -> Translation:
-    """Translate image_train.py: the images are cropped once, and then a UNet is trained on their pixels."""
+    """Translate image_train.py: crop the images once, then train a UNet on their pixels."""
     size = flags.image_size
     if size not in _PRESETS:
         raise ConfigError(f"--image_size {size}: their script has networks for 32, 64 and 256 only")
@@ -75,7 +75,7 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
 
 
 def translate_super_resolution(flags: argparse.Namespace, gpus: int) -> Translation:
-    """Translate super_res_train.py; the small images are made of the large ones in every step, as theirs are."""
+    """Translate super_res_train.py; the small images are computed from the large ones in every step, as in theirs."""
     large, small = flags.large_size, flags.small_size
     if large not in (64, 256):
         raise ConfigError(f"--large_size {large}: their script has networks for 64 and 256 only")
@@ -132,7 +132,7 @@ def _export(run: str) -> list[str]:
 
 
 def _sample(flags: argparse.Namespace, network: AdmConfig, run: str) -> list[str]:
-    """Their image_sample.py and super_res_sample.py, as they draw by default."""
+    """Return the equivalent of their image_sample.py and super_res_sample.py with their defaults."""
     return [
         "fastdiff", "sample", run,
         "--scheduler", "ddpm", "--respacing", str(flags.diffusion_steps),
@@ -142,7 +142,7 @@ def _sample(flags: argparse.Namespace, network: AdmConfig, run: str) -> list[str
 
 
 def _network(flags: argparse.Namespace, size: int, low_res_size: int = 0) -> AdmConfig:
-    """Their create_model and sr_create_model."""
+    """Return the network of their create_model and sr_create_model."""
     multiples = _CHANNEL_MULT[size]
     factors = {size // resolution for resolution in flags.attention_resolutions}
     try:
@@ -169,17 +169,17 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError("--data_dir is missing: the folder of the images")
     if flags.num_heads_upsample not in (-1, flags.num_heads):
         raise ConfigError(
-            f"--num_heads_upsample {flags.num_heads_upsample}: the network has one number of heads, --num_heads "
+            f"--num_heads_upsample {flags.num_heads_upsample}: all levels have the same number of heads, --num_heads "
             f"{flags.num_heads}; leave it out, or give -1"
         )
     if flags.timestep_respacing not in ("", str(flags.diffusion_steps)):
         raise ConfigError(
-            f"--timestep_respacing {flags.timestep_respacing} would train on these timesteps alone, which is not done "
-            f"here; leave it out, and draw with `fastdiff sample RUN --respacing {flags.timestep_respacing}`"
+            f"--timestep_respacing {flags.timestep_respacing} would train on these timesteps only, which is not "
+            f"supported; leave it out, and draw with `fastdiff sample RUN --respacing {flags.timestep_respacing}`"
         )
     if flags.batch_size % _micro(flags):
         raise ConfigError(
-            f"--batch_size {flags.batch_size} does not divide by --microbatch {flags.microbatch}; theirs takes a "
+            f"--batch_size {flags.batch_size} is not divisible by --microbatch {flags.microbatch}; theirs takes a "
             "smaller last one, here all are equal: give a --microbatch that divides it"
         )
     _check_resumed(flags)
@@ -187,9 +187,9 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError(f"--lr_anneal_steps {flags.lr_anneal_steps}: 0 or above")
     if 0 < flags.lr_anneal_steps <= _steps_before(flags):
         raise ConfigError(
-            f"--lr_anneal_steps {flags.lr_anneal_steps}: no step is left after those of --resume_checkpoint, whose "
-            f"file numbered {_number(flags)} is after {_steps_before(flags)}; give more, or 0 for a constant learning "
-            "rate"
+            f"--lr_anneal_steps {flags.lr_anneal_steps}: no step is left after --resume_checkpoint, whose "
+            f"file {_number(flags)} was written after {_steps_before(flags)} steps; give more, or 0 for a constant "
+            "learning rate"
         )
 
 
@@ -199,8 +199,8 @@ def _check_resumed(flags: argparse.Namespace) -> None:
         raise ConfigError(f"--resume_checkpoint {file}: expected a file of weights, modelNNNNNN.pt")
     if number and (number < 0 or PurePath(file).name != f"model{number:06d}.pt"):
         raise ConfigError(
-            f"--resume_checkpoint {file}: theirs reads the step {number} in it, and takes averages and Adam's state of "
-            "that step from beside it; rename it modelNNNNNN.pt, as their script writes it"
+            f"--resume_checkpoint {file}: theirs reads the step {number} from its name, and averages and Adam's state "
+            "of that step from the same folder; rename it modelNNNNNN.pt, as their script writes it"
         )
 
 
@@ -210,7 +210,7 @@ def _micro(flags: argparse.Namespace) -> int:
 
 
 def _number(flags: argparse.Namespace) -> int | None:
-    """The step that their script reads in --resume_checkpoint; None: none. At 0 too it takes the weights alone."""
+    """Return the step that their script reads from --resume_checkpoint, or None; at 0 it reads only the weights."""
     _, found, rest = flags.resume_checkpoint.rpartition("model")
     try:
         return int(rest.partition(".")[0]) if found else None
@@ -219,7 +219,7 @@ def _number(flags: argparse.Namespace) -> int | None:
 
 
 def _steps_before(flags: argparse.Namespace) -> int:
-    """Steps of the run that is resumed: it has saved after the step of that number, and counts from 0."""
+    """Return the number of steps of the resumed run; its file of step N was written after N + 1 steps."""
     number = _number(flags)
     return number + 1 if number else 0
 
@@ -272,41 +272,40 @@ def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig,
     done.note(
         not flags.lr_anneal_steps,
         f"without --lr_anneal_steps their run never ends; this one ends after {steps} steps, {before}those of "
-        f"{published} (--samples, over --batch.samples), and a second start with more --samples goes on",
+        f"{published} (--samples, over --batch.samples); a second start with more --samples continues it",
     )
     done.notes += [
         "noise, timesteps, dropout and order come from the seed and the position in the run, the same on any number of "
         "GPUs; theirs have no seed, and give each process its own share of the images",
-        "an epoch has all images; theirs leaves out those that do not fill a last batch",
-        "the images are cropped once, into shards of 8-bit pixels; those that EXIF says are rotated are turned "
-        "upright, those with a palette, with alpha, of 1 bit or in CMYK become RGB before they are resized, in theirs "
-        "afterwards; gray ones of 16 bits are scaled to 8, theirs clipped; GIFs are not read, and WebPs are",
+        "an epoch has all images; theirs drops an incomplete last batch",
+        "the images are cropped once, into shards of 8-bit pixels; EXIF rotation is applied; images with a palette or "
+        "alpha, of 1 bit or in CMYK become RGB before the resize, in theirs after it; 16-bit gray images are scaled to "
+        "8 bits, theirs clipped; GIFs are not read, WebPs are",
         "the run is one folder that a second start continues, not $OPENAI_LOGDIR or a new folder each time; its "
-        "checkpoint after N steps holds the weights, all averages and Adam's state, where their files numbered N are "
-        "after N + 1, the first ones after one step",
-        "metrics.jsonl has loss, loss_q0 to loss_q3 and grad_norm; its parts, mse and vb, are what `fastdiff "
-        "evaluate RUN --nll` tells by timestep",
-        "--performance.allow_tf32: theirs is PyTorch's default, which rounds so in convolutions only",
+        "checkpoint after N steps holds the weights, all averages and Adam's state; their files numbered N are "
+        "written after N + 1 steps, the first ones after one step",
+        "metrics.jsonl has loss, loss_q0 to loss_q3 and grad_norm; `fastdiff evaluate RUN --nll` reports its parts, "
+        "mse and vb, by timestep",
+        "--performance.allow_tf32: theirs is PyTorch's default, which allows TF32 in convolutions only",
     ]
     done.note(
         network.classes,
-        f"the network has {_CLASSES} classes, as theirs, however many the data have: --model.classes N",
+        f"the network has {_CLASSES} classes, as theirs, for any data: change it with --model.classes N",
     )
     done.note(
         _micro(flags) < flags.batch_size,
-        f"the gradients of the {flags.batch_size // _micro(flags)} microbatches are averaged; theirs are added up, so "
-        "that their grad_norm is as many times as large, which Adam does not notice but for its epsilon",
+        f"the gradients of the {flags.batch_size // _micro(flags)} microbatches are averaged; theirs are summed, so "
+        "their grad_norm is larger by this factor, which affects Adam only through its epsilon",
     )
     done.note(
         flags.use_fp16,
-        "--use_fp16: all weights of the forward pass are in 16 bits, with fp32 masters (DeepSpeed), in theirs those of "
-        "all convolutions but the last; the loss scale is DeepSpeed's, so that --fp16_scale_growth is not used",
+        "--use_fp16: all weights of the forward pass are in 16 bits, with fp32 masters (DeepSpeed); in theirs only the "
+        "convolutions except the last; the loss scale is DeepSpeed's, so --fp16_scale_growth is not used",
     )
     done.note(not flags.use_fp16, "--performance.precision bf16 is faster on a GPU than their fp32")
     done.note(
         flags.schedule_sampler != "uniform",
-        "the losses that importance sampling learns from are part of a checkpoint; theirs are gathered anew by a "
-        "resumed run",
+        "a checkpoint holds the loss history of importance sampling; theirs is collected again by a resumed run",
     )
     done.notes += _notes_of_results(flags, network)
     factors = {2**level for level in range(len(network.channel_mult))}
@@ -316,7 +315,7 @@ def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig,
 
 
 def _notes_of_results(flags: argparse.Namespace, network: AdmConfig) -> list[str]:
-    """About the commands after the training."""
+    """Return the notes on the commands after the training."""
     script = "super_res_sample.py" if network.low_res_size else "image_sample.py"
     notes = [
         EXPORT_NOTE,
@@ -325,25 +324,25 @@ def _notes_of_results(flags: argparse.Namespace, network: AdmConfig) -> list[str
     ]
     if network.low_res_size:
         notes.append(
-            "base.npz stands for their --base_samples; each of its images is enlarged once, where theirs begins anew "
-            "with the first until there are --num_samples"
+            "base.npz stands for their --base_samples; each of its images is enlarged once; theirs repeats them until "
+            "there are --num_samples"
         )
     return notes
 
 
 def _what_is_resumed(flags: argparse.Namespace) -> str:
     if not _number(flags):
-        why = "its name says no step (modelNNNNNN.pt)" if _number(flags) is None else "its number is 0"
-        return f"{why}, so the weights alone are read, as in theirs, and steps count from 0"
+        why = "its name contains no step (modelNNNNNN.pt)" if _number(flags) is None else "its number is 0"
+        return f"{why}, so only the weights are read, as in theirs, and steps count from 0"
     settings = "--weight_decay is" if flags.lr_anneal_steps else "--lr and --weight_decay are"
     return (
-        f"weights, averages, Adam's state and the step are read from it and the files beside it; {settings} obeyed, "
-        "where theirs silently goes on with what the opt file was trained with"
+        f"weights, averages, Adam's state and the step are read from it and the other files of its folder; {settings} "
+        "applied, whereas theirs silently keeps the values in the opt file"
     )
 
 
 def _truth(text: str) -> bool:
-    """Their str2bool."""
+    """Parse a boolean as their str2bool does."""
     if text.lower() in ("yes", "true", "t", "y", "1"):
         return True
     if text.lower() in ("no", "false", "f", "n", "0"):

@@ -1,4 +1,4 @@
-"""The command lines of other training scripts, translated: the same run in fastdiff, and what is not the same."""
+"""Translation of other training scripts' command lines: the equivalent run in fastdiff, and the differences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCRIPTS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Transla
         iddpm.translate_super_resolution,
     ),
 }
-"""What each is, its flags, and its translation."""
+"""Title of each script, its flags, and its translation."""
 
 
 def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
@@ -34,10 +34,10 @@ def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
     Args:
         script: a key of ``SCRIPTS``.
         flags: its command line, without the script's own name.
-        gpus: processes that it was started with: its batch size is per process.
+        gpus: number of its processes; its batch size is per process.
 
     Raises:
-        ConfigError: a flag that the script does not have, that contradicts another one, or that no run can have.
+        ConfigError: a flag is unknown to the script, contradicts another one, or describes an invalid run.
     """
     name, add_flags, translated = SCRIPTS[script]
     parser = _Parser(prog=name, add_help=False, allow_abbrev=False)
@@ -50,22 +50,22 @@ def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
 
 
 def in_words(translation: Translation) -> str:
-    """The commands, ready for a shell, and then what is different, one line each."""
+    """Return the commands, ready for a shell, and then the differences, one line each."""
     commands = "\n".join(_broken(command) for command in translation.commands)
     notes = "\n".join(f"# - {note}" for note in translation.notes)
     return f"{commands}\n\n# Not the same:\n{notes}" if notes else commands
 
 
 def _check(flags: Sequence[str]) -> None:
-    """Refuse now what the trainer would refuse later."""
+    """Refuse now flags that the trainer would refuse later."""
     try:
         parse(flags)
     except ConfigError as error:
-        raise ConfigError(f"these flags describe a run that cannot be: {error}") from None
+        raise ConfigError(f"these flags describe an invalid run: {error}") from None
 
 
 def _broken(command: Sequence[str]) -> str:
-    """One flag with its values per line."""
+    """Format a command with one flag and its values per line."""
     lines = [[command[0]]]
     for word in command[1:]:
         if word.startswith("--"):
@@ -77,4 +77,4 @@ def _broken(command: Sequence[str]) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; give its flags as they are, after --")
+        raise ConfigError(f"{self.prog}: {message}; give its flags unchanged, after --")

@@ -1,4 +1,4 @@
-"""What a translation consists of, and what all of them need."""
+"""A translation: its commands and notes, and helpers that all translations share."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from fastdiff.data.images.sources import open_source
 from fastdiff.errors import ConfigError, FastdiffError
 
 TRAINER = "fastdiff/train.py"
-"""After which the flags of a training command begin."""
+"""The flags of a training command follow it."""
 EXPORT_NOTE = (
-    "the newest checkpoint is exported, where theirs leaves its files at every save; --step N exports an earlier one"
+    "the newest checkpoint is exported; theirs writes its files at every save; --step N exports an earlier one"
 )
-"""Of scripts whose files are theirs alone, and made of a run here by ``fastdiff export``."""
+"""Note for scripts with their own file format, which ``fastdiff export`` writes from a run."""
 
 
 @dataclass(slots=True)
 class Translation:
-    """Commands of fastdiff, in the order in which they are run, and what they do differently."""
+    """Commands of fastdiff in the order of their execution, and notes on the differences."""
 
     commands: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Translation:
 
 
 def flag(name: str, value: object) -> list[str]:
-    """``--name value`` for the command line of the trainer; nothing for None, both forms for a truth value."""
+    """Return ``--name value`` for the trainer; nothing for None, and the flag or its negation for a bool."""
     if value is None:
         return []
     if isinstance(value, bool):
@@ -41,16 +41,16 @@ def flag(name: str, value: object) -> list[str]:
     return [f"--{name}", str(value)]
 
 
-def count_images(source: str, what_else: str, **columns: str) -> int:
-    """Number of images of a source, for epochs; ConfigError if it cannot be told, with what to give instead."""
+def count_images(source: str, remedy: str, **columns: str) -> int:
+    """Count the images of a source, for epochs; ConfigError with the remedy if they cannot be counted."""
     try:
         return len(open_source(source, samples_per_unit=1, **columns))  # type: ignore[arg-type]
     except FastdiffError as error:
         raise ConfigError(
-            f"something is given in epochs, and the images of {source} cannot be counted ({error}); {what_else}"
+            f"a flag is given in epochs, and the images of {source} cannot be counted ({error}); {remedy}"
         ) from None
 
 
 def launcher(gpus: int) -> Sequence[str]:
-    """The beginning of a training command."""
+    """Return the beginning of a training command."""
     return ["deepspeed", "--num_gpus", str(gpus), TRAINER]

@@ -108,8 +108,11 @@ def test_the_page_cache_is_emptied_and_looked_into(samples: Samples) -> None:
 @pytest.mark.parametrize(
     ("heat", "reason"),
     [
-        ("cold", "100% of the files were in the page cache at the start of a turn; set TMPDIR to a folder on a disk"),
-        ("warm", "0% of the files were in the page cache at the start of a turn; take fewer --samples"),
+        (
+            "cold",
+            "100% of the files were in the page cache at the start of a session; set TMPDIR to a folder on a disk",
+        ),
+        ("warm", "0% of the files were in the page cache at the start of a session; take fewer --samples"),
     ],
 )
 def test_a_cache_that_is_not_as_the_case_has_it_is_a_failure_at_once(
@@ -252,9 +255,9 @@ def test_when_it_is_told_to_end_nothing_of_it_stays(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
-        (["--batch", "0"], "--samples, --batch and --workers are 1 at least"),
-        (["--samples", "0"], "--samples, --batch and --workers are 1 at least"),
-        (["--rounds", "1"], "--rounds 2"),
+        (["--batch", "0"], "--samples, --batch and --workers must be at least 1"),
+        (["--samples", "0"], "--samples, --batch and --workers must be at least 1"),
+        (["--rounds", "1"], "--rounds at least 2"),
         (["--samples", str(10**12)], "take fewer --samples, or set TMPDIR to a folder on another disk"),
     ):
         with pytest.raises(SystemExit, match="2"):

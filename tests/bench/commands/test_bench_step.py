@@ -247,8 +247,8 @@ def test_what_makes_the_figures_worse_is_named() -> None:
     assert turn.facts["graph_breaks"] >= 1
     result = Result(turns=[Steps([1.0])], facts=turn.facts)
     again, breaks = stepping.problems(result, warm_up=2)
-    assert again.startswith("torch.compile compiled again in step 3")
-    assert breaks.endswith("graph breaks: the blocks are not compiled whole")
+    assert again.startswith("torch.compile recompiled in step 3")
+    assert breaks.endswith("graph breaks: the blocks are not compiled as a whole")
     assert len(stepping.problems(result, warm_up=3)) == 1
     result.turns += [Steps([1.0], allocation_retries=2), Steps([1.0], allocation_retries=3)]
     assert "asked again 5 times" in stepping.problems(result, warm_up=3)[-1]
@@ -274,9 +274,9 @@ def test_what_makes_the_figures_worse_is_named() -> None:
         ("--find-batch --peer plain", "largest for fastdiff alone, .* give --batch"),
         (
             f"--sweep deepspeed=zero1,{ROOT}/deepspeed_configs/zero1.json",
-            "two configurations are called .* fastdiff zero1 in the record",
+            "two configurations have the name .* fastdiff zero1 in the record",
         ),
-        ("--rounds 1", "2 rounds and 1 step at least"),
+        ("--rounds 1", "at least 2 rounds and 1 step"),
     ],
 )
 def test_a_mistake_is_one_clear_error(

@@ -332,7 +332,7 @@ def test_what_the_peers_do_not_train_is_named(given: Any, timesteps: Any, flags:
     objective, drawn = objective_of(**given), TimestepConfig(**timesteps)
     assert untrained(objective, drawn) == flags
     if not timesteps and flags:
-        with pytest.raises(BenchError, match=f"{flags[0]}.*: the peers do not train this"):
+        with pytest.raises(BenchError, match=f"{flags[0]}.*: the baselines do not support this"):
             Noise(of_steps(objective), CPU)
     weighting = ["--objective.weighting p2"] if objective.weighted == "p2" else []
     assert not_in_script(objective, drawn) == flags + weighting
@@ -346,7 +346,9 @@ def test_an_objective_that_a_peer_would_train_otherwise_is_refused(
     run = subject.config(tmp_path, tmp_path)
     changed = replace(run, objective=replace(run.objective, prediction="previous_x"))
     monkeypatch.setattr(Subject, "config", lambda *_: changed)
-    message = f"--peer {name} does not train preset {subject.preset}, which has --objective.prediction previous_x; try"
+    message = (
+        f"--peer {name} does not support preset {subject.preset}, which has --objective.prediction previous_x; try"
+    )
     with record.Log(tmp_path / "peer.jsonl") as log, pytest.raises(BenchError, match=message):
         peers.run(subject, [name], Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
 
@@ -382,7 +384,7 @@ def test_a_race_with_diffusers_is_recorded_with_its_speed_ups(
     flags = "precision bf16, tf32 False, compile False, channels_last False, attention sdpa, fused False, foreach False"
     assert f"diffusers: {flags}, data {Online.kind}" in shown
     peaks = sum(rows["peer", f"{case}, {kind}", name, "peak resident"].value for name, kind in where.items())
-    assert f"all at once in memory: {peaks:.2f} GiB" in shown
+    assert f"memory of all processes together: {peaks:.2f} GiB" in shown
 
 
 @pytest.mark.parametrize("names", [["dit"], pytest.param(["plain", "dit"], marks=pytest.mark.nightly)], ids="-".join)

@@ -65,11 +65,11 @@ def test_each_way_to_end_is_told_apart() -> None:
     )
     assert (memory.failure, memory.out_of_memory) == ("OutOfMemoryError: CUDA out of memory", True)
     assert (system.failure, system.out_of_memory) == (
-        "the process was killed, most likely by the system for its memory", True,
+        "the process was killed, probably by the system's out-of-memory killer", True,
     )  # fmt: skip
-    assert (crashed.failure, crashed.out_of_memory) == ("the process ended without a word, with exit code -6", False)
+    assert (crashed.failure, crashed.out_of_memory) == ("the process ended without a message, with exit code -6", False)
     assert (ended.failure, ended.out_of_memory) == (
-        "RuntimeError: the contestant ended before it had enough steps", False,
+        "RuntimeError: the program ended before it had taken all steps", False,
     )  # fmt: skip
 
 
