@@ -82,7 +82,7 @@ def test_what_a_model_without_timesteps_is_told(format_: str) -> None:
     for given, words in {
         FlowConfig(): "1000 t (t = 0: the data, 1: noise); it returns the velocity dx/dt:",
         FlowConfig(prediction="score"): "returns the score:",
-        EdmConfig(): "c_in x and ln(sigma) / 4 and returns F of the denoiser c_skip x + c_out F",
+        EdmConfig(): "c_in x and ln(sigma) / 4; it returns F of the denoiser c_skip x + c_out F",
     }.items():
         card = use_of(RunConfig(objective=given), format_, Place(Path("out")))
         assert words in card
