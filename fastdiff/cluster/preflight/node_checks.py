@@ -47,8 +47,8 @@ def examine_devices(ranks_per_node: int) -> None:
     """
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks_per_node:
         raise ConfigError(
-            f"has {torch.cuda.device_count()} GPUs for {ranks_per_node} ranks; request one GPU per rank, or start fewer "
-            "ranks per node"
+            f"has {torch.cuda.device_count()} GPUs for {ranks_per_node} ranks; request one GPU per rank, or start "
+            "fewer ranks per node"
         )
 
 

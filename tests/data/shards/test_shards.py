@@ -193,9 +193,7 @@ def test_a_changed_byte_of_dataset_json_is_refused(folder, tmp_path):
 def test_a_changed_scale_is_refused_by_the_digest(folder, tmp_path):
     content = (folder / "dataset.json").read_text()
     (tmp_path / "dataset.json").write_text(content.replace('"scale":[1.0]', '"scale":[3.0]'))
-    with pytest.raises(
-        DataError, match=r"sha256 is '\w{64}', its other fields have '\w{64}': it was changed\); restore"
-    ):
+    with pytest.raises(DataError, match=r"sha256 is '\w{64}', but its fields have '\w{64}': it was changed\); restore"):
         DatasetInfo.read(tmp_path)
     (tmp_path / "dataset.json").write_text(json.dumps(json.loads(content), indent=4))
     assert DatasetInfo.read(tmp_path) == DatasetInfo.read(folder)
@@ -241,7 +239,7 @@ def test_all_columns_and_meta_come_back(tmp_path):
         (lambda d: d["normalisation"].update(shift=[0.0, 0.0]), "one per channel"),
         (lambda d: d["columns"]["latent"].update(dtype="int8"), "dtype"),
         (lambda d: d["columns"]["latent"].update(shape=[8, 8]), "[C, H, W]"),
-        (lambda d: d["shards"][0].update(name="../../etc/passwd.tar"), "no name of a shard"),
+        (lambda d: d["shards"][0].update(name="../../etc/passwd.tar"), "not a valid shard name"),
         (lambda d: d["shards"][1].update(name="train-000000.tar"), "same name"),
         (lambda d: d.update(shards=[], samples=0), "0 shards"),
         (lambda d: d.pop("sha256"), "sha256 is None"),
@@ -331,7 +329,7 @@ def test_a_full_disk_is_a_storage_error_and_the_next_run_replaces_what_was_writt
     out = disk / "out"
     with pytest.raises(StorageError, match=rf"{out}/train-\d+.*No space left on device.*bytes free") as caught:
         encode_synthetic(out, (4, 32, 32), 100, samples_per_shard=8)
-    assert "replaces what was written so far" in str(caught.value)
+    assert "replaces the files written so far" in str(caught.value)
     assert not (out / "dataset.json").exists()
     assert not list(out.glob("*.tmp"))
     assert (out / "train-000000.tar").exists()
