@@ -196,7 +196,7 @@ def test_the_choice_of_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"resolution": 0}, "at least 1 pixel"),
         ({"crop": "top"}, "expected one of center, adm, random"),
         ({"interpolation": "cubic"}, "expected one of nearest"),
-        ({"crop": "adm", "buckets": ((64, 64),)}, "squares only"),
+        ({"crop": "adm", "buckets": ((64, 64),)}, "only squares"),
         ({"buckets": ((64, 0),)}, "sides of at least 1"),
     ],
 )

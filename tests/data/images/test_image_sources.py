@@ -121,7 +121,11 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "what"),
-    [("{", "line 2: no JSON"), ("[1]", "line 2: expected an object"), ('{"text": "x"}', "line 2: file_name is None")],
+    [
+        ("{", "line 2: not valid JSON"),
+        ("[1]", "line 2: expected an object"),
+        ('{"text": "x"}', "line 2: file_name is None"),
+    ],
 )
 def test_metadata_that_is_none(tmp_path: Path, line: str, what: str) -> None:
     write(tmp_path, {"metadata.jsonl": f'{{"file_name": "a.jpg", "text": "x"}}\n{line}\n'})
@@ -163,7 +167,7 @@ def test_class_folders(tmp_path: Path) -> None:
 def test_a_split_that_the_folder_does_not_have_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {f"{split}/{k}/{k}.jpg": picture(k) for split in ("train", "validation") for k in (1, 2)})
     assert source(tmp_path, split="validation").classes == 2
-    with pytest.raises(ConfigError, match=r"has no split 'val'; it has train, validation: choose one of them"):
+    with pytest.raises(ConfigError, match=r"has no split 'val', only train, validation; choose one of these"):
         source(tmp_path, split="val")
     (tmp_path / "train").rename(tmp_path / "test")
     with pytest.raises(ConfigError, match=r"has no split 'train'; it has test, validation"):
@@ -248,7 +252,7 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     assert source(tmp_path / "splits").digest == found.digest
     with pytest.raises(ConfigError, match=r"no split 'val'; it has train, test"):
         source(tmp_path / "splits", split="val")
-    with pytest.raises(ConfigError, match="columns image, text, and no 'pixels'"):
+    with pytest.raises(ConfigError, match="columns image, text, but no image column 'pixels'"):
         source(tmp_path / "plain", image_column="pixels")
     with pytest.raises(ConfigError, match="no caption column 'caption' and no ClassLabel column"):
         source(tmp_path / "plain", caption_column="caption")
@@ -289,7 +293,7 @@ def test_packages_that_are_not_installed_are_named(tmp_path: Path) -> None:
     code = """
 import sys
 sys.modules.update(dict.fromkeys(["s3fs", "aiohttp", "datasets"]))  # None: as if not installed
-from fastdiff.data.image_sources import open_source
+from fastdiff.data.images.sources import open_source
 from fastdiff.errors import ConfigError
 for text in ("https://host/a.tar", "s3://bucket/a.tar", "some/data-set"):
     try:

@@ -157,14 +157,14 @@ def test_samples_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     )
     members = "among its members"
     assert reasons(found) == {  # type: ignore[arg-type]
-        "odd.tar!no-image": f"it has 0 images {members} (txt), expected one",
+        "odd.tar!no-image": f"it has 0 images {members} (txt), expected 1",
         "odd.tar!no-caption": "there is no txt member and no caption in a json member",
-        "odd.tar!two": f"it has 2 images {members} (jpg, png, txt), expected one",
+        "odd.tar!two": f"it has 2 images {members} (jpg, png, txt), expected 1",
         "odd.tar!long": "its caption has 10000000 bytes, expected at most 100000",
-        "odd.tar!huge": "huge.json has 11000015 bytes; at most 10485760",
+        "odd.tar!huge": "huge.json has 11000015 bytes, expected at most 10485760",
         "odd.tar!latin": "latin.txt is not UTF-8 (unexpected end of data at byte 0)",
         "odd.tar!json": reasons(found)["odd.tar!json"],  # type: ignore[arg-type]
-        "odd.tar!list": "list.json holds no object",
+        "odd.tar!list": "list.json is not a JSON object",
         "odd.tar!number": "its caption is '7', expected a string or a list of strings",
         "odd.tar!b": "b.v2.jpg has more than one dot in its name, but a key ends at the first dot; rename it",
         "odd.tar!c": "c.v2.jpg has more than one dot in its name, but a key ends at the first dot; rename it",

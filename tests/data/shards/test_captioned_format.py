@@ -99,7 +99,7 @@ def test_a_null_condition_that_is_none_is_refused(tmp_path, array):
         (lambda d: d.update(null={"../context": {"sha256": "0"}}), "null has the columns"),
         (lambda d: d["columns"].pop("context"), "null has the columns"),
         (lambda d: (d["columns"].pop("context"), d["columns"].pop("pooled"), d.update(null={})), "captions is 3"),
-        (lambda d: d["columns"].update(x={"dtype": "float16", "shape": [1]}), "a column 'x'; there are latent"),
+        (lambda d: d["columns"].update(x={"dtype": "float16", "shape": [1]}), "unknown column 'x'; expected latent"),
         (lambda d: d["columns"]["context"].update(shape=[3]), "expected [L, D]"),
         (lambda d: d["columns"]["pooled"].update(shape=[3, 1]), "expected [P]"),
         (lambda d: d["columns"]["time_ids"].update(shape=[4]), "time_ids"),
@@ -162,7 +162,7 @@ def test_a_data_set_without_new_features_has_the_bytes_and_the_digest_it_always_
         (
             lambda a: a.update(time_ids=a["time_ids"] + np.float32(np.inf)),
             {},
-            "time_ids holds values that are not finite",
+            "time_ids holds non-finite values",
         ),
         (lambda a: a.update(latent=a["latent"].swapaxes(1, 2)), {}, r"latent is float16 \(4, 6, 4\)"),
         (lambda a: None, {"captions": None}, "None captions, expected 1 to 3"),
@@ -189,7 +189,7 @@ def test_captions_of_a_data_set_with_one_per_sample_are_not_counted():
 
 
 def test_shards_that_no_reader_would_take_are_not_begun(tmp_path):
-    with pytest.raises(ConfigError, match=r"at most 1048576"):
+    with pytest.raises(ConfigError, match=r"expected 1 to 1048576"):
         encode(tmp_path, 1, per_shard=2**20 + 1)
     assert not list(tmp_path.iterdir())
 

@@ -107,12 +107,12 @@ def test_each_of_the_captions_that_a_sample_has_is_equally_likely(intact):
 @pytest.mark.parametrize(
     ("choice", "problem"),
     [
-        ({"latent": np.array([2])}, "numbers below 2"),
-        ({"latent": np.array([-1])}, "numbers below 2"),
+        ({"latent": np.array([2])}, "integers from 0 to 1"),
+        ({"latent": np.array([-1])}, "integers from 0 to 1"),
         ({"latent": np.array([0.5])}, "integers from 0 to 1"),
-        ({"latent": np.array([0, 1])}, "1 whole numbers"),
-        ({"caption": np.array([1.0])}, "below 1"),
-        ({"caption": np.array([np.nan])}, "below 1"),
+        ({"latent": np.array([0, 1])}, "1 integers"),
+        ({"caption": np.array([1.0])}, r"in \[0, 1\)"),
+        ({"caption": np.array([np.nan])}, r"in \[0, 1\)"),
         ({"caption": np.array([0.5, 0.5])}, "1 numbers"),
     ],
 )
@@ -124,7 +124,7 @@ def test_impossible_choices_are_refused(intact, choice, problem):
 def test_samples_of_two_buckets_are_no_batch(intact):
     folder, truth = intact
     with LatentReader(folder) as reader:
-        with pytest.raises(ValueError, match=r"buckets \[0, 1, 2\]"):
+        with pytest.raises(ValueError, match=r"buckets \(\[0, 1, 2\]\)"):
             reader.read(np.arange(SAMPLES))
         with pytest.raises(IndexError, match=r"sample 40 of 40"):
             reader.bucket_of(SAMPLES)
