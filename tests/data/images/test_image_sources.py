@@ -170,7 +170,7 @@ def test_a_split_that_the_folder_does_not_have_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"has no split 'val', only train, validation; choose one of these"):
         source(tmp_path, split="val")
     (tmp_path / "train").rename(tmp_path / "test")
-    with pytest.raises(ConfigError, match=r"has no split 'train'; it has test, validation"):
+    with pytest.raises(ConfigError, match=r"has no split 'train', only test, validation"):
         source(tmp_path)
     write(tmp_path, {"a.jpg": picture(1), "a.txt": "beside the folders", "test/1/1.txt": "one"})
     assert len(source(tmp_path)) == 5
