@@ -1,1 +1,1 @@
-"""Samples: the shard format, the loaders, image sources, and encoding."""
+"""Training data: the shard format, the loaders, image sources and encoding."""

@@ -1,1 +1,1 @@
-"""The ranks of a run: who they are, how they agree, and whether they are alive."""
+"""The ranks of a run: process group, agreement, heartbeat, preemption and their slices of the weights."""

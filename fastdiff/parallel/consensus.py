@@ -1,8 +1,8 @@
-"""What all ranks must know at the same step: that one was asked to stop, that a save failed, what the loss was.
+"""Agreement of all ranks per step: stop requests, failed saves and the mean loss.
 
-One all-reduce of four numbers per step, on the device, queued before the optimizer step and read after it: the
-optimizer step waits for the gradients anyway, to read its one flag, and these numbers are there by then. Every rank
-acts on the same numbers at the same boundary.
+One all-reduce of four numbers per step runs on the device. It is queued before the optimizer step and read after it.
+The optimizer step waits for the gradients anyway, to read its overflow flag; these numbers have arrived by then. Every
+rank acts on the same numbers at the same step.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from fastdiff.parallel.world import World
 
 @dataclass(frozen=True, slots=True)
 class StepFlags:
-    """The sum of all ranks' votes of one step."""
+    """The flags and loss sums of one step, reduced over all ranks."""
 
     stop: bool = False
     """A rank was asked to stop."""
     failed_save: bool = False
-    """A rank could not write its part of the save that ran beside the steps."""
+    """A rank could not write its part of an asynchronous save."""
     loss_sum: float = 0.0
     """Sum of the finite losses of the step, over all samples."""
     loss_count: float = 0.0
-    """Their number."""
+    """Number of finite losses."""
 
 
 class Consensus:
-    """The votes of this rank.
+    """The all-reduce of each step's flags and losses.
 
     Args:
         world: the ranks.
-        stop: requests that reached this rank; None: none ever will.
+        stop: stop requests to this rank; None: it never receives one.
     """
 
     def __init__(self, world: World, stop: StopRequest | None = None) -> None:
@@ -49,18 +49,18 @@ class Consensus:
 
     @property
     def reason(self) -> str | None:
-        """What asked this rank to stop; None if nothing did."""
+        """The cause of the request to stop this rank; None without a request."""
         return None if self._stop is None else self._stop.reason
 
     def cast(self, losses: Iterable[Tensor], *, failed_save: bool) -> None:
-        """Start adding up the votes of the ranks, without waiting.
+        """Start the all-reduce of this step without waiting for it.
 
         Args:
-            losses: ``[micro]`` each, of the micro-batches of this step.
+            losses: one tensor ``[B]`` per micro-batch of this step.
             failed_save: this rank could not write its part of a save.
         """
         flags = torch.tensor([self.reason is not None, failed_save], dtype=torch.float64)
-        every = torch.cat([micro.detach() for micro in losses])
+        every = torch.cat([micro.detach() for micro in losses])  # micro-batches x [B] -> [samples of the step]
         finite = torch.isfinite(every)
         loss = torch.stack([torch.where(finite, every, 0.0).sum(dtype=torch.float64), finite.sum().double()])
         self._votes = torch.cat([flags.to(self._world.device, non_blocking=True), loss])
@@ -70,7 +70,7 @@ class Consensus:
             self._copy_to_host()
 
     def tally(self) -> StepFlags:
-        """Wait for what ``cast`` started, and return it; the same on every rank."""
+        """Wait for the all-reduce of ``cast`` and return its result, equal on every rank."""
         if self._copied is not None:
             self._copied.synchronize()
         elif self._work is not None:
@@ -79,9 +79,9 @@ class Consensus:
         return StepFlags(stop > 0, failed_save > 0, loss_sum, loss_count)
 
     def _copy_to_host(self) -> None:
-        """Queue the copy now: one that is asked for after the optimizer step would wait for that step's kernels."""
+        """Queue the copy to the host now: queued after the optimizer step, it would wait for that step's kernels."""
         if self._work is not None:
-            self._work.wait()  # of the stream, not of this thread
+            self._work.wait()  # blocks the stream, not this thread
         on_host = torch.empty(self._votes.shape, dtype=self._votes.dtype, pin_memory=True)
         self._votes = on_host.copy_(self._votes, non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

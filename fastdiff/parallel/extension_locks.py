@@ -1,7 +1,7 @@
-"""Locks of torch's extension builder. It waits without a word, and for ever, for one whose owner was killed.
+"""Stale locks of torch's extension builder: a killed build leaves a lock on which later starts hang silently.
 
-The builder (``torch.utils.file_baton``) creates a file ``lock`` and keeps it open until it removes it. So a lock that
-no process of this machine has open is stale, but for the moment between closing and removing it.
+The builder (``torch.utils.file_baton``) creates a file ``lock`` and keeps it open until it removes it. A lock that no
+process of this machine has open is therefore stale, except for the moment between its closing and its removal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SETTLE_S = 1.0
 _POLL_S = 0.5
 _PROGRESS_S = 10.0
 _LONGEST_BUILD_S = 600.0
-"""No build takes so long."""
+"""Upper limit of the duration of a build."""
 _SHARED = (
     "nfs",
     "nfs4",
@@ -35,18 +35,18 @@ _SHARED = (
     "wekafs",
     "fuse",
 )
-"""File systems that other machines may use at the same time; what begins with the last is often one."""
+"""Types of file systems that several machines can mount; ``fuse`` also stands for all ``fuse.*``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """A lock file, as it was found."""
+    """A lock file at the time of the search."""
 
     path: Path
     inode: int
     age_s: float
     holder: int | None
-    """The process of this machine that has it open; None: there is none."""
+    """The process of this machine that has it open, if any."""
 
 
 def folder() -> Path:
@@ -60,7 +60,7 @@ def folder() -> Path:
 
 
 def find(root: Path) -> list[Lock]:
-    """Return all locks below ``root``, and who holds them."""
+    """Return all locks below ``root`` with their holders."""
     found = []
     for path in sorted(root.glob("**/lock")):
         try:
@@ -73,7 +73,7 @@ def find(root: Path) -> list[Lock]:
 
 
 def find_stale(root: Path) -> list[Lock]:
-    """Return the locks below ``root`` that nobody holds, and that are still there a moment later."""
+    """Return the locks below ``root`` that no process holds and that still exist a second later."""
     suspects = {lock.inode for lock in find(root) if lock.holder is None}
     if not suspects:
         return []
@@ -82,16 +82,16 @@ def find_stale(root: Path) -> list[Lock]:
 
 
 def wait(root: Path, operator: str, say: Callable[[str], None]) -> None:
-    """Return when nobody builds ``operator`` (or a version of it) in ``root``.
+    """Wait until no process builds ``operator`` (or a version of it) in ``root``.
 
     Args:
         root: the folder of all extensions.
-        operator: name of the folder in which it is built.
+        operator: name of its build folder.
         say: prints a line of progress, every ten seconds.
 
     Raises:
-        ConfigError: a build was killed and left its lock. On storage that other machines share it is told by its age
-            alone, as they may hold it; what to do is said at once.
+        ConfigError: a killed build left its lock. On shared storage another machine may hold the lock, so only its age
+            counts there; the remedy is printed at once.
     """
     told_s = float("-inf")
     elsewhere = is_shared(root)
@@ -114,16 +114,16 @@ def wait(root: Path, operator: str, say: Callable[[str], None]) -> None:
 
 
 def explain(lock: Lock) -> str:
-    """Say what a stale lock is, and what to do."""
+    """Describe a stale lock and its remedy."""
     return (
-        f"{lock.path}: the lock of a build, {lock.age_s / 60:.0f} minutes old, and no process that can be seen on this "
-        "machine holds it; every start would wait on it for ever. If no other machine or container that shares this "
-        f"folder builds now, delete it: rm '{lock.path}'"
+        f"{lock.path}: the lock of a build, {lock.age_s / 60:.0f} minutes old, held by no visible process of this "
+        "machine; every start would wait for it forever. If no other machine or container that shares this folder is "
+        f"building, delete it: rm '{lock.path}'"
     )
 
 
 def is_shared(folder: Path) -> bool:
-    """Return whether other machines may see ``folder``, which need not exist."""
+    """Report whether ``folder``, which need not exist, is on storage shared with other machines."""
     places = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     kinds = {place[4].replace("\\040", " "): place[place.index("-") + 1] for place in places}
     real = folder.resolve()
@@ -143,17 +143,20 @@ def _holder(status: os.stat_result) -> int | None:
 
 
 def _open_locks() -> Iterator[tuple[int, Path]]:
-    """Yield (process, descriptor) of all open files named ``lock``; others, maybe on dead storage, are not touched."""
+    """Yield (process, descriptor) of all open files named ``lock``.
+
+    No other open file is touched: it may lie on storage that does not answer.
+    """
     for process in Path("/proc").glob("[0-9]*"):
         try:
             for descriptor in (process / "fd").iterdir():
                 if Path(os.readlink(descriptor)).name == "lock":
                     yield int(process.name), descriptor
-        except OSError:  # it ended, or is another user's
+        except OSError:  # the process ended, or belongs to another user
             continue
 
 
 def stale_locks() -> Iterator[str]:
-    """A process that is killed while it builds an operator leaves a lock, on which every later start waits for ever."""
+    """Yield one problem per stale lock of the extension builder, for ``fastdiff doctor``."""
     for lock in extension_locks.find_stale(extension_locks.folder()):
         yield f"PROBLEM: {extension_locks.explain(lock)}"

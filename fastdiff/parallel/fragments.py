@@ -1,8 +1,8 @@
-"""This rank's slices of the fp32 weights, in parameter coordinates: what EMA and checkpoints work on.
+"""This rank's slices of the fp32 weights in parameter coordinates, used by EMA and checkpoints.
 
 An optimizer updates flat fp32 tensors. Under ZeRO 1-3 a flat tensor holds slices of many parameters and differs from
-rank to rank; under ZeRO-0 it is one whole parameter, the same on every rank, and one rank is its owner. ``Flat``
-describes both, so that nothing outside ``engine.py`` knows the stage.
+rank to rank. Under ZeRO-0 it is one whole parameter, equal on every rank, and one rank owns it. ``Flat`` describes
+both, so that only ``training/engine.py`` knows the stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastdiff.parallel.world import World
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements ``[start, start + numel)`` of a flattened parameter, at ``offset`` of a flat tensor."""
+    """Elements ``[start, start + numel)`` of a flattened parameter, stored at ``offset`` of a flat tensor."""
 
     name: str
     start: int
@@ -34,11 +34,11 @@ class Fragment:
         return flat.narrow(0, self.offset, self.numel)
 
     def blocks(self, size: int, offset: int) -> Fragment:
-        """Return the blocks of ``size`` elements of the parameter that this fragment touches.
+        """Return this fragment in units of blocks, partly covered blocks included.
 
         Args:
             size: elements of a block; the parameter's last block may be shorter.
-            offset: where the first of these blocks lies in the tensor with one entry per block.
+            offset: position of the first block in the tensor with one entry per block.
         """
         first, stop = self.start // size, -(-(self.start + self.numel) // size)
         return Fragment(self.name, first, stop - first, offset)
@@ -46,19 +46,19 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """One tensor that the optimizer updates."""
+    """A tensor that the optimizer updates."""
 
     key: Tensor
     """The tensor object under which the optimizer keeps its state; any shape, fp32."""
     states: MutableMapping[Tensor, dict[str, Any]]
-    """The optimizer's live state of all its tensors."""
+    """The optimizer's live state, by tensor."""
     fragments: tuple[Fragment, ...]
     owned: bool
-    """False where another rank averages and saves an equal copy."""
+    """False if another rank averages and saves an equal copy."""
 
     @property
     def master(self) -> Tensor:
-        """The fp32 weights, ``[N]``, a view."""
+        """The fp32 weights as a view ``[N]``."""
         return self.key.detach().view(-1)
 
     @property
@@ -67,7 +67,7 @@ class Flat:
         return self.states.get(self.key, {})
 
     def blocks(self, size: int) -> tuple[Fragment, ...]:
-        """The fragments in units of blocks, as they lie one after another in a tensor with one entry per block."""
+        """The fragments in units of blocks, contiguous in a tensor with one entry per block."""
         found: list[Fragment] = []
         for fragment in self.fragments:
             found.append(fragment.blocks(size, found[-1].offset + found[-1].numel if found else 0))
@@ -78,13 +78,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def layout_digest(world: World, flats: Sequence[Flat]) -> str:
-    """Return a digest of which rank holds which fragment where; equal digests allow a plain copy of any state."""
+    """Return a digest of the fragments of all ranks; between equal layouts any state is copied as it is."""
     mine = [[(f.name, f.start, f.numel, f.offset) for f in flat.fragments] for flat in flats]
     return hashlib.sha256(json.dumps(world.gather(mine)).encode()).hexdigest()
 
 
 def owned_fragments(flats: Sequence[Flat], tensors: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-    """Yield each owned fragment with its view of the tensor (``[N]``) that stands for its flat."""
+    """Yield each owned fragment with its view ``[numel]`` of the tensor ``[N]`` given for its flat."""
     for flat, tensor in zip(flats, tensors, strict=True):
         if flat.owned and tensor is not None:
             for fragment in flat.fragments:
@@ -94,7 +94,7 @@ def owned_fragments(flats: Sequence[Flat], tensors: Sequence[Tensor | None]) -> 
 def owned_blocks(
     flats: Sequence[Flat], tensors: Sequence[Tensor | None], size: int
 ) -> Iterator[tuple[Fragment, Tensor]]:
-    """``owned_fragments`` in units of blocks; a block that several ranks touch belongs to the one that it starts on."""
+    """Yield owned fragments in units of blocks; a block on several ranks belongs to the rank of its first element."""
     for flat, tensor in zip(flats, tensors, strict=True):
         if flat.owned and tensor is not None:
             for fragment, touched in zip(flat.fragments, flat.blocks(size), strict=True):
@@ -108,14 +108,14 @@ def owned_blocks(
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory for full parameters and, in fp32, for the largest of them."""
+    """Memory for all full parameters, and an fp32 buffer of the size of the largest one."""
 
     full: dict[str, Tensor]
     largest: Tensor
 
     @staticmethod
     def reserve(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Room:
-        """Room for parameters of these shapes and this dtype; may run out of memory, and then alone does."""
+        """Allocate for parameters of these shapes and this dtype; ``assemble`` then needs no more memory."""
         largest = max(math.prod(shape) for shape in shapes.values())
         full = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
         return Room(full, torch.empty(largest, device=device))
@@ -124,16 +124,16 @@ class Room:
 def assemble(
     world: World, flats: Sequence[Flat], tensors: Sequence[Tensor | None], shapes: Shapes, room: Room | None = None
 ) -> dict[str, Tensor]:
-    """Return the full parameters, on every rank's device, from fragments spread over the ranks; called by all ranks.
+    """Return the full parameters on every rank, from the fragments of all ranks; called by all ranks.
 
-    Each rank writes its fragments into zeros and the ranks are added up: exact, since all other terms are zero.
+    Each rank writes its fragments into zeros and the ranks are summed: exact, since all other terms are zero.
 
     Args:
         world: the ranks.
-        flats: this rank's.
-        tensors: what stands for each flat, ``[N]`` fp32.
-        shapes: of the parameters.
-        room: where they go, and are rounded to its dtype; None: into new fp32 tensors.
+        flats: flat tensors of this rank.
+        tensors: the values of each flat, fp32 ``[N]``.
+        shapes: shapes of the parameters.
+        room: destination, whose dtype the values are rounded to; None: new fp32 tensors.
     """
     room = room or Room.reserve(shapes, torch.float32, world.device)
     mine: dict[str, list[tuple[Fragment, Tensor]]] = {name: [] for name in shapes}
@@ -143,5 +143,5 @@ def assemble(
         whole = room.largest[: math.prod(shape)].zero_()
         for fragment, values in mine[name]:
             whole.narrow(0, fragment.start, fragment.numel).copy_(values)
-        room.full[name].copy_(world.sum_(whole).view(shape))
+        room.full[name].copy_(world.sum_(whole).view(shape))  # [numel] -> shape of the parameter
     return room.full

@@ -1,8 +1,9 @@
-"""That a rank is alive, and where it is, for whoever watches it.
+"""Heartbeat of a rank: its phase and its last progress.
 
-Under a supervisor (``fastdiff.cluster``) a rank writes its step and phase into shared memory: the supervisor sees who
-hangs. It also watches itself: a thread in C, which needs neither the interpreter's lock nor a signal, writes the stacks
-of all threads and ends the process when no beat has come for the hang time-out (under a supervisor, twice as long).
+Under a supervisor (``fastdiff.cluster``) a rank writes its step and phase into shared memory, so that the supervisor
+finds the rank that hangs. A rank also watches itself. A thread in C, which needs neither the GIL nor a signal, writes
+the stacks of all threads and ends the process after the hang time-out without a beat (twice as long under a
+supervisor).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Literal
 
 Phase = Literal["start", "data", "forward", "backward", "step", "callbacks", "end"]
 PHASES: tuple[Phase, ...] = ("start", "data", "forward", "backward", "step", "callbacks", "end")
-"""In the order in which a step passes them."""
+"""Phases in the order of a step."""
 
 NODE_FOLDER = "FASTDIFF_NODE_FOLDER"
 """Environment variable: the supervisor's private folder on this node."""
@@ -30,25 +31,25 @@ STACKS = "stacks"
 """Folder in the run folder: one file per rank with the stacks of a hang."""
 
 START_TIMEOUT_S = 600.0
-"""At least so long may a start take, which reads whole files and compiles."""
+"""Lower limit of the time-out of the start, which reads whole files and compiles."""
 
 _BEAT = struct.Struct("<qqd")
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last sign of life of a rank."""
+    """The last heartbeat of a rank."""
 
     step: int
-    """Optimizer steps it had taken."""
+    """Optimizer steps taken."""
     phase: Phase
-    """What it began."""
+    """The phase that began with this beat."""
     monotonic_s: float
-    """When, on the node's monotonic clock."""
+    """Time of the beat on the node's monotonic clock."""
 
 
 def beat_path(node_folder: Path, rank: int) -> Path:
-    """Where a rank's beats are."""
+    """Return the file of a rank's beats."""
     return node_folder / f"rank-{rank:05d}.beat"
 
 
@@ -62,12 +63,12 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def stacks_path(run: Path, rank: int) -> Path:
-    """Where a rank's stacks are written."""
+    """Return the file of a rank's stacks."""
     return run / STACKS / f"rank-{rank:05d}.txt"
 
 
 def note_failure(exit_code: int, message: str) -> None:
-    """Leave the cause of this rank's end for the supervisor; without one, do nothing."""
+    """Record the cause of this rank's failure for the supervisor; a no-op without a supervisor."""
     folder = os.environ.get(NODE_FOLDER)
     if folder:
         path = Path(folder) / f"rank-{int(os.environ.get('RANK', '0')):05d}.error"
@@ -76,12 +77,12 @@ def note_failure(exit_code: int, message: str) -> None:
 
 
 class Heartbeat:
-    """The heart of one rank.
+    """The heartbeat of this rank.
 
     Args:
         run: the run folder.
-        rank: of this process.
-        hang_timeout_s: without a beat for so long, the rank counts as hanging; 0: it is not watched.
+        rank: rank of this process.
+        hang_timeout_s: seconds without a beat after which the rank counts as hanging; 0: it is not watched.
     """
 
     def __init__(self, run: Path, rank: int, hang_timeout_s: float) -> None:
@@ -89,12 +90,12 @@ class Heartbeat:
         self._path = stacks_path(run, rank)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = self._path.open("w")
-        # A supervisor knows more; it goes first, but it may be gone.
+        # The supervisor can name the rank that hangs, so it acts first; this time-out holds in case it is gone.
         self._timeout_s = hang_timeout_s * (2 if node_folder else 1)
         self._write: Callable[[bytes], None] | None = None
         self._last: tuple[int, Phase] = (0, "start")
         self.at_s = 0.0
-        """When it last beat, on the monotonic clock."""
+        """Time of the last beat on the monotonic clock."""
         faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
         if node_folder:
             (Path(node_folder) / "run").write_text(str(run.absolute()))
@@ -102,32 +103,32 @@ class Heartbeat:
         self.beat(0, "start")
 
     def beat(self, step: int, phase: Phase) -> None:
-        """Tell that this rank, having taken ``step`` steps, begins ``phase``."""
+        """Record that this rank begins ``phase`` after ``step`` optimizer steps."""
         self._last, self.at_s = (step, phase), time.monotonic()
         if self._write is not None:
             self._write(_BEAT.pack(step, PHASES.index(phase), self.at_s))
-        if self._timeout_s > 0 and phase in ("start", "data", "callbacks", "end"):  # it starts a thread: not always
+        if self._timeout_s > 0 and phase in ("start", "data", "callbacks", "end"):  # starts a thread: once a step
             timeout_s = max(START_TIMEOUT_S, self._timeout_s) if phase == "start" else self._timeout_s
             faulthandler.dump_traceback_later(timeout_s, exit=True, file=self._stacks)
 
     def enter(self, phase: Phase) -> None:
-        """Tell that this rank begins ``phase`` of the same step."""
+        """Record that this rank begins ``phase`` of the same step."""
         self.beat(self._last[0], phase)
 
     def again(self) -> None:
-        """Tell that this rank is still at what it began, and not hanging."""
+        """Renew the last beat: the rank is in the same phase and makes progress."""
         self.beat(*self._last)
 
     def close(self) -> None:
-        """Stop watching; the file of stacks goes if none were written."""
+        """Stop watching and remove the file of stacks if it is empty."""
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(signal.SIGUSR2)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a supervisor may ask once more
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the supervisor may request stacks once more
         self._stacks.close()
         with suppress(OSError):
             if not self._path.stat().st_size:
                 self._path.unlink()
-                self._path.parent.rmdir()  # fails while another rank's file is there
+                self._path.parent.rmdir()  # fails while another rank's file exists
 
 
 def _shared(path: Path) -> Callable[[bytes], None]:

@@ -1,7 +1,7 @@
-"""How a run is asked to stop: save at the next step, exit with 75, and the same command goes on.
+"""Preemption: save at the next step and exit with 75; the same command resumes the run.
 
-Schedulers announce a preemption by a signal, to whatever process they know: a rank, a launcher, a batch script. One
-rank that hears of it is enough (``votes``).
+Schedulers announce a preemption by a signal to any process that they know: a rank, a launcher, a batch script. A
+request to one rank stops all (``parallel/consensus.py``).
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 _LAUNCHERS = (b"deepspeed", b"fastdiff", b"torchrun")
-"""In the command line of whoever starts ranks; in a container it may be process 1."""
+"""Words in the command line of a launcher; in a container it may be process 1."""
 NOTICE_S = 25.0
-"""What schedulers give at least between a signal and the kill."""
+"""Shortest usual time of schedulers between the signal and the kill."""
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by what."""
+    """A request to stop this process."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        """What asked; None: nothing did."""
+        """The cause; None: no request yet."""
         self.answered = False
-        """Whether what was to be saved is saved."""
+        """True once the run is saved."""
         self._heart: Heartbeat | None = None
         self._lock = threading.Lock()
 
     def arm(self, heart: Heartbeat) -> None:
-        """From now on requests wait for the next step, as long as ``heart`` beats: there is something to save."""
+        """Let requests wait for the next step from now on, while ``heart`` beats: there is a state to save."""
         with self._lock:
             self._heart = heart
 
     def make(self, reason: str) -> None:
-        """Ask to stop: at the next step or, if there is nothing to save, now. From any thread."""
+        """Ask to stop: at the next step, or at once if there is no state to save. Callable from any thread."""
         with self._lock:
             asked, self.reason = self.reason is not None, self.reason or reason
             if self._heart is None:
@@ -54,7 +54,7 @@ class StopRequest:
             threading.Thread(target=self._give_up, name="notice", daemon=True).start()
 
     def _give_up(self) -> None:
-        """End a rank that waits for others that will never come: a collective of NCCL does not notice."""
+        """End a rank that waits for a lost one: NCCL collectives do not notice the loss."""
         while self._heart is not None and not self.answered:
             left_s = self._heart.at_s + NOTICE_S - time.monotonic()
             if left_s <= 0:
@@ -63,18 +63,18 @@ class StopRequest:
             time.sleep(left_s)
 
     def _exit(self, when: str) -> NoReturn:
-        # The main thread may be in a collective with a rank that will never come: it cannot be asked.
-        error = Preempted(f"{self.reason} {when}, nothing saved; the same command goes on", everywhere=False)
+        # The main thread may be in a collective with a lost rank, where it cannot raise.
+        error = Preempted(f"{self.reason} {when}, nothing saved; the same command resumes the run", everywhere=False)
         os._exit(report(error))
 
 
 @contextlib.contextmanager
 def listening(request: StopRequest | None = None) -> Iterator[StopRequest]:
-    """Turn SIGTERM, SIGUSR1 and the end of the launcher into a request to stop; from the main thread.
+    """Turn SIGTERM, SIGUSR1 and the end of the launcher into a request to stop; called in the main thread.
 
-    Signals are taken from the wakeup descriptor by a thread of its own, because Python's handlers run in the main
-    thread and not while it waits in a collective. Without a launcher (RANK is not set) there is none to end: a command
-    in the background may outlive its shell.
+    A thread reads the signals from the wakeup descriptor, because Python's handlers do not run while the main thread
+    waits in a collective. Without a launcher (RANK is not set) no parent is watched: a background command may outlive
+    its shell.
     """
     request = request or StopRequest()
     reader, writer = os.pipe()
@@ -95,16 +95,16 @@ def listening(request: StopRequest | None = None) -> Iterator[StopRequest]:
         ended.set()
         signal.set_wakeup_fd(descriptor)
         for number, handler in before.items():
-            # Those who ask to stop ask again: by then this process is at its end, and its exit code is to tell why.
+            # Schedulers repeat the signal. It must not change the exit code of a process that is about to end.
             signal.signal(number, handler if request.reason is None else signal.SIG_IGN)
-        os.close(writer)  # the thread reads the end of the pipe
+        os.close(writer)  # the thread reads the end of file
         for thread in threads:
             thread.join()
         os.close(reader)
 
 
 def _let_the_thread_see_it(number: int, frame: object) -> None:
-    """Do nothing here: only a signal with a handler is written to the wakeup descriptor."""
+    """Do nothing: Python writes a signal to the wakeup descriptor only if it has a handler."""
 
 
 def _take_signals(reader: int, request: StopRequest) -> None:
@@ -115,15 +115,15 @@ def _take_signals(reader: int, request: StopRequest) -> None:
 
 
 def _set_parent_death_signal(number: int) -> None:
-    """Ask the kernel for a signal when the process that started this one ends, however it does (Linux)."""
+    """Ask the kernel for a signal when the parent process ends for any reason (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _launcher() -> list[tuple[int, int]]:
-    """Return (process, its parent) of this process and of the parent, where that is DeepSpeed's launcher.
+    """Return (process, its parent) of this process, and of its parent if that is DeepSpeed's launcher.
 
-    The ``deepspeed`` command starts a launcher of its own, which starts the ranks; it passes no signal on to it.
+    The ``deepspeed`` command starts a second launcher, which starts the ranks, and forwards no signal to it.
     """
     links = [(os.getpid(), os.getppid())]
     if b"deepspeed.launcher.launch" in _command(os.getppid()):
@@ -139,7 +139,7 @@ def _watch_launcher(links: list[tuple[int, int]], request: StopRequest, ended: t
 
 
 def _lost(process: int, parent: int) -> bool:
-    """Whether a process has another parent than it had, or had lost it before anybody looked."""
+    """Report whether a process has lost its parent, even before the first look."""
     if parent == 1 and not any(word in _command(1) for word in _LAUNCHERS):
         return True
     return _parent(process) != parent

@@ -1,6 +1,6 @@
-"""Where the ranks of a run meet: a store that rank 0 hosts on the address of MASTER_ADDR alone.
+"""Rendezvous of the ranks: a TCPStore that rank 0 hosts on the address of MASTER_ADDR alone.
 
-PyTorch's own listens on every interface of the machine, and asks nobody who they are.
+PyTorch's own rendezvous listens on every interface of the machine without authentication.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> Store:
     """Open the store for ``torch.distributed.init_process_group``.
 
     Args:
-        rank: Rank 0 hosts it, unless torchrun does; the others connect to it.
-        host: Name or address of its machine.
-        port: A free port there.
-        timeout_s: How long the others wait for it.
+        rank: rank of this process; rank 0 hosts the store unless torchrun does, all other ranks connect to it.
+        host: name or address of rank 0's machine.
+        port: a free port there.
+        timeout_s: time-out of the connection.
 
     Raises:
-        ConfigError: On rank 0: the port is taken, or the host is unknown.
+        ConfigError: the port is taken, or the host is unknown (rank 0 only).
     """
     timeout = timedelta(seconds=timeout_s)
     if rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -35,7 +35,7 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> Store:
         alone = os.environ.get("LOCAL_SIZE") == os.environ.get("WORLD_SIZE")
         listener = listen(host, port, alone=alone)
     except OSError as error:
-        taken = "another program, perhaps another job, uses it" if error.errno == errno.EADDRINUSE else error.strerror
+        taken = "used by another program, perhaps another job" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(
             f"cannot listen on MASTER_ADDR {host}, MASTER_PORT {port}: {taken}; choose another port (deepspeed "
             "--master_port)",
@@ -47,24 +47,24 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> Store:
 
 
 def listen(host: str, port: int, *, alone: bool) -> socket.socket:
-    """Listen at the address of ``host`` alone, or at all where that is not one at which others can reach this machine.
+    """Listen on the address of ``host``, or on all addresses if other machines cannot reach that one.
 
     Args:
         host: name or address of this machine.
-        port: 0: any.
-        alone: only processes of this machine will connect.
+        port: port; 0: any free one.
+        alone: True if only processes of this machine will connect.
 
     Raises:
         OSError: the port is taken, or the name is unknown (``socket.gaierror``).
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if ip_address(address[0]).is_loopback and not alone:
-        # Debian lets a machine's own name stand for 127.0.1.1, which the other machines cannot reach.
+        # Debian resolves a machine's own name to 127.0.1.1, which other machines cannot reach.
         return socket.create_server(("", port), backlog=4096)
     try:
         return socket.create_server((address[0], port), family=family, backlog=4096)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-    # The name stands for an address that leads here and is not of this machine, as that of a service of Kubernetes.
+    # The address is forwarded to this machine without being its own, as that of a Kubernetes service.
     return socket.create_server(("", port), backlog=4096)

@@ -1,4 +1,4 @@
-"""The ranks of a run: who am I, and how do all ranks agree."""
+"""The process group of a run: rank, size, device, and the collectives in use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class World:
     timeout_s: float = 1800.0
     """Time-out of the process groups."""
     group: torch.distributed.ProcessGroup | None = None
-    """Through which they talk; None: the default one. A thread beside the training needs one of its own."""
+    """Process group of the collectives; None: the default one. A background thread needs its own."""
 
     @property
     def is_first(self) -> bool:
@@ -50,7 +50,7 @@ class World:
         return tensor
 
     def concatenate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, all of one shape, joined in rank order along the first dimension."""
+        """Return the tensors ``[n, ...]`` of all ranks, equal in shape, as ``[size * n, ...]`` in rank order."""
         if self.size == 1:
             return tensor
         joined = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
@@ -63,7 +63,7 @@ class World:
         return torch.distributed.new_group(backend="gloo", timeout=timeout)  # type: ignore[no-any-return]
 
     def agree(self, error: FastdiffError | None) -> None:
-        """Raise on every rank the first error that any rank has; return when none has one."""
+        """Raise the first error of any rank on every rank; return if no rank has one."""
         found = next((e for e in self.gather(error) if e is not None), None)
         if found is not None:
             found.everywhere = True
@@ -79,7 +79,7 @@ class World:
         return cast(T, value)
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on rank 0 and return its value, or raise its error, on every rank."""
+        """Run ``action`` on rank 0; return its value or raise its error on every rank."""
         result: list[Any] = [None, None]
         if self.is_first:
             result[1], result[0] = attempt(action)
@@ -102,13 +102,13 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, FastdiffError | None]:
 
 
 def start_world(timeout_s: float = 1800.0) -> World:
-    """Join the run that the launcher describes in the environment; alone, if there was no launcher.
+    """Join the run that the launcher describes in the environment; without a launcher, start a run of one rank.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Uses NCCL with CUDA devices and gloo without.
-    A second call in one process returns the same world. A collective that waits for ``timeout_s`` fails.
+    A second call in one process returns the same world. A collective fails after ``timeout_s``.
 
     Raises:
-        ConfigError: on rank 0: the port is taken, or the host is unknown.
+        ConfigError: the port is taken, or the host is unknown (rank 0 only).
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
@@ -135,7 +135,7 @@ def start_world(timeout_s: float = 1800.0) -> World:
 
 
 def _record_collectives() -> None:
-    """Let NCCL keep its last collectives and write them to a file when one times out (PyTorch's flight recorder)."""
+    """Let NCCL record its last collectives and write them to a file at a time-out (PyTorch's flight recorder)."""
     for name, value in (("TORCH_FR_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")):
         os.environ.setdefault(name, value)
     dump = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
@@ -149,20 +149,20 @@ def world_size() -> int:
 
 
 def stop_world() -> None:
-    """Leave the run; only after a run that ended well, because it waits for the other ranks."""
+    """Leave the process group. It waits for all other ranks, so call it only after a success."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody listens on."""
+    """Return a free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _share_cores() -> None:
-    """Give each rank its share of the cores: ranks that each take all of them slow one another down."""
+    """Give each rank its share of the cores; ranks that each use all cores slow one another down."""
     if "OMP_NUM_THREADS" not in os.environ:
         local_size = int(os.environ.get("LOCAL_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))

@@ -303,7 +303,7 @@ def test_hostfiles_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a slots=4\nb slots=8\n", "b has slots=8, a slots=4"),
-        ("a slots=4\na slots=4\n", "line 2: a is there already"),
+        ("a slots=4\na slots=4\n", "line 2: a is listed twice"),
         ("a\n", "expected a host and its ranks"),
         ("a slots=0\n", "expected a host and its ranks"),
         ("a slots=٣\n", "expected a host and its ranks"),

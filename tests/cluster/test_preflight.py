@@ -117,7 +117,7 @@ def test_every_kind_of_bad_node_is_named_on_all_nodes_at_once(nodes: Nodes) -> N
         assert [line.split(":")[0].strip() for line in lines[:4]] == ["node 1 (host1)"] * 4, message
         assert "diffusers is 0.42.99, 0.42" in message
         assert "fastdiff's source is" in message
-        assert "does not see in run what node 0 writes there" in message
+        assert "does not see the files of node 0 in run" in message
         assert f"shard {last.name}" in message
         # Of two clocks nobody can tell which is wrong.
         assert "node 0 (host0): its clock is -2.5 s from the median" in message
@@ -132,13 +132,13 @@ def test_a_slow_node_is_named(tmp_path: Path, digits: Path) -> None:
         assert done.code == 2, done.output
         assert "1 problem on 1 of 3 nodes" in done.output, done.output
         assert "node 2 (host2): exchanges" in done.output
-        assert "leave it out" in done.output
+        assert "exclude the node" in done.output
 
 
 def test_a_node_that_does_not_come_is_named(digits: Path, tmp_path: Path) -> None:
     store = one_store()
     config = command_line.parse([*FLAGS, "--data.path", str(digits), "--output.folder", str(tmp_path / "run")])[1]
-    with pytest.raises(ConfigError, match=r"of 3 nodes \(0 to 2\) these did not come: 1, 2"):
+    with pytest.raises(ConfigError, match=r"of 3 nodes \(0 to 2\) these did not arrive: 1, 2"):
         run.run(store, 0, 3, config, ranks_per_node=1, timeout_s=1.0)
 
 
@@ -212,7 +212,7 @@ def test_one_slow_pair_is_no_bad_node_and_a_dead_node_is_one() -> None:
     assert not compare(reports(good | {(0, 1): 1e7}, 4)), "both are fast with the others"
     dead = reports(good | {pair: 0.0 for pair in good if 3 in pair}, 4)
     (problem,) = compare(dead)
-    assert str(problem) == "node 3 (host3): no exchange with another node went through (timed out)"
+    assert str(problem) == "node 3 (host3): all exchanges with other nodes failed (timed out)"
 
 
 def test_another_data_set_on_one_node_is_a_data_error() -> None:
@@ -222,6 +222,6 @@ def test_another_data_set_on_one_node_is_a_data_error() -> None:
     error = as_error(compare(found), 3)
     assert error.exit_code == 65
     assert (
-        "node 1 (host1): shards is another data set (digest aaaaaaaaaaaa, bbbbbbbbbbbb on node 0 and 1 others"
+        "node 1 (host1): shards is a different data set (digest aaaaaaaaaaaa, bbbbbbbbbbbb on node 0 and 1 others"
         in str(error)
     )

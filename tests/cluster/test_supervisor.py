@@ -133,7 +133,7 @@ def test_a_signal_reaches_all_ranks_which_save_one_step(start: Start, number: si
         supervised.wait_for_steps(3)
         supervised.process.send_signal(number)
         assert supervised.wait(60) == 75
-        assert supervised.last_line == "fastdiff: stopped as asked; the same command goes on (exit code 75)"
+        assert supervised.last_line == "fastdiff: stopped as requested; the same command resumes the run (exit code 75)"
         [step, *_] = committed(supervised.run / "checkpoints")
         assert not verify(step)
         assert processes_of(supervised.run) == []

@@ -174,7 +174,7 @@ def test_what_would_never_act_is_refused(digits: Path, tmp_path: Path) -> None:
         for n in range(16):
             writer.add(f"{n:09d}", {"latent": np.zeros((1, 8, 8), np.float32)})
     config = replace(config, data=replace(config.data, path=str(shards)))
-    with pytest.raises(ConfigError, match=r"has no classes, the model 10, which would never be trained"):
+    with pytest.raises(ConfigError, match=r"has no classes, but the model has 10, which would never be trained"):
         open_data(config, torch.device("cpu"))
     open_data(replace(config, model=replace(config.model, classes=0)), torch.device("cpu")).close()
 

@@ -51,7 +51,9 @@ def test_zero3_ema_recompute_checkpoint_images_and_export(torch_extensions: Path
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0}).Reload()
     assert set(events.Tags()["images"]) == {f"validation/{prompt}" for prompt in PROMPTS}
     shown = events.Images("validation/a red cat")
-    assert [(image.step, image.width) for image in shown] == [(2, 2 * IMAGE_SIZE), (3, 2 * IMAGE_SIZE)], "side by side"
+    assert [(image.step, image.width) for image in shown] == [(2, 2 * IMAGE_SIZE), (3, 2 * IMAGE_SIZE)], (
+        "concurrent stages"
+    )
 
     export(run, out, Choice(format="diffusers"))
     exported = load_file(out / "unet" / "diffusion_pytorch_model.safetensors")

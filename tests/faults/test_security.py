@@ -37,7 +37,7 @@ MESSAGES = {
     "shard_with_pickled_array": r"key 000000000 \(latent.npy\), offset 512: the npy header",
     "large_dataset_json": "at most 134217728 are read",
     "nested_dataset_json": "recursion limit",
-    "dataset_json_with_path": "is no name of a shard",
+    "dataset_json_with_path": "is not a valid shard name",
     "large_index": "at most 20480 are read",
     "large_index_of_large_shard": "at most 134217728 are read",
     "nested_index": "maximum recursion depth",
@@ -49,7 +49,7 @@ MESSAGES = {
     "tar_of_long_header": "at most 1048576",
     "long_caption": "10485760 bytes; at most 100000",
     "image_bomb": "50000x50000 pixels",
-    "rows_that_point_elsewhere": "outside of the data set",
+    "rows_that_point_elsewhere": "outside the data set",
     "yaml_of_aliases": "an alias",
     "yaml_with_code": "could not determine a constructor",
     "large_deepspeed_json": "at most 1048576 are read",
@@ -119,7 +119,7 @@ def test_rows_name_no_file_of_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyP
         found = HuggingFaceSource(str(mine.parent), samples_per_unit=1)
         refused, taken = found.item(0), found.item(1)
         assert isinstance(refused, BadItem)
-        assert refused.reason.endswith("is outside of the data set")
+        assert refused.reason.endswith("is outside the data set")
         assert isinstance(taken, ImageItem)
 
 

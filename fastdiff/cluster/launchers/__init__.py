@@ -1,1 +1,1 @@
-"""Starts of a run on many machines: Slurm, ssh, Kubernetes."""
+"""Launchers of a run on many machines: Slurm, ssh, Kubernetes."""

@@ -10,24 +10,24 @@ from fastdiff.cluster.launchers.job import require_name
 from fastdiff.errors import ConfigError
 
 HOST = r"[A-Za-z0-9][A-Za-z0-9.-]*"
-"""A host name or an IPv4 address: nothing that a shell, ssh or YAML takes for something else."""
+"""A host name or an IPv4 address, without characters special to a shell, ssh or YAML."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The hosts of a job; the first one is node 0."""
+    """The hosts of a job; the first is node 0."""
 
     names: tuple[str, ...]
     slots: int
-    """Ranks on each."""
+    """Ranks per host."""
 
 
 def read_hostfile(path: Path) -> Hosts:
     """Read a hostfile.
 
     Raises:
-        ConfigError: it is missing or empty, a line or a name is of another form, a host is named twice, or the hosts
-            have different numbers of slots; with the line.
+        ConfigError: the file is missing or empty, a line or name is malformed, a host is named twice, or the numbers
+            of slots differ; the message gives the line.
     """
     try:
         text = path.read_text()
@@ -45,7 +45,7 @@ def read_hostfile(path: Path) -> Hosts:
         name = found[1]
         require_name(f"{where}: host", name, HOST, "letters, digits, dots and dashes, the first a letter or a digit")
         if name in slots:
-            raise ConfigError(f"{where}: {name} is there already; name each host once, with all of its slots")
+            raise ConfigError(f"{where}: {name} is listed twice; name each host once, with all its slots")
         slots[name] = int(found[2])
     if not slots:
         raise ConfigError(f"--hostfile {path}: no hosts; expected lines such as `node1 slots=8`")

@@ -1,4 +1,4 @@
-"""A job on hosts that are reached by ssh: one connection per host, which its supervisor does not outlive."""
+"""A job started over ssh: one connection per host, whose end also ends the supervisor there."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from fastdiff.cluster.supervisor.signals import heeded
 from fastdiff.errors import ConfigError, Preempted
 
 _FORWARDED = ("CUDA_", "DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRITON_", "WANDB_")
-"""Beginnings of the names of the variables that a remote login would not have set."""
+"""Prefixes of the environment variables to forward; a remote login does not set them."""
 _ALSO = ("PATH", "LD_LIBRARY_PATH")
 _LOCAL = ("CUDA_VISIBLE_DEVICES",)
-"""Of this machine, which may have other devices, or none."""
+"""Variables that hold for this machine only; its devices may differ from those of the hosts."""
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _GRACE_S = 30.0
-"""After the first bad end the others say the same by themselves, which takes the supervisors a few seconds."""
+"""Wait after the first failure: the other supervisors learn of it themselves within a few seconds."""
 _BAR_S = 1.0
 _KILL_S = 90.0
-"""After they were asked to stop; they save first."""
+"""Wait after the request to stop; the hosts save first."""
 _PLAIN = re.compile(r"[\w@+=:,./ -]*", re.ASCII)
 
 
 def ssh_commands(job: Job, hosts: Hosts, ssh_config: Path | None) -> list[list[str]]:
-    """Return the command that starts the supervisor of each host, in the order of the hosts.
+    """Return the commands that start the supervisors, in the order of the hosts.
 
-    They run in this working folder and with this interpreter, which must be there under the same paths. What the
-    remote shell gets is one line in which every word is quoted.
+    They use the paths of this working folder and this interpreter, which must exist on every host. The remote shell
+    gets one line with every word quoted.
     """
     port = random_port()
     options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15"]
@@ -49,16 +49,16 @@ def ssh_commands(job: Job, hosts: Hosts, ssh_config: Path | None) -> list[list[s
     for rank, host in enumerate(hosts.names):
         supervisor = [sys.executable, "-u", "-m", SUPERVISOR, "--end-with-input", "--node-rank", str(rank)]
         variables = [f"{name}={value}" for name, value in forwarded(os.environ).items()]
-        # A word with "=" before the command would be taken for a variable: the path of an interpreter has none.
+        # env takes each word with "=" before the command for a variable; the interpreter's path contains none.
         remote = ["env", "-C", os.getcwd(), *variables, *supervisor, *job.arguments(hosts.names[0], port)]
         commands.append(["ssh", *options, "--", host, shlex.join(remote)])
     return commands
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the ranks need on every host.
+    """Return the environment variables that the ranks need on every host.
 
-    Not those that look like secrets: all users of a host see its command lines.
+    Variables that look like secrets are left out: all users of a host can read its command lines.
     """
     wanted = {
         name: value
@@ -73,25 +73,26 @@ def deepspeed_command(job: Job, hostfile: Path) -> list[str]:
     """Return the command that starts the same job with DeepSpeed's own launcher.
 
     Raises:
-        ConfigError: that launcher would give a shell something unquoted.
+        ConfigError: DeepSpeed's launcher would pass a word to a shell unquoted.
     """
     train = str(Path(fastdiff.__file__).with_name("train.py"))
     for word in (*job.flags, train, os.getcwd(), sys.executable):
         if not _PLAIN.fullmatch(word):
             raise ConfigError(
-                f"{word!r} would reach a shell unquoted in DeepSpeed's launcher; start the job with --submit instead"
+                f"{word!r}: DeepSpeed's launcher would pass this to a shell unquoted; start the job with --submit "
+                "instead"
             )
     launcher = ["deepspeed", "--hostfile", str(hostfile.absolute()), "--master_port", str(random_port())]
     return [*launcher, train, *job.flags]
 
 
 def run(job: Job, hosts: Hosts, ssh_config: Path | None) -> int:
-    """Start the job on all hosts, show what they say and return its exit code; from the main thread.
+    """Start the job on all hosts, show their output and return the exit code; called in the main thread.
 
-    A signal asks all hosts to save and stop; a second one ends the connections.
+    A signal asks all hosts to save and stop; a second signal ends the connections.
 
     Raises:
-        ConfigError: there is no ssh.
+        ConfigError: this machine has no ssh.
     """
     try:
         connections = [
@@ -112,7 +113,7 @@ def run(job: Job, hosts: Hosts, ssh_config: Path | None) -> int:
 
 
 def _watch(connections: Sequence[_Connection], stops: Sequence[int]) -> int:
-    """Wait for all connections; see that the others end too when one ended badly, or when asked to."""
+    """Wait for all connections; stop all hosts after a failure of one, or on request."""
     first_bad: int | None = None
     stop_at = kill_at = float("inf")
     while True:
@@ -136,17 +137,17 @@ def _watch(connections: Sequence[_Connection], stops: Sequence[int]) -> int:
 
 
 def _together(codes: Sequence[int]) -> int:
-    """The exit code of the job: that of what went wrong, else 75 if any host stopped as asked."""
+    """Return the exit code of the job: that of the first failure, otherwise 75 if any host stopped on request."""
     wrong = [code for code in codes if code not in (0, Preempted.exit_code)]
     return wrong[0] if wrong else max(codes)
 
 
 class _Connection:
-    """One ssh, whose output is shown line by line behind the name of its host."""
+    """One ssh process; its output is shown line by line after the name of its host."""
 
     def __init__(self, host: str, command: Sequence[str]) -> None:
         self._host = host
-        # A session of its own: Ctrl-C is for this process, which tells the hosts.
+        # A session of its own: Ctrl-C reaches only this process, which then asks the hosts to stop.
         self._ssh = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -161,7 +162,7 @@ class _Connection:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Exit code of ssh; None while it runs."""
         code = self._ssh.poll()
         return 128 - code if code is not None and code < 0 else code
 
@@ -171,7 +172,7 @@ class _Connection:
         self._ssh.stdin.close()
 
     def end(self) -> None:
-        """Break the connection, if it is still there, and show the rest."""
+        """Close the connection if it is open, and show the remaining output."""
         if self._ssh.poll() is None:
             self._ssh.kill()
             self._ssh.wait()
@@ -183,13 +184,13 @@ class _Connection:
     def _show(self, source: IO[bytes], target: IO[bytes]) -> None:
         prefix = f"{self._host}: ".encode()
         for line in _lines(source):
-            with contextlib.suppress(OSError):  # nobody reads it any more; the host must not block on it
+            with contextlib.suppress(OSError):  # this process's output is closed; the host must not block on it
                 target.write(prefix + line + b"\n")
                 target.flush()
 
 
 def _lines(source: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a stream; of one that is written over and over, as a progress bar, one state per second."""
+    """Yield the lines of a stream; of a line that is overwritten, as a progress bar, one state per second."""
     rest, shown_s = b"", 0.0
     while chunk := os.read(source.fileno(), 65536):
         *lines, rest = (rest + chunk).split(b"\n")

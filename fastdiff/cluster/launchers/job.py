@@ -1,4 +1,4 @@
-"""What is launched: how many ranks where, and the command that each node runs."""
+"""The job that a launcher starts: its ranks, and the command of each node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdiff.errors import ConfigError
 
 SUPERVISOR = "fastdiff.cluster.supervisor.main"
 PORTS = range(20_000, 30_000)
-"""Below those that Linux gives to outgoing connections."""
+"""Ports below the ephemeral range of Linux."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,13 +25,13 @@ class Job:
     ranks_per_node: int
     preflight: bool
     flags: tuple[str, ...]
-    """Of ``fastdiff/train.py``."""
+    """Flags of ``fastdiff/train.py``."""
 
     def check(self) -> RunConfig:
-        """Return the configuration of the run; refuse what its ranks would refuse, before anything is started.
+        """Return the configuration of the run; raise the errors of its ranks before any process starts.
 
         Raises:
-            ConfigError: the flags contradict one another, or the number of ranks.
+            ConfigError: the flags contradict one another or do not fit the number of ranks.
             SystemExit: 0 after ``--help``, 2 after a wrong flag.
         """
         launch, config = command_line.parse(self.flags)
@@ -41,11 +41,11 @@ class Job:
         return config
 
     def arguments(self, master: str, port: int | str) -> list[str]:
-        """Return the arguments of the supervisors but for ``--node-rank``, which goes before them.
+        """Return the arguments of the supervisors, without ``--node-rank``, which precedes them.
 
         Args:
             master: address of node 0.
-            port: on which its supervisor listens.
+            port: port of node 0's supervisor.
         """
         sizes = ["--nodes", str(self.nodes), "--ranks-per-node", str(self.ranks_per_node)]
         preflight = [] if self.preflight else ["--no-preflight"]
@@ -53,28 +53,28 @@ class Job:
 
 
 def random_port() -> int:
-    """Return a port for a machine that cannot be asked which are free."""
+    """Return a random port, for a machine whose free ports are unknown."""
     return secrets.choice(PORTS)
 
 
 def require_name(flag: str, value: str, pattern: str, expected: str) -> None:
-    """Refuse a value that would mean something else where it ends up: in a script, a manifest, a command line.
+    """Require a value that is safe in a script, a manifest and a command line.
 
     Args:
-        flag: for the message.
-        value: as given.
-        pattern: of all of it.
-        expected: in words.
+        flag: name of the flag, for the message.
+        value: the given value.
+        pattern: regular expression of the whole value.
+        expected: the pattern in words.
 
     Raises:
-        ConfigError: it does not match.
+        ConfigError: the value does not match.
     """
     if not re.fullmatch(pattern, value, re.ASCII):
         raise ConfigError(f"{flag} {value!r}: expected {expected}")
 
 
 def write(path: Path, content: str) -> None:
-    """Write a file for the user, readable by nobody else: flags may hold what is not for everyone."""
+    """Write a file that only the user can read: flags may hold private values."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
     path.write_text(content)

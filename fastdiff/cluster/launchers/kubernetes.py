@@ -1,4 +1,4 @@
-"""A manifest for Kubernetes: an Indexed Job with a pod per node, and a headless Service by which they find node 0."""
+"""A Kubernetes manifest: an Indexed Job with one pod per node, and a headless Service that resolves node 0."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _PORT = 29500
 _LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _LABEL_WORDS = "lower-case letters, digits and dashes, a letter or a digit at both ends"
 _FINAL = (ConfigError.exit_code, DataError.exit_code, DivergedError.exit_code, StorageError.exit_code)
-"""What another start would meet again."""
+"""Exit codes of errors that a restart would meet again."""
 _RESTARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pods:
-    """What Kubernetes is told besides what to run.
+    """The settings of the Kubernetes job.
 
     Raises:
-        ConfigError: a value of another form than Kubernetes takes.
+        ConfigError: Kubernetes would not accept a value.
     """
 
     name: str
     image: str
-    """Has fastdiff installed."""
+    """Container image with fastdiff installed."""
     namespace: str | None = None
     volumes: Mapping[str, str] = field(default_factory=dict)
-    """Where persistent volume claims are mounted, by claim."""
+    """Mount paths of the persistent volume claims, by claim."""
     grace_s: int = 120
-    """Time to save between the request to stop and the kill."""
+    """Seconds between the request to stop and the kill, for the save."""
 
     def __post_init__(self) -> None:
-        # The pods are called NAME-INDEX, which is a label of DNS: at most 63 characters.
+        # The pods are called NAME-INDEX, a DNS label: at most 63 characters.
         require_name(
             "--name", self.name, r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", f"a letter first, {_LABEL_WORDS}, up to 52"
         )
@@ -92,7 +92,7 @@ def _job(job: Job, pods: Pods) -> dict[str, Any]:
             "completionMode": "Indexed",
             "completions": job.nodes,
             "parallelism": job.nodes,
-            # When one pod fails the others do.
+            # When one pod fails, all fail.
             "backoffLimit": _RESTARTS * job.nodes,
             "podFailurePolicy": {
                 "rules": [
@@ -111,7 +111,7 @@ def _pod(job: Job, pods: Pods) -> dict[str, Any]:
     claims = [
         {"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}} for i, claim in enumerate(pods.volumes)
     ]
-    # $(NAME) is the one thing that Kubernetes replaces in arguments, $$ its way to write a dollar sign.
+    # Kubernetes replaces $(NAME) in arguments; $$ stands for a dollar sign.
     arguments = [word.replace("$", "$$") for word in job.arguments(f"{pods.name}-0.{pods.name}", _PORT)]
     return {
         "subdomain": pods.name,
@@ -127,16 +127,16 @@ def _pod(job: Job, pods: Pods) -> dict[str, Any]:
                 "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}, *mounts],
             }
         ],
-        # Ranks on one node talk through it; a container has 64 MiB by default.
+        # Ranks of one node communicate through shared memory; a container has 64 MiB by default.
         "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, *claims],
     }
 
 
 def submit(path: Path) -> str:
-    """Give a manifest to ``kubectl apply`` and return what it says.
+    """Pass a manifest to ``kubectl apply`` and return its output.
 
     Raises:
-        ConfigError: kubectl is missing, or refuses it.
+        ConfigError: kubectl is missing or refuses the manifest.
     """
     try:
         done = subprocess.run(["kubectl", "apply", "-f", str(path)], capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""A job of Slurm: a script for ``sbatch`` that starts one supervisor per node and comes back after a preemption."""
+"""A Slurm job: an ``sbatch`` script that starts one supervisor per node and requeues itself after a preemption."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastdiff.errors import ConfigError, Preempted
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _VALUE = r"[A-Za-z0-9_.,:=/@%+*&|()\[\]-]+"
 _WAIT_S = 180
-"""Between the first node that ends and the last: longer than it takes to find that a node is lost."""
+"""Time between the first and the last node to end; longer than the detection of a lost node takes."""
 _OURS = (
     "nodes", "ntasks", "ntasks-per-node", "requeue", "no-requeue", "open-mode", "signal", "job-name", "time",
     "partition", "account", "wrap", "parsable", "array", "chdir",
@@ -25,10 +25,10 @@ _OURS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What Slurm is told besides what to run.
+    """The settings of the Slurm job.
 
     Raises:
-        ConfigError: a value that could mean something else in the script.
+        ConfigError: a value is not safe in the script.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Batch:
     partition: str | None = None
     account: str | None = None
     signal_before_s: int = 120
-    """So long before the time limit the ranks are asked to save and stop."""
+    """Seconds before the time limit at which the ranks are asked to save and stop."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Further options of sbatch; an empty value: one without."""
+    """Further options of sbatch; an empty value stands for an option without one."""
 
     def __post_init__(self) -> None:
         words = "letters, digits, dots, dashes and underscores, the first a letter or a digit"
@@ -46,16 +46,16 @@ class Batch:
             if value is not None:
                 require_name(flag, value, _NAME if flag != "--partition" else rf"{_NAME}(,{_NAME})*", words)
         if self.time is not None:
-            require_name("--time", self.time, r"[0-9]+([:-][0-9]+)*", "a time of Slurm such as 30, 12:00:00 or 2-00")
+            require_name("--time", self.time, r"[0-9]+([:-][0-9]+)*", "a Slurm time such as 30, 12:00:00 or 2-00")
         for key, value in self.options.items():
-            require_name("--sbatch", key, r"[a-z][a-z0-9-]*", "KEY or KEY=VALUE, KEY as sbatch --help has it")
+            require_name("--sbatch", key, r"[a-z][a-z0-9-]*", "KEY or KEY=VALUE, KEY as listed by sbatch --help")
             if key in _OURS:
                 raise ConfigError(f"--sbatch {key}: `fastdiff launch slurm` sets this itself; see its --help")
             if value:
                 require_name(f"--sbatch {key}", value, _VALUE, "no spaces, quotes or characters such as ; $ # \\")
 
     def directives(self, nodes: int) -> list[str]:
-        """Return the lines for ``sbatch``."""
+        """Return the ``#SBATCH`` lines."""
         settings = {
             "job-name": self.name,
             "nodes": str(nodes),
@@ -75,14 +75,14 @@ class Batch:
         ]
 
 
-# Slurm tells the batch step alone of the time limit and of `scancel --batch`. srun passes SIGUSR1 on to its tasks, at
-# SIGTERM it ends them. It no longer takes --cpus-per-task from sbatch, and would bind a node's ranks to what is left.
-# --kill-on-bad-exit would be SIGKILL for nodes that still save when the first exits with 75; --wait gives them time.
-# Only a job that runs is requeued: one that is cancelled shall stay so, and Slurm requeues those that it preempts.
+# Slurm signals a time limit and `scancel --batch` to the batch step alone. srun forwards SIGUSR1 to its tasks; at
+# SIGTERM it ends them. It no longer inherits --cpus-per-task from sbatch, and would bind all ranks to too few cores.
+# --kill-on-bad-exit would kill nodes that still save when the first exits with 75; --wait gives them time.
+# Only a running job is requeued: a cancelled job must stay cancelled, and Slurm itself requeues a preempted one.
 _SCRIPT = """\
 #!/bin/bash
 {directives}
-# Written by `fastdiff launch slurm`. Start it with sbatch; it goes on by itself after a preemption or a time limit.
+# Written by `fastdiff launch slurm`. Start it with sbatch; it requeues itself after a preemption or a time limit.
 set -u
 cd -- {folder} || exit 1
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1
@@ -128,10 +128,10 @@ def script(job: Job, batch: Batch) -> str:
 
 
 def submit(path: Path) -> str:
-    """Give a script to ``sbatch`` and return the number of the job.
+    """Pass a script to ``sbatch`` and return the job number.
 
     Raises:
-        ConfigError: sbatch is missing, or refuses it.
+        ConfigError: sbatch is missing or refuses the script.
     """
     try:
         done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=120)

@@ -1,7 +1,7 @@
-"""How fast the nodes exchange data in pairs, over the backend that the training will use.
+"""Bandwidth between pairs of nodes, over the backend of the training.
 
-Every node meets others in the rounds of a round-robin tournament (the circle method): all pairs of a round exchange at
-once, as in an all-reduce over all nodes. A process per device, which takes its process groups with it when it ends:
+Nodes are paired in the rounds of a round-robin tournament (the circle method). All pairs of a round run at once, as in
+an all-reduce over all nodes. One process per device measures, so that its process groups end with it:
 
     python -m fastdiff.cluster.preflight.bandwidth HOST PORT NODE NODES DEVICE
 """
@@ -26,26 +26,26 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 from fastdiff.cluster.supervisor.ranks import kill_group, spawn
 
 ROUNDS = 16
-"""At most so many, spread evenly over the tournament."""
+"""Largest number of rounds, spread evenly over the tournament."""
 _BYTES = 16 * 2**20
 _MEASURED_S = 0.3
 _TURNS = 3
-"""The fastest counts: what else runs on a node can only slow one down."""
+"""Repeats, of which the fastest counts: other load on a node only slows them down."""
 _PAIR_S = 20.0
 """An exchange that takes longer counts as failed."""
 _FAILURES = 2
-"""After so many in a row a node stops, so that the others need not wait for it."""
+"""Failures in a row after which a node gives up, so that no other node waits for it."""
 _HERE, _GONE = "here", "gone"
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An all-reduce of two nodes."""
+    """An all-reduce between two nodes."""
 
     device: int
     partner: int
     bytes_per_s: float
-    """In each direction; 0: it failed."""
+    """Bandwidth in each direction; 0: the exchange failed."""
     failure: str = ""
 
 
@@ -53,11 +53,11 @@ def measure(store: TCPStore, node: int, nodes: int, ranks_per_node: int, deadlin
     """Return this node's exchanges; called by all nodes at about the same time.
 
     Args:
-        store: of the supervisors.
+        store: store of the supervisors.
         node: number of this node.
-        nodes: how many there are.
-        ranks_per_node: with CUDA, each of them has a device of its own, which is measured.
-        deadline: of the monotonic clock; what still runs then is ended.
+        nodes: number of nodes.
+        ranks_per_node: number of CUDA devices to measure; without CUDA, one process measures.
+        deadline: time of the monotonic clock at which unfinished measurements are ended.
     """
     devices = min(torch.cuda.device_count(), ranks_per_node) if torch.cuda.is_available() else 1
     arguments = [store.host, str(store.port), str(node), str(nodes)]
@@ -88,29 +88,29 @@ class _Process:
 
     @classmethod
     def start(cls, device: int, arguments: Sequence[str]) -> _Process:
-        output, errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115 (closed when they are read)
+        output, errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115 (closed once read)
         command = [sys.executable, "-m", "fastdiff.cluster.preflight.bandwidth", *arguments, str(device)]
-        # NCCL then raises in the process that waits, as gloo does, and does not end it before the other exchanges.
+        # With it NCCL raises in the waiting process, as gloo does, instead of ending it before the next exchange.
         environment = os.environ | {"TORCH_NCCL_BLOCKING_WAIT": "1"}
         child = spawn(command, environment, stdout=output, stderr=errors)
         return cls(device, child, output, errors)
 
     def exchanges(self) -> Iterator[Exchange]:
-        """Yield what it measured; one that failed, if it ended otherwise than it should."""
+        """Yield its exchanges, and a failed one if the process failed."""
         with self.output, self.errors:
             self.output.seek(0)
             yield from (Exchange(**json.loads(line)) for line in self.output.read().splitlines())
             if self.child.returncode:
                 self.errors.seek(0)
                 last = self.errors.read().decode(errors="replace").strip().splitlines()[-1:]
-                why = f"the process that measures ended with {self.child.returncode}"
+                why = f"the measuring process ended with exit code {self.child.returncode}"
                 yield Exchange(self.device, -1, 0.0, ": ".join([why, *last]))
 
 
 def pairings(nodes: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs of each round: in ``nodes - 1`` rounds (``nodes``, if odd) each meets each once.
+    """Return the pairs of each round; ``nodes - 1`` rounds (``nodes`` if odd) contain each pair once.
 
-    Of more than ``ROUNDS`` rounds, that many are chosen.
+    At most ``ROUNDS`` rounds are returned, evenly spaced.
     """
     even = nodes + nodes % 2
     circle = list(range(1, even))
@@ -148,7 +148,7 @@ def _tournament(store: Store, node: int, nodes: int, device: int) -> Iterator[Ex
 
 
 def _exchange(store: Store, rank: int, device: int) -> float:
-    """Return the bytes per second, in each direction, of an all-reduce of two ranks."""
+    """Return the bytes per second in each direction of an all-reduce between two ranks."""
     on_cuda = torch.cuda.is_available()
     torch.distributed.init_process_group(
         "nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=_PAIR_S)
@@ -179,7 +179,7 @@ def _keys(store: Store) -> Store:
 
 
 def _meeting(number: int, node: int, device: int) -> str:
-    """Key of whether a device of a node takes part in a round."""
+    """Return the key under which a device of a node joins or leaves a round."""
     return f"meet/{number}/{node}/{device}"
 
 
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str]) -> None:
         torch.cuda.set_device(int(device))
     else:
         torch.set_num_threads(1)
-    # A partner may be late by the failures of all rounds before.
+    # A partner may be delayed by failures in all earlier rounds.
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_PAIR_S * (ROUNDS + 1)))
     for exchange in _tournament(_keys(store), int(node), int(nodes), int(device)):
         sys.stdout.write(json.dumps(asdict(exchange)) + "\n")

@@ -1,4 +1,4 @@
-"""How far the clocks of the nodes are apart, measured through the store of their supervisors."""
+"""Clock offsets of the nodes, measured through the store of their supervisors."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _PATIENCE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """A clock against that of node 0."""
+    """The offset of a node's clock from the clock of node 0."""
 
     seconds: float
-    """How much it is ahead."""
+    """Positive if the clock is ahead."""
     error_s: float
-    """At most so far from the truth: half of the round trip."""
+    """Bound of the error: half of the round trip."""
 
 
 def measure(keys: Store, node: int, nodes: int, now: Callable[[], float]) -> Offset | None:
     """Return the offset of this node's clock; called by all nodes.
 
-    Each node asks node 0 for the time; of a few answers the one that came soonest counts (Cristian's algorithm).
+    Each node asks node 0 for the time five times; the fastest answer counts (Cristian's algorithm).
 
     Args:
-        keys: where they meet.
+        keys: store of the nodes.
         node: number of this node.
-        nodes: how many there are.
-        now: the clock of this node, in seconds since 1970.
+        nodes: number of nodes.
+        now: clock of this node, in seconds since 1970.
 
     Returns:
         None if node 0 did not answer.
@@ -52,7 +52,7 @@ def _ask(keys: Store, node: int, nodes: int, count: int, now: Callable[[], float
     before = now()
     began = time.monotonic()
     keys.set(f"clock/ask/{node}/{count}", "")
-    # Node 0 serves one node after the other, and waits for one that is gone.
+    # Node 0 serves the nodes one by one, and waits for each that is gone.
     answer = float(value_of(keys, f"clock/answer/{node}/{count}", began + _PATIENCE_S * nodes))
     round_trip = time.monotonic() - began
     return Offset(before + round_trip / 2 - answer, round_trip / 2)
@@ -63,5 +63,5 @@ def _answer(keys: Store, node: int, now: Callable[[], float]) -> None:
         try:
             value_of(keys, f"clock/ask/{node}/{count}", time.monotonic() + _PATIENCE_S)
         except DistStoreError:
-            return  # its supervisor ended meanwhile: it will miss in the reports
+            return  # its supervisor ended; its missing report is found later
         keys.set(f"clock/answer/{node}/{count}", repr(now()))

@@ -1,4 +1,4 @@
-"""What a node can tell of itself: versions, data and storage."""
+"""Checks of one node: versions, devices, data and storage."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from fastdiff.models import load
 from fastdiff.models.build import build_model
 
 _CHECKPOINTS = 3
-"""Two that are kept and one that is written."""
+"""Checkpoints that must fit: two kept and one being written."""
 _DELAY_S = 10.0
-"""Shared file systems show a new file on other nodes a while later."""
+"""Wait for a new file to appear on the other nodes of a shared file system."""
 
 
 def node_versions() -> dict[str, str]:
-    """Return the versions of what decides the numbers, and a digest of fastdiff's own code."""
+    """Return the versions of all software that affects the results, and a digest of fastdiff's source."""
     return versions() | _gpus() | {"fastdiff's source": _source_digest()}
 
 
 def examine_devices(ranks_per_node: int) -> None:
-    """Check that each rank has a GPU, where there are any; no CUDA context is made.
+    """Check that a node with GPUs has one per rank, without creating a CUDA context.
 
     Raises:
-        ConfigError: there are fewer than ranks.
+        ConfigError: the node has fewer GPUs than ranks.
     """
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks_per_node:
         raise ConfigError(
-            f"has {torch.cuda.device_count()} GPUs for {ranks_per_node} ranks; ask the scheduler for as many, or start "
+            f"has {torch.cuda.device_count()} GPUs for {ranks_per_node} ranks; request one GPU per rank, or start "
             "fewer ranks per node"
         )
 
@@ -79,14 +79,14 @@ def _source_digest() -> str:
 
 
 def examine_data(config: RunConfig) -> dict[str, str]:
-    """Read the first sample and the last one of every data set of shards, with their checksums.
+    """Read the first and the last sample of every data set of shards, and verify their checksums.
 
     Returns:
-        The digests of the data sets, by path.
+        Digests of the data sets, by path.
 
     Raises:
-        DataError: one is missing or damaged.
-        StorageError: one cannot be read.
+        DataError: a data set is missing or damaged.
+        StorageError: a data set cannot be read.
     """
     paths = {config.validation.data} if config.validation.every else set()
     if not config.data.online:
@@ -105,7 +105,7 @@ def examine_space(config: RunConfig) -> None:
     """Check that the disk of the output folder has room for three checkpoints.
 
     Raises:
-        StorageError: it has not.
+        StorageError: it has too little room.
         ConfigError: the pretrained pipeline of the run cannot be read.
     """
     folder = Path(config.output.folder)
@@ -119,7 +119,7 @@ def examine_space(config: RunConfig) -> None:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the size of a checkpoint: of the newest that the run has, or as its parameters make it.
+    """Return the size of a checkpoint: that of the newest one, or an estimate from the parameters.
 
     Raises:
         ConfigError: the pretrained pipeline of the run cannot be read.
@@ -143,13 +143,13 @@ def _trained_parameters(config: RunConfig) -> int:
 
 
 class SharedFolder:
-    """Whether the output folder is one and the same on all nodes.
+    """Check that all nodes share one output folder.
 
     Args:
-        folder: of the run.
-        keys: where the nodes meet.
+        folder: the run folder.
+        keys: store of the nodes.
         node: number of this node.
-        deadline: of the monotonic clock, to hear of node 0.
+        deadline: latest time, on the monotonic clock, for the answer of node 0.
     """
 
     def __init__(self, folder: Path, keys: Store, node: int, deadline: float) -> None:
@@ -157,13 +157,13 @@ class SharedFolder:
         self._keys = keys
         self._node = node
         self._deadline = deadline
-        self._probe = folder / f".preflight-{secrets.token_hex(8)}"  # of node 0
+        self._probe = folder / f".preflight-{secrets.token_hex(8)}"  # replaced by node 0's name on the other nodes
 
     def write(self) -> None:
-        """Leave a file for node 0, beside its own.
+        """Create a file of this node next to the file of node 0.
 
         Raises:
-            StorageError: this node cannot write there, or does not see what node 0 wrote.
+            StorageError: this node cannot write there, or does not see the folder that node 0 created.
         """
         if self._node == 0:
             self._make()
@@ -181,17 +181,17 @@ class SharedFolder:
         self._probe = self._folder / value_of(self._keys, "probe", self._deadline).decode()
         if not _appear([self._probe]):
             raise StorageError(
-                f"does not see in {self._folder} what node 0 writes there; --output.folder must be on storage that all "
-                "nodes share"
+                f"does not see the files of node 0 in {self._folder}; --output.folder must be on storage shared by all "
+                "nodes"
             )
 
     def unseen(self, nodes: Iterable[int]) -> list[int]:
-        """Return those of ``nodes``, all of which have written, whose files are not here; on node 0."""
+        """Return the nodes whose files are not visible here (on node 0); all ``nodes`` have written theirs."""
         files = {node: self._probe / str(node) for node in nodes}
         return [] if _appear(files.values()) else [node for node, file in files.items() if not file.exists()]
 
     def remove(self) -> None:
-        """Remove all files, and the folder of the run if there is nothing else in it; on node 0."""
+        """Remove all probe files, and the run folder if it is empty then (on node 0)."""
         shutil.rmtree(self._probe, ignore_errors=True)
         with suppress(OSError):
             self._folder.rmdir()

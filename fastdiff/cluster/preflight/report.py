@@ -1,4 +1,4 @@
-"""What every node found, compared: the problems, each with its node, and a table."""
+"""Comparison of the reports of all nodes: the problems by node, and a table."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fastdiff.cluster.preflight.clock import Offset
 from fastdiff.errors import ConfigError, DataError, FastdiffError, StorageError
 
 CLOCK_S = 2.0
-"""Clocks may be so far from their median: modification times and logs stay comparable."""
+"""Allowed distance of a clock from the median; modification times and logs stay comparable."""
 _ROWS = 16
 _ERRORS: tuple[type[FastdiffError], ...] = (ConfigError, DataError, StorageError)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with one node."""
+    """A problem of one node."""
 
     node: int
     name: str
     exit_code: int
-    """Of the class of error that it is."""
+    """Exit code of its error class."""
     text: str
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class Problem:
 
 @dataclass(slots=True)
 class NodeReport:
-    """What one node found."""
+    """The findings of one node."""
 
     node: int
     name: str
@@ -45,13 +45,13 @@ class NodeReport:
     data: dict[str, str] = field(default_factory=dict)
     """Digests of the data sets of the run, by path."""
     problems: list[Problem] = field(default_factory=list)
-    """What it found by itself."""
+    """Problems that need no comparison with other nodes."""
     wrote: bool = False
-    """Whether it could write into the output folder, seeing what node 0 wrote there."""
+    """Whether it could write into the output folder and saw node 0's files there."""
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> NodeReport:
-        """Return a report that was sent as JSON."""
+        """Build a report from its JSON content."""
         return cls(
             **dict(content)
             | {
@@ -62,7 +62,7 @@ class NodeReport:
         )
 
     def note(self, error: FastdiffError) -> None:
-        """Add what went wrong on this node."""
+        """Add an error as a problem of this node."""
         self.problems.append(self.problem(str(error), type(error)))
 
     def problem(self, text: str, kind: type[FastdiffError] = ConfigError) -> Problem:
@@ -71,13 +71,13 @@ class NodeReport:
 
 
 def compare(reports: Sequence[NodeReport]) -> list[Problem]:
-    """Return all problems of all nodes: those that they found, and how they differ from one another."""
+    """Return the problems of all nodes: their own findings, and differences between nodes."""
     found = [*_versions(reports), *(problem for report in reports for problem in report.problems)]
     return [*found, *_data(reports), *_clocks(reports), *_links(reports)]
 
 
 def as_error(problems: Sequence[Problem], nodes: int) -> FastdiffError:
-    """Return all problems as one error, of the class of the first."""
+    """Return all problems as one error of the class of the first problem."""
     kind = next((kind for kind in _ERRORS if kind.exit_code == problems[0].exit_code), ConfigError)
     bad = len({problem.node for problem in problems})
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -86,7 +86,7 @@ def as_error(problems: Sequence[Problem], nodes: int) -> FastdiffError:
 
 
 def table(reports: Sequence[NodeReport], problems: Sequence[Problem]) -> str:
-    """Return one line per node; of many nodes those with problems and the slowest."""
+    """Return a table with one line per node; with many nodes, those with problems and the slowest."""
     bad = Counter(problem.node for problem in problems)
     best = {report.node: min(_best(report).values(), default=0.0) for report in reports}
     shown = sorted(reports, key=lambda report: (-bad[report.node], best[report.node]))[:_ROWS]
@@ -119,14 +119,14 @@ def _data(reports: Sequence[NodeReport]) -> Iterator[Problem]:
             {report.node: report.data[path][:12] for report in reports if path in report.data},
             reports,
             lambda here, there, path=path: (  # type: ignore[misc]
-                f"{path} is another data set (digest {here}, {there}); give all nodes the same files"
+                f"{path} is a different data set (digest {here}, {there}); give all nodes the same files"
             ),
             DataError,
         )
 
 
 def _minority(values: Mapping[int, str], reports: Sequence[NodeReport], say: Any, kind: Any) -> Iterator[Problem]:
-    """Name the nodes whose value is not that of the most; all but those of node 0's if no value has most."""
+    """Yield a problem for each node that differs from the majority, or from node 0 if there is no majority."""
     counts = Counter(values.values()).most_common()
     if len(counts) < 2:
         return
@@ -148,13 +148,13 @@ def _clocks(reports: Sequence[NodeReport]) -> Iterator[Problem]:
     for report in reports:
         if (offset := report.clock) and abs(offset.seconds - median) - offset.error_s > CLOCK_S:
             yield report.problem(
-                f"its clock is {offset.seconds - median:+.1f} s from the median of all nodes, {CLOCK_S:.0f} s are "
-                "allowed; synchronise it (chrony or ntp)"
+                f"its clock is {offset.seconds - median:+.1f} s from the median of all nodes (allowed: {CLOCK_S:.0f} s)"
+                "; synchronise it (chrony or ntp)"
             )
 
 
 def _best(report: NodeReport) -> dict[int, float]:
-    """Bytes per second of the best exchange of each device of a node; 0 if none went through."""
+    """Return the bytes per second of the best exchange per device; 0 if all exchanges failed."""
     best: dict[int, float] = {}
     for exchange in report.exchanges:
         best[exchange.device] = max(best.get(exchange.device, 0.0), exchange.bytes_per_s)
@@ -162,7 +162,10 @@ def _best(report: NodeReport) -> dict[int, float]:
 
 
 def _links(reports: Sequence[NodeReport]) -> Iterator[Problem]:
-    """Name what is slow with every partner: such a node spoils one pair of each of the others, but not their best."""
+    """Yield a problem for each device that is slow with every partner.
+
+    A slow device slows one exchange of every other node, but not that node's best exchange.
+    """
     best = {(report.node, device): speed for report in reports for device, speed in _best(report).items()}
     median = statistics.median(best.values()) if best else 0.0
     for report in reports:
@@ -170,9 +173,9 @@ def _links(reports: Sequence[NodeReport]) -> Iterator[Problem]:
             failed = next((e.failure for e in report.exchanges if e.device == device and e.failure), "")
             what = f"device {device}: " if len(_best(report)) > 1 else ""
             if not speed:
-                yield report.problem(f"{what}no exchange with another node went through ({failed})")
+                yield report.problem(f"{what}all exchanges with other nodes failed ({failed})")
             elif speed < median / 2:
                 yield report.problem(
-                    f"{what}exchanges {speed / 1e9:.3f} GB/s with its best partner, the median of all is "
-                    f"{median / 1e9:.3f} GB/s; leave it out, or check its network"
+                    f"{what}exchanges {speed / 1e9:.3f} GB/s with its best partner, against a median of "
+                    f"{median / 1e9:.3f} GB/s; exclude the node or check its network"
                 )

@@ -1,4 +1,4 @@
-"""What is wrong with any node is said before the training begins, for all nodes at once."""
+"""The pre-flight check: all problems of all nodes, reported together before the ranks start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fastdiff.errors import ConfigError, StorageError
 from fastdiff.parallel.world import attempt
 
 _SLACK_S = 60.0
-"""How much longer than node 0 the other nodes wait: what it says is better than a time-out."""
+"""Extra wait of the other nodes for node 0, whose verdict tells more than a time-out."""
 
 
 def run(
@@ -42,24 +42,24 @@ def run(
     timeout_s: float = 600.0,
     now: Callable[[], float] = time.time,
 ) -> None:
-    """Check this node and compare it with the others; called by the supervisors of all nodes, before their ranks.
+    """Check this node and compare it with the others; called by the supervisors of all nodes before the ranks start.
 
-    Only threads and child processes are used: no process group and no CUDA context is left in the supervisor. An
-    exception that is raised in it, for example by a signal handler, ends the child processes.
+    Only threads and child processes are used: no process group and no CUDA context stays in the supervisor. An
+    exception in the supervisor, for example from a signal handler, ends the child processes.
 
     Args:
-        store: of the supervisors; node 0 hosts it. Keys begin with ``preflight/``.
+        store: store of the supervisors, hosted by node 0. Keys begin with ``preflight/``.
         node: number of this node.
-        nodes: how many there are.
-        config: of the run, as parsed.
-        ranks_per_node: processes that will train on each node.
-        name: of this node in messages; None: the host name.
-        timeout_s: a node that has not come by then is named, and after that one that has not reported by then.
-        now: the clock of this node, in seconds since 1970.
+        nodes: number of nodes.
+        config: configuration of the run, as parsed.
+        ranks_per_node: training processes per node.
+        name: name of this node in messages; None: the host name.
+        timeout_s: time-out for all nodes to arrive, and again for all to report.
+        now: clock of this node, in seconds since 1970.
 
     Raises:
-        FastdiffError: the same on all nodes: all problems of all nodes, with the exit code of the first.
-        torch.distributed.DistError: the store is gone, and with it node 0.
+        FastdiffError: all problems of all nodes, equal on all nodes, with the exit code of the first problem.
+        torch.distributed.DistError: node 0, which hosts the store, is gone.
     """
     keys = PrefixStore("preflight", store)
     deadline = time.monotonic() + timeout_s
@@ -88,7 +88,7 @@ def run(
 
 
 def _judge(keys: Store, own: NodeReport, nodes: int, folder: SharedFolder, deadline: float) -> list[dict[str, Any]]:
-    """Collect the reports of all nodes, say what is wrong and tell all nodes; on node 0."""
+    """Collect the reports of all nodes, print the table and publish the problems (on node 0)."""
     reports, problems = [own], []
     for node in range(1, nodes):
         try:
@@ -106,10 +106,10 @@ def _judge(keys: Store, own: NodeReport, nodes: int, folder: SharedFolder, deadl
 
 
 def _meet(keys: Store, report: NodeReport, nodes: int, deadline: float) -> None:
-    """Wait until all nodes are here, so that no later step waits for one that never comes.
+    """Wait until all nodes have arrived, so that no later step waits for a missing node.
 
     Raises:
-        ConfigError: some did not come; node 0 names them to all others.
+        ConfigError: nodes are missing; node 0 names them to all others.
     """
     keys.set(f"name/{report.node}", report.name)
     missing: list[int] = []
@@ -124,20 +124,20 @@ def _meet(keys: Store, report: NodeReport, nodes: int, deadline: float) -> None:
         missing = json.loads(value_of(keys, "missing", deadline + _SLACK_S))
     if missing:
         listed = ", ".join(map(str, missing))
-        raise ConfigError(f"pre-flight: of {nodes} nodes (0 to {nodes - 1}) these did not come: {listed}")
+        raise ConfigError(f"pre-flight: of {nodes} nodes (0 to {nodes - 1}) these did not arrive: {listed}")
 
 
 def _silent(keys: Store, node: int) -> Problem:
-    return Problem(node, keys.get(f"name/{node}").decode(), 2, "came, and did not report what it found")
+    return Problem(node, keys.get(f"name/{node}").decode(), 2, "arrived but sent no report")
 
 
 def _apart(report: NodeReport) -> Problem:
-    what = "writes into an output folder that node 0 does not see; it must be on storage that all nodes share"
+    what = "writes into an output folder that node 0 does not see; it must be on storage shared by all nodes"
     return report.problem(what, StorageError)
 
 
 def _note(report: NodeReport, action: Callable[[], object]) -> bool:
-    """Run a check; what it raises is a problem of this node, found together with the others."""
+    """Run a check and add its error to the report, so that all problems are reported together."""
     _, error = attempt(action)
     if error is not None:
         report.note(error)

@@ -1,7 +1,7 @@
-"""Run by path, with nothing imported: makes itself die with the process that started it, then becomes a command.
+"""A wrapper that runs a command and lets it end with its parent; run by path, without importing fastdiff.
 
-``python -I die_with_parent.py PARENT COMMAND...``: the kernel sends SIGTERM when PARENT ends, however it does. It
-keeps that order over ``exec``, so it holds from the first moment, long before the command could ask for it itself.
+``python -I die_with_parent.py PARENT COMMAND...``: the kernel sends SIGTERM when PARENT ends for any reason. The
+setting survives ``exec``, so it holds from the start, long before the command itself could request it.
 """
 
 import ctypes
@@ -14,6 +14,6 @@ _PR_SET_PDEATHSIG = 1
 if __name__ == "__main__":
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != int(sys.argv[1]):  # it ended before
+    if os.getppid() != int(sys.argv[1]):  # PARENT has already ended
         sys.exit(128 + signal.SIGTERM)
     os.execv(sys.argv[2], sys.argv[2:])

@@ -1,4 +1,4 @@
-"""What the ranks of a node find in their environment."""
+"""Environment variables of the ranks of a node: world, folders, NCCL's flight recorder, gloo's interface."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ def of_rank(
     """Return the environment of one rank.
 
     Args:
-        base: of the supervisor.
-        local_rank: on this node.
-        ranks_per_node: on every node.
+        base: environment of the supervisor.
+        local_rank: number of the rank on this node.
+        ranks_per_node: number of ranks on every node.
         node: number of this node.
-        nodes: how many there are.
-        master: host and port of the supervisors' store, where the ranks meet too: its port is taken, not about to be.
-        node_folder: of this run on this node.
-        extensions: where its compiled operators are.
-        run: the run folder; what NCCL's flight recorder knows at a time-out goes to ``nccl/`` in it.
+        nodes: number of nodes.
+        master: host and port of the supervisors' store, which also serves the rendezvous of the ranks: its port is
+            already bound, so no other program can take it.
+        node_folder: private folder of the supervisor on this node.
+        extensions: folder of the compiled operators.
+        run: the run folder; NCCL's flight recorder writes to ``nccl/`` in it at a time-out.
     """
     return {
         **base,
@@ -65,15 +66,15 @@ def of_rank(
 
 
 def request_nccl_dumps(node_folder: Path, run: Path) -> None:
-    """Let NCCL's flight recorder write what it knows of every rank of this node; without NCCL do nothing.
+    """Let NCCL's flight recorder write the records of every rank of this node; a no-op without NCCL.
 
-    It would at its time-out, which comes after the hang was found.
+    By itself it writes only at its time-out, which is later than the detection of the hang.
     """
     pipes = list(node_folder.glob(f"{_NCCL}-*.pipe"))
     if pipes:
         (run / _NCCL).mkdir(parents=True, exist_ok=True)
     for pipe in pipes:
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the pipe has no reader any more
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             try:
                 os.write(descriptor, b"1")
@@ -87,16 +88,16 @@ _JOIN_S = 300.0
 
 
 def choose(store: Store, master: str, node: int, nodes: int) -> None:
-    """Set ``GLOO_SOCKET_IFNAME`` for what this process starts, if it is needed; called on all nodes.
+    """Set ``GLOO_SOCKET_IFNAME`` for child processes if other nodes cannot reach this host's name; on all nodes.
 
     Args:
-        store: of the supervisors.
+        store: store of the supervisors.
         master: host of node 0.
         node: number of this node.
-        nodes: how many there are.
+        nodes: number of nodes.
 
     Raises:
-        torch.distributed.DistError: node 1 did not come, or node 0 is gone.
+        torch.distributed.DistError: node 1 did not arrive, or node 0 is gone.
     """
     if node == 1:
         store.set("address/1", own_address(master))
@@ -109,7 +110,7 @@ def choose(store: Store, master: str, node: int, nodes: int) -> None:
 
 
 def own_address(other: str) -> str:
-    """Return the address of this machine from which it reaches ``other``; nothing is sent."""
+    """Return the local address of the route to ``other``; nothing is sent."""
     family, _, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -128,7 +129,7 @@ def _interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 reply = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has no IPv4 address
+            except OSError:  # no IPv4 address
                 continue
             if socket.inet_ntoa(reply[20:24]) == address:
                 return name

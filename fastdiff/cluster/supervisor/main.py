@@ -1,7 +1,7 @@
-"""One process per node that starts the ranks of a run, watches them and says who failed first, and why.
+"""The supervisor: one process per node that starts the ranks, watches them and reports the first failure.
 
 ``python -m fastdiff.cluster.supervisor.main --nodes N --node-rank R --ranks-per-node K --master HOST --port P --
-FLAGS``, where FLAGS are those of ``fastdiff/train.py``. ``fastdiff launch`` writes that line.
+FLAGS``, with FLAGS for ``fastdiff/train.py``. ``fastdiff launch`` writes this command line.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from fastdiff.console import ignoring_closed_output, log, write_line
 from fastdiff.errors import FastdiffError, Preempted, as_storage_error, report, require
 
 _CONTACT_S = 60.0
-"""A node without contact for so long, or for the hang time-out if that is less, is lost."""
+"""Time without contact after which a node is lost; the hang time-out if that is shorter."""
 _START_S = 600.0
-"""A rank may take so long to its first batch, or the hang time-out if that is more: it builds and restores."""
+"""Time for a rank to build, restore and take its first batch; the hang time-out if that is longer."""
 
 
 @ignoring_closed_output()
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         return report(as_storage_error(error))
     if outcome.line:
-        write_line(f"\n{outcome.line}")  # a progress bar of a rank may stand in its line
+        write_line(f"\n{outcome.line}")  # a rank's progress bar may fill the current line
     return outcome.exit_code
 
 
@@ -104,7 +104,7 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
 def _prepare(
     job: argparse.Namespace, config: RunConfig, store: TCPStore, nodes: Nodes, signals: Signals, extensions: Path
 ) -> bool:
-    """Return whether this node is ready; if not, the others are told why."""
+    """Prepare this node and return whether it is ready; otherwise send the reason to all nodes."""
 
     def reason(number: int) -> str | None:
         return "the others" if nodes.outcome is not None or nodes.broken else _on_stop(number)
@@ -130,7 +130,7 @@ def _prepare(
 
 
 def _told(nodes: Nodes, signals: Signals, contact_s: float, job: argparse.Namespace) -> Outcome:
-    """Wait for what all nodes hear."""
+    """Wait for the outcome that all nodes receive."""
     while nodes.outcome is None:
         if nodes.broken or nodes.silent_s > contact_s:
             return of_lost_node(f"node 0 ({job.master}:{job.port}), seen from {_name(job)},", nodes.silent_s)
@@ -173,13 +173,13 @@ def _name(job: argparse.Namespace) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fastdiff.cluster.supervisor.main", description=__doc__)
     parser.add_argument("--nodes", type=_positive, default=1, metavar="N")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="0 to N - 1; 0 is the one at HOST")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="0 to N - 1; node 0 is HOST")
     parser.add_argument("--ranks-per-node", type=_positive, required=True, metavar="K")
     parser.add_argument("--master", default="127.0.0.1", metavar="HOST", help="address of node 0")
-    parser.add_argument("--port", type=int, default=0, metavar="P", help="on HOST; 0, with one node: any")
+    parser.add_argument("--port", type=int, default=0, metavar="P", help="port on HOST; with one node 0 means any")
     parser.add_argument("--end-with-input", action="store_true", help="stop when standard input ends")
     parser.add_argument("--no-preflight", dest="preflight", action="store_false")
-    parser.add_argument("flags", nargs="*", metavar="FLAGS", help="after --: of fastdiff/train.py")
+    parser.add_argument("flags", nargs="*", metavar="FLAGS", help="flags of fastdiff/train.py, after --")
     return parser
 
 
@@ -191,9 +191,9 @@ def _positive(text: str) -> int:
 
 
 def _follow_input() -> None:
-    """Take the end of standard input for SIGTERM.
+    """Send SIGTERM to this process when standard input ends.
 
-    The supervisor then ends with the ssh connection that started it: ssh passes neither signals nor its own end on to
+    The supervisor then ends with the ssh connection that started it: ssh forwards neither signals nor its own end to
     the remote command.
     """
     while os.read(0, 4096):

@@ -1,7 +1,7 @@
-"""What the supervisors of all nodes tell one another: they live, a rank hangs, who failed first, how it all ended.
+"""Messages between the supervisors: heartbeats, hangs, the first failure and the outcome of the run.
 
-Everything goes through a TCPStore in the supervisor of node 0: a key is set once, and the first to set it wins. A
-thread of its own talks to it, because a call can hang as long as the network does.
+All messages go through a TCPStore in the supervisor of node 0. Each key is set once: the first to set it wins. A
+separate thread talks to the store, because a call can hang as long as the network does.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fastdiff.errors import FastdiffError, Preempted
 from fastdiff.parallel import rendezvous
 
 JOIN_S = 300.0
-"""All supervisors must have come within this time: batch systems do not start nodes at once."""
+"""Time for all supervisors to join: batch systems do not start all nodes at once."""
 _CONNECT_S = 2.0
 _RESOLVE_S = 1.0
 _POLL_S = 0.25
 _SIGHTS_S = 5.0
 _MUTE_S = 5.0
-"""Without a beat for so long, a node is the likely cause of a connection that was cut."""
+"""Time without a beat after which a node is the likely cause of a lost connection."""
 _GOODBYE_S = 5.0
 
 
@@ -41,12 +41,12 @@ class NodeError(FastdiffError):
 
 
 def join(host: str, port: int, node: int, count: int) -> TCPStore:
-    """Open the store of the supervisors: node 0 hosts it, on the address of ``host`` alone, the others wait for it.
+    """Open the store of the supervisors: node 0 hosts it on the address of ``host`` alone, all others wait for it.
 
-    Signal handlers run in between, and what they raise comes out.
+    Signal handlers run during the wait, and their exceptions propagate.
 
     Raises:
-        NodeError: the port is taken, or node 0 did not come in time.
+        NodeError: the port is taken, or node 0 did not arrive in time.
     """
     if node == 0:
         listener = _listen(host, port, alone=count == 1)
@@ -65,7 +65,7 @@ def join(host: str, port: int, node: int, count: int) -> TCPStore:
 
 
 def connect(host: str, port: int) -> TCPStore:
-    """Return a connection to the store; DistError if there is none."""
+    """Return a connection to the store; raise DistError if it cannot be reached."""
     return TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
 
 
@@ -74,7 +74,7 @@ def _listen(host: str, port: int, *, alone: bool) -> socket.socket:
     while True:
         try:
             return rendezvous.listen(host, port, alone=alone)
-        except socket.gaierror as error:  # Kubernetes makes the name a while after the pod
+        except socket.gaierror as error:  # Kubernetes creates the name some time after the pod
             if time.monotonic() > deadline:
                 raise NodeError(f"--master {host}: {error.strerror}; give the name or address of node 0") from None
             time.sleep(_RESOLVE_S)
@@ -85,15 +85,15 @@ def _listen(host: str, port: int, *, alone: bool) -> socket.socket:
 
 
 class Nodes:
-    """The tie of one node to the others.
+    """The connection of one supervisor to the others.
 
     Args:
-        store: from ``join``; used by the thread of this object alone from now on.
+        store: from ``join``; from now on only the thread of this object uses it.
         node: number of this node.
-        count: how many nodes there are.
-        name: of this node in messages.
-        limit_s: a node without contact for so long is lost.
-        hang_timeout_s: of the ranks, for messages.
+        count: number of nodes.
+        name: name of this node in messages.
+        limit_s: time without contact after which a node is lost.
+        hang_timeout_s: hang time-out of the ranks, for messages.
         run: the run folder, for messages.
         notify: called from another thread when ``outcome``, ``hang`` or ``broken`` has changed.
     """
@@ -111,11 +111,11 @@ class Nodes:
         notify: Callable[[], None],
     ) -> None:
         self.outcome: Outcome | None = None
-        """How the run ended, as all nodes know it."""
+        """The outcome of the run, equal on all nodes."""
         self.hang = False
-        """Some node found a rank that hangs: each now reports what it sees of its own."""
+        """True once a node found a hanging rank; every node then reports its ranks."""
         self.broken = False
-        """The connection to node 0 was cut."""
+        """True once the connection to node 0 is lost."""
         self._store, self._node, self._count, self._limit_s = store, node, count, limit_s
         self._hang_timeout_s, self._run, self._notify = hang_timeout_s, run, notify
         self._contact_s = time.monotonic()
@@ -129,27 +129,27 @@ class Nodes:
 
     @property
     def silent_s(self) -> float:
-        """How long ago node 0 last answered."""
+        """Seconds since the last answer of node 0."""
         return time.monotonic() - self._contact_s
 
     def propose(self, outcome: Outcome) -> None:
-        """Let the run end like this, unless it has ended already; node 0 looks for the cause of a consequence."""
+        """Propose the outcome of the run; the first proposal wins. Node 0 looks for the cause of a consequence."""
         self._outbox.put(("consequence" if outcome.consequence else "outcome", outcome.to_json()))
 
     def announce_hang(self) -> None:
-        """Ask all nodes what they see of their ranks, to find out who holds up the others."""
+        """Ask all nodes for the state of their ranks, to find the rank that hangs."""
         self._outbox.put(("hang", "1"))
 
     def report(self, sights: Sequence[Sight]) -> None:
-        """Answer ``hang``."""
+        """Send the state of this node's ranks, the answer to ``hang``."""
         self._outbox.put((f"sights/{self._node}", json.dumps([asdict(sight) for sight in sights])))
 
     def finish(self, exit_code: int) -> None:
-        """Tell that the ranks of this node have all ended well."""
+        """Report that all ranks of this node ended without failure."""
         self._outbox.put((f"end/{self._node}", str(exit_code)))
 
     def close(self) -> None:
-        """Say goodbye; node 0, which holds the store, waits until the others have read the outcome."""
+        """Disconnect; node 0, which hosts the store, waits until all others have read the outcome."""
         self._closing = True
         self._thread.join(timeout=_GOODBYE_S + 2 * _POLL_S)
 
@@ -171,7 +171,7 @@ class Nodes:
             self._notify()
 
     def _send(self, timeout_s: float) -> None:
-        """Send what is to be sent, and wait for something for at most ``timeout_s``."""
+        """Send all queued messages; wait at most ``timeout_s`` for the first one."""
         while True:
             try:
                 key, value = self._outbox.get(timeout=timeout_s) if timeout_s else self._outbox.get_nowait()
@@ -202,7 +202,7 @@ class Nodes:
         host = self._read(f"name/{node}")
         return f"node {node}" + (f" on {host}" if host else "")
 
-    # What only node 0 does.
+    # Node 0 only.
 
     def _decide(self) -> None:
         ends = [self._read(f"end/{node}") for node in range(self._count)]
@@ -218,7 +218,7 @@ class Nodes:
             if beat != last:
                 self._beats[node] = (beat, time.monotonic())
             elif silent_s > (self._limit_s if beat else JOIN_S):
-                # Its ranks are told by the kernel that their supervisor ended: they save, and so do all others.
+                # The kernel signals the end of the supervisor to its ranks: they save, and so do all other ranks.
                 saved = ends[0] == str(Preempted.exit_code)
                 self.propose(of_ends([Preempted.exit_code]) if saved else of_lost_node(self._name(node), silent_s))
 

@@ -1,7 +1,7 @@
-"""DeepSpeed's compiled operators for one job: in a folder of its own, so that no lock of another job is ever met.
+"""DeepSpeed's compiled operators for one job, in a private folder without the locks of other jobs.
 
-The folder starts as a copy of a per-user cache. What that lacks one process builds, before any rank starts, and puts
-there for the next job. A lock is never copied, and the cache changes by renaming whole folders.
+The folder is a copy of a per-user cache. Without a cache, one process builds the operators before any rank starts, and
+publishes them for the next job. Locks are never copied, and the cache changes only by renaming whole folders.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _SHOWN_LINES = 15
 
 
 def prepare(folder: Path, say: Callable[[str], None]) -> None:
-    """Fill ``folder``, which must not exist, with the operators that a run needs on this machine.
+    """Create ``folder`` with the operators that a run needs on this machine.
 
-    A signal handler may raise: the build ends with it.
+    An exception from a signal handler ends the build.
 
     Args:
-        folder: for this job and node, the ``TORCH_EXTENSIONS_DIR`` of its ranks.
+        folder: the ``TORCH_EXTENSIONS_DIR`` of the ranks of this job and node; must not exist.
         say: prints a line of progress.
 
     Raises:
-        ConfigError: they cannot be built; with the compiler's last lines.
+        ConfigError: the build failed; the message ends with the compiler's last lines.
     """
     _require_exec(folder.parent)
     cached = cache_folder()
@@ -47,27 +47,27 @@ def prepare(folder: Path, say: Callable[[str], None]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         say(f"the operators in {cached} cannot be used ({error}); delete that folder")
     folder.mkdir()
-    say("compiling DeepSpeed's operators; the next job finds them")
+    say("compiling DeepSpeed's operators; later jobs reuse them")
     _build(folder)
     try:
         publish(folder, cached)
     except OSError as error:
-        say(f"the operators cannot be kept in {cached} ({error}); the next job compiles them again")
+        say(f"the operators cannot be cached in {cached} ({error}); the next job compiles them again")
 
 
 def _require_exec(folder: Path) -> None:
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         raise ConfigError(
-            f"{folder} is on a file system that is mounted noexec, from which no compiled operator can be loaded; set "
-            "TMPDIR to a folder of this machine that is not"
+            f"{folder} is on a file system mounted noexec, so compiled operators cannot be loaded from it; set TMPDIR "
+            "to a folder on another file system of this machine"
         )
 
 
 def publish(folder: Path, cached: Path) -> None:
-    """Put a copy of ``folder`` at ``cached``, whole or not at all; if there is one already, it stays.
+    """Copy ``folder`` to ``cached`` atomically; an existing copy stays.
 
     Raises:
-        OSError: it cannot be written there.
+        OSError: the copy cannot be written.
     """
     temporary = cached.with_name(f".{cached.name}.{socket.gethostname()}.{os.getpid()}")
     try:
@@ -84,13 +84,13 @@ def publish(folder: Path, cached: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return where operators for this machine and these versions are kept."""
+    """Return the cache folder of the operators for this machine and these versions."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "fastdiff" / "operators" / _key()
 
 
 def _key() -> str:
-    """What the compiled code depends on; ``-march=native`` makes the processor part of it."""
+    """Return a digest of all that the compiled code depends on; with ``-march=native``, also the processor."""
     parts = [importlib.metadata.version(package) for package in ("torch", "deepspeed")]
     parts += [sys.version, sys.prefix, platform.machine(), _processor_flags(), _compiler()]
     parts += [os.environ.get("TORCH_CUDA_ARCH_LIST", ""), os.environ.get("CUDA_HOME", "")]
@@ -117,7 +117,7 @@ def _build(folder: Path) -> None:
     try:
         output, _ = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"DeepSpeed's operators are not compiled after {_TIMEOUT_S:.0f} s") from None
+        raise ConfigError(f"compiling DeepSpeed's operators took longer than {_TIMEOUT_S:.0f} s") from None
     finally:
         if process.returncode is None:
             kill_group(process)
@@ -126,12 +126,12 @@ def _build(folder: Path) -> None:
         lines = output.decode(errors="replace").splitlines()[-_SHOWN_LINES:]
         raise ConfigError(
             f"DeepSpeed's operators cannot be compiled on {socket.gethostname()} (exit code {process.returncode}); "
-            "`fastdiff doctor` says what is missing. The last lines:\n" + "\n".join(lines)
+            "`fastdiff doctor` lists missing tools. The last lines:\n" + "\n".join(lines)
         )
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a tree with its times, by which ninja knows what is up to date."""
+    """Copy a tree with its modification times, which ninja uses to find outdated files."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("lock"))
 
 

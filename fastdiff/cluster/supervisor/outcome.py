@@ -1,4 +1,4 @@
-"""How a run ended, in one line that is the same on every node."""
+"""The outcome of a run: exit code and one line, equal on every node."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class Outcome:
 
     exit_code: int
     line: str
-    """For people; empty: all went well."""
+    """Message for the user; empty after a success."""
     abrupt: bool = False
-    """The ranks that still run cannot end by themselves."""
+    """True if the ranks that still run cannot end by themselves."""
     consequence: bool = False
-    """Of the end of someone else, as it seems: whoever is not there then failed first."""
+    """True if another rank's end probably caused this one: then a missing node failed first."""
 
     def to_json(self) -> str:
-        """For ``from_json``."""
+        """Return the outcome as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Outcome:
-        """From ``to_json``."""
+        """Return the outcome that ``to_json`` wrote."""
         return cls(**json.loads(text))
 
 
 def of_failed_rank(rank: int, process: int, node: str, code: int, error: Path) -> Outcome:
-    """A rank ended badly.
+    """Return the outcome after the failure of a rank.
 
     Args:
-        rank: which.
-        process: its number.
-        node: its node, in words.
+        rank: the rank.
+        process: its process id.
+        node: its node, for the message.
         code: its exit code, or minus the signal that killed it.
-        error: the file in which it left the cause (``heartbeat.note_failure``), if it could.
+        error: file in which it recorded the cause (``heartbeat.note_failure``); may be missing.
     """
     who = f"fastdiff: rank {rank} ({node}, process {process}) failed first"
     if code < 0:
@@ -54,19 +54,19 @@ def of_failed_rank(rank: int, process: int, node: str, code: int, error: Path) -
     try:
         message = " ".join(str(json.loads(error.read_text())["message"]).split())
     except (OSError, ValueError, KeyError):
-        message = "what it printed stands above"
+        message = "see its output above"
     return Outcome(code, f"{who}: exit code {code}: {message}", consequence=is_lost_connection(message))
 
 
 def of_hang(
     sights: Mapping[str, Iterable[Sight]], mute_nodes: Iterable[str], hang_timeout_s: float, run: Path
 ) -> Outcome:
-    """No progress for so long.
+    """Return the outcome after a hang.
 
     Args:
-        sights: of each node, in words, its ranks.
-        mute_nodes: nodes that do not answer even now.
-        hang_timeout_s: no beat for so long is a hang.
+        sights: state of the ranks, by name of the node.
+        mute_nodes: nodes that do not answer.
+        hang_timeout_s: the hang time-out.
         run: the run folder.
     """
     for node in mute_nodes:
@@ -86,15 +86,15 @@ def of_hang(
 
 
 def of_lost_node(node: str, silent_s: float) -> Outcome:
-    """A node is gone."""
+    """Return the outcome after the loss of a node."""
     line = f"fastdiff: {node} failed first: no contact for {silent_s:.0f} s (is it down, or the network between?)"
     return Outcome(UNAVAILABLE, line, abrupt=True)
 
 
 def of_ends(exit_codes: Iterable[int]) -> Outcome:
-    """All ranks ended well: 0, or 75 if they were asked to stop."""
+    """Return the outcome without a failure: exit code 0, or 75 after a request to stop."""
     if Preempted.exit_code in set(exit_codes):
-        line = "fastdiff: stopped as asked; the same command goes on"
+        line = "fastdiff: stopped as requested; the same command resumes the run"
         return Outcome(Preempted.exit_code, f"{line} (exit code {Preempted.exit_code})")
     return Outcome(0, "")
 

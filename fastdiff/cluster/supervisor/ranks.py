@@ -1,4 +1,4 @@
-"""The processes of one node: started, signalled, looked at, reaped and, in the end, killed."""
+"""The rank processes of one node: start, signal, inspect, reap and kill them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fastdiff.parallel.heartbeat import PHASES, Beat, Phase, beat_path, read_bea
 
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 _KILL_S = 10.0
-"""For all ranks together to be gone after SIGKILL."""
+"""Time for all ranks together to end after SIGKILL."""
 STOPPED_STATES = "TtZX"
-"""States of ``/proc/PID/stat`` in which a process does not run at all: stopped, traced, dead."""
+"""States in ``/proc/PID/stat`` of processes that cannot run: stopped, traced, zombie, dead."""
 
 
 def spawn(command: Sequence[str], environment: Mapping[str, str], **options: object) -> subprocess.Popen[bytes]:
-    """Start ``command`` in a session of its own; it gets SIGTERM when this process ends, even by SIGKILL.
+    """Start ``command`` in its own session; it gets SIGTERM when this process ends, even by SIGKILL.
 
-    From the main thread: the kernel takes the thread that starts a process for its parent.
+    Call it in the main thread: the kernel takes the thread that starts a process for its parent.
     """
     guarded = [sys.executable, "-I", str(_DIE_WITH_PARENT), str(os.getpid()), *command]
     return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
@@ -33,33 +33,33 @@ def spawn(command: Sequence[str], environment: Mapping[str, str], **options: obj
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that was not reaped yet, and everything that it started."""
+    """Kill a process that is not reaped yet, and all its descendants in its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What is seen of a rank from outside."""
+    """The state of a rank as its supervisor sees it."""
 
     rank: int
     process: int
     state: str
-    """Of ``/proc/PID/stat``: R runs, S sleeps, D waits for a device or storage, T is stopped, Z is dead."""
+    """State in ``/proc/PID/stat``: R running, S sleeping, D waiting for a device or storage, T stopped, Z zombie."""
     step: int
     phase: Phase
     age_s: float
-    """Since its last beat."""
+    """Seconds since its last beat."""
 
     @property
     def place(self) -> tuple[bool, int, int, float]:
-        """Sorts those that hold up the others first: a stopped one, then the furthest behind, then the longest mute."""
+        """Sort key with the likely culprit of a hang first: stopped, then least progress, then oldest beat."""
         return self.state not in STOPPED_STATES, self.step, PHASES.index(self.phase), -self.age_s
 
 
 @dataclass(slots=True)
 class Rank:
-    """One rank as a process of this node."""
+    """A rank process of this node."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -67,15 +67,15 @@ class Rank:
 
     @property
     def alive(self) -> bool:
-        """False once it was reaped."""
+        """False once the process is reaped."""
         return self.process.returncode is None
 
     def reap(self) -> int | None:
-        """Return its exit code, or minus the signal, if it has ended; what it left running is killed first."""
+        """Return its exit code, or minus the signal, once it has ended; first kill the processes it left running."""
         found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None:
             return None
-        kill_group(self.process)  # while nobody else can have got its number
+        kill_group(self.process)  # while its process id cannot be reused
         return self.process.wait()
 
 
@@ -83,9 +83,9 @@ class Ranks:
     """The ranks of this node.
 
     Args:
-        command: of one rank.
-        environments: one for each rank, RANK among them.
-        node_folder: where they leave beats and causes of failure.
+        command: command of one rank.
+        environments: environment of each rank, with RANK.
+        node_folder: folder of the ranks' beats and causes of failure.
     """
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], node_folder: Path) -> None:
@@ -94,17 +94,17 @@ class Ranks:
 
     @property
     def alive(self) -> list[Rank]:
-        """Those that have not been reaped."""
+        """The ranks that are not reaped yet."""
         return [rank for rank in self._ranks if rank.alive]
 
     @property
     def training(self) -> bool:
-        """Whether any of them, alive or not, has begun its first step."""
+        """True once any rank, alive or not, has begun its first step."""
         beats = [self._beat(rank) for rank in self._ranks]
         return any(beat is not None and beat.phase != "start" for beat in beats)
 
     def reap(self) -> Iterator[tuple[Rank, int]]:
-        """Yield the ranks that ended since the last call, with exit code or minus the signal, in the order of ranks."""
+        """Yield the ranks that ended since the last call, in order, each with its exit code or minus the signal."""
         for rank in self.alive:
             code = rank.reap()
             if code is not None:
@@ -116,13 +116,13 @@ class Ranks:
             os.kill(rank.process.pid, number)
 
     def dump_stacks(self) -> None:
-        """Let every rank that knows how write its stacks; the others would die of the signal."""
+        """Let every rank that has beaten write its stacks; the signal would kill a rank without a handler."""
         for rank in self.alive:
             if self._beat(rank) is not None:
                 os.kill(rank.process.pid, signal.SIGUSR2)
 
     def kill(self) -> list[Rank]:
-        """Kill and reap everything; return what does not end, because it waits in the kernel."""
+        """Kill and reap all ranks; return those that do not end because they wait in the kernel."""
         for rank in self.alive:
             kill_group(rank.process)
         deadline = time.monotonic() + _KILL_S
@@ -132,17 +132,17 @@ class Ranks:
         return self.alive
 
     def mute_for_s(self) -> float:
-        """Return the age of the oldest last beat; ranks that are still starting do not count."""
+        """Return the age of the oldest last beat, in seconds; ranks that are still starting do not count."""
         beats = [beat for rank in self.alive if (beat := self._beat(rank)) is not None and beat.phase != "start"]
         return max((time.monotonic() - beat.monotonic_s for beat in beats), default=0.0)
 
     def starting_for_s(self) -> float:
-        """Return for how long a rank has been building the run; 0: all have taken their first batch."""
+        """Return the longest start of a rank so far, in seconds; 0 once all have taken their first batch."""
         beats = [self._beat(rank) or Beat(-1, "start", rank.started_s) for rank in self.alive]
         return max((time.monotonic() - beat.monotonic_s for beat in beats if beat.phase == "start"), default=0.0)
 
     def look(self) -> list[Sight]:
-        """Return what is seen of every rank that lives."""
+        """Return the state of every living rank."""
         return [self._look(rank) for rank in self.alive]
 
     def _look(self, rank: Rank) -> Sight:

@@ -1,4 +1,4 @@
-"""The signals of a supervisor: taken in turn while it watches, raised as an exception while it prepares."""
+"""Signals of a supervisor: queued while it watches, raised as exceptions while it prepares."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Requests to save and stop; SIGHUP: the connection over which this was started is gone."""
+"""Requests to save and stop; SIGHUP reports the loss of the terminal or connection."""
 
 
 def heeded(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Return those of ``signals`` that this process was not started to ignore, as by ``nohup``."""
+    """Return ``signals`` without those that this process ignores since its start, for example under ``nohup``."""
     return [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
 
 
 class Interrupted(BaseException):
-    """Ends what the main thread does; no ``except Exception`` holds it up."""
+    """A signal that ends the main thread's work; ``except Exception`` does not catch it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -27,7 +27,7 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """What this process is told, including that a child ended; a context, in the main thread."""
+    """Queue of the signals of this process, SIGCHLD included; a context manager for the main thread."""
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
@@ -37,13 +37,13 @@ class Signals:
         self._main = threading.main_thread().ident or 0
 
     def __enter__(self) -> Signals:
-        """Take over the signals."""
+        """Install the handlers."""
         self._before = {number: signal.signal(number, self._handle) for number in [*heeded(STOP), signal.SIGCHLD]}
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give them back."""
+        """Restore the previous handlers."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -51,18 +51,18 @@ class Signals:
         os.close(self._writer)
 
     def take(self, timeout_s: float) -> list[int]:
-        """Return the signals since the last call; wait for one at most ``timeout_s``."""
+        """Return the signals since the last call; wait at most ``timeout_s`` for the first."""
         if select.select([self._reader], [], [], max(0.0, timeout_s))[0]:
             return list(os.read(self._reader, 4096))
         return []
 
     def wake(self) -> None:
-        """Let ``take`` return, from any thread: as if a child had ended."""
+        """Let ``take`` return as if a child had ended; callable from any thread."""
         signal.pthread_kill(self._main, signal.SIGCHLD)
 
     @contextlib.contextmanager
     def raising(self, reason: Callable[[int], str | None]) -> Iterator[None]:
-        """Raise Interrupted wherever the main thread is, when ``reason(signal)`` gives one."""
+        """Raise Interrupted in the main thread at each signal for which ``reason(signal)`` is not None."""
         self._raise_if = reason
         try:
             yield

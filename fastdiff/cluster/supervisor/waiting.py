@@ -1,4 +1,4 @@
-"""Waiting for a key of a store so that a signal is heard meanwhile."""
+"""Wait for a key of a store without blocking signals."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _SLICE_S = 0.5
 
 
 def value_of(store: Store, key: str, deadline: float) -> bytes:
-    """Return the value of ``key`` once it is there.
+    """Return the value of ``key`` once it is set.
 
-    The store waits in C, where no signal handler of Python runs: so not for long at a time.
+    The store waits in C, where Python's signal handlers do not run; each wait is therefore short.
 
     Args:
-        store: any.
-        key: of the value.
-        deadline: of the monotonic clock.
+        store: any store.
+        key: the key.
+        deadline: deadline on the monotonic clock.
 
     Raises:
-        torch.distributed.DistStoreError: it was not there before the deadline.
+        torch.distributed.DistStoreError: the key was not set before the deadline.
         torch.distributed.DistNetworkError: the process that hosts the store is gone.
     """
     while True:

@@ -1,4 +1,4 @@
-"""The ranks of one node under watch, until the run has ended on all nodes."""
+"""The loop that watches the ranks of one node until the run has ended on all nodes."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from fastdiff.errors import Preempted
 
 _TICK_S = 0.5
 _GRACE_S = 2.0
-"""Between the first failure and the end of the ranks by force: they may have an error of their own to print."""
+"""Time between the first failure and the kill, for the other ranks to print their own errors."""
 _STOP_S = 60.0
-"""Between the first rank that saved and stopped and the last: all save the same step."""
+"""Time between the first and the last rank to save and stop: all save the same step."""
 _DUMP_S = 3.0
-"""For stacks and NCCL's records to be written."""
+"""Time to write the stacks and NCCL's records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long the watch has patience, in seconds."""
+    """Time limits in seconds."""
 
     hang_s: float
-    """For the next beat of a rank."""
+    """Time to the next beat of a rank."""
     start_s: float
-    """For its first batch."""
+    """Time to the first batch of a rank."""
     contact_s: float
-    """For a sign of life of a node."""
+    """Time to the next heartbeat of a node."""
 
 
 class Watch:
     """The watch of one node.
 
     Args:
-        ranks: of this node, just started.
-        nodes: the tie to the others.
-        signals: what this process is told.
-        limits: of patience.
-        folder: where the ranks leave beats and causes of failure.
-        name: of this node in messages.
-        master: of node 0 in messages.
-        request_dumps: lets NCCL write what it knows.
+        ranks: the ranks of this node, just started.
+        nodes: the connection to the other supervisors.
+        signals: the signals of this process.
+        limits: time limits.
+        folder: folder of the ranks' beats and causes of failure.
+        name: name of this node in messages.
+        master: name of node 0 in messages.
+        request_dumps: lets NCCL write its records.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Watch:
         self._ranks, self._nodes, self._signals, self._limits = ranks, nodes, signals, limits
         self._folder, self._name, self._master, self._request_dumps = folder, name, master, request_dumps
         self._gave_up = False
-        """Whether a rank that was asked to stop ended without a save, because nothing moved."""
+        """True once a rank ended without saving after a request to stop, because it made no progress."""
         self._codes: list[int] = []
         self._failure: Outcome | None = None
         self._stopping = False
@@ -74,7 +74,7 @@ class Watch:
         self._overdue = self._finished = False
 
     def until_end(self) -> Outcome:
-        """Return how the run ended, with no rank of this node left."""
+        """Watch until the run has ended, end all ranks of this node and return the outcome."""
         while True:
             for number in self._signals.take(_TICK_S):
                 self._on_signal(number)
@@ -89,7 +89,7 @@ class Watch:
             self._check_hang()
 
     def _on_signal(self, number: int) -> None:
-        """Pass it on to all ranks; they save and stop. Who interrupts from the keyboard a second time does not wait."""
+        """Forward a stop signal to all ranks, which save and stop; a second Ctrl-C ends them at once."""
         if number not in STOP:
             return
         self._interrupts += number == signal.SIGINT
@@ -104,10 +104,10 @@ class Watch:
     def _on_end(self, rank: Rank, code: int) -> None:
         error = self._folder / f"rank-{rank.number:05d}.error"
         if self._stopping and -code in (signal.SIGTERM, signal.SIGUSR1):
-            # It had not begun to listen, with nothing to save, or listened no more, because it had failed.
+            # The rank had no handler: not yet, with nothing to save, or no longer, after a failure.
             code = 1 if error.exists() else Preempted.exit_code
         if Preempted.exit_code in self._codes and code and not self._ranks.training:
-            code = Preempted.exit_code  # it missed a rank that was stopped before the first step
+            code = Preempted.exit_code  # its failure follows from a rank that stopped before the first step
         self._gave_up |= code == Preempted.exit_code and error.exists()
         self._codes.append(code)
         if code == Preempted.exit_code and self._stopped_s == float("inf"):
@@ -124,7 +124,7 @@ class Watch:
             self._nodes.finish(max(self._codes))
 
     def _outcome_without_contact(self) -> Outcome | None:
-        """Ask the ranks to save, once node 0 does not answer: if it alone ended, not its ranks, they still can."""
+        """Ask the ranks to save once node 0 does not answer; they can if only its supervisor ended, not its ranks."""
         silent_s = self._nodes.silent_s
         if not self._nodes.broken and silent_s < self._limits.contact_s:
             return None
@@ -150,7 +150,7 @@ class Watch:
             self._nodes.propose(Outcome(UNAVAILABLE, line, abrupt=True))
 
     def _check_hang(self) -> None:
-        """Two looks, because a beat can be read while it is written."""
+        """Announce a hang after two overdue readings: a beat can be read while it is written."""
         if self._nodes.hang and self._dumped_s == float("inf"):
             sights = self._ranks.look()
             self._dump()
@@ -168,7 +168,7 @@ class Watch:
 
     def _end_ranks(self, outcome: Outcome) -> None:
         if outcome.exit_code == Preempted.exit_code:
-            self._stop(signal.SIGTERM)  # another node was stopped before its ranks had begun
+            self._stop(signal.SIGTERM)  # another node was stopped before its ranks started
         if outcome.exit_code == UNAVAILABLE and self._ranks.alive and self._dumped_s == float("inf"):
             self._dump()
         now = time.monotonic()
@@ -179,5 +179,5 @@ class Watch:
         for rank in self._ranks.kill():
             log.error(
                 f"rank {rank.number} ({self._name}, process {rank.process.pid}) cannot be killed: it waits "
-                "in the kernel for a device or for storage, and may hold its GPU until the node is started again"
+                "in the kernel for a device or storage, and may hold its GPU until the node is rebooted"
             )

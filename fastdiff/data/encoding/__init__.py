@@ -1,1 +1,1 @@
-"""Encoding: from images to shards of latents."""
+"""Encoding of images and captions into shards of latents and text embeddings."""

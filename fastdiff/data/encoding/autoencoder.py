@@ -1,4 +1,4 @@
-"""The frozen autoencoder and text encoders of a pipeline, as an encode and online training use them."""
+"""Frozen encoders of images and captions, for encoded and online training: a pipeline's models, or raw pixels."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fastdiff.data.shards.format import Normalisation
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.pipeline import Pretrained, TextEncoder
 
-# Of AutoencoderKL, for configurations that are older than the field.
+# Default of AutoencoderKL, for older configurations without the field.
 _SCALING_FACTOR = 0.18215
 
 
 class LatentEncoder:
-    """Pixels to posteriors and captions to embeddings; the models are loaded when they are first used.
+    """An encoder of pixels to posteriors and of captions to embeddings; its models are loaded at first use.
 
     Args:
         pretrained: The pipeline.
-        device: Where to compute.
-        dtype: Of weights and activations. The posterior's mean and standard deviation are float32 in any case.
+        device: Device of the models.
+        dtype: Dtype of weights and activations. The posterior's mean and standard deviation are always float32.
 
     Raises:
-        ConfigError: From every member: a part of the pipeline is missing, or its autoencoder is no AutoencoderKL.
+        ConfigError: From every member: a part of the pipeline is missing, or the autoencoder is not an AutoencoderKL.
     """
 
     def __init__(self, pretrained: Pretrained, device: torch.device, dtype: torch.dtype) -> None:
@@ -36,7 +36,7 @@ class LatentEncoder:
         self._config = pretrained.json("vae/config.json")
         kind = self._config.get("_class_name", "AutoencoderKL")
         if kind != "AutoencoderKL":
-            raise ConfigError(f"{pretrained.path} has an autoencoder of the kind {kind}; expected AutoencoderKL")
+            raise ConfigError(f"{pretrained.path} has an autoencoder of class {kind}; expected AutoencoderKL")
 
     @cached_property
     def channels(self) -> int:
@@ -45,15 +45,16 @@ class LatentEncoder:
 
     @cached_property
     def factor(self) -> int:
-        """How many pixels wide and high one position of a latent is."""
+        """Pixels per latent position, in height and in width."""
         return int(2 ** (len(self._config["block_out_channels"]) - 1))
 
     @cached_property
     def normalisation(self) -> Normalisation:
-        """What makes x0 of a posterior's mean and standard deviation: 2C shifts and scales.
+        """The normalisation of the posterior's mean and standard deviation to x0: 2C shifts and scales.
 
-        ``(mean - shift) * scale`` with the autoencoder's ``scaling_factor`` and ``shift_factor``; where it has
-        ``latents_mean`` and ``latents_std`` per channel, the mean is the shift and the scale is divided by the latter.
+        x0 is ``(mean - shift) * scale`` with the autoencoder's ``scaling_factor`` and ``shift_factor``. If it has
+        ``latents_mean`` and ``latents_std`` per channel, the shift is ``latents_mean`` and the scale is
+        ``scaling_factor / latents_std``.
         """
         scaling = float(self._config.get("scaling_factor", _SCALING_FACTOR))
         shift = [float(self._config.get("shift_factor") or 0.0)] * self.channels
@@ -64,37 +65,37 @@ class LatentEncoder:
         return Normalisation(shift=(*shift, *[0.0] * self.channels), scale=(*scale, *scale))
 
     def load(self, *, text: bool) -> None:
-        """Load the autoencoder and, if asked for, the text encoders now."""
+        """Load the autoencoder and, with ``text``, the text encoders now."""
         _ = self._vae, text and self._text
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """The autoencoder's posterior of images ``x / 127.5 - 1``.
+        """Return the autoencoder's posterior of the images ``pixels / 127.5 - 1``.
 
         Args:
             pixels: ``[B, H, W, 3]`` uint8, on any device; H and W are multiples of ``factor``.
 
         Returns:
-            ``[B, 2C, H / factor, W / factor]`` float32, not normalised: mean, then standard deviation. Not finite
-            where the autoencoder overflowed.
+            ``[B, 2C, H / factor, W / factor]`` float32, not normalised: mean, then standard deviation. Values are not
+            finite where the autoencoder overflowed.
         """
-        # The permuted view of [B, H, W, 3] is what torch calls channels_last, in which the autoencoder's weights are.
-        # In fp32 up to the end: in half precision the division and the difference would each round.
+        # [B, H, W, 3] -> [B, 3, H, W] as a view in channels_last, the memory format of the autoencoder's weights.
+        # In fp32, because in half precision both the division and the subtraction would round.
         images = pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).float() / 127.5 - 1
         distribution = self._vae.encode(images.to(self._dtype)).latent_dist
         deviation = (0.5 * distribution.logvar.float()).exp()
-        return torch.cat([distribution.mean.float(), deviation], dim=1)
+        return torch.cat([distribution.mean.float(), deviation], dim=1)  # 2 x [B, C, h, w] -> [B, 2C, h, w]
 
     def embed(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """``context [N, L, D]`` and, with two text encoders, ``pooled [N, P]``, in ``dtype``.
+        """Return ``context [N, L, D]`` and, with two text encoders, ``pooled [N, P]``, in ``dtype``.
 
-        All L positions of a caption are kept, those behind its last token too: the UNet attends to them, and their
-        values depend on the caption, so that a trimmed embedding would train something else.
+        All L positions are kept, padding after the last token included: the UNet attends to the padding and its values
+        depend on the caption, so a trimmed embedding would change the training.
         """
         return self._text(captions)
 
     def null(self) -> dict[str, Tensor]:
-        """The embedding of no caption, ``context [L, D]`` and ``pooled [P]``, in ``dtype``."""
+        """Return the embedding of the empty caption, ``context [L, D]`` and ``pooled [P]``, in ``dtype``."""
         return self._text.null()
 
     @cached_property
@@ -107,9 +108,9 @@ class LatentEncoder:
 
 
 def time_ids(original_size: tuple[int, int], crop: tuple[int, int], size: tuple[int, int]) -> tuple[float, ...]:
-    """SDXL's micro-conditioning (Podell et al. 2023, arXiv:2307.01952, section 2.2).
+    """Return SDXL's micro-conditioning (Podell et al. 2023, arXiv:2307.01952, section 2.2).
 
-    A mirrored image has the crop of the image itself: of a centred crop, both are the same but for a pixel.
+    A mirrored image keeps the crop of the original image; for a centred crop both differ by at most a pixel.
 
     Args:
         original_size: Height and width of the image in the file.
@@ -124,13 +125,13 @@ def time_ids(original_size: tuple[int, int], crop: tuple[int, int], size: tuple[
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """Deterministic convolutions, which are not tried out first, and no TensorFloat32.
+    """Use deterministic convolutions without benchmarking, and no TensorFloat32.
 
-    On a CPU one thread per operator: sums that are split over threads depend on how many there are.
+    On a CPU each operator gets one thread: sums split over threads depend on their number.
     """
     matmul, threads = torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads()
     torch.backends.cuda.matmul.allow_tf32 = False
-    if threads > 1:  # else nothing: torch would take it as the wish of threads that are yet to start
+    if threads > 1:  # otherwise unchanged: torch would apply the setting to threads started later
         torch.set_num_threads(1)
     try:
         with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
@@ -142,12 +143,12 @@ def reproducible() -> Iterator[None]:
 
 
 class PixelEncoder:
-    """Stands where a ``LatentEncoder`` does, and stores the levels of the pixels as they are, without captions.
+    """An encoder with the interface of ``LatentEncoder`` that keeps pixel levels unchanged and embeds no captions.
 
     Attributes:
-        device: The CPU: there is nothing to compute.
-        factor: How many pixels wide and high one position of a latent is.
-        normalisation: What makes x0 of the levels, by ``fastdiff_kernels.noising.dequantised``.
+        device: The CPU, as nothing is computed.
+        factor: Pixels per latent position: 1.
+        normalisation: Normalisation of the levels to x0, applied by ``fastdiff_kernels.noising.dequantised``.
     """
 
     device = torch.device("cpu")
@@ -155,16 +156,16 @@ class PixelEncoder:
     normalisation = Normalisation.of_pixels(3)
 
     def load(self, *, text: bool) -> None:
-        """Nothing is loaded."""
+        """Do nothing: there is no model."""
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """``[B, H, W, 3]`` uint8 to ``[B, 3, H, W]`` uint8."""
+        """Return pixels ``[B, H, W, 3]`` uint8 as ``[B, 3, H, W]`` uint8."""
         return pixels.permute(0, 3, 1, 2).contiguous()
 
     def embed(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Nothing is embedded."""
+        """Return no embeddings."""
         return {}
 
     def null(self) -> dict[str, Tensor]:
-        """There is no embedding of no caption either."""
+        """Return no embedding of the empty caption."""
         return {}

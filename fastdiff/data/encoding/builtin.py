@@ -1,4 +1,4 @@
-"""``fastdiff encode``: from a source to a folder of latent shards."""
+"""Built-in data sets, scikit-learn's digits and synthetic noise, and their encode to latent shards."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def encode_digits(out: str | os.PathLike[str], *, split: str = "all", samples_pe
 
     Args:
         out: New folder.
-        split: ``all`` 1,797 scans; ``train``, the first 1,415; or ``test``, the 382 others, of other forms.
-        samples_per_shard: 256 gives 8 shards of all.
+        split: ``all`` 1,797 scans; ``train``, the first 1,415; or ``test``, the last 382, from other forms.
+        samples_per_shard: Samples per shard; 256 gives 8 shards of ``all``.
 
     Raises:
-        ConfigError: The folder already holds a data set, or there is no such split.
-        StorageError: It cannot be written.
+        ConfigError: The folder already holds a data set, or the split does not exist.
+        StorageError: The folder cannot be written.
     """
     if split not in DIGITS_SPLITS:
-        raise ConfigError(f"--split {split}: of the digits there are {', '.join(DIGITS_SPLITS)}")
+        raise ConfigError(f"--split {split}: the digits have the splits {', '.join(DIGITS_SPLITS)}")
     chosen = DIGITS_SPLITS[split]
     provenance = Provenance(source=digits_source(split), transform="pixel / 8 - 1", versions=versions("scikit-learn"))
     template = pixels_template((1, 8, 8), 10, provenance)
@@ -53,7 +53,7 @@ def encode_synthetic(
 
     Raises:
         ConfigError: The folder already holds a data set.
-        StorageError: It cannot be written.
+        StorageError: The folder cannot be written.
     """
     provenance = Provenance(source=f"synthetic, seed {seed}", transform="none", versions=versions())
     template = pixels_template(shape, classes, provenance)
@@ -62,7 +62,7 @@ def encode_synthetic(
 
 
 def pixels_template(shape: tuple[int, int, int], classes: int | None, provenance: Provenance) -> DatasetInfo:
-    """A data set whose latents are stored as float16 and used as they are."""
+    """Describe a data set of float16 latents without normalisation."""
     channels = shape[0]
     return DatasetInfo(
         columns={LATENT: Column(dtype="float16", shape=shape)},
@@ -73,7 +73,7 @@ def pixels_template(shape: tuple[int, int, int], classes: int | None, provenance
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions that decide the bytes of a data set: ours, Python's, numpy's and those of ``packages``."""
+    """Return the versions that affect the bytes of a data set: fastdiff, Python, numpy and ``packages``."""
     found = {name: importlib.metadata.version(name) for name in ("numpy", *packages)}
     return {"fastdiff": fastdiff.__version__, "python": platform.python_version(), **found}
 
@@ -91,12 +91,12 @@ def write(
     Args:
         source: The samples, in the order of the shards.
         out: New folder.
-        template: What dataset.json says besides the shards.
-        total: Number of samples, for the progress bar, if it is known.
-        samples_per_shard: Size of every shard but the last.
+        template: Content of dataset.json without the shards.
+        total: Number of samples for the progress bar; None: unknown.
+        samples_per_shard: Samples of every shard except the last.
 
     Returns:
-        What was written to dataset.json.
+        Content of dataset.json.
     """
     with ShardWriter(out, template, samples_per_shard=samples_per_shard) as writer:
         for sample in tqdm(source, desc="encode", total=total, unit="sample", disable=None):
@@ -105,41 +105,41 @@ def write(
 
 
 DIGITS_SOURCE = "scikit-learn load_digits"
-"""What the provenance of the encoded digits begins with; the evaluation knows them by it."""
+"""Prefix of the source in the digits' provenance, by which the evaluation recognises them."""
 DIGITS_SPLITS = {"all": slice(0, 1797), "train": slice(0, 1415), "test": slice(1415, 1797)}
-"""Parts of the scans. They lie form by form, as they were filled in, and one begins at 1415: none is in both."""
+"""Ranges of the scans by split. Scans are sorted by form and a form begins at 1415: no form is in both parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One sample on its way into a shard."""
+    """A sample to be written to a shard."""
 
     key: str
-    """Letters, digits, ``_`` and ``-``."""
+    """Key of letters, digits, ``_`` and ``-``."""
     latent: npt.NDArray[Any]
     """``[C, H, W]`` float16 or float32."""
     label: int | None = None
     """Class; None for unconditional data."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """What else is known about the sample, for ``<key>.json``; empty: no such file."""
+    """Content of ``<key>.json``; empty: no such file."""
 
 
 def digits_source(split: str) -> str:
-    """What the provenance of a split says."""
+    """Return the source of a split for the provenance."""
     return DIGITS_SOURCE if split == "all" else f"{DIGITS_SOURCE}, {split}"
 
 
 def digits(split: str = "all") -> Iterator[Sample]:
-    """The 1,797 scans of handwritten digits that come with scikit-learn.
+    """Yield the scans of handwritten digits that come with scikit-learn.
 
     Args:
-        split: of ``DIGITS_SPLITS``.
+        split: A key of ``DIGITS_SPLITS``.
 
     Yields:
         Samples with a latent ``[1, 8, 8]`` float16 in [-1, 1] (pixel / 8 - 1, exact in float16) and its class
         0-9.
     """
-    from sklearn.datasets import load_digits  # seconds to import
+    from sklearn.datasets import load_digits  # the import takes seconds
 
     scans = load_digits()
     latents = (scans.images / 8 - 1).astype(np.float16)[:, None]
@@ -150,16 +150,16 @@ def digits(split: str = "all") -> Iterator[Sample]:
 
 
 def synthetic(shape: tuple[int, int, int], samples: int, classes: int, seed: int) -> Iterator[Sample]:
-    """Standard normal noise with random classes, for benchmarks; the same for the same arguments.
+    """Yield standard normal noise with random classes, for benchmarks; deterministic in its arguments.
 
     Args:
-        shape: ``(C, H, W)``.
-        samples: How many.
-        classes: Classes are drawn from [0, classes).
-        seed: Any integer from 0.
+        shape: Shape ``(C, H, W)`` of a latent.
+        samples: Number of samples.
+        classes: Number of classes.
+        seed: Non-negative integer.
 
     Yields:
-        Samples with a latent of this shape, float16.
+        Samples with a float16 latent of this shape.
     """
     generator = np.random.Generator(np.random.Philox(seed))
     for number in range(samples):

@@ -1,8 +1,8 @@
-"""``fastdiff encode SOURCE OUT``: images to latents and text embeddings, or to pixels, by any number of ranks.
+"""Encode of images into latents and text embeddings, or into pixels, on any number of ranks (``fastdiff encode``).
 
-Rank r of W encodes the units r, r + W, ... of the source, and unit k becomes the shards number k, so that the files
-depend neither on W nor on which rank was killed how often. The ranks neither wait for one another nor talk except
-through ``encode_plan.EncodeFolder``.
+Rank r of W encodes the units r, r + W, ... of the source, and unit k becomes the shards with number k. The files depend
+neither on W nor on killed ranks. The ranks do not wait for one another, and communicate only through
+``plan.EncodeFolder``.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 
 
 def encode_images(options: EncodeOptions, say: Callable[[str], None] = print) -> None:
-    """Encode this rank's part of the source, and publish the data set if nothing else is left to do.
+    """Encode this rank's part of the source, and publish the data set once all units are finished.
 
     Args:
-        options: The same on all ranks; ``bad`` and ``workers`` may differ from those of a killed encode that goes on.
-        say: Told in one line what was done and where the time went; before that, what the user should know.
+        options: Options, equal on all ranks; on resuming a killed encode ``bad`` and ``workers`` may change.
+        say: Prints warnings and, at the end, a summary line with the time per stage.
 
     Raises:
-        ConfigError: Options that do not fit the source or the pipeline; the folder is taken, or was begun otherwise.
-        DataError: The source is damaged, or holds an image that cannot be used and ``bad`` is fail.
-        StorageError: Something cannot be read or written.
+        ConfigError: The options do not fit the source, the pipeline or an unfinished encode, or the folder is in use.
+        DataError: The source is damaged, or an image is unusable and ``bad`` is fail.
+        StorageError: A file cannot be read or written.
     """
     _ImageEncode(options, Rank.from_environment(), say).run()
 
 
 class _ImageEncode:
-    """One rank's part."""
+    """The encode of one rank's units."""
 
     def __init__(self, options: EncodeOptions, rank: Rank, say: Callable[[str], None]) -> None:
         self._options, self._rank, self._say = options, rank, say
@@ -83,12 +83,12 @@ class _ImageEncode:
             options.out, self._plan(), self._source.units, self._captions_per_image, self._say_that_we_wait
         )
         self._images = self._unused_captions = 0
-        self._bad: list[BadRecord] = []  # of this rank, in the units of earlier attempts too
+        self._bad: list[BadRecord] = []  # of this rank, earlier attempts included
 
     def run(self) -> None:
-        """Do it all."""
+        """Encode all missing units of this rank, publish and report."""
         if self._folder.published:
-            self._say(f"{self._options.out} is complete already")
+            self._say(f"{self._options.out} is already complete")
             return
         if self._rank.number == 0:
             self._warn_of_captions()
@@ -107,12 +107,12 @@ class _ImageEncode:
     def _warn_of_captions(self) -> None:
         if self._in_pixels and self._source.captioned:
             self._say(
-                f"warning: the captions of {self._source.name} are not embedded: a data set in pixel space has none"
+                f"warning: the captions of {self._source.name} are ignored: a data set in pixel space has no embeddings"
             )
         elif not self._in_pixels and not self._source.captioned:
             self._say(
-                f"warning: {self._source.name} has no captions: the data set has no text embeddings, which a UNet "
-                "needs; a DiT trains on the classes"
+                f"warning: {self._source.name} has no captions, so the data set has no text embeddings, which a UNet "
+                "needs; a DiT trains on classes"
             )
 
     def _encode(self, to_do: list[int], own: range, kept: dict[int, UnitRecord]) -> None:
@@ -125,7 +125,7 @@ class _ImageEncode:
             self._decoder,
             to_do,
             self._stopwatch,
-            start=lambda: torch.cuda.set_device(device) if on_gpu else None,  # each thread has a device of its own
+            start=lambda: torch.cuda.set_device(device) if on_gpu else None,  # the device is set per thread
         )
         description = "encode" if self._rank.ranks == 1 else f"encode, rank {self._rank.number}"
         bar = tqdm(
@@ -192,16 +192,16 @@ class _ImageEncode:
         return UnitRecord(published, tuple(bad))
 
     def _refuse(self, bad: BadRecord, found: list[BadRecord]) -> None:
-        """Follow the policy for bad images."""
+        """Apply the policy for bad images: raise DataError, or add to ``found``."""
         if self._options.bad == "fail":
             raise DataError(
-                f"{bad.name} cannot be used: {bad.reason}. Repair it and run the same command again, or leave bad "
-                f"images out with --bad skip, which lists them in {self._options.out / BAD_IMAGES}"
+                f"{bad.name} cannot be used: {bad.reason}. Repair it and run the same command again, or skip bad "
+                f"images with --bad skip, which lists them in {self._options.out / BAD_IMAGES}"
             )
         found.append(bad)
 
     def _captions_per_image(self) -> int:
-        """How many captions the image with the most of them has, of those that are to be embedded."""
+        """Return the largest number of captions to embed per image."""
         if self._options.captions == "first" or not self._embeds_captions:
             return 1
         units = tqdm(range(self._source.units), desc="counting captions", unit="shard", disable=None)
@@ -209,10 +209,12 @@ class _ImageEncode:
 
     def _say_that_we_wait(self) -> None:
         if self._options.captions == "all":
-            self._say(f"rank {self._rank.number}: waiting for the rank that counts the captions of {self._source.name}")
+            self._say(
+                f"rank {self._rank.number}: waiting while another rank counts the captions of {self._source.name}"
+            )
 
     def _plan(self) -> dict[str, Any]:
-        """Everything that decides the bytes, apart from versions and hardware."""
+        """Return all options and digests that affect the bytes, except versions and hardware."""
         options = self._options
         return {
             "source": self._source.name,
@@ -239,12 +241,12 @@ class _ImageEncode:
 
     @property
     def _dtype(self) -> Literal["float16", "float32", "uint8"]:
-        """Of the latents as they are stored."""
+        """Dtype of the stored latents."""
         return "uint8" if self._in_pixels else self._options.dtype
 
     @property
     def _null(self) -> dict[str, npt.NDArray[Any]]:
-        """The embedding of the empty prompt, as it is stored; empty without captions."""
+        """The stored embedding of the empty prompt, by column; empty without captions."""
         if not self._embeds_captions:
             return {}
         return {
@@ -253,7 +255,7 @@ class _ImageEncode:
         }
 
     def _info(self) -> DatasetInfo:
-        """What dataset.json says besides the shards."""
+        """Return the content of dataset.json without the shards."""
         options, encoder = self._options, self._encoder
         pixels = self._transform.buckets or ((options.resolution, options.resolution),)
         sizes = tuple((height // encoder.factor, width // encoder.factor) for height, width in pixels)
@@ -283,7 +285,7 @@ class _ImageEncode:
         )
 
     def _described_transform(self) -> str:
-        """What was done to the images, in words, with the digest of the plan at the end."""
+        """Describe the transform of the images; the digest of the plan comes last."""
         options = self._options
         buckets = f"{len(self._transform.buckets)} buckets of " if options.buckets else ""
         filters = "box and bicubic" if options.crop == "adm" else options.interpolation
@@ -307,15 +309,15 @@ class _ImageEncode:
             busy = ", ".join(
                 f"{stage} {seconds.get(stage, 0.0):.1f} s ({seconds.get(stage, 0.0) / total:.0%})" for stage in stages
             )
-            text += f", {self._images / total:.1f} images/s; busy, side by side: {busy}"
+            text += f", {self._images / total:.1f} images/s; concurrent stages: {busy}"
         if kept:
-            text += f"; {kept} more were there already"
+            text += f"; {kept} more were already encoded"
         if self._bad:
-            text += f"; {len(self._bad)} bad images left out, listed in {self._options.out / BAD_IMAGES}"
+            text += f"; {len(self._bad)} bad images skipped, listed in {self._options.out / BAD_IMAGES}"
         if self._unused_captions:
-            text += f"; {self._unused_captions} images have more captions, which --captions all embeds"
+            text += f"; {self._unused_captions} images have further captions, which --captions all embeds"
         if missing:
-            text += f"; {missing} shards are still missing, other ranks write them; if all have ended, run it once more"
+            text += f"; {missing} shards are still missing: other ranks write them; if all have ended, run it once more"
         self._say(text)
         if not missing:
             samples = DatasetInfo.read(self._options.out).samples
@@ -323,41 +325,41 @@ class _ImageEncode:
 
 
 class _Expectation:
-    """How many images this rank has, from what is known so far."""
+    """The expected number of this rank's images, for the progress bar."""
 
     def __init__(self, source: ImageSource, per_unit: int, own: range, kept: dict[int, UnitRecord]) -> None:
         self._units = len(own)
         self._finished = len(kept)
         self.done = sum(record.images for record in kept.values())
         self._exact: int | None = None
-        if not isinstance(source, WebDatasetSource):  # which would have to look at every image
+        if not isinstance(source, WebDatasetSource):  # a tar source would have to read all headers
             self._exact = sum(min(per_unit, len(source) - unit * per_unit) for unit in own)
 
     @property
     def images(self) -> int | None:
-        """The number; None: nothing is known yet."""
+        """The exact or estimated number; None: unknown."""
         if self._exact is not None or not self._finished:
             return self._exact
         return round(self.done / self._finished * self._units)
 
     def add(self, record: UnitRecord) -> None:
-        """Count another unit that is finished."""
+        """Count a finished unit."""
         self._finished += 1
         self.done += record.images
 
 
 def _transform(options: EncodeOptions, factor: int) -> ImageTransform:
-    """Resize and crop to sizes that the autoencoder takes."""
+    """Return the resize and crop to sizes divisible by the autoencoder's factor."""
     if not options.buckets:
         if wrong := options.resolution % factor:
             near = max(options.resolution - wrong, factor)
             raise ConfigError(
-                f"--resolution {options.resolution} does not divide by {factor}, the autoencoder's factor; use "
+                f"--resolution {options.resolution}: expected a multiple of {factor}, the autoencoder's factor; use "
                 f"{near} or {near + factor}"
             )
         return ImageTransform(options.resolution, options.crop, options.interpolation)
     step = options.bucket_step or 8 * factor
-    require(step % factor == 0, f"--bucket-step {step} does not divide by {factor}, the autoencoder's factor")
+    require(step % factor == 0, f"--bucket-step {step}: expected a multiple of {factor}, the autoencoder's factor")
     try:
         buckets: tuple[Size, ...] = aspect_buckets(options.resolution, step)
     except ValueError as error:

@@ -1,7 +1,8 @@
-"""What the ranks of an encode leave one another in ``OUT/.encoding``: there is no other communication.
+"""Coordination of the ranks of an encode through files in ``OUT/.encoding``, their only communication.
 
-``plan.json`` says what decides the bytes, ``unit-000012.json`` records a finished unit. Whatever is not recorded is
-done again from its start, so that a killed encode goes on with the same command. Whoever sees all records publishes.
+``plan.json`` holds all options that affect the bytes, and ``unit-000012.json`` records a finished unit. A unit without
+a record is encoded again from its start, so the same command resumes a killed encode. The rank that finds all records
+publishes the data set.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CAPTIONS = "captions_per_image"
 
 @dataclass(frozen=True)
 class BadRecord:
-    """An image that was left out."""
+    """A skipped image."""
 
     name: str
     reason: str
@@ -41,34 +42,34 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """What became of a unit."""
+    """The record of a finished unit."""
 
     shards: tuple[ShardInfo, ...]
     bad: tuple[BadRecord, ...]
 
     @property
     def images(self) -> int:
-        """Images of the unit, with those that were left out."""
+        """Images of the unit, skipped ones included."""
         return sum(shard.samples for shard in self.shards) + len(self.bad)
 
 
 class EncodeFolder:
-    """The folder that several processes encode into.
+    """A folder into which several processes encode.
 
     Args:
-        out: Made if it is missing.
-        plan: What decides the bytes, JSON values by name.
+        out: The folder; created if missing.
+        plan: Options that affect the bytes, JSON values by name.
         units: Number of units of the source.
-        count_captions: Says how many captions an image has at most. Only the first process calls it; the others wait
-            for it.
-        wait: Called by a process before it waits for the one that counts.
+        count_captions: Returns the largest number of captions per image. Only the first process calls it; all others
+            wait for the result.
+        wait: Called by a process before it waits for the count.
 
     Attributes:
-        published: Whether the data set is there already, encoded by the same plan.
-        captions: What ``count_captions`` said.
+        published: Whether the folder already holds the data set of this plan.
+        captions: Result of ``count_captions``.
 
     Raises:
-        ConfigError: The folder holds something else, or was begun by another plan.
+        ConfigError: The folder holds other files, or an encode with another plan.
         StorageError: From every method: the folder cannot be written.
     """
 
@@ -94,7 +95,7 @@ class EncodeFolder:
                 self.captions = self._agree(count_captions)
 
     def record(self, unit: int) -> UnitRecord | None:
-        """The record of a unit, if the unit is finished and its files are all there in full length."""
+        """Return the record of a unit if the unit is finished and all its files have their full length."""
         try:
             record = TypeAdapter(UnitRecord).validate_json(self._record_path(unit).read_bytes())
         except (FileNotFoundError, ValidationError):
@@ -103,39 +104,39 @@ class EncodeFolder:
 
     @contextlib.contextmanager
     def claimed(self, unit: int) -> Iterator[bool]:
-        """Keep other processes from a unit; what an earlier attempt at it has left is removed.
+        """Lock a unit against other processes, and remove the files of earlier attempts.
 
         Yields:
-            Whether it is still to be done; no, if another process has finished it a moment ago.
+            True if the unit must be encoded; False if another process has just finished it.
 
         Raises:
-            ConfigError: Another process is at work on the unit.
+            ConfigError: Another process is encoding the unit.
         """
         with self._locked(f"unit-{unit:06d}", None):
             with self.storage():
-                # Without a record of this unit nobody can publish, so that from here on the files are ours.
+                # Without a record of this unit no process can publish, so from here on the files belong to this one.
                 to_do = not (self.out / INFO_FILE).exists() and self.record(unit) is None
                 for leftover in self.out.glob(f"train-{unit:06d}[.-]*") if to_do else ():
                     leftover.unlink(missing_ok=True)
             yield to_do
 
     def finish(self, unit: int, record: UnitRecord) -> None:
-        """Record that a claimed unit is finished; its shards are on the disk."""
+        """Record that a claimed unit is finished; its shards must be on disk."""
         with self.storage():
             publish(self._record_path(unit), canonical_json(dataclasses.asdict(record)))
 
     def publish(self, template: Callable[[], DatasetInfo], null: Callable[[], Mapping[str, npt.NDArray[Any]]]) -> int:
-        """Write dataset.json if all units are finished; the arguments are called only then.
+        """Write dataset.json if all units are finished; only then the arguments are called.
 
         Args:
-            template: What dataset.json will say, without shards, samples and null.
-            null: By column: the embedding of the empty prompt.
+            template: Returns the content of dataset.json without shards, samples and null.
+            null: Returns the embedding of the empty prompt, by column.
 
         Returns:
-            Number of units that are not finished; 0: the data set is complete.
+            Number of unfinished units; 0: the data set is complete.
 
         Raises:
-            DataError: No image could be used.
+            DataError: All images are unusable.
         """
         with self._locked("plan"):
             with self.storage():
@@ -152,7 +153,7 @@ class EncodeFolder:
 
     @contextlib.contextmanager
     def storage(self) -> Iterator[None]:
-        """Turn what the file system says of the folder into a StorageError; nothing else may be read within."""
+        """Turn an OSError of the folder into a StorageError; only files of this folder may be accessed within."""
         try:
             yield
         except OSError as error:
@@ -160,8 +161,8 @@ class EncodeFolder:
             with contextlib.suppress(OSError):
                 free = str(shutil.disk_usage(self.out).free)
             raise StorageError(
-                f"cannot write to {error.filename or self.out}: {error.strerror or error} ({free} bytes free); make "
-                "room, then run the same command again: it goes on behind the last unit that is finished"
+                f"cannot write to {error.filename or self.out}: {error.strerror or error} ({free} bytes free); free "
+                "some space, then run the same command again: it resumes after the last finished unit"
             ) from error
 
     def _write(self, records: list[UnitRecord], template: DatasetInfo, null: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -169,8 +170,8 @@ class EncodeFolder:
         bad = [bad for record in records for bad in record.bad]
         if not shards:
             worst = f"; {bad[0].name}: {bad[0].reason}" if bad else ""
-            raise DataError(f"none of the source's {len(bad)} images can be used{worst}")
-        for pattern in ("null.*.tmp", f"{INFO_FILE}.*.tmp", f"{BAD_IMAGES}*"):  # of one who was killed at this
+            raise DataError(f"all {len(bad)} images of the source are unusable{worst}")
+        for pattern in ("null.*.tmp", f"{INFO_FILE}.*.tmp", f"{BAD_IMAGES}*"):  # of a process killed here
             for leftover in self.out.glob(pattern):
                 leftover.unlink(missing_ok=True)
         if bad:
@@ -191,26 +192,30 @@ class EncodeFolder:
         self.out.mkdir(parents=True, exist_ok=True)
         if self._work.is_file():
             raise ConfigError(
-                f"{self.out} holds an unfinished encode of another kind; choose another folder, or delete this one"
+                f"{self.out} holds an unfinished encode of digits or synthetic data; choose another folder, or delete "
+                "this one"
             )
-        # In this order: the others may begin and end while we look.
+        # In this order, because other processes may begin and end during these checks.
         found = sorted(self.out.glob("train-*"))
         if found and not self._work.exists() and not (self.out / INFO_FILE).exists():
-            raise ConfigError(f"{self.out} holds {found[0].name}, which is not ours to replace; choose another folder")
+            raise ConfigError(
+                f"{self.out} holds {found[0].name}, which was not written by an unfinished encode; choose another "
+                "folder"
+            )
         if (self.out / INFO_FILE).exists():
             self._is_published()
         self._work.mkdir(exist_ok=True)
 
     def _is_published(self) -> bool:
-        """Whether the data set is there; ConfigError if it is another one."""
+        """Return whether the data set is published; ConfigError if it has another plan."""
         if not (self.out / INFO_FILE).exists():
             return False
         if not DatasetInfo.read(self.out).provenance.transform.endswith(self.plan_digest):
             raise ConfigError(
-                f"{self.out} already holds a data set, of another source or other options; choose another folder, or "
+                f"{self.out} already holds a data set with another source or other options; choose another folder, or "
                 "delete this one"
             )
-        # One who published was killed while removing this, or we have just made it anew.
+        # The publishing process was killed before it removed this folder, or this process has just created it again.
         shutil.rmtree(self._work, ignore_errors=True)
         return True
 
@@ -227,13 +232,13 @@ class EncodeFolder:
         if begun != self._plan:
             names = sorted(begun.keys() | self._plan.keys())
             changed = [
-                f"{name}: {begun.get(name)} there, {self._plan.get(name)} now"
+                f"{name} was {begun.get(name)}, is {self._plan.get(name)}"
                 for name in names
                 if begun.get(name) != self._plan.get(name)
             ]
             raise ConfigError(
-                f"{self.out} holds an unfinished encode that was begun otherwise ({'; '.join(changed)}); finish it as "
-                "it was begun, choose another folder, or delete this one to begin anew"
+                f"{self.out} holds an unfinished encode with other options ({'; '.join(changed)}); finish it with its "
+                "options, choose another folder, or delete this one to start over"
             )
         return int(captions)
 
@@ -249,11 +254,11 @@ class EncodeFolder:
 
     @contextlib.contextmanager
     def _locked(self, name: str, wait: Callable[[], None] | None = lambda: None) -> Iterator[None]:
-        """Hold a lock that ends with this process; it needs a file system that has locks between its machines.
+        """Hold a file lock, which ends with this process; shared storage must support locks between machines.
 
         Args:
-            name: Of the lock.
-            wait: Called before waiting for another process; None: ConfigError instead.
+            name: Name of the lock.
+            wait: Called before waiting for another process; None: raise ConfigError instead of waiting.
         """
         with self.storage():
             file = self._lock_file(name)
@@ -264,8 +269,8 @@ class EncodeFolder:
                 except BlockingIOError as error:
                     if wait is None:
                         raise ConfigError(
-                            f"another `fastdiff encode` is writing {name} to {self.out}; wait for it, or give every "
-                            "process a RANK of its own",
+                            f"another `fastdiff encode` is writing {name} to {self.out}; wait until it ends, or give "
+                            "every process its own RANK",
                             everywhere=False,
                         ) from error
                     wait()
@@ -275,5 +280,5 @@ class EncodeFolder:
     def _lock_file(self, name: str) -> IO[bytes]:
         while True:
             self._work.mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # one who published has removed the folder meanwhile
+            with contextlib.suppress(FileNotFoundError):  # the publishing process has removed the folder
                 return (self._work / f"{name}.lock").open("wb")

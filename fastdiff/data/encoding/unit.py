@@ -1,4 +1,4 @@
-"""The images of one unit on their way through the autoencoder, or past it, into its shards."""
+"""Encode of one unit: batches of images through the encoder into one shard per bucket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fastdiff.errors import DataError
 
 _CPU_IMAGES = 4
 _KEPT_EMBEDDINGS = 1024
-"""Captions that need not be embedded again; of SDXL 0.3 GiB in 16 bits."""
+"""Size of the cache of caption embeddings; for SDXL 0.3 GiB in 16 bits."""
 
 Images = Sequence[tuple[ImageItem, Decoded]]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -34,37 +34,37 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass
 class _Batch:
-    """What the device is computing."""
+    """A batch in computation on the device."""
 
     images: Images
     bucket: int
     captions: list[str]
-    """Those whose embeddings are not kept from earlier batches."""
+    """Captions whose embeddings are not cached."""
     latents: dict[str, Tensor] = field(default_factory=dict)
     embeddings: dict[str, Tensor] = field(default_factory=dict)
     events: list[tuple[str, Any, Any]] = field(default_factory=list)
-    """Stage, begin and end, with CUDA."""
+    """Stage, begin and end event (CUDA only)."""
 
 
 class UnitEncoder:
-    """Encodes one unit in batches, each of one bucket, into one shard per bucket.
+    """The encoder of one unit: forms batches of one bucket each, and writes one shard per bucket.
 
-    The batches are cut in the order of the images, so that the shards depend on nothing but the unit. While the device
-    computes a batch, the one before it is written.
+    Batches follow the order of the images, so the shards depend only on the unit. While the device computes a batch,
+    the previous one is written.
 
     Args:
         out: Folder of the shards.
-        info: What dataset.json will say, without shards.
+        info: Content of dataset.json without shards.
         unit: Number of the unit.
-        encoder: The models, or none.
-        threads: On a CPU, parts of a batch are computed in these.
+        encoder: The encoder of images and captions.
+        threads: Thread pool for the parts of a batch, used on a CPU.
         batch: Images per batch.
-        stopwatch: Gets the stages ``VAE``, ``text`` and ``write``.
-        bad: Called with the name of an image that cannot be used and the reason.
+        stopwatch: Records the stages ``VAE``, ``text`` and ``write``.
+        bad: Called with the name of an unusable image and the reason.
 
     Raises:
         DataError: From every method: the embedding of a caption is not finite.
-        OSError: A shard cannot be written.
+        OSError: From every method: a shard cannot be written.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class UnitEncoder:
         self._on_cuda = encoder.device.type == "cuda"
         self._pending: defaultdict[int, list[tuple[ImageItem, Decoded]]] = defaultdict(list)  # by bucket
         self._computing: _Batch | None = None
-        # By caption, the one that was used last at the end. Which ones are kept depends on nothing but the unit, and
-        # so do the batches in which captions are embedded, and their bytes.
+        # An LRU cache by caption. Its content depends only on the unit, and so do the batches of captions and their
+        # bytes.
         self._embeddings: OrderedDict[str, Arrays] = OrderedDict()
         self._tars: dict[int, ShardTar] = {}  # by bucket
 
@@ -98,7 +98,7 @@ class UnitEncoder:
             self._compute(decoded.bucket)
 
     def finish(self) -> tuple[ShardInfo, ...]:
-        """Encode what is left and publish the shards; there are none if no image could be used."""
+        """Encode the remaining images and publish the shards; none if all images are unusable."""
         for bucket in sorted(bucket for bucket, images in self._pending.items() if images):
             self._compute(bucket)
         self._write()
@@ -108,12 +108,12 @@ class UnitEncoder:
         return shards
 
     def abandon(self) -> None:
-        """Remove what is not published."""
+        """Remove all unpublished files."""
         for tar in self._tars.values():
             tar.abandon()
 
     def _captions(self, item: ImageItem) -> tuple[str, ...]:
-        """The captions of an image that are embedded."""
+        """Return the captions of an image to embed."""
         return (item.captions or ("",))[: self._info.captions] if "context" in self._info.columns else ()
 
     def _compute(self, bucket: int) -> None:
@@ -123,12 +123,12 @@ class UnitEncoder:
         for caption in captions:
             self._embeddings[caption] = self._embeddings.pop(caption, {})  # filled when the batch is written
         with self._device_stage("VAE", batch):
-            pixels = torch.from_numpy(np.stack([decoded.pixels for _, decoded in images]))
+            pixels = torch.from_numpy(np.stack([decoded.pixels for _, decoded in images]))  # [B, H, W, 3]
             if self._on_cuda:
                 pixels = pixels.pin_memory().to(self._encoder.device, non_blocking=True)
             batch.latents[LATENT] = self._to_host(self._encode(pixels))
             if self._info.flipped:
-                batch.latents[FLIPPED] = self._to_host(self._encode(pixels.flip(2)))
+                batch.latents[FLIPPED] = self._to_host(self._encode(pixels.flip(2)))  # mirrored along W
         if batch.captions:
             with self._device_stage("text", batch):
                 parts = [
@@ -142,13 +142,13 @@ class UnitEncoder:
         self._computing = batch
 
     def _encode(self, pixels: Tensor) -> Tensor:
-        """The latents of a batch; on a CPU in parts that do not depend on the number of threads."""
+        """Encode pixels ``[B, H, W, 3]``; on a CPU in parts whose size does not depend on the number of threads."""
         if self._on_cuda:
             return self._encoder.encode(pixels)
         return torch.cat(list(self._threads.map(self._encoder.encode, torch.split(pixels, _CPU_IMAGES))))
 
     def _to_host(self, values: Tensor) -> Tensor:
-        """Start the copy of a result in the dtype in which it is stored."""
+        """Start the copy of a result to the host, in its stored dtype."""
         values = values.to(getattr(torch, self._info.latent.dtype))
         if not values.is_cuda:
             return values
@@ -156,7 +156,7 @@ class UnitEncoder:
 
     @contextmanager
     def _device_stage(self, stage: str, batch: _Batch) -> Iterator[None]:
-        """Measure what the device is busy with; with CUDA, it is not waited for."""
+        """Measure the time of a stage on the device; with CUDA, without waiting for it."""
         if not self._on_cuda:
             with self._stopwatch.measure(stage):
                 yield
@@ -168,7 +168,7 @@ class UnitEncoder:
         batch.events.append((stage, begin, end))
 
     def _write(self) -> None:
-        """Wait for the batch that is computed and append it to its shard."""
+        """Wait for the batch in computation and append it to its shard."""
         batch, self._computing = self._computing, None
         if batch is None:
             return
@@ -182,13 +182,11 @@ class UnitEncoder:
                 if all(np.isfinite(latent).all() for latent in latents.values()):
                     self._append(batch.bucket, item, decoded, latents)
                 else:
-                    self._bad(
-                        item.name, "its latent is not finite; an autoencoder that overflows needs --precision fp32"
-                    )
+                    self._bad(item.name, "its latent is not finite; if the autoencoder overflows, use --precision fp32")
 
     def _keep_embeddings(self, batch: _Batch) -> None:
         for number, caption in enumerate(batch.captions):
-            # Copies: a view would keep the page-locked memory of its whole batch.
+            # Copied, because a view would keep the pinned memory of its whole batch.
             found = {name: values[number].numpy().copy() for name, values in batch.embeddings.items()}
             self._embeddings[caption] = found
             if not all(np.isfinite(value).all() for value in found.values()):

@@ -1,1 +1,1 @@
-"""Images: where they come from, and how they are decoded."""
+"""Image sources (folders, tars, Hugging Face data sets) and decoders."""

@@ -1,17 +1,18 @@
-"""Image files to RGB pixels of the training's size, by Pillow or NVIDIA DALI.
+"""Decoding of image files to RGB pixels of the training size, by Pillow or NVIDIA DALI.
 
-The Pillow decoder is the reference: what torchvision's transforms of diffusers' ``train_text_to_image`` make of the
-same file (``convert("RGB")``, ``Resize``, ``CenterCrop`` or ``RandomCrop``), apart from two kinds of image that they
-get wrong: those that EXIF says are rotated are turned upright, and 16-bit grey ones are scaled and not clipped.
+The Pillow decoder is the reference. It gives the pixels of torchvision's transforms in diffusers'
+``train_text_to_image`` (``convert("RGB")``, ``Resize``, ``CenterCrop`` or ``RandomCrop``) with two corrections: EXIF
+rotations are applied, and 16-bit grey images are scaled instead of clipped.
 
-- JPEG, PNG and WebP are read; the first frame of an animated one.
-- CMYK is converted without a profile, Adobe's inversion undone; ICC profiles are ignored.
-- Alpha is dropped and not composited, as ``convert("RGB")`` does; palettes are looked up.
-- 16-bit grey is ``round(v / 257)``; of 16-bit colour Pillow keeps the high byte, at most one level from that.
-- An image smaller than the target is enlarged, one of a single pixel too.
+- JPEG, PNG and WebP are supported; the first frame of an animation counts.
+- CMYK is converted without a profile, with Adobe's inversion undone; ICC profiles are ignored.
+- Alpha is dropped without compositing, as ``convert("RGB")`` does; palettes are resolved.
+- 16-bit grey becomes ``round(v / 257)``; for 16-bit colour Pillow keeps the high byte, which differs by at most one
+  level.
+- An image smaller than the target is enlarged, even a single pixel.
 
-A bad image is a ``BadImage`` with the reason, never an exception. Bytes that are changed in the middle of a JPEG or a
-lossy WebP show as wrong pixels, as in every decoder: these formats have no checksum.
+A bad image gives a ``BadImage`` with the reason, never an exception. Changed bytes within a JPEG or lossy WebP give
+wrong pixels, as in every decoder: these formats have no checksum.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ FILTERS = {
     "hamming": Image.Resampling.HAMMING,
     "lanczos": Image.Resampling.LANCZOS,
 }
-"""torchvision's names; on Pillow's images its two nearest neighbours are the same."""
+"""Filters by torchvision's names; for Pillow images its two nearest-neighbour filters are equal."""
 
 LARGE_PIXELS = 2**25
-"""Images above that are decoded one at a time, else as many of them as there are threads would be in memory."""
+"""Larger images are decoded one at a time, which limits the memory; otherwise each thread would hold one."""
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -72,17 +73,17 @@ _UPRIGHT = {
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Resize and crop.
+    """The resize and crop of an image.
 
     Attributes:
-        resolution: Side of the square result in pixels; without meaning if there are buckets.
-        crop: ``center`` and ``random`` resize the short side to the resolution, or so that the bucket is covered;
-            ``adm`` is ADM's centre crop, which brings its own filters.
+        resolution: Side of the square result in pixels; unused with buckets.
+        crop: ``center`` and ``random`` resize the short side to the resolution, or the image to cover its bucket;
+            ``adm`` is ADM's centre crop with its own filters.
         interpolation: A name in ``FILTERS``.
-        buckets: Sizes (h, w) in pixels, of which each image gets the one of the nearest aspect ratio.
+        buckets: Sizes (h, w) in pixels; each image gets the nearest aspect ratio.
 
     Raises:
-        ConfigError: A value that is none of these, or ``adm`` with buckets.
+        ConfigError: A value is invalid, or ``adm`` is combined with buckets.
     """
 
     resolution: int
@@ -91,7 +92,7 @@ class ImageTransform:
     buckets: tuple[Size, ...] = ()
 
     def __post_init__(self) -> None:
-        require(self.resolution >= 1, f"resolution {self.resolution}: expected at least one pixel")
+        require(self.resolution >= 1, f"resolution {self.resolution}: expected at least 1 pixel")
         require(self.crop in get_args(Crop), f"crop {self.crop!r}: expected one of {', '.join(get_args(Crop))}")
         require(
             self.interpolation in FILTERS,
@@ -99,20 +100,20 @@ class ImageTransform:
         )
         require(
             not (self.buckets and self.crop == "adm"),
-            "crop adm makes squares only: use crop center or random with aspect-ratio buckets",
+            "crop adm makes only squares: use crop center or random with aspect-ratio buckets",
         )
-        require(all(min(size) >= 1 for size in self.buckets), f"buckets {self.buckets}: expected at least one pixel")
+        require(all(min(size) >= 1 for size in self.buckets), f"buckets {self.buckets}: expected sides of at least 1")
 
     def place(self, size: Size, offset: Offset | None) -> Placement:
-        """Where the result lies in an upright image of ``size``.
+        """Return the resize and crop of an upright image of ``size``.
 
         Args:
             size: Height and width in pixels.
-            offset: For a random crop, top and left in [0, 1).
+            offset: Top and left in [0, 1) for a random crop.
 
         Raises:
-            RefusedImageError: The resized image would be too large: the image is too long for its width.
-            ValueError: A random crop without an offset.
+            RefusedImageError: The resized image would be too large, because the aspect ratio is extreme.
+            ValueError: A random crop has no offset.
         """
         bucket = nearest_bucket(size, self.buckets) if self.buckets else 0
         target = self.buckets[bucket] if self.buckets else (self.resolution, self.resolution)
@@ -131,11 +132,11 @@ class ImageTransform:
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """An image, ready for the VAE.
+    """A decoded, resized and cropped image.
 
     Attributes:
         pixels: ``[H, W, 3]`` RGB uint8, C-contiguous.
-        original_size: Height and width in pixels of the upright image in the file.
+        original_size: Height and width in pixels of the upright original.
         crop: Top and left of the crop in pixels of the resized image.
         bucket: Number of the transform's bucket, 0 without buckets.
     """
@@ -148,16 +149,16 @@ class Decoded:
 
 @dataclass(frozen=True)
 class BadImage:
-    """An image that cannot be used, and why."""
+    """The reason why an image cannot be used."""
 
     reason: str
 
 
 class Decoder(Protocol):
-    """Turns files into pixels; one thread at a time may use it.
+    """A decoder of image files; not thread-safe.
 
     Attributes:
-        name: ``pillow``, ``dali`` or ``dali-cuda``; each gives the same bytes on every run, not those of another.
+        name: ``pillow``, ``dali`` or ``dali-cuda``; each is reproducible, but their pixels differ.
     """
 
     name: str
@@ -166,16 +167,16 @@ class Decoder(Protocol):
         """Decode, resize and crop.
 
         Args:
-            images: Files.
-            offsets: Of the random crops, two numbers in [0, 1) for each image; other crops need none.
+            images: Content of the files.
+            offsets: Top and left of each random crop, in [0, 1); unused by other crops.
 
         Returns:
-            One result per image, which does not depend on the other images.
+            One result per image, independent of the other images.
         """
 
 
 class PillowDecoder:
-    """The reference, on several threads (Pillow lets go of the interpreter lock while it computes)."""
+    """The reference decoder, on several threads (Pillow releases the GIL)."""
 
     name = "pillow"
 
@@ -212,7 +213,7 @@ class PillowDecoder:
 
 
 class DaliDecoder:
-    """DALI for plain images, Pillow for those of which decoders make different pixels."""
+    """The DALI decoder for plain images; Pillow decodes images for which decoders differ."""
 
     def __init__(self, transform: ImageTransform, threads: int) -> None:
         from fastdiff.data.images.decode_dali import DaliPixels
@@ -245,15 +246,15 @@ class DaliDecoder:
 
 
 def open_decoder(name: Literal["auto", "dali", "pillow"], transform: ImageTransform, threads: int) -> Decoder:
-    """Choose a decoder.
+    """Open a decoder.
 
     Args:
-        name: ``auto`` is DALI where it is installed and has the crop and the filter, else Pillow.
+        name: Decoder; ``auto`` is DALI if it is installed and supports the crop and the filter, otherwise Pillow.
         transform: Resize and crop.
         threads: CPU threads, at least 1.
 
     Raises:
-        ConfigError: DALI is asked for and is not installed, or does not have the crop or the filter.
+        ConfigError: DALI is requested but not installed, or does not support the crop or the filter.
     """
     if name == "pillow":
         return PillowDecoder(transform, threads)
@@ -265,7 +266,7 @@ def open_decoder(name: Literal["auto", "dali", "pillow"], transform: ImageTransf
         if transform.crop != "adm" and can_resize(transform.interpolation):
             return DaliDecoder(transform, threads)
         what = "crop adm" if transform.crop == "adm" else f"interpolation {transform.interpolation}"
-        missing = f"DALI has nothing equal to {what};"
+        missing = f"DALI does not support {what};"
     require(name == "auto", f"--decode dali: {missing} use --decode pillow")
     return PillowDecoder(transform, threads)
 
@@ -279,19 +280,19 @@ def _each(offsets: Sequence[Offset] | None, images: int) -> Sequence[Offset | No
 
 
 def _upright_rgb(image: Image.Image) -> Image.Image:
-    """Decode the pixels, turn them upright, 8-bit RGB.
+    """Decode the pixels to upright 8-bit RGB.
 
     Raises:
-        RefusedImageError: The data is damaged.
+        RefusedImageError: The data are damaged.
     """
     try:
         image.load()
-        turn = _UPRIGHT.get(orientation(image))  # after load: a PNG may have its EXIF behind the pixels
+        turn = _UPRIGHT.get(orientation(image))  # after load: a PNG may store EXIF after the pixels
         if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip at 255
             grey = (np.asarray(image).astype(np.uint32) + 128) // 257
             image = Image.fromarray(grey.astype(np.uint8))
         if image.mode != "RGB":
-            image.info.pop("transparency", None)  # dropped as alpha is; Pillow warns of it in palettes
+            image.info.pop("transparency", None)  # dropped like alpha; Pillow warns about it in palettes
             image = image.convert("RGB")
     except MemoryError:
         raise
@@ -301,7 +302,7 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
 
 
 def _resize(image: Image.Image, size: Size, transform: ImageTransform) -> Image.Image:
-    """Resize to height and width ``size``, on ADM's way there if that is the crop."""
+    """Resize to height and width ``size``; for crop ``adm`` in ADM's steps."""
     last = FILTERS[transform.interpolation]
     if transform.crop == "adm":
         for height, width in adm_sizes((image.height, image.width), transform.resolution)[:-1]:

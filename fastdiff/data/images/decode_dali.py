@@ -1,9 +1,8 @@
-"""Decoding, resize and crop of plain images in batches by NVIDIA DALI, on the CPU's cores or on the GPU.
+"""Batched decoding, resize and crop of plain images by NVIDIA DALI, on CPU cores or on the GPU.
 
-Without a GPU the decoded pixels are Pillow's, bit for bit; the resize is not, since DALI computes in floating point
-where Pillow rounds its weights and, between the two passes, its pixels. Differences in levels of 255 on images with a
-1/f spectrum, the range of the means of seven ratios between 1/8 and 2.6, and the largest of all (there is a test of
-their bounds):
+Without a GPU the decoded pixels equal Pillow's bit for bit. The resize differs: DALI computes in floating point, while
+Pillow rounds its weights and, between its two passes, the pixels. Differences in levels of 255 on images with a 1/f
+spectrum: the range of the means over seven ratios from 1/8 to 2.6, and the largest difference (bounds are tested):
 
 ==========  ==========  =======
 filter      mean        largest
@@ -14,7 +13,7 @@ bilinear    0.08-0.19   7
 nearest     0-0.08      96
 ==========  ==========  =======
 
-Nearest neighbours differ at one of the ratios only, where two pixels are equally near.
+Nearest neighbours differ only at one ratio, where two pixels are equally near.
 """
 
 from __future__ import annotations
@@ -59,19 +58,19 @@ class Job:
 
     @property
     def cost(self) -> int:
-        """Pixels before and after the resize, which are in memory at the same time."""
+        """Pixels before and after the resize, both in memory at the same time."""
         return area(self.size) + area(self.placement.resized)
 
 
 class DaliPixels:
-    """A DALI pipeline that is built again whenever an image has broken it.
+    """A DALI pipeline, rebuilt after each failure.
 
     Attributes:
-        name: ``dali`` or, with the GPU's JPEG decoder, whose pixels differ slightly, ``dali-cuda``.
+        name: ``dali``, or ``dali-cuda`` with the GPU's JPEG decoder, whose pixels differ slightly.
     """
 
     def __init__(self, interpolation: str, threads: int) -> None:
-        """Args are a name in ``_FILTERS`` and the number of CPU threads."""
+        """Take a name in ``_FILTERS`` and the number of CPU threads."""
         self._interpolation = _FILTERS[interpolation]
         self._threads = threads
         self._on_cuda = torch.cuda.is_available()
@@ -79,19 +78,19 @@ class DaliPixels:
         self._pipeline: Any = None
 
     def decode(self, jobs: Sequence[Job]) -> list[Pixels | None]:
-        """Decode, resize and crop; what comes out for a job does not depend on the others.
+        """Decode, resize and crop; the result of a job does not depend on other jobs.
 
         Returns:
-            For every job ``[H, W, 3]`` RGB, C-contiguous, or None if DALI cannot decode it.
+            ``[H, W, 3]`` RGB per job, C-contiguous, or None if DALI cannot decode it.
         """
         return [pixels for batch in _batches(jobs) for pixels in self._attempt(batch)]
 
     def _attempt(self, batch: Sequence[Job]) -> list[Pixels | None]:
-        """DALI fails for a batch as a whole: it is halved until the bad images stand alone."""
+        """Run a batch; DALI fails as a whole, so a failed batch is halved until the bad images are alone."""
         try:
             return list(self._run(batch))
         except RuntimeError:
-            self._pipeline = None  # DALI does not run a pipeline again that has failed
+            self._pipeline = None  # DALI cannot run a failed pipeline again
         if len(batch) == 1:
             return [None]
         middle = len(batch) // 2
@@ -107,7 +106,7 @@ class DaliPixels:
         feed("size", [np.array(job.placement.size, np.int32) for job in batch])
         (output,) = self._pipeline.run()
         images = output.as_cpu() if self._on_cuda else output
-        return [np.array(images.at(number)) for number in range(len(batch))]  # copies: DALI uses its memory again
+        return [np.array(images.at(number)) for number in range(len(batch))]  # copied: DALI reuses its memory
 
     def _build(self) -> Any:
         pipeline = Pipeline(
@@ -123,9 +122,9 @@ class DaliPixels:
                 fn.external_source(name="image", dtype=types.UINT8, ndim=1),
                 device="mixed" if self._on_cuda else "cpu",
                 output_type=types.RGB,
-                adjust_orientation=False,  # rotated images do not come here
+                adjust_orientation=False,  # rotated images are decoded by Pillow
                 jpeg_fancy_upsampling=True,  # as libjpeg does
-                # The fixed-function decoder would take a share of each batch: pixels would depend on batch mates.
+                # The fixed-function decoder takes a share of each batch, so pixels would depend on the batch.
                 hw_decoder_load=0.0,
             )
             pixels = fn.resize(
@@ -141,12 +140,12 @@ class DaliPixels:
 
 
 def can_resize(interpolation: str) -> bool:
-    """Whether DALI has the filter."""
+    """Return whether DALI supports the filter."""
     return interpolation in _FILTERS
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
-    """Runs of ``jobs`` of at most ``BATCH_IMAGES`` and, but for a single large image, ``BATCH_PIXELS``."""
+    """Split ``jobs`` into batches of at most ``BATCH_IMAGES`` and ``BATCH_PIXELS``; a larger image is a batch."""
     start, cost = 0, 0
     for number, job in enumerate(jobs):
         if number > start and (number - start == BATCH_IMAGES or cost + job.cost > BATCH_PIXELS):

@@ -1,4 +1,4 @@
-"""Images in a folder: with a metadata file, with text files beside them, or with classes."""
+"""Images in a folder, with captions from a metadata file or text files, or with classes."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation",
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One image: its path below the folder, and what the listing says about it."""
+    """A listed image: its relative path, captions and class."""
 
     path: str
     captions: list[Any] | None = None
-    """As the metadata has them, not yet checked; None: they stand in the text file beside it, if anywhere."""
+    """Unchecked values of the metadata; None: captions are in the image's text file, if any."""
     label: int | None = None
 
 
 class ImageFolder:
-    """A folder of images; what is in it decides where captions or classes come from, unless ``classes_from`` does.
+    """A folder of images; by default its content decides the source of captions or classes.
 
-    With ``metadata.jsonl`` or ``metadata.csv`` (Hugging Face's imagefolder): its rows, sorted by ``file_name``; several
-    rows of one file are several captions. Otherwise, if any image has a text file beside it (``a.jpg``, ``a.txt``): one
-    caption per line that is not empty. Otherwise one folder per class, numbered in the order of their sorted names.
-    Hidden files and files that are no images are left out.
+    With ``metadata.jsonl`` or ``metadata.csv`` (Hugging Face's imagefolder), captions come from its rows, sorted by
+    ``file_name``; several rows of a file are several captions. Otherwise, if any image has a text file of the same name
+    (``a.jpg``, ``a.txt``), each of its non-empty lines is a caption. Otherwise each subfolder is a class, numbered in
+    the order of the sorted names. Hidden files and files other than images are ignored.
 
-    Without captions, whatever describes the images: ``folder``, as above; ``prefix``, what comes before the first ``_``
-    of a file's own name, numbered in sorted order, in whatever folders the files lie (as improved-diffusion does it,
-    Nichol and Dhariwal 2021, arXiv:2102.09672); ``none``, no classes at all.
+    ``classes_from`` ignores captions and takes classes from: ``folder``, the subfolders as above; ``prefix``, the part
+    of each file name before its first ``_``, numbered in sorted order, in any subfolder (as improved-diffusion, Nichol
+    and Dhariwal 2021, arXiv:2102.09672); ``none``, no classes.
 
     Args:
-        folder: The folder, or one that holds it as ``split`` beside other splits.
+        folder: The folder, or its parent if that holds only splits.
         samples_per_unit: Images per unit.
-        caption_column: Column of the metadata that holds a caption or a list of them.
-        split: See ``folder``.
-        max_samples: Only so many, the first ones.
+        caption_column: Column of the metadata with a caption or a list of captions.
+        split: Name of the subfolder, if ``folder`` holds only splits.
+        max_samples: Use only the first images, up to this number.
         classes_from: See above.
 
     Raises:
-        ConfigError: The metadata has no such column, or the folder holds other splits only.
-        DataError: The folder holds no images, or nothing says what is on them, or the metadata is not readable.
+        ConfigError: The metadata has no such column, or the folder holds only other splits.
+        DataError: The folder holds no images, or no captions or classes, or its metadata is not readable.
         StorageError: A folder or file cannot be read.
     """
 
@@ -99,16 +99,16 @@ class ImageFolder:
         return runs(len(self), self._per_unit)
 
     def __len__(self) -> int:
-        """Number of images, with those that turn out to be missing."""
+        """Return the number of listed images, missing ones included."""
         return len(self._entries)
 
     def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
-        """The images of one unit (StorageError if the storage fails)."""
+        """Yield the images of a unit; StorageError if the storage fails."""
         for index in range(unit * self._per_unit, min((unit + 1) * self._per_unit, len(self))):
             yield self.item(index)
 
     def item(self, index: int) -> ImageItem | BadItem:
-        """One image by number (StorageError if the storage fails)."""
+        """Return an image by number; StorageError if the storage fails."""
         entry, key = self._entries[index], f"{index:09d}"
         path = self.root / entry.path
         name = escape(str(path))
@@ -121,10 +121,10 @@ class ImageFolder:
         return ImageItem(key, name, image, captions, entry.label)
 
     def most_captions(self, unit: int) -> int:
-        """How many captions the image with the most of them has; no image is read."""
+        """Return the largest number of captions per image in a unit, without reading images."""
         most = 0
         for entry in self._entries[unit * self._per_unit : (unit + 1) * self._per_unit]:
-            with contextlib.suppress(BadCaptionError, _BadFileError):  # of which ``item`` tells
+            with contextlib.suppress(BadCaptionError, _BadFileError):  # reported by ``item``
                 most = max(most, len(self._captions(entry)))
         return most
 
@@ -135,17 +135,17 @@ class ImageFolder:
         return clean_captions(_lines(text) if entry.captions is None else entry.captions)
 
     def _described(self, caption_column: str) -> list[_Entry]:
-        """The images with captions if there are any, else with the classes of their folders."""
+        """List the images with captions if there are any, otherwise with classes by subfolder."""
         described = [name for name in METADATA if (self.root / name).is_file()]
         if len(described) > 1:
-            raise DataError(f"{self.root} holds {' and '.join(described)}: keep the one that is meant")
+            raise DataError(f"{self.root} holds {' and '.join(described)}; keep only one")
         if described:
             self.captioned = True
             return _rows(self.root / described[0], caption_column)
         files, images = self._walk()
         if nested := [file for file in files if PurePosixPath(file).name in METADATA]:
             inner = (self.root / nested[0]).parent
-            raise DataError(f"{inner} has metadata of its own; give one such folder as the source: {inner}")
+            raise DataError(f"{inner} has its own metadata; give a folder with metadata as the source: {inner}")
         texts = {os.path.splitext(file)[0] for file in files if file.endswith(".txt")}
         if any(os.path.splitext(image)[0] in texts for image in images):
             self.captioned = True
@@ -153,14 +153,14 @@ class ImageFolder:
         return self._by_folder(images)
 
     def _classified(self, classes_from: ClassesFrom) -> list[_Entry]:
-        """All images, with classes from their folders, from their names or from nothing."""
+        """List all images with classes by subfolder, by name prefix, or without classes."""
         _, images = self._walk()
         if classes_from == "folder":
             return self._by_folder(images)
         return self._by_prefix(images) if classes_from == "prefix" else [_Entry(image) for image in images]
 
     def _walk(self) -> tuple[list[str], list[str]]:
-        """All files, and those that are images; there is at least one of these."""
+        """Return all files, and the images among them (at least one)."""
         files = sorted(walk_files(self.root))
         images = [file for file in files if is_image(file)]
         if not images:
@@ -174,8 +174,8 @@ class ImageFolder:
             prefix, underscore, _ = os.path.basename(image).partition("_")
             if not underscore:
                 raise DataError(
-                    f"{escape(str(self.root / image))} has no class before an underscore in its name, as cat_17.png "
-                    "has; rename it, take it away, or use --classes-from folder or none"
+                    f"{escape(str(self.root / image))} has no class before an underscore in its name, such as "
+                    "cat_17.png; rename or remove it, or use --classes-from folder or none"
                 )
             prefixes.append(prefix)
         names = sorted(set(prefixes))
@@ -189,39 +189,39 @@ class ImageFolder:
         alone = [image for image in images if "/" not in image]
         if alone:
             raise DataError(
-                f"nothing says what is on {escape(str(self.root / alone[0]))}: expected metadata.jsonl or "
-                "metadata.csv in the folder, or text files beside the images, or the images in one folder per class; "
-                "or --classes-from prefix (of the file's name) or none"
+                f"{escape(str(self.root / alone[0]))} has neither caption nor class: expected metadata.jsonl or "
+                "metadata.csv in the folder, a text file per image, or one subfolder per class; or use --classes-from "
+                "prefix (of the file name) or none"
             )
         entries = [_Entry(image, label=numbers[image.partition("/")[0]]) for image in images]
         if empty := set(numbers.values()) - {entry.label for entry in entries}:
             name = escape(names[min(empty)])
-            raise DataError(f"{self.root} has one folder per class, but {name} holds no images; fill or remove it")
+            raise DataError(f"{self.root} has one subfolder per class, but {name} holds no images; fill or remove it")
         self.class_names = tuple(map(escape, names))
         return entries
 
 
 class _BadFileError(Exception):
-    """A file cannot be an image or a caption; the text says why."""
+    """A file cannot be used as image or caption; the message gives the reason."""
 
 
 def _require_inside(path: str) -> None:
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
-        raise _BadFileError("the metadata points out of its folder")
+        raise _BadFileError("its path in the metadata leads out of the folder")
 
 
 def is_image(path: str) -> bool:
-    """Whether the extension is that of an image."""
+    """Return whether the extension is an image's."""
     return os.path.splitext(path)[1][1:].lower() in IMAGE_EXTENSIONS
 
 
 def walk_files(root: Path) -> Iterator[str]:
-    """Paths of all files below a folder, in any order, without hidden ones; links are followed, but not in circles.
+    """Yield the paths of all files below a folder, unordered, except hidden ones; follow links, but no cycles.
 
     Raises:
         StorageError: A folder cannot be read.
     """
-    folders: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]  # with the identities of those above
+    folders: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]  # with the inodes of all parents
     while folders:
         prefix, above = folders.pop()
         status = (root / prefix).stat()
@@ -251,10 +251,10 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _root(folder: Path, split: str) -> Path:
-    """The folder itself, or its sub-folder ``split`` if nothing but splits are in it.
+    """Return the folder, or its subfolder ``split`` if it holds only splits.
 
     Raises:
-        ConfigError: Nothing but other splits are in it.
+        ConfigError: It holds only other splits.
     """
     entries = _visible(folder)
     folders = {entry.name for entry in entries if _is_folder(entry)}
@@ -264,14 +264,14 @@ def _root(folder: Path, split: str) -> Path:
         if any(is_image(entry.name) for entry in entries):
             return folder
         raise ConfigError(
-            f"{folder} has no split {split!r}; it has {', '.join(sorted(folders))}: choose one of them, or give its "
-            "folder as the source"
+            f"{folder} has no split {split!r}, only {', '.join(sorted(folders))}; choose one of these with --split, or "
+            "give its folder as the source"
         )
     return folder / split
 
 
 def _rows(path: Path, caption_column: str) -> list[_Entry]:
-    """The entries of a metadata file, one per ``file_name``."""
+    """Read the entries of a metadata file, one per ``file_name``."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -283,7 +283,7 @@ def _rows(path: Path, caption_column: str) -> list[_Entry]:
     if not rows:
         raise DataError(f"{path} holds no rows")
     if caption_column not in columns:
-        raise ConfigError(f"{path} has no column {caption_column!r} of captions; its columns: {', '.join(columns)}")
+        raise ConfigError(f"{path} has no caption column {caption_column!r}; its columns: {', '.join(columns)}")
     captions: dict[str, list[Any]] = {}
     for line, row in rows:
         name = row.get("file_name")
@@ -300,27 +300,27 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, line {number}: no JSON ({str(error)[:200]})") from error
+                raise DataError(f"{path}, line {number}: not valid JSON ({str(error)[:200]})") from error
             if not isinstance(row, dict):
                 raise DataError(f"{path}, line {number}: expected an object with file_name, found {line[:80]!r}")
             yield number, row
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    # A caption beyond csv's limit shall cost its image, not the data set.
+    # A caption beyond csv's limit must only make its own image unusable.
     limit = csv.field_size_limit(max(len(text), 1))
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         for row in reader:
             yield reader.line_num, row
     except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: no CSV ({error})") from error
+        raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({error})") from error
     finally:
         csv.field_size_limit(limit)
 
 
 def _lines(path: Path) -> list[str]:
-    """The captions in a text file beside an image: its lines that are not empty."""
+    """Return the non-empty lines of an image's text file, its captions."""
     try:
         text = _read(path, LARGEST_TEXT).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -337,7 +337,7 @@ def _read(path: Path, most: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise _BadFileError(f"{escape(path.name)} is not a file")
         if status.st_size > most:
-            raise _BadFileError(f"{escape(path.name)} has {status.st_size} bytes; at most {most}")
+            raise _BadFileError(f"{escape(path.name)} has {status.st_size} bytes, expected at most {most}")
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _BadFileError(f"{escape(path.name)} is missing") from error
@@ -349,6 +349,4 @@ def _read(path: Path, most: int) -> bytes:
 
 def _unreadable(path: Path, error: OSError) -> StorageError:
     where = escape(str(error.filename or path))
-    return StorageError(
-        f"cannot read {where}: {error.strerror}; check its permissions and the disk or network it is on"
-    )
+    return StorageError(f"cannot read {where}: {error.strerror}; check its permissions and its disk or network")

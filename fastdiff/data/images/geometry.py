@@ -1,7 +1,7 @@
-"""Where the pixels of a training image come from: resize and crop arithmetic, aspect-ratio buckets.
+"""Geometry of resize and crop, and aspect-ratio buckets.
 
-Sizes are ``(height, width)`` in pixels and offsets ``(top, left)``. Everything is integer arithmetic, so that every
-decoder and every machine comes to the same placement.
+Sizes are ``(height, width)`` in pixels, offsets are ``(top, left)``. All arithmetic is in integers, so that every
+decoder and every machine gets the same placement.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Placement:
-    """Resize to ``resized``, then cut out ``size`` at ``crop``.
+    """A resize to ``resized`` and a crop of ``size`` at ``crop``.
 
     Attributes:
         resized: Size of the whole image after the resize; covers ``size``.
-        crop: Offset of the crop in the resized image, as SDXL's micro-conditioning counts it.
+        crop: Offset of the crop in the resized image, as in SDXL's micro-conditioning.
         size: Size of the crop.
-        bucket: Number of the bucket that ``size`` belongs to, 0 without buckets.
+        bucket: Number of the bucket of ``size``, 0 without buckets.
     """
 
     resized: Size
@@ -30,12 +30,12 @@ class Placement:
 
 
 def area(size: Size) -> int:
-    """Pixels of ``size``."""
+    """Return the number of pixels of ``size``."""
     return size[0] * size[1]
 
 
 def cover(size: Size, target: Size) -> Size:
-    """Smallest size with the aspect ratio of ``size`` that covers ``target``, the longer part rounded down.
+    """Return the smallest size that covers ``target`` with the aspect ratio of ``size``; its long side is rounded down.
 
     For a square target this is torchvision's ``Resize(side)``: the short side becomes ``side``, the long one
     ``int(side * long / short)``.
@@ -47,21 +47,21 @@ def cover(size: Size, target: Size) -> Size:
 
 
 def center_offset(size: Size, target: Size) -> tuple[int, int]:
-    """Offset of torchvision's ``CenterCrop``: half of what is too much, a half pixel rounded to the even one."""
+    """Return the offset of torchvision's ``CenterCrop``: half of the excess, rounded half to even."""
     return round((size[0] - target[0]) / 2), round((size[1] - target[1]) / 2)
 
 
 def random_offset(size: Size, target: Size, uniform: tuple[float, float]) -> tuple[int, int]:
-    """Offset of a random crop from two numbers in [0, 1), each possible offset equally likely."""
+    """Return the offset of a random crop for two numbers in [0, 1); all possible offsets are equally likely."""
     top, left = (int(u * (have - want + 1)) for u, have, want in zip(uniform, size, target, strict=True))
-    return min(top, size[0] - target[0]), min(left, size[1] - target[1])  # a product may round up to the end
+    return min(top, size[0] - target[0]), min(left, size[1] - target[1])  # the product may round up to the end
 
 
 def adm_sizes(size: Size, side: int) -> tuple[Size, ...]:
-    """Sizes that ADM's centre crop goes through: halved while both sides are at least ``2 * side``, then scaled.
+    """Return the sizes of ADM's centre crop: halved while both sides are at least ``2 * side``, then scaled.
 
-    All but the last are reached with a box filter, the last one, whose short side is ``side``, with a bicubic one
-    (``center_crop_arr`` of guided-diffusion, Dhariwal and Nichol 2021, which DiT and SiT train with).
+    The halvings use a box filter. The last size, with a short side of ``side``, uses a bicubic filter
+    (``center_crop_arr`` of guided-diffusion, Dhariwal and Nichol 2021, also used by DiT and SiT).
     """
     sizes = []
     height, width = size
@@ -73,27 +73,26 @@ def adm_sizes(size: Size, side: int) -> tuple[Size, ...]:
 
 
 def adm_offset(size: Size, side: int) -> tuple[int, int]:
-    """Offset of ADM's centre crop, a half pixel rounded down."""
+    """Return the offset of ADM's centre crop, rounded down."""
     return (size[0] - side) // 2, (size[1] - side) // 2
 
 
 def aspect_buckets(resolution: int, step: int = 64, ratio: float = 2.0) -> tuple[Size, ...]:
-    """Sizes of about ``resolution`` squared pixels at many aspect ratios.
+    """Return sizes of about ``resolution ** 2`` pixels at many aspect ratios.
 
-    For every long side that is a multiple of ``step`` the longest short side that keeps the area at most
-    ``resolution ** 2``, upright and lying, as in NovelAI's aspect-ratio bucketing and SDXL (Podell et al. 2023,
-    appendix I).
+    Each long side is a multiple of ``step``; its short side is the longest with an area of at most ``resolution ** 2``.
+    Both orientations are included, as in NovelAI's aspect-ratio bucketing and SDXL (Podell et al. 2023, appendix I).
 
     Args:
         resolution: Square root of the largest area, at least ``step``.
-        step: What all sides are multiples of, 1 or more.
-        ratio: Largest long side over short side, at least 1.
+        step: Divisor of all sides, at least 1.
+        ratio: Largest ratio of long to short side, at least 1.
 
     Returns:
-        The sizes in ascending order; the square one is among them.
+        The sizes in ascending order, a square included.
 
     Raises:
-        ValueError: ``resolution``, ``step`` or ``ratio`` is smaller than that.
+        ValueError: ``resolution``, ``step`` or ``ratio`` is too small.
     """
     if step < 1 or resolution < step or not ratio >= 1:
         raise ValueError(
@@ -109,9 +108,9 @@ def aspect_buckets(resolution: int, step: int = 64, ratio: float = 2.0) -> tuple
 
 
 def nearest_bucket(size: Size, buckets: Sequence[Size]) -> int:
-    """Number of the bucket whose aspect ratio is nearest to that of ``size``, the first one of equals.
+    """Return the number of the bucket with the aspect ratio nearest to ``size``; the first of equals.
 
-    Near in the logarithm: by what factor one ratio must be stretched to become the other.
+    The distance is the quotient of the two ratios, that is, their difference in the logarithm.
     """
 
     def stretch(bucket: Size) -> float:

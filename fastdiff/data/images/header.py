@@ -1,7 +1,6 @@
-"""What an image file is, from its header: format, size and whether every decoder gives the same pixels for it.
+"""Headers of image files: format, size, and whether all decoders give equal pixels.
 
-Nothing is decoded here and no canvas is allocated, so that a file of a few kB that unpacks to gigabytes is refused
-before it costs anything.
+Pixels are neither decoded nor allocated, so that a decompression bomb is refused at no cost.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ from PIL.WebPImagePlugin import WebPImageFile
 from fastdiff.data.images.geometry import Size, area
 
 MAX_PIXELS = 2**27
-"""Largest image, before and after the resize: 11,585 x 11,585 or 20,000 x 6,710, half a GB in Pillow."""
+"""Largest image before and after the resize, for example 11,585 x 11,585 or 20,000 x 6,710; 0.5 GB in Pillow."""
 
 MAX_SCANS = 256
-"""Most scans of a progressive JPEG. Each one costs a pass over the whole image, however few bytes it has; encoders
-write about ten."""
+"""Largest number of scans of a progressive JPEG. Each scan costs a pass over the whole image, however short it is;
+encoders write about ten."""
 
-_RIFF_BYTES = 8  # what the length in a RIFF header leaves out
-_JPEG_TAIL = 4096  # where the end marker is looked for: some programs append data of their own
+_RIFF_BYTES = 8  # bytes not counted by the length in a RIFF header
+_JPEG_TAIL = 4096  # search range of the end marker: some programs append data
 _PLAIN_CHUNKS = {b"IHDR", b"IDAT", b"IEND", b"tEXt", b"tIME", b"pHYs", b"gAMA", b"cHRM", b"sRGB", b"iCCP", b"sBIT"}
 
 
 class RefusedImageError(ValueError):
-    """The image is not used, for the reason in the message."""
+    """An image is refused; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of an image says.
+    """The header of an image.
 
     Attributes:
-        image: The image, opened by Pillow and not yet decoded.
+        image: The image, opened by Pillow but not decoded.
         size: Height and width in pixels as stored, before any EXIF rotation.
-        plain: True for an 8-bit grey or RGB image that is complete, upright and alone in its file, of which every
-            decoder makes the same pixels. The others are decoded by Pillow only.
+        plain: True for a complete, upright 8-bit grey or RGB image, alone in its file: all decoders give equal pixels.
+            All other images are decoded by Pillow.
     """
 
     image: Image.Image
@@ -50,13 +49,13 @@ class Header:
 
 
 def read_header(data: bytes) -> Header:
-    """Look at the first bytes of a JPEG, PNG or WebP file.
+    """Read the header of a JPEG, PNG or WebP file.
 
-    ICC profiles are ignored, here and by all decoders: pixels are taken as sRGB.
+    ICC profiles are ignored here and by all decoders: pixels count as sRGB.
 
     Raises:
-        RefusedImageError: Another format, an empty or damaged file, more than ``MAX_PIXELS`` pixels, or a
-            progressive JPEG of more than ``MAX_SCANS`` scans.
+        RefusedImageError: The format is another one, the file is empty or damaged, has more than ``MAX_PIXELS`` pixels,
+            or is a progressive JPEG with more than ``MAX_SCANS`` scans.
     """
     if not data:
         raise RefusedImageError("an empty file (0 bytes)")
@@ -72,31 +71,31 @@ def read_header(data: bytes) -> Header:
 
 
 def check_pixels(size: Size, what: str = "") -> None:
-    """Refuse an image of too many pixels.
+    """Refuse an image with too many pixels.
 
     Raises:
-        RefusedImageError: ``size`` has more than ``MAX_PIXELS`` pixels; ``what`` says after what.
+        RefusedImageError: ``size`` has more than ``MAX_PIXELS`` pixels; ``what`` names the operation for the message.
     """
     if area(size) > MAX_PIXELS:
-        raise RefusedImageError(f"{size[1]}x{size[0]} pixels{what}, more than {MAX_PIXELS} in all")
+        raise RefusedImageError(f"{size[1]}x{size[0]} pixels{what}, more than {MAX_PIXELS} in total")
 
 
 def orientation(image: Image.Image) -> int:
-    """EXIF orientation, 1 to 8; 1 (upright) if there is none or it cannot be read."""
+    """Return the EXIF orientation, 1 to 8; 1 (upright) if it is missing or unreadable."""
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # as in read_header; the pixels may be sound all the same
+    except Exception:  # as in read_header; the pixels may still be intact
         return 1
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
 def describe(error: Exception) -> str:
-    """One line for an exception of a decoder."""
+    """Describe an exception of a decoder in one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _format(data: bytes) -> Literal["JPEG", "PNG", "WebP"]:
-    """By the signature: the name of the file says nothing."""
+    """Return the format by signature, never by file name."""
     if data.startswith(b"\xff\xd8\xff"):
         return "JPEG"
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -107,8 +106,7 @@ def _format(data: bytes) -> Literal["JPEG", "PNG", "WebP"]:
 
 
 def _jpeg(data: bytes) -> Header:
-    # The class and not Image.open, which checks the size against a limit of its own and, in files of several
-    # images (MPO), looks for the others.
+    # Not Image.open, which has its own size limit and searches files for further images (MPO).
     image = JpegImageFile(io.BytesIO(data))
     size = _size(image)
     if image.info.get("progressive") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
@@ -118,7 +116,7 @@ def _jpeg(data: bytes) -> Header:
 
 
 def _is_grey_or_ycbcr(image: JpegImageFile) -> bool:
-    """Beyond doubt: JPEGs in RGB are told by their components' names or by Adobe's marker, or not at all."""
+    """Return True only if component ids and Adobe's marker prove that the JPEG is grey or YCbCr, not RGB."""
     if image.mode == "RGB":
         return [component[0] for component in image.layer] == [1, 2, 3] and image.info.get("adobe_transform") != 0
     return image.mode == "L"
@@ -132,7 +130,7 @@ def _png(data: bytes) -> Header:
 
 
 def _has_plain_chunks(data: bytes) -> bool:
-    """Whether a PNG is complete and has no transparency, animation or EXIF."""
+    """Return whether a PNG is complete, without transparency, animation and EXIF."""
     position, kind = 8, b""
     while kind != b"IEND":
         kind = data[position + 4 : position + 8]
@@ -143,7 +141,7 @@ def _has_plain_chunks(data: bytes) -> bool:
 
 
 def _webp(data: bytes) -> Header:
-    """Size and flags are read here: Pillow allocates two canvases when it opens a WebP file."""
+    """Parse size and flags before Pillow opens the file, as Pillow then allocates two canvases."""
     kind, payload = data[12:16], data[20:30]
     plain = len(data) >= int.from_bytes(data[4:8], "little") + _RIFF_BYTES
     if len(payload) < 10:

@@ -1,4 +1,4 @@
-"""Images from a data set of Hugging Face's ``datasets``: a local folder or an id of the hub."""
+"""Images of a Hugging Face ``datasets`` data set, from a local folder or the hub."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _LABEL = "label"
 
 
 class HuggingFaceSource:
-    """One split of a data set with an image column, and a caption column or else a ``label`` column of classes.
+    """A split of a data set with an image column, and a caption column or otherwise a ``label`` column of classes.
 
     Args:
-        path: A folder that ``save_to_disk`` wrote, a folder of parquet, arrow, JSON or CSV files, or an id of the hub.
+        path: A folder written by ``save_to_disk``, a folder of parquet, arrow, JSON or CSV files, or a hub id.
         samples_per_unit: Images per unit.
         image_column: Column of the images, as bytes or paths; they are not decoded here.
-        caption_column: Column of captions or of lists of them.
-        split: Which one, where there are several.
-        max_samples: Only so many, the first ones.
+        caption_column: Column of captions or lists of captions.
+        split: Name of the split, if there are several.
+        max_samples: Use only the first rows, up to this number.
 
     Raises:
         ConfigError: ``datasets`` is not installed, or the split or a column does not exist.
-        DataError: There is no such data set, or it cannot be read.
+        DataError: The data set does not exist or cannot be read.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HuggingFaceSource:
         if len(found) == 0:
             raise DataError(f"{self.name} holds no rows")
         self._image, self._caption = image_column, caption_column
-        # What rows may point to: what came with them or lies beside their folder, not what else is on this machine.
+        # Rows may refer only to files that were downloaded with them or lie next to their folder.
         self._folders = [*_around(Path(path)), *(Path(str(each)).resolve() for each in _downloads(datasets.config))]
         self.captioned = caption_column in found.column_names
         label = found.features.get(_LABEL)
@@ -76,7 +76,7 @@ class HuggingFaceSource:
             self._rows = found.select_columns(used).cast_column(image_column, datasets.Image(decode=False))
         except (TypeError, ValueError, NotImplementedError) as error:
             raise DataError(
-                f"{self.name}: column {image_column!r} is no column of images ({str(error)[:200]}); expected "
+                f"{self.name}: column {image_column!r} does not hold images ({str(error)[:200]}); expected "
                 "datasets.Image, bytes or paths"
             ) from error
         self._per_unit = samples_per_unit
@@ -88,49 +88,49 @@ class HuggingFaceSource:
         return runs(len(self), self._per_unit)
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self._rows)
 
     def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
-        """The rows of one unit (StorageError if they cannot be read)."""
+        """Yield the rows of a unit; StorageError if they cannot be read."""
         for index in range(unit * self._per_unit, min((unit + 1) * self._per_unit, len(self))):
             yield self.item(index)
 
     def item(self, index: int) -> ImageItem | BadItem:
-        """One row by number (StorageError if it cannot be read)."""
+        """Return a row by number; StorageError if it cannot be read."""
         key, name = f"{index:09d}", f"{self.name}, row {index}"
         try:
             row: dict[str, Any] = self._rows[index]
         except OSError as error:
-            raise StorageError(f"cannot read {name}: {error}; check the disk or network it is on") from error
+            raise StorageError(f"cannot read {name}: {error}; check its disk or network") from error
         try:
             image = self._bytes_of(row[self._image])
             if self.captioned:
                 return ImageItem(key, name, image, clean_captions(row[self._caption]))
             label = row[_LABEL]
             if label is None or not 0 <= label < (self.classes or 0):
-                raise _NoImageError(f"its class is {label}, expected one of {self.classes} from 0")
+                raise _NoImageError(f"its class is {label}, expected 0 to {(self.classes or 0) - 1}")
             return ImageItem(key, name, image, label=int(label))
         except (BadCaptionError, _NoImageError) as error:
             return BadItem(key, name, str(error))
 
     def most_captions(self, unit: int) -> int:
-        """How many captions the row of a unit with the most of them has; images are not read."""
+        """Return the largest number of captions per row in a unit, without reading images."""
         if not self.captioned:
             return 0
         rows = slice(unit * self._per_unit, (unit + 1) * self._per_unit)
         try:
             cells = self._rows.select_columns([self._caption])[rows][self._caption]
         except OSError as error:
-            raise StorageError(f"cannot read {self.name}: {error}; check the disk or network it is on") from error
+            raise StorageError(f"cannot read {self.name}: {error}; check its disk or network") from error
         most = 0
         for cell in cells:
-            with contextlib.suppress(BadCaptionError):  # of which ``item`` tells
+            with contextlib.suppress(BadCaptionError):  # reported by ``item``
                 most = max(most, len(clean_captions(cell)))
         return most
 
     def _bytes_of(self, cell: dict[str, Any] | None) -> bytes:
-        """The image file in a cell: its bytes, or what its path names."""
+        """Return the image file of a cell: its bytes, or the content of its path."""
         content, path = (None, "") if cell is None else (cell.get("bytes"), cell.get("path") or "")
         if content is None and not path:
             raise _NoImageError("its image is missing")
@@ -144,56 +144,54 @@ class HuggingFaceSource:
         try:
             path = Path(name).resolve()
             if not any(path.is_relative_to(folder) for folder in self._folders):
-                raise _NoImageError(f"its image {escape(name)} is outside of the data set")
+                raise _NoImageError(f"its image {escape(name)} is outside the data set")
             return read_bounded(path, LARGEST_IMAGE)
         except FileNotFoundError as error:
             raise _NoImageError(f"its image {escape(name)} is missing") from error
         except OSError as error:
             where = escape(name)
-            raise StorageError(f"cannot read {where}: {error.strerror}; check the disk or network it is on") from error
+            raise StorageError(f"cannot read {where}: {error.strerror}; check its disk or network") from error
         except ValueError as error:
-            raise _NoImageError(f"its image {escape(name)} is not read: {error}") from error
+            raise _NoImageError(f"its image {escape(name)} cannot be used: {error}") from error
 
     def _require_columns(self, columns: list[str]) -> None:
         if self._image == self._caption:
             raise ConfigError(f"captions and images cannot both be in the column {self._image!r} of {self.name}")
         given = f"{self.name} has the columns {', '.join(columns)}"
         if self._image not in columns:
-            raise ConfigError(f"{given}, and no {self._image!r} with the images")
+            raise ConfigError(f"{given}, but no image column {self._image!r}")
         if not self.captioned and self.classes is None:
-            raise ConfigError(
-                f"{given}, and neither {self._caption!r} with captions nor a ClassLabel column {_LABEL!r}"
-            )
+            raise ConfigError(f"{given}, but no caption column {self._caption!r} and no ClassLabel column {_LABEL!r}")
 
     def _facts(self, column: str) -> Iterator[object]:
-        """What the digest covers: captions or classes of all rows, read in blocks without the images."""
+        """Yield the content of the digest: captions or classes of all rows, read in blocks without images."""
         yield [str(self._rows.features[column]), len(self)]
         for block in self._rows.select_columns([column]).iter(batch_size=10_000):
             yield block[column]
 
 
 class _NoImageError(Exception):
-    """A row cannot be used; the text says why."""
+    """A row cannot be used; the message gives the reason."""
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether ``save_to_disk`` of ``datasets`` wrote this folder."""
+    """Return whether ``save_to_disk`` of ``datasets`` wrote this folder."""
     return (folder / "dataset_dict.json").is_file() or all(
         (folder / name).is_file() for name in ("dataset_info.json", "state.json")
     )
 
 
 def holds_rows(file: str) -> bool:
-    """Whether the extension is that of a file of rows."""
+    """Return whether the extension belongs to a file of rows."""
     return file.lower().endswith((".parquet", ".arrow", ".jsonl", ".json", ".csv"))
 
 
 def _load(path: str, split: str) -> Dataset:
-    """One split of a data set, without downloading it again if it is in the cache of ``datasets``.
+    """Load a split of a data set, from the cache of ``datasets`` if possible.
 
     Raises:
-        ConfigError: ``datasets`` is not installed, or there is no such split.
-        DataError: There is no such data set, or it cannot be read.
+        ConfigError: ``datasets`` is not installed, or the split does not exist.
+        DataError: The data set does not exist or cannot be read.
     """
     try:
         import datasets
@@ -204,10 +202,8 @@ def _load(path: str, split: str) -> Dataset:
     folder = Path(path)
     try:
         found = datasets.load_from_disk(path) if is_saved_dataset(folder) else datasets.load_dataset(path)
-    except Exception as error:  # of whatever kind: hub, network, parquet, JSON
-        what = (
-            "the files in it are no data set" if folder.is_dir() else "it is no path here, and no id of the hub either"
-        )
+    except Exception as error:  # any kind: hub, network, parquet, JSON
+        what = "its files are not a data set" if folder.is_dir() else "it is neither a local path nor an id of the hub"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise DataError(f"cannot load the data set {path}: {what} ({reason})") from error
     if isinstance(found, datasets.DatasetDict):
@@ -218,7 +214,7 @@ def _load(path: str, split: str) -> Dataset:
 
 
 def _around(folder: Path) -> list[Path]:
-    """A local data set's folder, or the one above, unless somebody's home is in that."""
+    """Return the parent of a local data set's folder, or the folder itself if the parent contains the home folder."""
     if not folder.is_dir():
         return []
     own = folder.resolve()
@@ -226,7 +222,7 @@ def _around(folder: Path) -> list[Path]:
 
 
 def _downloads(config: Any) -> tuple[Any, ...]:
-    """Folders in which ``datasets`` keeps what it has downloaded or unpacked; not the one of the hub's token."""
+    """Return the folders of downloaded and unpacked files of ``datasets``, without the folder of the hub's token."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, HF_HUB_CACHE

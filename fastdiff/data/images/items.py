@@ -1,4 +1,4 @@
-"""What every source of images gives, and the rules that all of them share."""
+"""The interface of image sources, their items, and rules common to all sources."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import Literal, Protocol
 from fastdiff.sanitize import CONTROL
 
 LARGEST_IMAGE = 256 << 20
-"""Bytes of an image file; more is refused before it is read."""
+"""Size limit of an image file in bytes, checked before it is read."""
 LARGEST_TEXT = 10 << 20
-"""Bytes of a text or JSON file beside an image."""
+"""Size limit of an image's text or JSON file in bytes."""
 LONGEST_CAPTION = 100_000
-"""Bytes in UTF-8; no text encoder reads more than a few hundred."""
+"""Size limit of a caption in UTF-8 bytes; text encoders read at most a few hundred."""
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp"})
 ClassesFrom = Literal["auto", "folder", "prefix", "none"]
-"""What says of which class an image is; ``ImageFolder`` has what each of them means."""
+"""Origin of the classes, see ``ImageFolder``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageItem:
-    """One image as it is stored, with what is known about it."""
+    """An image file with its captions or class."""
 
     key: str
-    """Letters, digits, ``_`` and ``-``; unique in the source."""
+    """Unique key in the source, of letters, digits, ``_`` and ``-``."""
     name: str
-    """What messages call it: a path, or ``tar!member``."""
+    """Name in messages: a path or ``tar!member``."""
     image: bytes
-    """The file."""
+    """Content of the image file."""
     captions: tuple[str, ...] = ()
     label: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BadItem:
-    """One image that the source lists and cannot give."""
+    """A listed image that the source cannot provide."""
 
     key: str
     name: str
@@ -45,11 +45,11 @@ class BadItem:
 
 
 class ImageSource(Protocol):
-    """Images in an order that is the same each time, in units that are read one after the other."""
+    """A source of images in a fixed order, divided into units for sequential reading."""
 
     @property
     def name(self) -> str:
-        """What the provenance says; without secrets."""
+        """Name for the provenance, without secrets."""
 
     @property
     def classes(self) -> int | None:
@@ -57,7 +57,7 @@ class ImageSource(Protocol):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """What the classes are called, in the order of their numbers; empty: nobody knows."""
+        """Names of the classes in the order of their numbers; empty: unknown."""
 
     @property
     def captioned(self) -> bool:
@@ -69,58 +69,58 @@ class ImageSource(Protocol):
 
     @property
     def digest(self) -> str:
-        """Sha256 of what the source lists: another one means other units."""
+        """Sha256 of the listing; it changes with the units."""
 
     def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
-        """The images of one unit, always the same.
+        """Yield the images of a unit, always the same.
 
         Raises:
-            DataError: A file that holds many images is damaged; what came before the damage was given.
+            DataError: A file of many images is damaged; images before the damage were yielded.
             StorageError: The storage cannot be read.
         """
 
     def most_captions(self, unit: int) -> int:
-        """How many captions the image of a unit with the most of them has, 0 without captions; images are not read.
+        """Return the largest number of captions per image in a unit, 0 without captions; read no images.
 
         Raises:
             DataError: As ``items``.
-            StorageError: As there.
+            StorageError: As ``items``.
         """
 
     def __len__(self) -> int:
-        """Number of images; ConfigError where it is not known without reading all of them."""
+        """Return the number of images; ConfigError if that would require reading all of them."""
 
     def item(self, index: int) -> ImageItem | BadItem:
-        """One image by number, in the order of the units; ConfigError where the source cannot seek."""
+        """Return an image by number, in the order of the units; ConfigError without random access."""
 
 
 class BadCaptionError(Exception):
-    """What stands where a caption should be is none; the text says why."""
+    """A caption is invalid; the message gives the reason."""
 
 
 def clean_captions(value: object) -> tuple[str, ...]:
-    """The captions in a field of metadata: a text, or several.
+    """Return the captions in a metadata field: a string or a list of strings.
 
-    Control characters become spaces, and spaces at both ends go.
+    Control characters become spaces, and captions are stripped.
 
     Raises:
-        BadCaptionError: It is something else, or too long.
+        BadCaptionError: The value has another type, or a caption is too long.
     """
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
-        raise BadCaptionError(f"its caption is {str(value)[:80]!r}, expected a text or a list of texts")
+        raise BadCaptionError(f"its caption is {str(value)[:80]!r}, expected a string or a list of strings")
     return tuple(map(_clean, texts))
 
 
 def _clean(text: str) -> str:
     length = len(text.encode("utf-8", "surrogatepass"))
     if length > LONGEST_CAPTION:
-        raise BadCaptionError(f"its caption has {length} bytes; at most {LONGEST_CAPTION}")
+        raise BadCaptionError(f"its caption has {length} bytes, expected at most {LONGEST_CAPTION}")
     return CONTROL.sub(" ", text).strip()
 
 
 def digest_of(kind: str, facts: Iterable[object]) -> str:
-    """Sha256 over the kind of a source and what it lists, each fact one line of JSON."""
+    """Return the sha256 of the kind of a source and its listing, one JSON line per fact."""
     digest = hashlib.sha256(kind.encode())
     for fact in facts:
         digest.update(b"\n" + json.dumps(fact, sort_keys=True).encode())
@@ -128,5 +128,5 @@ def digest_of(kind: str, facts: Iterable[object]) -> str:
 
 
 def runs(samples: int, per_unit: int) -> int:
-    """Number of units when ``samples`` numbers are cut in runs of ``per_unit``."""
+    """Return the number of units of ``per_unit`` samples, the last one possibly shorter."""
     return -(-samples // per_unit)

@@ -1,4 +1,4 @@
-"""From the text that a user gives as a source to the source."""
+"""Recognition of a source from its command-line argument."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ def open_source(
     max_samples: int | None = None,
     classes_from: ClassesFrom = "auto",
 ) -> ImageSource:
-    """Find out what a source is, and open it.
+    """Recognise the kind of a source and open it.
 
-    In this order: the address or path of one or more tars, braces expanded (``s3://bucket/{00000..00099}.tar``) and in
-    a path wildcards too (``images/*.tar``), or of a folder of tars; a folder that ``datasets`` saved; a folder of
-    images; a folder of parquet, arrow, JSON or CSV files; an id of the Hugging Face hub.
+    Kinds in the order of the checks: paths or addresses of tars, with braces (``s3://bucket/{00000..00099}.tar``) and,
+    in paths, wildcards (``images/*.tar``), or a folder of tars; a folder saved by ``datasets``; a folder of images; a
+    folder of parquet, arrow, JSON or CSV files; a Hugging Face hub id.
 
     Args:
-        text: What the user gave.
-        samples_per_unit: Images per unit where the source does not decide it; a tar is always one unit.
+        text: The argument of the user.
+        samples_per_unit: Images per unit; a tar is always one unit.
         image_column: Column of the images, in a data set.
         caption_column: Column or field of the captions.
-        split: Which split, where there are several.
-        max_samples: Only so many, the first ones.
-        classes_from: Where the classes of a folder of images come from; auto: see ``ImageFolder``.
+        split: Name of the split, if there are several.
+        max_samples: Use only the first samples, up to this number.
+        classes_from: Origin of the classes of a folder of images, see ``ImageFolder``.
 
     Raises:
-        ConfigError: A column or split does not exist, a package is missing, or the source cannot do what is asked.
-        DataError: There is no such source, or nothing says what is on its images, or it holds tars and images.
-        StorageError: It cannot be read.
+        ConfigError: A column or split does not exist, a package is missing, or the source does not support an option.
+        DataError: The source does not exist, has neither captions nor classes, or holds both tars and images.
+        StorageError: The source cannot be read.
     """
     if samples_per_unit < 1 or (max_samples is not None and max_samples < 1):
-        raise ConfigError(f"{samples_per_unit} samples per unit and at most {max_samples} samples: from 1 on")
+        raise ConfigError(f"{samples_per_unit} samples per unit, at most {max_samples} samples: expected at least 1")
     tars, folder = _tars(text), Path(text)
     if tars is None and folder.is_dir() and not is_saved_dataset(folder) and not _holds_only_rows(folder):
         return ImageFolder(
@@ -66,8 +66,8 @@ def open_source(
     name = shown(text) if is_remote(text) else escape(text)
     if classes_from != "auto":
         raise ConfigError(
-            f"--classes-from {classes_from} is for a folder of images, and {name} is none; leave it out: tars and data "
-            "sets say themselves of which class an image is"
+            f"--classes-from {classes_from} needs a folder of images, which {name} is not; omit it: tars and data sets "
+            "contain their classes"
         )
     if tars is not None:
         return WebDatasetSource(tars, name=name, caption_column=caption_column, max_samples=max_samples)
@@ -83,15 +83,15 @@ def open_source(
 
 def _no_source(text: str) -> DataError:
     return DataError(
-        f"{escape(text)} is no source: expected a folder of images, a folder or data set of Hugging Face's "
-        "datasets, or tars of images (a path or address ending in .tar, with braces for several)"
+        f"{escape(text)} is not a source: expected a folder of images, a folder or hub id of Hugging Face's datasets, "
+        "or tars of images (a path or address ending in .tar, with braces for several)"
     )
 
 
 def _tars(text: str) -> list[str] | None:
-    """Paths or addresses of the tars that are meant; None: something else is."""
+    """Return the paths or addresses of the tars; None if the source is of another kind."""
     if re.match(r"[a-z0-9+.-]+://", text, re.IGNORECASE) and not is_remote(text):
-        raise ConfigError(f"{shown(text)}: expected a path, or an address that begins with http://, https:// or s3://")
+        raise ConfigError(f"{shown(text)}: expected a path, or an address with http://, https:// or s3://")
     is_tar = (shown(text) if is_remote(text) else text).lower().endswith(".tar")
     if is_tar:
         return [text] if Path(text).is_file() else [tar for each in _expanded(text) for tar in _matching(each)]
@@ -111,7 +111,7 @@ def _is_of_images(file: str) -> bool:
 
 
 def _matching(tar: str) -> list[str]:
-    """The tars that a path with wildcards means, sorted; whatever has none stands for itself."""
+    """Return the sorted matches of a path with wildcards; an address or existing path is returned unchanged."""
     literal = is_remote(tar) or not glob.has_magic(tar) or Path(tar).exists()
     return [tar] if literal else sorted(glob.glob(tar))
 
@@ -126,7 +126,7 @@ def _expanded(text: str) -> list[str]:
 
 
 def _holds_only_rows(folder: Path) -> bool:
-    """Whether there are files of rows and no images; an image that is met early saves the walk."""
+    """Return whether a folder holds files of rows and no images; the first image ends the walk."""
     if any(map(is_image, walk_files(folder))):
         return False
     return any(holds_rows(file) for file in walk_files(folder) if Path(file).name not in METADATA)

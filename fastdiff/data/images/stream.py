@@ -1,4 +1,4 @@
-"""The images of many units, read and decoded ahead of their use in two threads."""
+"""Prefetching of images: one thread reads units ahead, another one decodes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 from fastdiff.data.images.decode import BadImage, Decoded, Decoder
 from fastdiff.data.images.items import BadItem, ImageItem, ImageSource
 
-# What is read and decoded at once: enough to keep all threads busy, and a bound on the memory.
+# Limits of a chunk: large enough to keep all threads busy, with bounded memory.
 _IMAGES = 64
 _BYTES = 128 << 20
 _DEPTH = 2
@@ -21,7 +21,7 @@ _DEPTH = 2
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some images of a unit, in order; every unit has at least one chunk, which may be empty."""
+    """Consecutive images of a unit; every unit has at least one chunk, which may be empty."""
 
     unit: int
     images: list[tuple[ImageItem | BadItem, Decoded | BadImage]]
@@ -30,17 +30,17 @@ class Chunk:
 def decoded_images(
     source: ImageSource, decoder: Decoder, units: Iterable[int], stopwatch: Stopwatch, start: Callable[[], None]
 ) -> Generator[Chunk, None, None]:
-    """Read and decode ``units`` one after the other.
+    """Read and decode ``units`` in order.
 
     Args:
-        source: Used by one thread only, as is the decoder.
-        decoder: Decodes.
-        units: Which ones.
-        stopwatch: Gets the stages ``read`` and ``decode``.
-        start: Called first in the thread that decodes, for example to choose the GPU.
+        source: Source of the images, used by one thread only.
+        decoder: Decoder, used by one thread only.
+        units: Numbers of the units.
+        stopwatch: Records the stages ``read`` and ``decode``.
+        start: Called first in the decoding thread, for example to select the GPU.
 
     Yields:
-        The chunks; an error of the source is raised in its place.
+        The chunks in order; an error of the source is raised at its chunk.
     """
     read = read_ahead(_read(source, units, stopwatch), _DEPTH)
     return read_ahead(_decode(read, decoder, stopwatch), _DEPTH, start=start)
@@ -94,11 +94,11 @@ _END = object()
 def read_ahead(
     items: Generator[T, None, None], depth: int, *, start: Callable[[], None] | None = None
 ) -> Generator[T, None, None]:
-    """Run a generator in a thread of its own, at most ``depth`` items ahead.
+    """Run a generator in its own thread, at most ``depth`` items ahead.
 
     Args:
-        items: What it raises is raised here in its place. It is closed at the end, or when the result is closed.
-        depth: At least 1.
+        items: The generator; its exceptions are raised here, in order. It is closed together with the result.
+        depth: Number of items, at least 1.
         start: Called first in that thread.
 
     Yields:
@@ -116,14 +116,14 @@ def read_ahead(
 
 
 class Stopwatch:
-    """Seconds by stage; each stage belongs to one thread."""
+    """The seconds spent per stage; each stage belongs to one thread."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:
-        """Add the seconds that the context lasts."""
+        """Add the duration of the context to a stage."""
         begin = time.perf_counter()
         try:
             yield

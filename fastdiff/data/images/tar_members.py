@@ -1,7 +1,7 @@
-"""Tars of images in WebDataset's layout: members that stand together and share a key are one sample.
+"""Samples in tars of WebDataset's layout: consecutive members with one key form a sample.
 
-Nothing is unpickled or extracted. Python's tarfile ends silently at a header that is damaged or missing; here that is
-an error, since everything behind it would be lost without a word.
+Members are neither unpickled nor extracted to disk. Python's tarfile silently ends at a damaged or missing header; here
+that is an error, because all later samples would be lost.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from fastdiff.data.shards.integrity import StrictHeader
 from fastdiff.sanitize import escape
 
 KINDS = IMAGE_EXTENSIONS | {"txt", "json", "cls"}
-"""What of a sample is used: the extensions of its members."""
+"""Extensions of the members in use."""
 
 _BLOCK = 1 << 20
 
 
 @dataclass(slots=True)
 class Member:
-    """One file of a sample."""
+    """A file of a sample."""
 
     name: str
     content: bytes | None = None
-    """None: not asked for, or refused."""
+    """None: not requested, or refused."""
     refused: str | None = None
-    """Why it is not used, if so."""
+    """Reason of the refusal, if any."""
 
 
 @dataclass(slots=True)
 class Group:
-    """One sample: its members by what follows the key, in lower case."""
+    """A sample: its members by extension in lower case."""
 
     key: str
     offset: int
-    """Of its first header in the tar."""
+    """Offset of its first header in the tar."""
     members: dict[str, Member] = field(default_factory=dict)
 
 
 class DamagedTarError(Exception):
-    """A tar cannot be read to its end; the text says why and where."""
+    """A tar cannot be read to its end; the message gives the reason and the offset."""
 
 
 class BadSampleError(Exception):
-    """A sample cannot be used; the text says why."""
+    """A sample cannot be used; the message gives the reason."""
 
 
 def groups(file: IO[bytes], kinds: Container[str] = KINDS) -> Iterator[Group]:
-    """The samples of a tar, in its order.
+    """Yield the samples of a tar in order.
 
     Args:
-        file: Read from where it stands to its end; sought in where it can be.
-        kinds: The kinds of members whose contents are read.
+        file: The tar, read from its current position to its end, with seeks if it is seekable.
+        kinds: Extensions of the members to read.
 
     Raises:
-        DamagedTarError: The tar is damaged; samples that were complete before that were given.
-        OSError: It cannot be read.
+        DamagedTarError: The tar is damaged; complete samples before the damage were yielded.
+        OSError: The tar cannot be read.
     """
     offset = 0
     mode: Literal["r|", "r:"] = "r:" if file.seekable() else "r|"
@@ -73,7 +73,7 @@ def groups(file: IO[bytes], kinds: Container[str] = KINDS) -> Iterator[Group]:
             assert archive.fileobj is not None
             while block := archive.fileobj.read(_BLOCK):
                 if any(block):
-                    raise tarfile.ReadError("there is more after a block of zeros, which ends an archive")
+                    raise tarfile.ReadError("data after the zero block that ends an archive")
     except (tarfile.TarError, ValueError, OverflowError) as error:
         raise DamagedTarError(f"{error}, after offset {offset}") from error
 
@@ -81,7 +81,7 @@ def groups(file: IO[bytes], kinds: Container[str] = KINDS) -> Iterator[Group]:
 def _grouped(archive: tarfile.TarFile, kinds: Container[str]) -> Iterator[Group]:
     current = Group("", 0)
     while (header := archive.next()) is not None:
-        archive.members = []  # type: ignore[attr-defined]  # or it keeps every header to the end
+        archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps all headers
         parts = _split(header.name)
         if parts is None or header.isdir():
             continue
@@ -96,13 +96,13 @@ def _grouped(archive: tarfile.TarFile, kinds: Container[str]) -> Iterator[Group]
 
 
 def captions_of(group: Group, column: str) -> tuple[str, ...]:
-    """The captions of a sample whose members were read.
+    """Return the captions of a sample with its content read.
 
-    ``text``: the ``.txt`` member, which is one caption, or else ``caption`` or ``text`` of the ``.json`` one. Any
-    other column: that field of the ``.json`` member.
+    Column ``text`` is the ``.txt`` member (one caption), otherwise ``caption`` or ``text`` in the ``.json`` member. Any
+    other column is a field of the ``.json`` member.
 
     Raises:
-        BadSampleError: There are none, or they are no text.
+        BadSampleError: The captions are missing or invalid.
     """
     try:
         if column == "text" and "txt" in group.members:
@@ -113,39 +113,37 @@ def captions_of(group: Group, column: str) -> tuple[str, ...]:
                 return clean_captions(fields[name])
     except BadCaptionError as error:
         raise BadSampleError(str(error)) from error
-    what = "txt member, nor a caption in a json one" if column == "text" else f"field {column!r} in a json member"
+    what = "txt member and no caption in a json member" if column == "text" else f"field {column!r} in a json member"
     raise BadSampleError(f"there is no {what}")
 
 
 def label_of(group: Group) -> int:
-    """The class in the ``.cls`` member of a sample (BadSampleError if there is none)."""
+    """Return the class in the ``.cls`` member of a sample; BadSampleError if it is missing or invalid."""
     if "cls" not in group.members:
         raise BadSampleError("there is no cls member")
     text = _text(group.members["cls"]).strip()
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise BadSampleError(f"its class is {text[:40]!r}, expected a number from 0")
+        raise BadSampleError(f"its class is {text[:40]!r}, expected a non-negative integer")
     return int(text)
 
 
 def image_of(group: Group) -> bytes:
-    """The image of a sample whose members were read (BadSampleError if there is not exactly one)."""
+    """Return the image of a sample with its content read; BadSampleError unless there is exactly one."""
     images = [member for kind, member in group.members.items() if kind in IMAGE_EXTENSIONS]
     dotted = [member for kind, member in group.members.items() if kind not in KINDS]
     if dotted and not images:
         raise BadSampleError(
-            f"the name of {escape(dotted[0].name)} has more than one dot, and a key ends at the first; rename it"
+            f"{escape(dotted[0].name)} has more than one dot in its name, but a key ends at the first dot; rename it"
         )
     if len(images) != 1:
-        raise BadSampleError(
-            f"it has {len(images)} images among its members ({', '.join(group.members)}), expected one"
-        )
+        raise BadSampleError(f"it has {len(images)} images among its members ({', '.join(group.members)}), expected 1")
     return _content(images[0])
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Key and kind of a member by WebDataset's rule: the file name up to its first dot; None: no part of a sample.
+    """Split a name at its first dot into key and extension, WebDataset's rule; None for files outside of samples.
 
-    Images of a longer kind (``1.mask.png``) are kept: beside no other image, they are a sample with a wrong name.
+    Images with two extensions (``1.mask.png``) are kept, to report a sample with a wrong name if it has no other image.
     """
     folder, slash, base = name.rpartition("/")
     stem, dot, kind = base.partition(".")
@@ -159,9 +157,9 @@ def _member(archive: tarfile.TarFile, header: tarfile.TarInfo, kind: str, wanted
     member = Member(header.name)
     most = LARGEST_IMAGE if kind in IMAGE_EXTENSIONS else LARGEST_TEXT
     if not header.isreg() or header.issparse():
-        member.refused = f"{escape(header.name)} is a link or a sparse file; pack the tar again with plain files"
+        member.refused = f"{escape(header.name)} is a link or a sparse file; repack the tar with regular files"
     elif header.size > most:
-        member.refused = f"{escape(header.name)} has {header.size} bytes; at most {most}"
+        member.refused = f"{escape(header.name)} has {header.size} bytes, expected at most {most}"
     elif wanted:
         file = archive.extractfile(header)
         assert file is not None
@@ -184,14 +182,14 @@ def _text(member: Member) -> str:
 
 
 def _fields(group: Group) -> dict[str, Any]:
-    """The fields of the ``.json`` member; empty if there is none."""
+    """Return the fields of the ``.json`` member; empty if it is missing."""
     member = group.members.get("json")
     if member is None:
         return {}
     try:
         fields = json.loads(_text(member))
     except (ValueError, RecursionError) as error:
-        raise BadSampleError(f"{escape(member.name)} is no JSON ({str(error)[:200]})") from error
+        raise BadSampleError(f"{escape(member.name)} is not valid JSON ({str(error)[:200]})") from error
     if not isinstance(fields, dict):
-        raise BadSampleError(f"{escape(member.name)} holds no object")
+        raise BadSampleError(f"{escape(member.name)} is not a JSON object")
     return fields

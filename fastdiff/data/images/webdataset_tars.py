@@ -1,4 +1,4 @@
-"""Images from WebDataset shards as img2dataset writes them, local or remote; one tar is one unit."""
+"""Images in local or remote WebDataset tars, as written by img2dataset; each tar is a unit."""
 
 from __future__ import annotations
 
@@ -34,22 +34,21 @@ _LOOKED_AT = 100
 
 
 class WebDatasetSource:
-    """Tars of ``<key>.jpg`` (or jpeg, png, webp) with ``<key>.txt``, ``<key>.json`` or ``<key>.cls``.
+    """A source of tars with ``<key>.jpg`` (or jpeg, png, webp) and ``<key>.txt``, ``<key>.json`` or ``<key>.cls``.
 
-    The first sample decides what the source has: captions if it has any, else classes. Tars are streamed from their
-    first to their last byte. Random access, ``len``, ``max_samples`` and the number of classes need all headers first,
-    which remote tars refuse.
+    The first usable sample decides whether the source has captions or classes. Tars are streamed sequentially. Random
+    access, ``len``, ``max_samples`` and the number of classes require all headers, and hence local tars.
 
     Args:
         tars: Paths and addresses, in the order of the units.
-        name: For the provenance.
-        caption_column: ``text``: the ``.txt`` member, else the caption in the ``.json`` one; otherwise a field of the
-            latter.
-        max_samples: Only so many, the first ones.
+        name: Name for the provenance.
+        caption_column: ``text``: the ``.txt`` member, or the caption in the ``.json`` member; any other name: a field
+            of the ``.json`` member.
+        max_samples: Use only the first samples, up to this number.
 
     Raises:
-        ConfigError: What is asked for needs local tars.
-        DataError: There are no tars, or one is missing or damaged, or the first sample has neither caption nor class.
+        ConfigError: The options require local tars.
+        DataError: A tar is missing or damaged, there are none, or the first samples have neither caption nor class.
         StorageError: A tar cannot be read.
     """
 
@@ -67,7 +66,7 @@ class WebDatasetSource:
             raise DataError(f"{name}: there are no tars")
         missing = [tar for tar in tars if not is_remote(tar) and not os.path.isfile(tar)]
         if missing:
-            raise DataError(f"{missing[0]} is missing, as are {len(missing) - 1} more of {len(tars)} tars of {name}")
+            raise DataError(f"{missing[0]} is missing, and {len(missing) - 1} more of {len(tars)} tars of {name}")
         self.name = f"images in {name}"
         self._tars = list(tars)
         self._column = caption_column
@@ -75,7 +74,7 @@ class WebDatasetSource:
         self._offsets: list[npt.NDArray[np.int64]] | None = None
         self._starts = [0]
         if max_samples is not None:
-            self._scan("knowing where so many images end")
+            self._scan("limiting the number of samples")
         self.captioned = self._has_captions()
         self.classes = None if self.captioned else self._count_classes()
         names = [shown(tar) if is_remote(tar) else Path(tar).name for tar in self._tars]
@@ -87,29 +86,29 @@ class WebDatasetSource:
         return len(self._tars)
 
     def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
-        """The samples of one tar.
+        """Yield the samples of a tar.
 
         Raises:
-            DataError: The tar is damaged; samples that were complete before the damage were given.
-            StorageError: It cannot be read.
+            DataError: The tar is damaged; complete samples before the damage were yielded.
+            StorageError: The tar cannot be read.
         """
         for row, group in enumerate(self._first(unit, kinds=KINDS)):
             yield self._item(unit, row, group)
 
     def most_captions(self, unit: int) -> int:
-        """How many captions the sample of a tar with the most of them has; of a local tar, only the texts are read."""
+        """Return the largest number of captions per sample in a tar; in a local tar only texts are read."""
         most = 0
         for group in self._first(unit, kinds={"txt", "json"}) if self.captioned else ():
-            with contextlib.suppress(BadSampleError):  # of which ``items`` tells
+            with contextlib.suppress(BadSampleError):  # reported by ``items``
                 most = max(most, len(captions_of(group, self._column)))
         return most
 
     def __len__(self) -> int:
-        """Number of samples; the first call reads the headers of all tars (ConfigError if they are remote)."""
+        """Return the number of samples; the first call reads all headers (ConfigError for remote tars)."""
         return sum(map(len, self._scan()))
 
     def item(self, index: int) -> ImageItem | BadItem:
-        """One sample by number; the first call reads the headers of all tars (ConfigError if they are remote)."""
+        """Return a sample by number; the first call reads all headers (ConfigError for remote tars)."""
         offsets = self._scan()
         unit = bisect.bisect_right(self._starts, index) - 1
         if not 0 <= index < self._starts[-1]:
@@ -126,18 +125,18 @@ class WebDatasetSource:
                 return ImageItem(key, name, image, captions_of(group, self._column))
             label = label_of(group)
             if self.classes is not None and label >= self.classes:
-                raise BadSampleError(f"its class is {label}, expected one of {self.classes} from 0")
+                raise BadSampleError(f"its class is {label}, expected 0 to {self.classes - 1}")
             return ImageItem(key, name, image, label=label)
         except BadSampleError as error:
             return BadItem(key, name, str(error))
 
     def _first(self, unit: int, *, kinds: Container[str]) -> Iterator[Group]:
-        """The samples of a tar, up to the last one that is wanted."""
+        """Yield the samples of a tar, up to ``max_samples`` in total."""
         most = None if self._offsets is None else len(self._offsets[unit])
         return itertools.islice(_read(self._tars[unit], kinds=kinds), most)
 
     def _scan(self, purpose: str = "reading single images") -> list[npt.NDArray[np.int64]]:
-        """Offsets of the samples of each tar that is needed, from its headers."""
+        """Return the offsets of the samples of each required tar, read from the headers."""
         if self._offsets is None:
             self._require_local(purpose)
             found, missing = [], self._most
@@ -154,7 +153,7 @@ class WebDatasetSource:
         return self._offsets
 
     def _has_captions(self) -> bool:
-        """Whether the first sample that has anything has a caption and not only a class."""
+        """Return whether the first sample with a caption or a class has a caption."""
         everything = itertools.chain.from_iterable(_read(tar, kinds=KINDS) for tar in self._tars)
         tried = 0
         for group in itertools.islice(everything, _LOOKED_AT):
@@ -163,7 +162,7 @@ class WebDatasetSource:
                 with contextlib.suppress(BadSampleError):
                     read(group)
                     return captioned
-        column = "" if self._column == "text" else f" (captions were looked for in the field {self._column!r} of .json)"
+        column = "" if self._column == "text" else f" (captions were expected in the field {self._column!r} of .json)"
         raise DataError(
             f"{self.name}: none of the first {tried} samples has a caption in .txt or .json, or a class in .cls{column}"
         )
@@ -182,7 +181,7 @@ class WebDatasetSource:
         if remote is not None:
             raise ConfigError(
                 f"{purpose} needs all headers of {_called(remote)}, and so to read all of it: download the tars; or "
-                "choose some of them with braces and run `fastdiff encode`, which reads them once"
+                "select some with braces and run `fastdiff encode`, which reads them once"
             )
 
 
@@ -191,9 +190,9 @@ def _called(tar: str) -> str:
 
 
 def _read(tar: str, *, kinds: Container[str] = KINDS, start: int = 0) -> Iterator[Group]:
-    """The samples of a tar, with errors that name it."""
+    """Yield the samples of a tar; errors name the tar."""
     try:
-        # From header to header, or to one sample, a large buffer would read all that lies between.
+        # For reads of headers or single samples, a large buffer would read all data in between.
         with _open(tar, _STREAM_BUFFER if kinds is KINDS and not start else _JUMP_BUFFER) as file:
             if start:
                 file.seek(start)
@@ -202,8 +201,7 @@ def _read(tar: str, *, kinds: Container[str] = KINDS, start: int = 0) -> Iterato
         raise DataError(f"{_called(tar)} is damaged: {error}; restore it from its source, or leave it out") from error
     except OSError as error:
         raise StorageError(
-            f"cannot read {_called(tar)}: {error.strerror or error}; check its permissions and the disk or network it "
-            "is on"
+            f"cannot read {_called(tar)}: {error.strerror or error}; check its permissions and its disk or network"
         ) from error
 
 

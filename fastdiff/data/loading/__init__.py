@@ -1,1 +1,1 @@
-"""From shards to batches on the training device: order, loaders, batches."""
+"""Batches on the training device: sample order, loaders for shards, online encoding of images."""

@@ -1,4 +1,4 @@
-"""What both loaders share: a thread that keeps micro-batches ready on the training device."""
+"""Prefetching of micro-batches in a thread: the base of all loaders, and the plain loader of shards."""
 
 from __future__ import annotations
 
@@ -33,32 +33,31 @@ _JOIN_SECONDS = 10.0
 
 
 class Source(Protocol):
-    """What samples come from: shards, or images."""
+    """A source of samples: shards or images."""
 
     info: DatasetInfo
 
     @property
     def folder(self) -> Path | str:
-        """Where they lie, for messages: a path, or an address."""
+        """Path or address of the samples, for messages."""
 
 
 class Batches(ABC):
-    """Endless iterator of ``Batch``; close it, or use it as a context manager, to end its thread.
+    """An endless iterator of ``Batch``; close it, or use it as a context manager, to end its thread.
 
-    ``latents`` are fp32 ``(stored - shift) * scale``, or pixels in uint8, which the kernels convert as they read them;
-    ``position`` is ``[B]`` int64; ``condition`` has the other columns as they are stored and the ``label`` ``[B]``
-    int64, as far as there are any. Which variant of a sample is taken, flipped or not, and which caption, is a function
-    of the seed and the position. An error of the thread (DataError, StorageError) is raised by ``next``, at the
-    micro-batch that it belongs to.
+    ``latents`` ``[B, C, H, W]`` are fp32 ``(stored - shift) * scale``, or uint8 pixels, which the kernels convert.
+    ``position`` is ``[B]`` int64. ``condition`` has all other stored columns and ``label`` ``[B]`` int64, if present.
+    Flip and caption of a sample are functions of the seed and the position. ``next`` raises an error of the thread
+    (DataError, StorageError) at its micro-batch.
 
     Args:
-        source: Where samples come from.
-        order: Which sample stands at which position.
-        own: The positions of this rank.
+        source: Source of the samples.
+        order: Order of the samples.
+        own: Positions of this rank.
         seed: Seed of the run.
-        random_flip: Take the flipped latent of half of the samples, or mirror their pixels.
-        device: Where the batches shall be.
-        prefetch: Micro-batches that are ready, or being made, before they are asked for.
+        random_flip: Take the flipped latent, or mirror the pixels, of half of the samples.
+        device: Device of the batches.
+        prefetch: Number of micro-batches loaded ahead.
     """
 
     name: ClassVar[str]
@@ -77,8 +76,7 @@ class Batches(ABC):
         self.source, self.order, self.own = source, order, own
         self.seed, self.random_flip = seed, random_flip
         self.device, self.on_cuda = device, device.type == "cuda"
-        # The thread takes a slot before it makes a batch and the consumer gives it back: no polling, bounded
-        # memory.
+        # The thread takes a slot before it loads a batch and the consumer returns it: no polling, bounded memory.
         self._slots = threading.Semaphore(prefetch)
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -87,13 +85,13 @@ class Batches(ABC):
 
     @abstractmethod
     def load(self, index: int) -> Tensors:
-        """Micro-batch number ``index`` on the device: ``position``, and the arrays of the reader as they are stored.
+        """Return micro-batch ``index`` on the device: ``position`` and the arrays as stored.
 
-        Called by the thread only, with 0, 1, 2, ... The tensors are the caller's to keep.
+        Called by the thread only, with 0, 1, 2, ... The caller owns the tensors.
         """
 
-    def release(self) -> None:  # noqa: B027  (a loader without such things has nothing to do)
-        """Let go of what ``load`` uses; called by the thread when it ends."""
+    def release(self) -> None:  # noqa: B027  (optional)
+        """Free the resources of ``load``; called by the thread when it ends."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -111,23 +109,23 @@ class Batches(ABC):
             raise item
         self._slots.release()
         if self.on_cuda:
-            # Made on another stream: their memory may be used again only when this stream is done with it.
+            # Allocated on another stream: the allocator must not reuse their memory before this stream is done.
             for tensor in (item.latents, item.position, *item.condition.values()):
                 tensor.record_stream(torch.cuda.current_stream(self.device))
         return item
 
     def close(self) -> None:
-        """End the thread, and drop what it has ready."""
+        """End the thread and drop its batches."""
         self._stop.set()
         self._slots.release()
         if self._thread.ident is None:
             return
         self._thread.join(_JOIN_SECONDS)
         if self._thread.is_alive():
-            # A read from storage that hangs cannot be cut short; the process must be able to end all the same.
+            # A read that hangs in the storage cannot be interrupted; the process must be able to end anyway.
             log.warning(
-                f"the thread {self._thread.name} did not end within {_JOIN_SECONDS:g} s and is left to the end of the "
-                f"process; check the storage of {self.source.folder}"
+                f"the thread {self._thread.name} did not end within {_JOIN_SECONDS:g} s and runs until the process "
+                f"ends; check the storage of {self.source.folder}"
             )
 
     def __enter__(self) -> Self:
@@ -139,12 +137,12 @@ class Batches(ABC):
         self.close()
 
     def positions(self, index: int) -> Int64:
-        """Positions ``[B]`` int64 of micro-batch number ``index``."""
+        """Return the positions ``[B]`` int64 of micro-batch ``index``."""
         return self.own[index]
 
     def uniform(self, stream: Stream, position: Tensor) -> npt.NDArray[np.float32]:
-        """Uniform numbers ``[B]`` fp32 in [0, 1) of these positions, on the CPU."""
-        # Plain torch whatever the run forces for its device; the numbers are the same.
+        """Return uniform random numbers ``[B]`` fp32 in [0, 1) for these positions, on the CPU."""
+        # Always plain torch, whatever backend the run forces on its device; the numbers are equal.
         return philox.uniform(self.seed, int(stream), position, 1, backend="reference")[:, 0].numpy()
 
     def _run(self) -> None:
@@ -157,7 +155,7 @@ class Batches(ABC):
                         break
                     batch = normalised(self.load(index), shift, scale)
                     if stream is not None:
-                        # Only this thread waits here, ahead of time; what the consumer gets is complete.
+                        # Only this thread waits, ahead of the consumer, who gets a complete batch.
                         stream.synchronize()
                     self._ready.put(batch)
         except BaseException as error:
@@ -176,13 +174,13 @@ class Batches(ABC):
 
 
 class ShardBatches(Batches):
-    """Batches from shards; how they get to the device is left to the loaders.
+    """Batches from shards; a subclass moves them to the device.
 
     Args:
-        reader: Of the shards.
-        order: As for ``Batches``, likewise the rest.
-        own: As there.
-        options: As there.
+        reader: Reader of the shards.
+        order: As for ``Batches``.
+        own: As for ``Batches``.
+        options: As for ``Batches``.
     """
 
     def __init__(self, reader: LatentReader, order: SampleOrder, own: RankPositions, **options: Any) -> None:
@@ -190,7 +188,7 @@ class ShardBatches(Batches):
         self.reader = reader
 
     def read(self, positions: Int64, ids: Int64, out: Arrays | None = None) -> Arrays:
-        """Stored arrays of the samples ``ids`` that stand at these positions, checked, their pixels mirrored."""
+        """Read and verify the samples ``ids`` at these positions, with the chosen variants; mirror pixels."""
         position = torch.from_numpy(positions)
         flips = self.uniform(Stream.FLIP, position) < 0.5 if self.random_flip else np.zeros(len(positions), np.bool_)
         stored = self.reader.info.flipped
@@ -201,34 +199,34 @@ class ShardBatches(Batches):
         if not stored:
             pixels = arrays[LATENT]
             for row in np.flatnonzero(flips):
-                pixels[row] = pixels[row, :, :, ::-1].copy()
+                pixels[row] = pixels[row, :, :, ::-1].copy()  # [C, H, W], mirrored along W
         return arrays
 
 
 def _single_threaded() -> threadpool_limits:
-    """Keep this thread's operations to itself: a second team of OpenMP threads would take the cores from the step's."""
-    torch.get_num_threads()  # torch sets a limit of its own at the first operation of a thread
+    """Limit this thread to one core: a second team of OpenMP threads would compete with the training step."""
+    torch.get_num_threads()  # torch sets its own limit at the first operation of a thread
     return threadpool_limits(1, user_api="openmp")
 
 
 def per_channel(normalisation: Normalisation, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Shift and scale of latents, ``[C, 1, 1]`` fp32 each."""
+    """Return shift and scale of the latents, fp32 ``[C, 1, 1]`` each."""
     values = torch.tensor(dataclasses.astuple(normalisation), dtype=torch.float32, device=device)
-    shift, scale = values.view(2, -1, 1, 1)
+    shift, scale = values.view(2, -1, 1, 1)  # [2, C] -> 2 x [C, 1, 1]
     return shift, scale
 
 
 def normalised(stored: Tensors, shift: Tensor, scale: Tensor) -> Batch:
-    """The batch of ``position`` and the arrays of a reader, which it takes; its latents in fp32, or pixels in uint8."""
+    """Turn ``position`` and the stored arrays into a ``Batch``, consuming them; normalise latents except pixels."""
     latents = stored.pop(LATENT)
     if latents.dtype != torch.uint8:
         latents = latents.float()
-        latents.sub_(shift).mul_(scale)  # in place: two more results would cost more time than computing them
+        latents.sub_(shift).mul_(scale)  # in place: allocating results would take longer than computing them
     return Batch(latents=latents, position=stored.pop("position"), condition=stored)
 
 
 class PrefetchBatches(ShardBatches):
-    """Micro-batches that a thread reads ahead; with CUDA into pinned memory, copied without waiting."""
+    """Micro-batches read ahead by a thread; with CUDA into pinned memory, copied asynchronously."""
 
     name: ClassVar[str] = "prefetch"
 
@@ -237,7 +235,7 @@ class PrefetchBatches(ShardBatches):
         positions = self.positions(index)
         ids = self.order.samples(positions)
         arrays = {"position": positions, **self.reader.empty(len(ids), self.reader.bucket_of(ids))}
-        # torch's allocator of pinned memory hands a block out again only after the copies from it have ended.
+        # torch's pinned-memory allocator reuses a block only after the copies from it have ended.
         host = {
             name: torch.empty_like(torch.from_numpy(array), pin_memory=self.on_cuda) for name, array in arrays.items()
         }

@@ -1,7 +1,7 @@
-"""The order of samples of several sizes: every batch of an optimizer step is of one size.
+"""The order of samples of several sizes: all samples of an optimizer step have one size.
 
-A step whose ranks had batches of different sizes would wait for the slowest of them, and a batch of several sizes
-cannot be stacked; so the unit that is shuffled is the global batch.
+Samples of different sizes cannot be stacked, and ranks with different sizes would wait for the slowest rank. The unit
+of the shuffle is therefore the global batch.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from fastdiff.errors import ConfigError
 
 
 class BucketOrder:
-    """Which sample stands at which position of the run, if samples are of several sizes.
+    """The map from positions of the run to samples of several sizes; thread-safe.
 
-    The samples [s * G, (s + 1) * G) of step s are of one bucket. An epoch takes from every bucket, in the order of its
-    own shards (``Order``), as many global batches as it fills; the batches of all buckets are shuffled. What does not
-    fill a batch is left out; since the order of a bucket changes with every epoch, so do the samples that are left out.
-    A bucket that fills no batch at all is left out altogether. Usable from several threads.
+    The samples [s * G, (s + 1) * G) of step s belong to one bucket. An epoch takes all full global batches of every
+    bucket, in the bucket's own order (``Order``), and shuffles the batches of all buckets. The remainder of a bucket is
+    left out; it changes with every epoch, as the order does. A bucket with fewer samples than a batch is never used.
 
     Args:
-        seed: Seed of the run, any integer; its low 64 bits count.
+        seed: Seed of the run, any integer; only its low 64 bits are used.
         shard_sizes: Samples per shard.
         buckets: Bucket of each shard.
-        window_shards: Shards of one bucket that are mixed with each other.
+        window_shards: Shards of one bucket that are shuffled together.
         global_batch: G, samples per optimizer step.
         sizes: Latent height and width of each bucket, for messages.
 
     Attributes:
-        left_out: Number of samples of each bucket that fills no batch.
+        left_out: Number of samples of each unused bucket.
 
     Raises:
         ConfigError: No bucket fills a batch, or ``window_shards`` is below 1.
@@ -61,9 +60,9 @@ class BucketOrder:
             fullest = max(totals, key=totals.__getitem__)
             height, width = sizes[fullest]
             raise ConfigError(
-                f"no bucket fills a batch: {fullest} ({height}x{width} latents) has the most samples, "
-                f"{totals[fullest]}, fewer than --batch.samples {global_batch}, and every batch is of one bucket; use "
-                "a smaller batch, or encode with fewer buckets"
+                f"no bucket fills a batch: the largest, {fullest} ({height}x{width} latents), has {totals[fullest]} "
+                f"samples, fewer than --batch.samples {global_batch}, and a batch holds one bucket only; use a smaller "
+                "batch, or encode with fewer buckets"
             )
         self._shards = [np.flatnonzero(of_shard == bucket) for bucket in used]
         self._orders = [
@@ -75,21 +74,21 @@ class BucketOrder:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Samples of one epoch, without those that fill no batch."""
+        """Return the number of samples of an epoch, full batches only."""
         return sum(self._batches) * self._global_batch
 
     def samples(self, positions: npt.ArrayLike) -> Int64:
-        """Sample ids at positions of the run.
+        """Return the sample ids at positions of the run.
 
         Args:
             positions: ``[B]`` int64, not negative.
 
         Returns:
-            ``[B]`` int64: the shards' samples counted through in the order of dataset.json.
+            ``[B]`` int64, counted over the shards in the order of dataset.json.
         """
         n = np.asarray(positions, np.int64)
         if n.size and n.min() < 0:
-            raise ValueError("positions count from 0")
+            raise ValueError("positions must not be negative")
         ids = np.empty_like(n)
         epochs, within = np.divmod(n, len(self))
         batches, offsets = np.divmod(within, self._global_batch)
@@ -106,15 +105,15 @@ class BucketOrder:
         return ids
 
     def locate(self, ids: npt.ArrayLike) -> tuple[Int64, Int64]:
-        """Shard and row in the shard of sample ids; ``[B]`` int64 each."""
+        """Return the shard, and the row in it, of sample ids; ``[B]`` int64 each."""
         ids = np.asarray(ids, np.int64)
         shard = np.searchsorted(self._starts, ids, side="right") - 1
         return shard, ids - self._starts[shard]
 
     def _epoch(self, epoch: int) -> tuple[Int64, Int64]:
-        """Of every batch of an epoch: its bucket, and its number among the batches of that bucket.
+        """Return the bucket of every batch of an epoch, and its number within that bucket.
 
-        Only the buckets are shuffled. Each is read from its beginning to its end, so that reads stay within few files.
+        Only the sequence of buckets is shuffled. Each bucket is read in order, so that reads stay within few files.
         """
         which = np.repeat(np.arange(len(self._batches)), self._batches)
         which = which[shuffle(self._seed, len(which), BATCHES, epoch, 0)]

@@ -1,8 +1,7 @@
-"""Latents from shards on disk to batches on the training device.
+"""Choice and construction of the sample order and the loader of a run.
 
-``shards``, ``index``, ``components``, ``tar`` and ``writer`` are the format, ``reader`` reads samples by number,
-``order`` and ``bucket_order`` say which number comes when, and ``build_batches`` puts the two together behind DALI or a
-plain prefetching thread.
+``order.py`` and ``bucket_order.py`` map positions of the run to sample numbers, and ``shards/reader.py`` reads samples
+by number. ``build_batches`` combines them in DALI or in a plain prefetching thread.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ if TYPE_CHECKING:
 
 
 def dali_installed() -> bool:
-    """Whether NVIDIA DALI can be imported, found out without importing it."""
+    """Return whether NVIDIA DALI is installed, without importing it."""
     try:
         return importlib.util.find_spec("nvidia.dali") is not None
     except ModuleNotFoundError:
-        return False  # nothing named nvidia at all
+        return False  # no package nvidia
 
 
 def loader_name(config: DataConfig) -> str:
-    """``dali`` or ``prefetch``: the loader that ``config`` comes to on this machine.
+    """Return the loader that ``config`` selects on this machine, ``dali`` or ``prefetch``.
 
     Raises:
-        ConfigError: DALI is asked for and not installed.
+        ConfigError: DALI is requested but not installed.
     """
     if config.loader == "auto":
         return "dali" if dali_installed() else "prefetch"
@@ -51,13 +50,13 @@ def loader_name(config: DataConfig) -> str:
 
 
 def build_order(info: DatasetInfo, *, seed: int, window_shards: int, global_batch: int) -> SampleOrder:
-    """The order of a data set.
+    """Return the sample order of a data set.
 
     Args:
         info: The data set.
         seed: Seed of the run.
-        window_shards: Shards, of one bucket, that are mixed with each other.
-        global_batch: Samples per optimizer step; it matters only if there are several buckets.
+        window_shards: Shards of one bucket that are shuffled together.
+        global_batch: Samples per optimizer step; used only with several buckets.
 
     Raises:
         ConfigError: No bucket fills a batch, or ``window_shards`` is below 1.
@@ -69,9 +68,9 @@ def build_order(info: DatasetInfo, *, seed: int, window_shards: int, global_batc
     if order.left_out and os.environ.get("RANK", "0") == "0":
         lost = (f"{bucket} ({'{}x{}'.format(*info.buckets[bucket])}): {n}" for bucket, n in order.left_out.items())
         log.warning(
-            f"never trained on, as their buckets fill no batch of --batch.samples {global_batch}: "
-            f"{sum(order.left_out.values())} of {info.samples} samples (bucket (latents): samples; {', '.join(lost)}); "
-            "use a smaller batch, or encode with fewer buckets"
+            f"{sum(order.left_out.values())} of {info.samples} samples are never trained on, as their buckets cannot "
+            f"fill a batch of --batch.samples {global_batch} (bucket (latents): samples; {', '.join(lost)}); use a "
+            "smaller batch, or encode with fewer buckets"
         )
     return order
 
@@ -91,23 +90,23 @@ def build_batches(
 ) -> Batches:
     """Open the endless stream of one rank's micro-batches; a context manager that must be closed.
 
-    Both loaders give the same batches; which one it is stands in ``name`` of the result.
+    Both loaders give the same batches; ``name`` of the result tells them apart.
 
     Args:
-        source: Stays open and belongs to the caller; a reader should keep two windows of ``order`` open.
-        order: Made from ``source.info`` (``build_order``).
-        config: Its ``loader``, ``prefetch`` and ``random_flip`` count here.
+        source: Reader or images, owned and closed by the caller; a reader should keep two windows of ``order`` open.
+        order: Sample order of ``source.info`` (``build_order``).
+        config: Data options; ``loader``, ``prefetch`` and ``random_flip`` are used.
         seed: Seed of the run, for the choice of flips and captions.
-        device: Where the batches shall be.
-        start_samples: Samples of the run that are behind us, a multiple of ``global_batch``.
+        device: Device of the batches.
+        start_samples: Samples already trained on, a multiple of ``global_batch``.
         rank: This rank.
         ranks: Number of ranks.
         micro: Samples per micro-batch.
         global_batch: Samples per optimizer step over all ranks.
 
     Raises:
-        ConfigError: DALI is asked for and not installed, the batch does not divide, or there are no flipped latents
-            and these are no pixels.
+        ConfigError: DALI is requested but not installed, the batch is not divisible, or flips are requested from
+            latents stored without them.
     """
     own = RankPositions(start_samples=start_samples, rank=rank, ranks=ranks, micro=micro, global_batch=global_batch)
     options: dict[str, Any] = {
@@ -119,7 +118,7 @@ def build_batches(
         return OnlineBatches(source, order, own, **options)
     if config.random_flip and not (source.info.flipped or source.info.in_pixels):
         raise ConfigError(
-            f"--data.random_flip: {source.folder} holds no flipped latents; encode with --flip, or leave it out"
+            f"--data.random_flip: {source.folder} holds no flipped latents; encode with --flip, or omit this flag"
         )
     if loader_name(config) == "prefetch":
         from fastdiff.data.loading.batches import PrefetchBatches

@@ -1,7 +1,7 @@
-"""The loader on NVIDIA DALI: our reader is its external source, DALI does the transfer and the prefetching.
+"""The NVIDIA DALI loader: our reader is its external source, DALI transfers and prefetches.
 
-DALI's own WebDataset reader is not used: it takes a stale index without a word, has no checksums and dies of
-SIGBUS when a mapped shard shrinks (design 8.11).
+DALI's own WebDataset reader is not used: it silently accepts a stale index, has no checksums and dies of SIGBUS when a
+mapped shard shrinks (design 8.11).
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ _TYPES = {"float16": types.FLOAT16, "float32": types.FLOAT, "uint8": types.UINT8
 
 
 class DaliBatches(ShardBatches):
-    """Micro-batches that come out of a DALI pipeline, on the CPU or, with CUDA, on the device.
+    """Micro-batches from a DALI pipeline, on the CPU or, with CUDA, on the device.
 
-    DALI calls its source from the thread that runs the pipeline, so the pipeline runs in the thread of
-    ``Batches``.
+    DALI calls its source in the thread that runs the pipeline: the thread of ``Batches``.
     """
 
     name: ClassVar[str] = "dali"
@@ -41,7 +40,7 @@ class DaliBatches(ShardBatches):
         device: torch.device,
         prefetch: int,
     ) -> None:
-        # A pipeline of depth d holds d - 1 micro-batches when run returns; the thread's slots are the rest.
+        # A pipeline of depth d holds d - 1 micro-batches when run returns; the thread's slots hold the rest.
         self._depth = min(2, prefetch)
         slots = prefetch - self._depth + 1
         super().__init__(reader, order, own, seed=seed, random_flip=random_flip, device=device, prefetch=slots)
@@ -50,7 +49,7 @@ class DaliBatches(ShardBatches):
         self._pipeline: Any = None
 
     def load(self, index: int) -> Tensors:
-        """Run the pipeline once and copy what it gives: DALI uses its buffers again."""
+        """Run the pipeline once and copy its outputs, because DALI reuses its buffers."""
         if self._pipeline is None:
             self._pipeline = self._build()
         outputs = self._pipeline.run()
@@ -60,11 +59,11 @@ class DaliBatches(ShardBatches):
             name: from_dlpack(output.as_tensor()).clone() for name, output in zip(self._columns, outputs, strict=True)
         }
         if self.on_cuda:
-            torch.cuda.current_stream(self.device).synchronize()  # the copies end before the buffers go back
+            torch.cuda.current_stream(self.device).synchronize()  # copies must end before DALI reuses the buffers
         return tensors
 
     def release(self) -> None:
-        """Drop the pipeline in the thread that ran it."""
+        """Free the pipeline in the thread that ran it."""
         self._pipeline = None
 
     def _build(self) -> Any:
@@ -90,10 +89,10 @@ class DaliBatches(ShardBatches):
         return pipeline
 
     def _source(self, index: int) -> tuple[npt.NDArray[Any], ...]:
-        """The arrays of micro-batch number ``index``.
+        """Return the arrays of micro-batch ``index``.
 
-        An exception in here would break the pipeline with good micro-batches still inside, so it is kept and
-        raised by ``load`` when its turn comes; the zeros in its place are never handed on.
+        An exception here would break the pipeline while it still holds good micro-batches. It is therefore kept for
+        ``load``, which raises it at this micro-batch; the zeros returned instead are never used.
         """
         positions = self.positions(index)
         if self._source_failure is None:

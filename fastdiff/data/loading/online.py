@@ -1,8 +1,8 @@
-"""Images that are decoded and encoded while training.
+"""Online decoding and encoding of images during training.
 
-Crops and flips are random, at the price of a frozen autoencoder and text encoder in every step.
-The batches are those of shards that were encoded with the same transform, autoencoder and text encoder: what varies is
-a function of the seed and the position, and posteriors and embeddings are rounded to 16 bits as in a shard.
+Crops and flips are random, at the cost of running the frozen autoencoder and text encoder in every step. Random choices
+are functions of the seed and the position. Posteriors and embeddings are rounded to 16 bits as in a shard, so the same
+transform and encoders give the same batches as encoded shards.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ _STORED = torch.float16
 
 
 class OnlineImages:
-    """A source of images with what encodes them; stands where a reader of shards does.
+    """A source of images with its decoder and encoders, used in place of a reader of shards.
 
     Args:
         config: source, transform and threads.
-        pretrained: the pipeline whose autoencoder and text encoders are used.
-        device: where they compute.
-        dtype: of their weights and activations.
+        pretrained: the pipeline with the autoencoder and the text encoders.
+        device: device of the encoders.
+        dtype: dtype of their weights and activations.
 
     Raises:
-        ConfigError: the source has no captions, cannot be read out of order, or the resolution does not fit the
-            autoencoder.
-        DataError: there is no such source.
+        ConfigError: the source has no captions or no random access, or the resolution does not fit the autoencoder.
+        DataError: the source does not exist.
     """
 
     def __init__(self, config: DataConfig, pretrained: Pretrained, device: torch.device, dtype: torch.dtype) -> None:
@@ -56,7 +55,7 @@ class OnlineImages:
         self.encoder = LatentEncoder(pretrained, device, dtype)
         if config.resolution % self.encoder.factor:
             raise ConfigError(
-                f"--data.resolution {config.resolution} does not divide by {self.encoder.factor}, the pixels per "
+                f"--data.resolution {config.resolution}: expected a multiple of {self.encoder.factor}, the pixels per "
                 f"latent of {pretrained.path}"
             )
         self.source = open_source(
@@ -77,11 +76,11 @@ class OnlineImages:
         self.info = self._describe(config, pretrained, transform)
 
     def null(self) -> dict[str, npt.NDArray[Any]]:
-        """The embedding of no caption, by column."""
+        """Return the embedding of the empty caption, by column."""
         return self._null
 
     def keys(self, sample_ids: npt.ArrayLike) -> list[str]:
-        """Names of samples, for messages."""
+        """Return the names of samples, for messages."""
         return [self.source.item(int(number)).name for number in np.asarray(sample_ids)]
 
     def close(self) -> None:
@@ -97,7 +96,7 @@ class OnlineImages:
         self.close()
 
     def _describe(self, config: DataConfig, pretrained: Pretrained, transform: ImageTransform) -> DatasetInfo:
-        """What a data set of these samples would say of itself; its shards are runs of samples."""
+        """Describe the images as a data set whose shards are runs of consecutive samples."""
         side = config.resolution // self.encoder.factor
         provenance = Provenance(
             source=self.source.name,
@@ -131,7 +130,7 @@ class OnlineImages:
 
 
 class OnlineBatches(Batches):
-    """Micro-batches that a thread decodes and encodes ahead of the training step."""
+    """Micro-batches decoded and encoded by a thread ahead of the training step."""
 
     name: ClassVar[str] = "online"
 
@@ -150,7 +149,7 @@ class OnlineBatches(Batches):
         images = [_good(item, found) for item, found in zip(items, decoded, strict=True)]
         flips = self.random_flip & (self.uniform(Stream.FLIP, position) < 0.5)
         mirrored = [image.pixels[:, ::-1] if flip else image.pixels for image, flip in zip(images, flips, strict=True)]
-        pixels = np.stack(mirrored)
+        pixels = np.stack(mirrored)  # B x [H, W, 3] -> [B, H, W, 3]
         tensors = {LATENT: self.images.encoder.encode(torch.from_numpy(pixels)).to(_STORED).contiguous()}
         tensors |= self._embed(items, position)
         self._require_finite(items, tensors)
@@ -160,25 +159,25 @@ class OnlineBatches(Batches):
         return {"position": position.to(self.device), **tensors}
 
     def _require_finite(self, items: Sequence[ImageItem], tensors: Tensors) -> None:
-        """Refuse what would spoil the weights; this thread may wait for the device, the training does not."""
+        """Raise DataError for non-finite tensors; the wait for the device blocks only this thread."""
         finite = torch.stack([value.isfinite().flatten(1).all(1) for value in tensors.values()], 1)
         if not bool(finite.all()):
             row, column = (~finite).nonzero()[0].tolist()
             raise DataError(
-                f"{items[row].name}: its {list(tensors)[column]} is not finite, as the autoencoder or the text encoder "
-                "overflows; use --performance.precision bf16 or fp32"
+                f"{items[row].name}: its {list(tensors)[column]} is not finite, because the autoencoder or the text "
+                "encoder overflows; use --performance.precision bf16 or fp32"
             )
 
     def _item(self, number: int) -> ImageItem:
         item = self.images.source.item(number)
         if isinstance(item, BadItem):
-            raise DataError(f"{item.name}: {item.reason}; mend it or take it out of {self.images.folder}")
+            raise DataError(f"{item.name}: {item.reason}; repair it or remove it from {self.images.folder}")
         return item
 
     def _embed(self, items: Sequence[ImageItem], position: Tensor) -> Tensors:
-        """Embed one caption of each image; what several images say is embedded once."""
+        """Embed one caption of each image; a caption shared by several images is embedded once."""
         shares = self.uniform(Stream.CAPTION, position)
-        # In fp64, as the reader of shards: below the number of captions for every share below 1.
+        # In fp64, as in the reader of shards: less than the number of captions for every share below 1.
         numbers = [int(share * len(item.captions)) for item, share in zip(items, shares.tolist(), strict=True)]
         chosen = [item.captions[number] for item, number in zip(items, numbers, strict=True)]
         unique = list(dict.fromkeys(chosen))
@@ -188,5 +187,5 @@ class OnlineBatches(Batches):
 
 def _good(item: ImageItem, found: Decoded | BadImage) -> Decoded:
     if isinstance(found, BadImage):
-        raise DataError(f"{item.name}: {found.reason}; mend it or take it away, or encode with `--bad skip`")
+        raise DataError(f"{item.name}: {found.reason}; repair it or remove it, or encode with `--bad skip`")
     return found

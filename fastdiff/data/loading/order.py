@@ -1,8 +1,8 @@
-"""In which order the samples are seen: a pure function of the seed and the sizes of the shards.
+"""The order of the samples: a pure function of the seed and the sizes of the shards.
 
-Position n = 0, 1, 2, ... counts samples over the whole run; nothing here has state but a cache, so any rank of any
-number of ranks can ask for any position. Random numbers are the raw 64-bit words of Philox, a generator that is
-specified to the bit; ``numpy.random.Generator.permutation`` may change with numpy.
+Position n = 0, 1, 2, ... counts samples over the whole run. The order has no state except a cache, so any rank of any
+number of ranks can look up any position. Random numbers are the raw 64-bit words of Philox, which is specified to the
+bit; ``numpy.random.Generator.permutation`` may change between versions.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ Value = TypeVar("Value")
 
 
 class SampleOrder(Protocol):
-    """Which sample stands at which position of the run."""
+    """A map from positions of the run to samples."""
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
+        """Return the number of samples of an epoch."""
 
     def samples(self, positions: npt.ArrayLike) -> Int64:
-        """Sample ids ``[B]`` int64 at positions ``[B]`` int64 of the run."""
+        """Return the sample ids ``[B]`` int64 at positions ``[B]`` int64 of the run."""
 
     def locate(self, ids: npt.ArrayLike) -> tuple[Int64, Int64]:
-        """Shard and row in the shard of sample ids; ``[B]`` int64 each."""
+        """Return the shard, and the row in it, of sample ids; ``[B]`` int64 each."""
 
 
-# Second word of the counter: which shuffle the random words are for; 4 more for every bucket.
+# Second word of the counter: the purpose of the random words, plus 4 times the bucket.
 _SHARDS, _SAMPLES, BATCHES = 1, 2, 3
-# "fastdiff" as a number: the order shares its seed with the noise streams, but not its random words.
+# "fastdiff" as a number: the order shares the seed of the noise streams, but not their random words.
 _KEY = 0x6661737464696666
 
 
 class Order:
-    """Which sample stands at which position of the run.
+    """The map from positions of the run to samples of one size; thread-safe.
 
-    Every epoch is a permutation of all samples: the shards are shuffled, then the samples inside windows of
-    ``window_shards`` consecutive shuffled shards, so that reads stay within few files. Memory is that of a
-    few windows. Usable from several threads: the loader's asks for what comes, the callbacks for what was.
+    Every epoch is a permutation of all samples: the shards are shuffled, then the samples within windows of
+    ``window_shards`` consecutive shuffled shards, so that reads stay within few files. A few windows are kept in
+    memory. The loader's thread looks up future positions, the callbacks look up past ones.
 
     Args:
-        seed: Seed of the run, any integer; its low 64 bits count.
+        seed: Seed of the run, any integer; only its low 64 bits are used.
         shard_sizes: Samples per shard.
-        window_shards: Shards that are mixed with each other.
-        bucket: Orders of different buckets draw different random words.
+        window_shards: Shards that are shuffled together.
+        bucket: Bucket of the samples; each bucket draws different random words.
 
     Raises:
         ConfigError: ``window_shards`` is below 1.
@@ -61,7 +61,7 @@ class Order:
 
     def __init__(self, seed: int, shard_sizes: Sequence[int], window_shards: int, bucket: int = 0) -> None:
         if window_shards < 1:
-            raise ConfigError(f"--data.shuffle_shards {window_shards}: at least 1")
+            raise ConfigError(f"--data.shuffle_shards {window_shards}: expected at least 1")
         self.window_shards = window_shards
         self._sizes = np.asarray(shard_sizes, np.int64)
         if self._sizes.size == 0 or self._sizes.min() < 1:
@@ -70,24 +70,24 @@ class Order:
         self._seed, self._bucket = seed, bucket
         self._epochs: OrderedDict[tuple[int, ...], tuple[Int64, Int64]] = OrderedDict()
         self._windows: OrderedDict[tuple[int, ...], Int64] = OrderedDict()
-        self._lock = threading.Lock()  # of both caches
+        self._lock = threading.Lock()  # for both caches
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
+        """Return the number of samples of an epoch."""
         return int(self._starts[-1])
 
     def samples(self, positions: npt.ArrayLike) -> Int64:
-        """Sample ids at positions of the run.
+        """Return the sample ids at positions of the run.
 
         Args:
             positions: ``[B]`` int64, not negative.
 
         Returns:
-            ``[B]`` int64 in [0, len(self)): the shards' samples counted through in the order of dataset.json.
+            ``[B]`` int64 in [0, len(self)), counted over the shards in the order of dataset.json.
         """
         n = np.asarray(positions, np.int64)
         if n.size and n.min() < 0:
-            raise ValueError("positions count from 0")
+            raise ValueError("positions must not be negative")
         with self._lock:
             return self._samples(n)
 
@@ -103,13 +103,13 @@ class Order:
         return ids
 
     def locate(self, ids: npt.ArrayLike) -> tuple[Int64, Int64]:
-        """Shard and row in the shard of sample ids; ``[B]`` int64 each."""
+        """Return the shard, and the row in it, of sample ids; ``[B]`` int64 each."""
         ids = np.asarray(ids, np.int64)
         shard = np.searchsorted(self._starts, ids, side="right") - 1
         return shard, ids - self._starts[shard]
 
     def _epoch(self, epoch: int) -> tuple[Int64, Int64]:
-        """The shuffled shards of an epoch, and the offset in the epoch at which each window starts."""
+        """Return the shuffled shards of an epoch, and the offset of each window in the epoch."""
 
         def build() -> tuple[Int64, Int64]:
             shards = self._shuffle(len(self._sizes), _SHARDS, epoch, 0)
@@ -119,7 +119,7 @@ class Order:
         return cached(self._epochs, (epoch,), build)
 
     def _window(self, epoch: int, window: int, shards: Int64) -> Int64:
-        """Shuffled sample ids of one window."""
+        """Return the shuffled sample ids of a window."""
 
         def build() -> Int64:
             chosen = shards[window * self.window_shards : (window + 1) * self.window_shards]
@@ -133,9 +133,9 @@ class Order:
 
 
 def shuffle(seed: int, size: int, purpose: int, epoch: int, window: int) -> Int64:
-    """A permutation ``[size]`` int64."""
+    """Return a permutation ``[size]`` int64."""
     key = np.array([seed & (2**64 - 1), _KEY], np.uint64)
-    # The lowest word counts the draws; the others never meet.
+    # The lowest word counts the draws; the other three are unique per shuffle.
     counter = np.array([0, purpose, epoch, window], np.uint64)
     words = np.random.Philox(key=key, counter=counter).random_raw(size)
     return np.argsort(words, kind="stable").astype(np.int64)
@@ -147,7 +147,7 @@ def cached(
     build: Callable[[], Value],
     size: int = 3,
 ) -> Value:
-    """The cached value, built if it is not there; the least recently used one goes."""
+    """Return the cached value, built if missing; the least recently used value is evicted."""
     if key not in cache:
         cache[key] = build()
         if len(cache) > size:
@@ -157,17 +157,17 @@ def cached(
 
 
 def positions(step: int, micro_index: int, rank: int, ranks: int, micro: int, global_batch: int) -> Int64:
-    """Positions ``[micro]`` int64 of one micro-batch: ``s * G + (m * ranks + rank) * micro + i``."""
+    """Return the positions ``[micro]`` int64 of a micro-batch: ``s * G + (m * ranks + rank) * micro + i``."""
     start = step * global_batch + (micro_index * ranks + rank) * micro
     return np.arange(start, start + micro, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPositions:
-    """The micro-batches that one rank takes from ``start_samples`` on, by number and without end.
+    """The endless sequence of a rank's micro-batches from ``start_samples`` on, as positions of the run.
 
     Raises:
-        ConfigError: The batch does not divide over the ranks, or the start is no multiple of it.
+        ConfigError: The batch is not divisible by the ranks, or the start is not a multiple of the batch.
     """
 
     start_samples: int
@@ -180,19 +180,19 @@ class RankPositions:
         together = self.micro * self.ranks
         if min(self.micro, self.ranks, self.global_batch) < 1 or self.global_batch % together:
             raise ConfigError(
-                f"a batch of {self.global_batch} samples does not divide by {self.micro} (--batch.micro) x "
+                f"a batch of {self.global_batch} samples is not divisible by {self.micro} (--batch.micro) x "
                 f"{self.ranks} ranks; choose a multiple of {together}"
             )
         if not 0 <= self.rank < self.ranks:
-            raise ConfigError(f"rank {self.rank} of {self.ranks} ranks: 0 to {self.ranks - 1}")
+            raise ConfigError(f"rank {self.rank} of {self.ranks} ranks: expected 0 to {self.ranks - 1}")
         if self.start_samples < 0 or self.start_samples % self.global_batch:
             raise ConfigError(
-                f"cannot start at sample {self.start_samples}: a run starts between optimizer steps, "
-                f"at a multiple of --batch.samples {self.global_batch}"
+                f"cannot start at sample {self.start_samples}: a run starts between optimizer steps; choose a multiple "
+                f"of --batch.samples {self.global_batch}"
             )
 
     def __getitem__(self, index: int) -> Int64:
-        """Positions ``[micro]`` int64 of this rank's micro-batch number ``index``, counted from the start."""
+        """Return the positions ``[micro]`` int64 of this rank's micro-batch ``index``, counted from the start."""
         step, micro_index = divmod(index, self.global_batch // (self.micro * self.ranks))
         step += self.start_samples // self.global_batch
         return positions(step, micro_index, self.rank, self.ranks, self.micro, self.global_batch)

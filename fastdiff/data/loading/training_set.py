@@ -1,4 +1,4 @@
-"""The samples of a run, checked against its model and its pretrained pipeline."""
+"""The training data of a run, checked against its model and its pretrained pipeline."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ Data: TypeAlias = "LatentReader | OnlineImages"
 
 
 def open_data(config: RunConfig, device: torch.device) -> Data:
-    """Open the shards of a run, on this machine or through the cache of those that are elsewhere, or its images.
+    """Open the local or cached remote shards of a run, or its images.
 
     Args:
         config: the run, resolved.
-        device: where images are encoded, if they are.
+        device: device for the online encoding of images.
 
     Raises:
-        ConfigError: they are not made for the model.
-        DataError: they are damaged.
-        StorageError: they cannot be read.
+        ConfigError: the data do not fit the model.
+        DataError: the data are damaged.
+        StorageError: the data cannot be read.
     """
     if config.data.online:
         data = _open_images(config, device)
         _check(config, data.info)
         return data
     if not config.data.path:
-        raise ConfigError("--data.path is missing: the folder that `fastdiff encode` wrote")
+        raise ConfigError("--data.path is missing; give the output folder of `fastdiff encode`")
     folder, fetch = open_shards_folder(config.data.path, config.data.cache)
-    # One window of shards is read at a time, and two at its border.
+    # Reads touch one window of shards, or two at a border.
     reader = LatentReader(
         folder,
         open_shards=2 * config.data.shuffle_shards,
@@ -55,10 +55,10 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
 
 
 def null_condition(config: RunConfig, reader: Data) -> Condition:
-    """The condition of no class or no caption, one sample of each input, on the CPU.
+    """Return the null condition (no class or no caption), one sample of each input, on the CPU.
 
     Raises:
-        ConfigError: captions are to be dropped, and the data do not say what stands for none.
+        ConfigError: captions are dropped, but the data have no embedding of the empty caption.
     """
     if not config.model.text_conditional:
         return {"label": null_label(config)}
@@ -109,12 +109,13 @@ def _check_classes(config: RunConfig, info: DatasetInfo) -> None:
     model = config.model
     if info.classes is None and model.needs_classes and model.classes:
         raise ConfigError(
-            f"{address(config.data.path)} has no classes, the model {model.classes}, which would never be trained; "
-            "encode with --classes-from, or use --model.classes 0"
+            f"{address(config.data.path)} has no classes, but the model has {model.classes}, which would never be "
+            "trained; encode with --classes-from, or use --model.classes 0"
         )
     if info.classes is not None and 0 < model.classes < info.classes:
         raise ConfigError(
-            f"{address(config.data.path)} has {info.classes} classes, the model {model.classes}; use --model.classes"
+            f"{address(config.data.path)} has {info.classes} classes, but the model has {model.classes}; use "
+            f"--model.classes {info.classes}"
         )
 
 
@@ -124,14 +125,14 @@ def _check_text(config: RunConfig, info: DatasetInfo) -> None:
     if found != expected:
         raise ConfigError(
             f"{address(config.data.path)} holds text embeddings of widths {found or 'none'}, the model takes "
-            f"{expected}; encode captions with `fastdiff encode --pretrained` of the pipeline that the model belongs to"
+            f"{expected}; encode captions with `fastdiff encode --pretrained` and the pipeline of the model"
         )
 
 
 def check_provenance(config: RunConfig, info: DatasetInfo) -> None:
-    """Refuse latents of another autoencoder, or embeddings of another text encoder, than the pipeline's.
+    """Require data encoded with the autoencoder and the text encoder of the run's pipeline.
 
-    Their weights are read for this, all of them.
+    Their digests cover all weights, which are read for this check.
 
     Raises:
         ConfigError: the digests differ, or a part of the pipeline cannot be read.
@@ -145,7 +146,7 @@ def check_provenance(config: RunConfig, info: DatasetInfo) -> None:
     ):
         if made is not None and made != (here := pipeline.digest(part)):
             raise ConfigError(
-                f"{address(config.data.path)} was encoded with another {name} than that of --pretrained.path "
-                f"{config.pretrained.path} (digest {made[:12]}, here {here[:12]}); encode again with "
-                "it, or name the pipeline that the data were encoded with"
+                f"{address(config.data.path)} was encoded with another {name} (digest {made[:12]}) than that of "
+                f"--pretrained.path {config.pretrained.path} (digest {here[:12]}); encode again with it, or give the "
+                "pipeline that encoded the data"
             )

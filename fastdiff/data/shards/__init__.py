@@ -1,1 +1,1 @@
-"""The shard format: written, read and verified."""
+"""The shard format, its writer, reader, cache and verification."""

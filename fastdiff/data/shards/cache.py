@@ -1,8 +1,8 @@
-"""Train from latent shards on a server: each is downloaded when it is first used, and kept.
+"""Local cache of latent shards on a server: each shard is downloaded at its first use and kept.
 
-The cache of a data set is a folder named after its ``dataset.json``, so data sets never mix, and what is encoded anew
-under the same address is another one. Shards appear in it under their names only when their sha256 is that of
-``dataset.json``. It grows to the size of the data set, and is removed by deleting it while nobody trains from it.
+The cache of a data set is a folder named after the digest of its ``dataset.json``. Data sets therefore never mix, and a
+new encode at the same address gets a new folder. A shard appears under its name only after its sha256 was verified
+against ``dataset.json``. The cache grows to the size of the data set; delete it while no run trains from it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from fastdiff.files import publish
 
 
 class ShardCache:
-    """The local copy of a folder of latent shards; safe with any number of processes and threads on it.
+    """The local copy of a remote folder of latent shards; safe for any number of processes and threads.
 
     Args:
-        url: Address of the folder, without the name of a file.
-        folder: Where caches are kept, one folder per data set; made if it is missing. File locks must work there.
+        url: Address of the folder.
+        folder: Parent folder of the caches, one per data set; created if missing. File locks must work there.
 
     Raises:
-        DataError: dataset.json is not one, or the embedding of the empty prompt is another than it says.
-        StorageError: The server cannot be read or the cache not be written.
+        DataError: dataset.json is invalid, or the embedding of the empty prompt does not match it.
+        StorageError: The server cannot be read, or the cache cannot be written.
     """
 
     def __init__(self, url: str, folder: Path) -> None:
@@ -45,7 +45,7 @@ class ShardCache:
         with open_url(join(url, INFO_FILE), MAX_INFO_BYTES) as file:
             content = file.read()
         self.folder = folder / hashlib.sha256(content).hexdigest()[:16]
-        """Where the shards of this data set are."""
+        """Local folder of the shards of this data set."""
         with _storage(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / INFO_FILE).exists():
@@ -56,24 +56,24 @@ class ShardCache:
             self._fetch_once(null_path(self.folder, column), null.sha256, size)
 
     def ensure(self, shard: ShardInfo) -> None:
-        """Bring a shard and its two indices into the folder, unless they are there.
+        """Download a shard and its two indices unless they are in the cache.
 
         Raises:
-            DataError: The server has another shard than dataset.json says.
-            StorageError: The server cannot be read or the cache not be written.
+            DataError: The shard on the server does not match dataset.json.
+            StorageError: The server cannot be read, or the cache cannot be written.
         """
         path = self.folder / shard.name
         if self._complete(path, shard):
             return
         with self._locked(path):
             if self._complete(path, shard):
-                return  # another process had the lock until now
+                return  # another process downloaded it meanwhile
             index = index_path(path)
-            # Of every component, the tar has a header of 512 bytes and the index less than that.
+            # The index is smaller than the tar, which has a header of 512 bytes per component.
             self._fetch(index, shard.index_sha256, min(shard.bytes, MAX_INDEX_BYTES))
             with _storage(index):
                 publish(idx_path(path), _index_of(index).wds2idx().encode())
-            self._fetch(path, shard.sha256, shard.bytes)  # last: where it is, the others are
+            self._fetch(path, shard.sha256, shard.bytes)  # last: its presence implies the indices
 
     def _complete(self, path: Path, shard: ShardInfo) -> bool:
         with _storage(path):
@@ -90,7 +90,7 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
-        """Be the only one, of all processes and threads, who writes a file."""
+        """Lock a file against all other writers, in this process and in others."""
         with _storage(path), path.with_name(f".{path.name}.lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for leftover in path.parent.glob(f"{path.stem}.*.tmp"):
@@ -99,11 +99,11 @@ class ShardCache:
 
 
 def open_shards_folder(path: str, cache: str) -> tuple[Path, Callable[[ShardInfo], None] | None]:
-    """Where the shards of a data set are on this machine, and what brings them there, for ``LatentReader``.
+    """Return the local folder of a data set and, for a remote one, the function that fetches a shard into it.
 
     Args:
-        path: A folder, or the address of one.
-        cache: Where shards from a server are kept; empty: ~/.cache/fastdiff/shards. Not used for a folder.
+        path: A local folder or the address of a remote one.
+        cache: Cache folder for remote shards; empty: ~/.cache/fastdiff/shards. Unused for a local folder.
 
     Raises:
         DataError: As ``ShardCache``.
@@ -120,7 +120,7 @@ def _index_of(path: Path) -> ShardIndex:
         return ShardIndex.from_bytes(path.read_bytes())
     except ValueError as error:
         raise DataError(
-            f"{path} is not readable ({error}); restore it at its source, and delete {path.parent}"
+            f"{path} is not a valid index ({error}); restore it at its source, and delete {path.parent}"
         ) from error
 
 
@@ -130,6 +130,6 @@ def _storage(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"cannot use the cache {error.filename or path}: {error.strerror or error}; make room, or choose another "
-            "folder with --data.cache"
+            f"cannot use the cache {error.filename or path}: {error.strerror or error}; free some space, or choose "
+            "another folder with --data.cache"
         ) from error

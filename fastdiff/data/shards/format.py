@@ -1,12 +1,12 @@
-"""The format of a folder of latent shards: ``dataset.json`` and the names of the files beside it.
+"""The format of a folder of latent shards: ``dataset.json`` and the names of the other files.
 
-``dataset.json`` is written last, so a folder that has one is complete; its ``sha256`` is that of the canonical JSON
-of all its other fields. Each shard is ``train-000000.tar``
-(plain WebDataset), ``train-000000.idx`` (the index of DALI's ``wds2idx`` v1.2) and
-``train-000000.index.json`` (ours: offset, length and crc32 of every component, see ``index.py``).
+``dataset.json`` is written last, so a folder that has one is complete. Its ``sha256`` is the digest of the canonical
+JSON of all its other fields. Each shard consists of ``train-000000.tar`` (plain WebDataset), ``train-000000.idx`` (the
+index of DALI's ``wds2idx`` v1.2) and ``train-000000.index.json`` (our index: offset, length and crc32 of every
+component, see ``index.py``).
 
-All samples of a shard have latents of one size, that of the shard's bucket; buckets are sizes, for images of several
-aspect ratios. A sample may have variants of an array: its latent also flipped, and the embeddings of several captions.
+Buckets are latent sizes, for images of several aspect ratios; all samples of a shard belong to one bucket. A sample may
+have variants of an array: a flipped latent, and the embeddings of several captions.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from fastdiff.sanitize import escape
 INFO_FILE = "dataset.json"
 LATENT, FLIPPED = "latent", "latent_flipped"
 CAPTIONED = ("context", "pooled")
-"""Columns that a sample has once per caption."""
+"""Columns with one array per caption."""
 COLUMNS = (LATENT, *CAPTIONED, "time_ids")
-"""Every column there is, in the order of the tar."""
+"""All columns, in the order of the tar."""
 
-# Bounds on what a foreign dataset.json can make a reader allocate; far above what is of use.
+# Limits of the memory that an untrusted dataset.json can make a reader allocate; far above useful values.
 MAX_INFO_BYTES = 2**27
 MAX_SAMPLE_BYTES = 2**30
 MAX_SHARD_SAMPLES = 2**20
@@ -47,7 +47,7 @@ MAX_VARIANTS = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One npy component that every sample has."""
+    """An npy component that every sample has."""
 
     dtype: Literal["float16", "float32", "uint8"]
     """uint8: the latents of a data set in pixel space."""
@@ -62,7 +62,7 @@ class Column:
     def header(self) -> bytes:
         """The npy header (format 1.0) of one sample.
 
-        Written here and not by ``numpy.save``, so that a data set has the same bytes with every numpy.
+        It does not use ``numpy.save``, so that a data set has the same bytes with every version of numpy.
         """
         descr = np.dtype(self.dtype).newbyteorder("<").str
         text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {self.shape}, }}"
@@ -72,10 +72,10 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Normalisation:
-    """How stored latents become x0: ``(stored - shift) * scale``, one number per channel.
+    """The normalisation of stored latents to x0: ``(stored - shift) * scale``, one value per channel.
 
-    For a posterior the channels are those of the mean, then those of the standard deviation, whose shift is 0. Of
-    pixels the shift is 127.5 and the scale 1 / 127.5.
+    A posterior has the channels of the mean first, then those of the standard deviation, whose shift is 0. Pixels have
+    a shift of 127.5 and a scale of 1 / 127.5.
     """
 
     shift: tuple[float, ...]
@@ -83,13 +83,13 @@ class Normalisation:
 
     @classmethod
     def of_pixels(cls, channels: int) -> Normalisation:
-        """That of levels from 0 to 255, which ``fastdiff_kernels.noising.dequantised`` applies."""
+        """Return the normalisation of levels 0 to 255, as ``fastdiff_kernels.noising.dequantised`` applies it."""
         return cls(shift=(127.5,) * channels, scale=(1 / 127.5,) * channels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where the samples come from."""
+    """The origin of the samples: source, transform, encoders and versions."""
 
     source: str
     transform: str
@@ -102,7 +102,7 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardInfo:
-    """One shard as it was published."""
+    """A published shard."""
 
     name: str
     samples: int
@@ -110,12 +110,12 @@ class ShardInfo:
     sha256: str
     index_sha256: str
     bucket: int = 0
-    """Position of its latents' size in ``DatasetInfo.buckets``."""
+    """Index of its latent size in ``DatasetInfo.buckets``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NullInfo:
-    """The embedding of the empty prompt for one column, in ``null.COLUMN.npy`` beside dataset.json."""
+    """The embedding of the empty prompt for one column, stored in ``null.COLUMN.npy`` next to dataset.json."""
 
     sha256: str
 
@@ -130,18 +130,18 @@ class DatasetInfo:
     classes: int | None = None
     """Number of classes of the ``cls`` component; None: the samples have none."""
     class_names: tuple[str, ...] = ()
-    """What the classes are called, in the order of their numbers; empty: nobody knows."""
+    """Names of the classes in the order of their numbers; empty: unknown."""
     kind: Literal["mean", "posterior"] = "mean"
-    """What the latent column holds: the mean of the autoencoder's posterior, or mean and standard deviation, stacked
+    """Content of the latent column: the mean of the autoencoder's posterior, or mean and standard deviation stacked
     on channels."""
     buckets: tuple[tuple[int, int], ...] = ()
-    """Latent heights and widths; the first one stands in ``columns``. Empty: all latents have that of ``columns``."""
+    """Latent heights and widths; ``columns`` has the first. Empty: all latents have the size in ``columns``."""
     flipped: bool = False
-    """Whether every sample has a second latent, that of the mirrored image."""
+    """Whether every sample has a second latent, encoded from the mirrored image."""
     captions: int = 1
-    """Embeddings per sample and column. A sample with fewer captions repeats them in turn and says how many it has."""
+    """Embeddings per sample and column. A sample with fewer captions repeats them in turn and records their number."""
     null: dict[str, NullInfo] = field(default_factory=dict)
-    """By column: the embedding of the empty prompt."""
+    """The embedding of the empty prompt, by column."""
     shards: tuple[ShardInfo, ...] = ()
     samples: int = 0
     format: Literal["fastdiff-latents"] = "fastdiff-latents"
@@ -149,16 +149,16 @@ class DatasetInfo:
 
     @property
     def latent(self) -> Column:
-        """The column of the latents; its shape is ``(C, H, W)``, ``(2C, H, W)`` for posteriors."""
+        """The latent column, of shape ``(C, H, W)`` or, for posteriors, ``(2C, H, W)``."""
         return self.columns[LATENT]
 
     @property
     def in_pixels(self) -> bool:
-        """Whether the latents are pixels in uint8, which ``Batch.latents`` holds as they are stored."""
+        """Whether the latents are uint8 pixels, which ``Batch.latents`` keeps unchanged."""
         return self.latent.dtype == "uint8"
 
     def columns_of(self, bucket: int) -> dict[str, Column]:
-        """The columns of the samples of a bucket, in the order of the tar."""
+        """Return the columns of a bucket, in the order of the tar."""
         columns = {name: self.columns[name] for name in COLUMNS if name in self.columns}
         if self.buckets:
             shape = (self.latent.shape[0], *self.buckets[bucket])
@@ -166,7 +166,7 @@ class DatasetInfo:
         return columns
 
     def variants(self, column: str) -> tuple[str, ...]:
-        """Names of the arrays that every sample has for a column: ``context``, ``context1``, ``context2``, ..."""
+        """Return the names of a column's arrays in every sample: ``context``, ``context1``, ``context2``, ..."""
         if column == LATENT:
             return (LATENT, FLIPPED) if self.flipped else (LATENT,)
         count = self.captions if column in CAPTIONED else 1
@@ -174,20 +174,20 @@ class DatasetInfo:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """What every sample consists of, in the order of the tar; ``json`` may come on top."""
+        """The components of every sample, in the order of the tar; ``json`` is optional."""
         arrays = [f"{name}.npy" for column in COLUMNS if column in self.columns for name in self.variants(column)]
         return (*arrays, *(["cls"] if self.classes is not None else []), *(["captions"] if self.captions > 1 else []))
 
     def shard_name(self, number: int, bucket: int = 0) -> str:
-        """``train-000012.tar``, with buckets ``train-000012-64x48.tar`` (latent height and width)."""
+        """Return ``train-000012.tar``, or with buckets ``train-000012-64x48.tar`` (latent height and width)."""
         size = "-{}x{}".format(*self.buckets[bucket]) if self.buckets else ""
         return f"train-{number:06d}{size}.tar"
 
     @cached_property
     def digest(self) -> str:
-        """Sha256 of what a run reads; it identifies the data set in a checkpoint.
+        """Sha256 of the content that a run reads; it identifies the data set in a checkpoint.
 
-        Without the provenance: the same bytes, encoded with another numpy, are the same data set.
+        Provenance is excluded: equal bytes encoded with another version of numpy are the same data set.
         """
         content = {
             "columns": {name: dataclasses.asdict(column) for name, column in self.columns.items()},
@@ -202,7 +202,7 @@ class DatasetInfo:
         return _sha256_of(content | added)
 
     def _fields(self) -> dict[str, Any]:
-        """What stands in ``dataset.json``; a data set without a later addition to the format has its first form."""
+        """Return the fields of ``dataset.json``; unused later additions to the format are left out."""
         fields = dataclasses.asdict(self)
         for name, default in _ADDED.items():
             if fields[name] == default:
@@ -219,15 +219,15 @@ class DatasetInfo:
         """Read and check ``dataset.json`` of a folder.
 
         Raises:
-            DataError: There is none, or it is not what `fastdiff encode` writes.
-            StorageError: The file is there and cannot be read.
+            DataError: The file is missing or invalid.
+            StorageError: The file exists but cannot be read.
         """
         path = Path(folder) / INFO_FILE
         try:
             text = read_bounded(path, MAX_INFO_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise DataError(
-                f"{path} is missing: the folder is no complete data set; run `fastdiff encode` first"
+                f"{path} is missing: the folder is not a complete data set; run `fastdiff encode` first"
             ) from error
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error.strerror}") from error
@@ -247,45 +247,45 @@ class DatasetInfo:
         publish(Path(folder) / INFO_FILE, canonical_json(fields | {"sha256": _sha256_of(fields)}) + b"\n")
 
     def problem(self) -> str | None:
-        """What in here contradicts itself, or None."""
+        """Return a contradiction between the fields, or None."""
         return self.problem_of_layout() or self._problem_of_shards()
 
     def problem_of_layout(self) -> str | None:
-        """What contradicts itself apart from the shards, or None."""
+        """Return a contradiction between the fields except the shards, or None."""
         return self._problem_of_columns() or self._problem_of_scales() or self._problem_of_variants()
 
     def _problem_of_columns(self) -> str | None:
         if LATENT not in self.columns or len(self.latent.shape) != 3:
             return f"there is no column {LATENT!r} of shape [C, H, W]"
         if unknown := self.columns.keys() - set(COLUMNS):
-            return f"a column {min(unknown)!r}; there are {', '.join(COLUMNS)}"
+            return f"unknown column {min(unknown)!r}; expected {', '.join(COLUMNS)}"
         sizes = [size for column in self.columns.values() for size in column.shape]
         if any(min(column.shape, default=0) < 1 for column in self.columns.values()):
-            return "a column has no dimensions, or one below 1"
+            return "a column has no dimensions, or a dimension below 1"
         for name, dimensions, text in (("context", 2, "[L, D]"), ("pooled", 1, "[P]")):
             if name in self.columns and len(self.columns[name].shape) != dimensions:
                 return f"{name} has the shape {list(self.columns[name].shape)}, expected {text}"
         if self.columns.get("time_ids", _TIME_IDS) != _TIME_IDS:
             return "time_ids is not float32 of shape [6]"
         if any(column.dtype == "uint8" for name, column in self.columns.items() if name != LATENT):
-            return "a column in uint8 besides the latents"
+            return "a column other than the latents is uint8"
         if self.classes is not None and self.classes < 1:
-            return f"classes is {self.classes}"
+            return f"classes is {self.classes}, expected at least 1"
         if self.class_names and len(self.class_names) != self.classes:
-            return f"{len(self.class_names)} names of {self.classes} classes"
+            return f"{len(self.class_names)} class names for {self.classes} classes"
         if len(self.buckets) > MAX_VARIANTS or min(itertools.chain(*self.buckets), default=1) < 1:
-            return f"buckets are up to {MAX_VARIANTS} heights and widths from 1"
+            return f"buckets must be at most {MAX_VARIANTS} pairs of height and width, each at least 1"
         if len(set(self.buckets)) != len(self.buckets):
             return "two buckets have the same size"
         if self.buckets and self.buckets[0] != self.latent.shape[1:]:
-            return f"the latent column is {self.latent.shape[1:]}, the first bucket {self.buckets[0]}"
+            return f"the latent column has the size {self.latent.shape[1:]}, the first bucket {self.buckets[0]}"
         largest = max(sizes + list(itertools.chain(*self.buckets)))
         if largest > MAX_SAMPLE_BYTES or self._sample_bytes() > MAX_SAMPLE_BYTES:
             return f"the arrays of a sample have more than {MAX_SAMPLE_BYTES} bytes"
         return None
 
     def _sample_bytes(self) -> int:
-        """Bytes of the columns of one sample of the largest bucket."""
+        """Return the bytes of one sample of the largest bucket."""
         buckets = range(max(1, len(self.buckets)))
         return max(sum(column.nbytes for column in self.columns_of(bucket).values()) for bucket in buckets)
 
@@ -294,30 +294,29 @@ class DatasetInfo:
         if (len(shift), len(scale)) != (channels, channels):
             return f"normalisation needs {channels} shifts and {channels} scales, one per channel"
         if not all(map(math.isfinite, (*shift, *scale))) or 0.0 in scale:
-            return "normalisation holds a value that is not finite or a scale of 0"
+            return "normalisation holds a non-finite value or a scale of 0"
         half = channels // 2
         if self.kind == "posterior" and (channels % 2 or any(shift[half:]) or scale[:half] != scale[half:]):
-            return "a posterior has as many channels of mean as of deviation, of equal scales, the latter without shift"
+            return "a posterior needs 2C channels: mean and deviation of equal scales, the deviation without shift"
         if self.in_pixels and (self.kind, self.normalisation) != ("mean", Normalisation.of_pixels(channels)):
-            return "latents in uint8 are pixels: they have no posterior, a shift of 127.5 and a scale of 1 / 127.5"
+            return "uint8 latents are pixels: kind must be mean, shift 127.5 and scale 1 / 127.5"
         if self.in_pixels and self.flipped:
-            return "pixels are mirrored when they are read, and not stored twice"
+            return "flipped must be false for pixels, which are mirrored at reading"
         return None
 
     def _problem_of_variants(self) -> str | None:
         captioned = {name for name in CAPTIONED if name in self.columns}
         if not 1 <= self.captions <= MAX_VARIANTS or (self.captions > 1 and not captioned):
-            return f"captions is {self.captions}: 1 to {MAX_VARIANTS}, and 1 without embeddings of captions"
+            return f"captions is {self.captions}, expected 1 to {MAX_VARIANTS}, and 1 without embedded captions"
         if self.null and self.null.keys() != captioned:
-            return f"null is of {sorted(self.null)}, the captions are embedded in {sorted(captioned)}"
+            return f"null has the columns {sorted(self.null)}, the embedded captions {sorted(captioned)}"
         return None
 
     def _problem_of_shards(self) -> str | None:
-        # A name is joined to the folder: only a plain file name, or a foreign dataset.json could point
-        # anywhere.
+        # A name is joined to the folder; anything but a plain file name could lead out of it.
         wrong = [shard.name for shard in self.shards if not re.fullmatch(r"[A-Za-z0-9_-]+\.tar", shard.name)]
         if wrong:
-            return f"{wrong[0]!r} is no name of a shard"
+            return f"{wrong[0]!r} is not a valid shard name"
         if len({shard.name for shard in self.shards}) != len(self.shards):
             return "two shards have the same name"
         if any(shard.samples < 1 or shard.bytes < 1 for shard in self.shards):
@@ -330,8 +329,8 @@ class DatasetInfo:
             least = shard.samples * len(self.components) * tarfile.BLOCKSIZE + array[shard.bucket]
             if shard.samples > MAX_SHARD_SAMPLES or least > shard.bytes:
                 return (
-                    f"{shard.name}: {shard.samples} samples in {shard.bytes} bytes; at most {MAX_SHARD_SAMPLES} "
-                    f"samples, which take at least {least} bytes"
+                    f"{shard.name}: {shard.samples} samples in {shard.bytes} bytes; expected at most "
+                    f"{MAX_SHARD_SAMPLES} samples and, for these, at least {least} bytes"
                 )
         total = sum(shard.samples for shard in self.shards)
         if total != self.samples or not self.shards:
@@ -339,28 +338,28 @@ class DatasetInfo:
         return None
 
 
-# Later additions to the format, which are left out where they say nothing.
+# Later additions to the format; a field with its default is not written.
 _ADDED: dict[str, Any] = {"buckets": (), "flipped": False, "captions": 1, "null": {}, "class_names": ()}
 _TIME_IDS = Column(dtype="float32", shape=(6,))
 
 
 def idx_path(shard: Path) -> Path:
-    """DALI's index of a shard."""
+    """Return the path of DALI's index of a shard."""
     return shard.with_suffix(".idx")
 
 
 def index_path(shard: Path) -> Path:
-    """Our index of a shard."""
+    """Return the path of our index of a shard."""
     return shard.with_suffix(".index.json")
 
 
 def null_path(folder: Path, column: str) -> Path:
-    """File of the embedding of the empty prompt."""
+    """Return the path of a column's embedding of the empty prompt."""
     return folder / f"null.{column}.npy"
 
 
 def canonical_json(value: object) -> bytes:
-    """The one JSON text of a value: sorted keys, no spaces, ASCII, no NaN."""
+    """Return the canonical JSON of a value: sorted keys, no spaces, ASCII, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -369,14 +368,14 @@ def _sha256_of(value: object) -> str:
 
 
 def _problem_of_digest(text: bytes) -> str | None:
-    """Compare the digest in a ``dataset.json`` with its other fields, also with those that nobody reads."""
+    """Compare the digest in a ``dataset.json`` with all its other fields, unused ones included."""
     try:
         fields: dict[str, Any] = json.loads(text)
         declared = fields.pop("sha256", None)
         found = _sha256_of(fields)
-    except (ValueError, RecursionError) as error:  # a number that JSON does not have, or objects in objects without end
+    except (ValueError, RecursionError) as error:  # a number that is not JSON, or too deep nesting
         return str(error)
-    return None if declared == found else f"sha256 is {declared!r}, its other fields have {found!r}: it was changed"
+    return None if declared == found else f"sha256 is {declared!r}, but its fields have {found!r}: it was changed"
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -1,4 +1,4 @@
-"""Our index of a shard: where every component lies in the tar, how long it is and its crc32."""
+"""Our index of a shard: offset, length and crc32 of every component in the tar."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy.typing as npt
 from fastdiff.data.shards.format import canonical_json
 
 MAX_INDEX_BYTES = 128 << 20
-"""That of a shard of a million samples has about this many."""
+"""Size limit of an index; a shard of a million samples has about this many bytes."""
 
 _SHARD_FORMAT = "fastdiff-shard-index"
-# Both are joined to names and shown in messages.
+# Both become parts of file names and messages.
 _KEY, _COMPONENT = re.compile(r"[A-Za-z0-9_-]{1,80}"), re.compile(r"[A-Za-z0-9_.]{1,80}")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One component of one sample inside a shard; several may be at the same bytes."""
+    """A component of a sample in a shard; several may share the same bytes."""
 
     key: str
     component: str
@@ -36,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One component of all samples of a shard; three arrays ``[samples]`` int64."""
+    """A component of all samples of a shard, as three int64 arrays ``[samples]``."""
 
     offset: npt.NDArray[np.int64]
     length: npt.NDArray[np.int64]
@@ -45,7 +45,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """The keys of a shard in the order of the tar, and its components (``latent.npy``, ``cls``, ``json``)."""
+    """The keys of a shard in the order of the tar, and its components (``latent.npy``, ``cls``, ``json``) by name."""
 
     keys: list[str]
     components: dict[str, Component]
@@ -55,20 +55,20 @@ class ShardIndex:
         """Build the index of the components of a shard, given in the order of the tar.
 
         Raises:
-            ValueError: Two samples do not have the same components.
+            ValueError: The samples differ in their components.
         """
         columns: dict[str, list[Place]] = {}
         for place in places:
             columns.setdefault(place.component, []).append(place)
         keys = [place.key for place in next(iter(columns.values()), [])]
         if any([place.key for place in column] != keys for column in columns.values()):
-            raise ValueError("the samples of a shard do not all have the same components")
+            raise ValueError("the samples of a shard differ in their components")
         arrays = {name: [(p.offset, p.length, p.crc32) for p in column] for name, column in columns.items()}
         components = {name: Component(*np.array(rows, np.int64).T.copy()) for name, rows in arrays.items()}
         return cls(keys, components)
 
     def place(self, component: str, row: int) -> Place:
-        """Where the component of one sample lies."""
+        """Return the place of a component of one sample."""
         column = self.components[component]
         return Place(
             self.keys[row],
@@ -79,17 +79,17 @@ class ShardIndex:
         )
 
     def places(self) -> Iterator[Place]:
-        """Every component, sample by sample."""
+        """Yield all components, sample by sample."""
         for row in range(len(self.keys)):
             yield from self.places_of(row)
 
     def places_of(self, row: int) -> Iterator[Place]:
-        """The components of one sample, by offset: the order of the tar, but for its hard links."""
+        """Yield the components of one sample by offset: the order of the tar, except for hard links."""
         places = (self.place(name, row) for name in self.components)
         yield from sorted(places, key=lambda place: (place.offset, place.component))
 
     def to_bytes(self) -> bytes:
-        """The contents of the ``.index.json`` file."""
+        """Return the content of the ``.index.json`` file."""
         components = {
             name: {"offset": c.offset.tolist(), "length": c.length.tolist(), "crc32": c.crc32.tolist()}
             for name, c in self.components.items()
@@ -99,29 +99,29 @@ class ShardIndex:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> ShardIndex:
-        """Read what ``to_bytes`` wrote (ValueError if it is anything else)."""
+        """Parse the output of ``to_bytes``; ValueError if the content is invalid."""
         try:
             parsed = json.loads(content)
             if (parsed["format"], parsed["version"]) != (_SHARD_FORMAT, 1):
-                raise ValueError("another format or version")
+                raise ValueError("a different format or version")
             keys = [str(key) for key in parsed["keys"]]
             components = {
                 str(name): Component(*(np.array(columns[part], np.int64) for part in ("offset", "length", "crc32")))
                 for name, columns in parsed["components"].items()
             }
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"no index of fastdiff: {str(error)[:200]!r}") from error
+            raise ValueError(f"not an index of fastdiff: {str(error)[:200]!r}") from error
         if not all(map(_KEY.fullmatch, keys)) or not all(map(_COMPONENT.fullmatch, components)):
-            raise ValueError("a key or a component with another name than 1 to 80 letters, digits, _ and -")
+            raise ValueError("a key or component is not 1 to 80 letters, digits, _ and -")
         if len(set(keys)) != len(keys):
-            raise ValueError("a key that comes twice")
+            raise ValueError("a duplicate key")
         arrays = (a for c in components.values() for a in (c.offset, c.length, c.crc32))
         if not components or any(array.shape != (len(keys),) or (array < 0).any() for array in arrays):
-            raise ValueError("arrays of another length than the keys, or a number below 0")
+            raise ValueError("an array differs in length from the keys, or holds a negative number")
         return cls(keys, components)
 
     def wds2idx(self) -> str:
-        """The text that DALI's ``wds2idx`` v1.2 writes for this shard; a hard link stands at the bytes it leads to."""
+        """Return the output of DALI's ``wds2idx`` v1.2 for this shard; a hard link gets the place of its target."""
         lines: dict[str, list[str]] = {}
         for place in self.places():
             name = f"{place.key}.{place.component}"

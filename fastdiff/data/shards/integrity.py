@@ -1,8 +1,7 @@
-"""Whether a shard is the one that was published, and if not, at which key and offset it first differs.
+"""Integrity of a shard: sizes, digests and tar headers; a damaged shard is reported by key and offset.
 
-dataset.json holds the size and sha256 of each shard and the sha256 of its index. An index that was damaged,
-left over from another encode or copied from another shard is never used: the tar is read to say where the two
-disagree.
+dataset.json holds the size and sha256 of each shard and the sha256 of its index. An index with another digest
+(damaged, from another encode or another shard) is never used. Instead the tar is read to find the first difference.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a shard."""
+    """A problem of a shard."""
 
     shard: str
     """Name of the tar."""
     what: str
-    """What was found, and what was expected."""
+    """The finding and the expectation."""
     place: Place | None = None
-    """The component it is about; None: the shard as a whole."""
+    """The affected component; None: the whole shard."""
 
     def __str__(self) -> str:
         return escape(f"shard {self.shard}{f', {self.place}' if self.place else ''}: {self.what}")
 
     def error(self, folder: Path) -> DataError:
-        """The error that says so, with the remedy."""
+        """Return the error for this problem, with the remedy."""
         shard = Path(self.shard)
         files = f"{shard.name}, {idx_path(shard).name} and {index_path(shard).name}"
         return DataError(
@@ -51,11 +50,12 @@ class Problem:
 
 
 def load_index(shard: Path, info: ShardInfo) -> ShardIndex:
-    """Load the index of a shard, if it is the one of dataset.json.
+    """Load the index of a shard and verify it against dataset.json.
 
     Raises:
-        DataError: It is missing or another; names the first key and offset at which index and tar disagree.
-        StorageError: It cannot be read.
+        DataError: The index is missing or does not match; the message gives the first key and offset at which index
+            and tar differ.
+        StorageError: The index cannot be read.
     """
     index, problem = check_index(shard, info)
     if problem is not None:
@@ -65,14 +65,14 @@ def load_index(shard: Path, info: ShardInfo) -> ShardIndex:
 
 
 def check_index(shard: Path, info: ShardInfo) -> tuple[ShardIndex | None, Problem | None]:
-    """The index of a shard, or what is wrong with it; exactly one of the two.
+    """Return the index of a shard or its problem; exactly one of the two.
 
     Raises:
         StorageError: A file cannot be read.
     """
     path = index_path(shard)
     try:
-        # Of every component, the tar has a header of 512 bytes and the index less than that.
+        # The index is smaller than the tar, which has a header of 512 bytes per component.
         content = read_bounded(path, min(info.bytes, MAX_INDEX_BYTES))
         index = ShardIndex.from_bytes(content)
     except FileNotFoundError:
@@ -80,20 +80,20 @@ def check_index(shard: Path, info: ShardInfo) -> tuple[ShardIndex | None, Proble
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:
-        return None, Problem(info.name, f"{path.name} is not readable ({error})", next(scan(shard), None))
+        return None, Problem(info.name, f"{path.name} is not a valid index ({error})", next(scan(shard), None))
     if hashlib.sha256(content).hexdigest() != info.index_sha256:
-        another = f"{path.name} is not the index that dataset.json knows; index and tar are of another encode"
+        another = f"{path.name} does not match dataset.json; index and tar are from another encode"
         return None, difference(index, shard, info) or Problem(info.name, another, next(index.places(), None))
     if len(index.keys) != info.samples:
-        return None, Problem(info.name, f"{len(index.keys)} samples, dataset.json says {info.samples}")
+        return None, Problem(info.name, f"{len(index.keys)} samples, expected {info.samples} (dataset.json)")
     return index, None
 
 
 def check_size(shard: Path, info: ShardInfo) -> Problem | None:
-    """Compare the size of a shard with dataset.json; the shard is read only if it is wrong.
+    """Compare the size of a shard with dataset.json; read the shard only if the size is wrong.
 
     Raises:
-        DataError: The size is wrong, and the index as well.
+        DataError: The size and the index are wrong.
         StorageError: A file cannot be read.
     """
     try:
@@ -104,7 +104,7 @@ def check_size(shard: Path, info: ShardInfo) -> Problem | None:
         raise unreadable(shard, error) from error
     if size == info.bytes:
         return None
-    sizes = f"the shard has {size} bytes, dataset.json says {info.bytes}"
+    sizes = f"the shard has {size} bytes, expected {info.bytes} (dataset.json)"
     index = load_index(shard, info)
     for place in index.places():
         if place.offset + place.length > size:
@@ -112,32 +112,32 @@ def check_size(shard: Path, info: ShardInfo) -> Problem | None:
     different = difference(index, shard, info)
     if different is not None:
         return Problem(info.name, f"{sizes}; {different.what}", different.place)
-    # Only the end of the archive is cut off or added to.
-    return Problem(info.name, f"{sizes}; all samples are there, the last one at this offset", place)
+    # Only the padding at the end of the archive is shorter or longer.
+    return Problem(info.name, f"{sizes}; all samples are present, the last one at this offset", place)
 
 
 def difference(index: ShardIndex, shard: Path, info: ShardInfo) -> Problem | None:
-    """The first component at which an index and a tar disagree; reads the tar (StorageError if it cannot)."""
+    """Read the tar and return the first component that differs from the index; StorageError if it cannot be read."""
     groups = (list(group) for _, group in itertools.groupby(scan(shard), key=lambda place: place.key))
     samples = (list(index.places_of(row)) for row in range(len(index.keys)))
     for wanted, found in itertools.zip_longest(samples, groups, fillvalue=()):
         for expected, actual in _pairs(wanted, found):
             if expected is None:
-                return Problem(info.name, "index and tar disagree: the tar holds more than the index", actual)
+                return Problem(info.name, "index and tar differ: this component is missing in the index", actual)
             if actual != expected:
-                has = "no more readable component"
+                has = "no further readable component"
                 if actual is not None:
                     has = f"{actual} with {actual.length} bytes and crc32 {actual.crc32:08x}"
                 says = f"{expected.length} bytes and crc32 {expected.crc32:08x}"
-                what = f"index and tar disagree: the index says {says}, the tar has {has}"
+                what = f"index and tar differ: the index has {says}, the tar has {has}"
                 return Problem(info.name, what, expected)
     return None
 
 
 def _pairs(wanted: Sequence[Place], found: Sequence[Place]) -> Iterator[tuple[Place | None, Place | None]]:
-    """The components of a sample as the index and as the tar has them, those that only the tar has at the end.
+    """Yield each component of a sample as (index, tar); components missing in the index come last.
 
-    By name, not by place in the tar: the order of hard links cannot be told from an index.
+    They are matched by name: the index does not record the order of hard links.
     """
     if wanted and found and wanted[0].key != found[0].key:
         yield wanted[0], found[0]
@@ -148,12 +148,12 @@ def _pairs(wanted: Sequence[Place], found: Sequence[Place]) -> Iterator[tuple[Pl
 
 
 def scan(shard: Path) -> Iterator[Place]:
-    """Walk through a tar and say what is there; ends at the first header that is damaged.
+    """Yield the components of a tar up to the first damaged header.
 
-    A hard link is where the member is that it leads to; one that leads nowhere is passed over.
+    A hard link gets the place of its target; a link without a target is skipped.
 
     Raises:
-        StorageError: The tar cannot be read: that says nothing about what is in it.
+        StorageError: The tar cannot be read, so its content is unknown.
     """
     stored: dict[str, Place] = {}
     try:
@@ -167,14 +167,14 @@ def scan(shard: Path) -> Iterator[Place]:
                 crc32, _ = crc32_of(file, member.offset_data, member.size)
                 stored[member.name] = Place(key, component, member.offset_data, member.size, crc32)
                 yield stored[member.name]
-    except (tarfile.TarError, FileNotFoundError, ValueError, OverflowError):  # the latter two of numbers that lie
+    except (tarfile.TarError, FileNotFoundError, ValueError, OverflowError):  # the last two: wrong numbers
         return
     except OSError as error:
         raise unreadable(shard, error) from error
 
 
 def crc32_of(file: BinaryIO, offset: int, length: int) -> tuple[int, int]:
-    """The crc32 of ``length`` bytes of a file and how many there are; block by block, as the length may lie."""
+    """Return the crc32 of up to ``length`` bytes of a file and their number; in blocks, as ``length`` may be wrong."""
     file.seek(offset)
     found, done = 0, 0
     while block := file.read(min(_BLOCK, length - done)):
@@ -184,8 +184,8 @@ def crc32_of(file: BinaryIO, offset: int, length: int) -> tuple[int, int]:
 
 
 def unreadable(path: Path, error: OSError, where: str = "") -> StorageError:
-    """The error for a file that is there and cannot be read, with the remedy."""
-    remedy = "check its permissions and the disk or network it is on"
+    """Return the error for an existing file that cannot be read, with the remedy."""
+    remedy = "check its permissions and its disk or network"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         remedy = (
             "lower --data.shuffle_shards (twice as many shards of every bucket are kept open), or raise `ulimit -n`"
@@ -193,7 +193,7 @@ def unreadable(path: Path, error: OSError, where: str = "") -> StorageError:
     return StorageError(f"cannot read {error.filename or path}{where}: {error.strerror or error}; {remedy}")
 
 
-# Headers whose contents tarfile reads into memory whatever their size is said to be.
+# Headers whose content tarfile reads into memory without a size limit.
 _EXTENSIONS = {
     tarfile.XHDTYPE,
     tarfile.XGLTYPE,
@@ -205,11 +205,11 @@ _LARGEST_EXTENSION = 1 << 20
 
 
 class StrictHeader(tarfile.TarInfo):
-    """A header of a tar; the only thing that may stand in its place is the block of zeros that ends an archive."""
+    """A tar header; anything other than a valid header or the zero block at the end of an archive is an error."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """A header from its 512 bytes; ReadError if its size lies."""
+        """Parse a header from its 512 bytes; ReadError if its size is impossible."""
         header = super().frombuf(buf, encoding, errors)
         if header.size < 0:
             raise tarfile.ReadError("a header with a negative size")
@@ -219,7 +219,7 @@ class StrictHeader(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:
-        """The next header of a tar; ReadError if there is something else."""
+        """Read the next header of a tar; ReadError if it is invalid."""
         try:
             header = super().fromtarfile(tarfile_)
         except tarfile.HeaderError as error:
@@ -227,5 +227,5 @@ class StrictHeader(tarfile.TarInfo):
                 raise
             raise tarfile.ReadError(str(error)) from None
         if header.size < 0:
-            raise tarfile.ReadError("a header with a negative size")  # of an extended header
+            raise tarfile.ReadError("a header with a negative size")  # from an extended header
         return header

@@ -1,4 +1,4 @@
-"""The embedding of the empty prompt, which takes the place of a dropped caption: one npy file per column."""
+"""The embedding of the empty prompt, which replaces a dropped caption: one npy file per column."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ def write_null(folder: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str
     """Write ``null.context.npy`` and ``null.pooled.npy``.
 
     Args:
-        folder: That of dataset.json.
-        arrays: By column, float16 or float32, of the column's dtype and shape.
+        folder: Folder of dataset.json.
+        arrays: Embeddings by column, float16 or float32, with the column's dtype and shape.
 
     Returns:
-        What ``DatasetInfo.null`` says.
+        Content of ``DatasetInfo.null``.
 
     Raises:
-        DataError: An array is not of a captioned column, or is not finite.
+        DataError: An array does not belong to a captioned column, or is not finite.
         OSError: A file cannot be written.
     """
     written = {}
     for name, array in arrays.items():
         if name not in CAPTIONED or array.dtype not in (np.float16, np.float32) or not np.isfinite(array).all():
             raise DataError(
-                f"the empty prompt's {name} is {array.dtype} {array.shape}, or has values that are not finite"
+                f"the empty prompt's {name} is {array.dtype} {array.shape}; expected finite float16 or float32 values "
+                f"of {' or '.join(CAPTIONED)}"
             )
         column = Column(dtype="float16" if array.dtype == np.float16 else "float32", shape=array.shape)
         content = column.header + array.tobytes()
@@ -47,11 +48,11 @@ def read_null(folder: Path, info: DatasetInfo, name: str) -> npt.NDArray[Any]:
     """Read the embedding of the empty prompt for one column of ``info.null``.
 
     Returns:
-        The column's shape and dtype.
+        Array of the column's shape and dtype.
 
     Raises:
-        DataError: The file is missing, or not the one that dataset.json knows.
-        StorageError: It cannot be read.
+        DataError: The file is missing, or does not match dataset.json.
+        StorageError: The file cannot be read.
     """
     path, column = null_path(folder, name), info.columns[name]
     size = len(column.header) + column.nbytes
@@ -63,7 +64,7 @@ def read_null(folder: Path, info: DatasetInfo, name: str) -> npt.NDArray[Any]:
     except OSError as error:
         raise unreadable(path, error) from error
     if len(content) != size or not content.startswith(column.header):
-        raise _damaged(path, f"it is no npy file of {column.dtype} {column.shape}, {size} bytes")
+        raise _damaged(path, f"it is not an npy file of {column.dtype} {column.shape} with {size} bytes")
     if hashlib.sha256(content).hexdigest() != info.null[name].sha256:
         raise _damaged(path, "its sha256 differs from dataset.json")
     return np.frombuffer(content, column.dtype, offset=len(column.header)).reshape(column.shape).copy()

@@ -1,8 +1,8 @@
-"""One shard, open for reading: bytes of a sample from the file into a batch, checked.
+"""A shard open for reading: copies the bytes of a sample into a batch and verifies them.
 
-Rows go from the file straight into the batch with ``preadv``; their crc32 is computed by ISA-L, to the same number as
-by zlib in a fraction of the time. Files are never memory-mapped: a shard that shrinks under a mapping kills the process
-with SIGBUS, while a short read is an error with a name.
+``preadv`` reads rows directly into the batch. ISA-L computes their crc32, equal to zlib's in a fraction of the time.
+Files are never memory-mapped: a shard that shrinks under a mapping kills the process with SIGBUS, while a short read
+raises an error.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _MAX_DIGITS = 19
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A column of a bucket as its samples have it in the shards."""
+    """The stored form of a column in the samples of a bucket."""
 
     name: str
     column: Column
     header: bytes
     nbytes: int
     components: tuple[str, ...]
-    """One per variant."""
+    """Component names, one per variant."""
 
     @classmethod
     def all_of(cls, info: DatasetInfo, bucket: int) -> list[Stored]:
-        """All columns of a bucket."""
+        """Return all columns of a bucket."""
         return [
             cls(name, column, column.header, column.nbytes, tuple(f"{v}.npy" for v in info.variants(name)))
             for name, column in info.columns_of(bucket).items()
@@ -44,11 +44,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class OpenShard:
-    """A shard whose index is the right one, open for reading.
+    """A shard with a verified index, open for reading.
 
     Raises:
-        DataError: From every method: what is read is damaged; names shard, key and offset.
-        StorageError: It cannot be read.
+        DataError: From every method: a component is damaged; the message gives shard, key and offset.
+        StorageError: From every method: the shard cannot be read.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class OpenShard:
 
     @classmethod
     def open(cls, folder: Path, info: ShardInfo, *, whole: bool) -> OpenShard:
-        """Open a shard, which need not have its full length unless it shall be ``whole``."""
+        """Open a shard; with ``whole``, require its full length."""
         path = folder / info.name
         if whole:
             require_size(path, info)
@@ -69,14 +69,14 @@ class OpenShard:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise unreadable(path, error) from error
-        # All of it will be read, in small pieces and in random order: the kernel streams it in, which a cold disk or
-        # a network serves far better. Only advice: where it is refused, or unknown to the system, reads still work.
+        # The whole shard will be read in small pieces in random order. With this advice the kernel reads it
+        # sequentially, far faster from a cold disk or a network. Without the advice, reads still work.
         with contextlib.suppress(OSError, AttributeError):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         return cls(path, info, index, descriptor)
 
     def read_array(self, component: str, sample: int, stored: Stored, values: memoryview) -> None:
-        """Read the bytes of one row of a batch; the crc32 of the index covers the npy header and the values."""
+        """Read one row of a batch; the crc32 of the index covers the npy header and the values."""
         place, header = self._component(component), bytearray(len(stored.header))
         length, expected = place.length.item(sample), len(header) + len(values)
         if length != expected:
@@ -84,10 +84,10 @@ class OpenShard:
         self._read(component, sample, place, [memoryview(header), values])
         self._check_crc(component, sample, place, crc32(values, crc32(header)))
         if header != stored.header:
-            raise self._damage(component, sample, f"the npy header {bytes(header)!r} is not that of {stored.column}")
+            raise self._damage(component, sample, f"the npy header {bytes(header)!r} does not match {stored.column}")
 
     def read_number(self, component: str, sample: int, least: int, largest: int) -> int:
-        """Read a component that is a decimal text."""
+        """Read a component that holds a decimal number."""
         place = self._component(component)
         length = place.length.item(sample)
         if length > _MAX_DIGITS:
@@ -96,7 +96,7 @@ class OpenShard:
         self._read(component, sample, place, [memoryview(text)])
         self._check_crc(component, sample, place, crc32(text))
         if not text.isdigit() or not least <= int(text) <= largest:
-            of = f"none of the {largest + 1} classes" if component == "cls" else f"not from {least} to {largest}"
+            of = f"none of the {largest + 1} classes" if component == "cls" else f"not in {least} to {largest}"
             raise self._damage(component, sample, f"{bytes(text)!r} is {of}")
         return int(text)
 
@@ -107,7 +107,7 @@ class OpenShard:
         return component
 
     def _read(self, component: str, sample: int, place: Component, buffers: list[memoryview]) -> None:
-        """Fill the buffers, as long as the component together; a read may bring less than was asked for."""
+        """Fill the buffers, together as long as the component; a single read may return less."""
         offset, length, done = place.offset.item(sample), place.length.item(sample), 0
         while done < length:
             try:
@@ -131,14 +131,14 @@ class OpenShard:
 
 
 def require_size(path: Path, info: ShardInfo) -> None:
-    """Raise DataError if a shard has not the size that dataset.json says, StorageError if it cannot be read."""
+    """Raise DataError if the size of a shard differs from dataset.json, StorageError if it cannot be read."""
     problem = check_size(path, info)
     if problem is not None:
         raise problem.error(path.parent)
 
 
 def _without(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What of the buffers comes after their first ``count`` bytes."""
+    """Return the buffers without their first ``count`` bytes."""
     rest = []
     for buffer in buffers:
         taken = min(count, len(buffer))

@@ -1,6 +1,6 @@
-"""Read samples by number, checking every byte: a sample comes back exactly as it was encoded, or not at all.
+"""Reader of samples by number, with verification of every byte and optional substitution of damaged samples.
 
-How a row gets from a file into a batch stands in ``open_shard.py``.
+``open_shard.py`` copies the rows of a batch from the files.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ _CLOSE_SECONDS = 1.0
 
 
 class LatentReader:
-    """A folder of latent shards, opened for reading; usable from several threads.
+    """A folder of latent shards opened for reading; thread-safe.
 
     Args:
-        folder: Where `fastdiff encode` wrote.
-        open_shards: How many shards of every bucket, file and index, are kept open; two windows of the order, where
-            one is used.
-        fetch: Brings a shard and its two indices into the folder, unless they are there; called whenever a shard is
-            opened. By default all shards must be there now.
-        substitute: Read another sample in the place of a damaged one (``damaged.substitutes`` says which) and note it
-            in ``substituted``, by its position in the run. A sample whose position is not given is never replaced.
+        folder: Output folder of `fastdiff encode`.
+        open_shards: Number of shards per bucket kept open (file and index); use two windows of the order.
+        fetch: Downloads a shard and its two indices if missing; called whenever a shard is opened. By default all
+            shards must be present now.
+        substitute: Replace a damaged sample by the first intact one of ``substitutes`` and record it in
+            ``substituted``, by its position in the run. A sample without a position is never replaced.
 
     Raises:
         DataError: dataset.json or, without ``substitute``, a shard is missing, truncated or damaged.
@@ -67,7 +66,7 @@ class LatentReader:
         self._starts = list(itertools.accumulate(self.shard_sizes, initial=0))
         self._stored = [Stored.all_of(self.info, bucket) for bucket in range(max(1, len(self.info.buckets)))]
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
-        # One lock for all of a read: a descriptor that another thread closes must not be read from.
+        # Held during a whole read, so that no other thread closes a descriptor in use.
         self._lock = threading.Lock()
         if fetch is None and not substitute:
             for shard in self.info.shards:
@@ -79,7 +78,7 @@ class LatentReader:
         return [shard.samples for shard in self.info.shards]
 
     def __len__(self) -> int:
-        """Samples of the data set."""
+        """Return the number of samples of the data set."""
         return self.info.samples
 
     def read(
@@ -94,19 +93,19 @@ class LatentReader:
 
         Args:
             sample_ids: ``[B]`` int64 in [0, len(self)), in any order.
-            out: Arrays to read into, as ``empty`` makes them; by default new ones.
-            choice: Which variant of each sample. ``latent`` ``[B]`` int64: 1 is the flipped one; ``caption`` ``[B]`` in
-                [0, 1): u is number floor(u * n) of the sample's n captions. By default the first ones.
-            positions: ``[B]`` int64, where the samples stand in the run: for ``substitute``.
+            out: Arrays to read into, as returned by ``empty``; by default new ones.
+            choice: Variant of each sample, by default the first. ``latent`` ``[B]`` int64: 1 is the flipped latent;
+                ``caption`` ``[B]`` in [0, 1): u selects caption floor(u * n) of the sample's n captions.
+            positions: ``[B]`` int64, positions of the samples in the run; required by ``substitute``.
 
         Returns:
-            ``latent`` ``[B, C, H, W]`` in the stored dtype, and every other column likewise; ``label``
-            ``[B]`` int64 if the data set has classes.
+            ``latent`` ``[B, C, H, W]`` and every other column ``[B, ...]`` in the stored dtype; ``label`` ``[B]`` int64
+            if the data set has classes.
 
         Raises:
-            DataError: A sample is damaged or cut off; names shard, key and offset.
-            IndexError: There is no such sample.
-            ValueError: The samples are of several buckets, or there is no such variant.
+            DataError: A sample is damaged or truncated; the message gives shard, key and offset.
+            IndexError: A sample id is out of range.
+            ValueError: The samples belong to several buckets, or a variant does not exist.
         """
         ids = np.asarray(sample_ids, np.int64)
         bucket = self.bucket_of(ids)
@@ -115,7 +114,7 @@ class LatentReader:
         flips, captions = self._check_choice(choice or {}, len(ids))
         contents = [(stored, _bytes_of(arrays[stored.name])) for stored in self._stored[bucket]]
         with self._lock:
-            # By number is by shard and offset: near-sequential reads, and each shard is opened once per
+            # Sorted by number, hence by shard and offset: near-sequential reads, and each shard is opened once per
             # batch.
             for row in np.argsort(ids, kind="stable").tolist():
                 fill = partial(self._fill, arrays, contents, row, flips[row], captions[row])
@@ -126,28 +125,28 @@ class LatentReader:
         return arrays
 
     def empty(self, batch: int, bucket: int = 0) -> Arrays:
-        """Uninitialised arrays for ``batch`` samples of a bucket."""
+        """Return uninitialised arrays for ``batch`` samples of a bucket."""
         arrays: Arrays = {s.name: np.empty((batch, *s.column.shape), s.column.dtype) for s in self._stored[bucket]}
         if self.info.classes is not None:
             arrays["label"] = np.empty(batch, np.int64)
         return arrays
 
     def bucket_of(self, sample_ids: npt.ArrayLike) -> int:
-        """The bucket of one sample or of several, 0 of none.
+        """Return the bucket of one or several samples; 0 for none.
 
         Raises:
-            IndexError: There is no such sample.
-            ValueError: The samples are of several buckets.
+            IndexError: A sample id is out of range.
+            ValueError: The samples belong to several buckets.
         """
         ids = self._known(sample_ids)
         shards = np.unique(np.searchsorted(self._starts, ids, side="right") - 1)
         buckets = {self.info.shards[shard].bucket for shard in shards}
         if len(buckets) > 1:
-            raise ValueError(f"samples of the buckets {sorted(buckets)} cannot be read as one batch")
+            raise ValueError(f"samples of several buckets ({sorted(buckets)}) cannot be read as one batch")
         return buckets.pop() if buckets else 0
 
     def null(self) -> Arrays:
-        """The embedding of the empty prompt: ``context`` ``[L, D]`` and ``pooled`` ``[P]``, as far as there are any.
+        """Return the embedding of the empty prompt: ``context`` ``[L, D]`` and ``pooled`` ``[P]``, if present.
 
         Raises:
             DataError: A file is missing or damaged.
@@ -156,7 +155,7 @@ class LatentReader:
         return {name: read_null(self.folder, self.info, name) for name in self.info.null}
 
     def keys(self, sample_ids: npt.ArrayLike) -> list[str]:
-        """``shard:key`` of samples, for messages."""
+        """Return ``shard:key`` of samples, for messages."""
         ids = self._known(sample_ids)
         with self._lock:
             return [self._key(number) for number in ids.tolist()]
@@ -164,7 +163,7 @@ class LatentReader:
     def close(self) -> None:
         """Close all files; a later read opens them again."""
         if not self._lock.acquire(timeout=_CLOSE_SECONDS):
-            return  # the read of another thread hangs in its storage; the files close with the process
+            return  # a read in another thread hangs in the storage; the process end closes the files
         try:
             while self._open:
                 os.close(self._open.popitem()[1].descriptor)
@@ -199,7 +198,7 @@ class LatentReader:
         caption = 0
         if self.info.captions > 1:
             own = shard.read_number("captions", sample, 1, self.info.captions)
-            caption = int(caption_share * own)  # fp64: below ``own`` for every share below 1
+            caption = int(caption_share * own)  # fp64: < own for every share < 1
         variant = {LATENT: flip, **dict.fromkeys(CAPTIONED, caption)}
         for stored, values in contents:
             own_row = values[row * stored.nbytes : (row + 1) * stored.nbytes]
@@ -239,7 +238,7 @@ class LatentReader:
         return self._open[shard], number - self._starts[shard]
 
     def _opened(self, shard: int) -> OpenShard:
-        if shard in self._unusable:  # not looked at again for each of its samples
+        if shard in self._unusable:  # checked once, not for each of its samples
             raise DataError(self._unusable[shard])
         info = self.info.shards[shard]
         try:
@@ -263,44 +262,44 @@ class LatentReader:
         captions = choice.get("caption", np.zeros(batch))
         variants = 1 + self.info.flipped
         if flips.shape != (batch,) or flips.dtype.kind not in "iu" or not ((flips >= 0) & (flips < variants)).all():
-            raise ValueError(f"choice['latent'] must be {batch} whole numbers below {variants}")
+            raise ValueError(f"choice['latent'] must be {batch} integers from 0 to {variants - 1}")
         if captions.shape != (batch,) or not ((captions >= 0) & (captions < 1)).all():
-            raise ValueError(f"choice['caption'] must be {batch} numbers from 0 to below 1")
+            raise ValueError(f"choice['caption'] must be {batch} numbers in [0, 1)")
         return flips.tolist(), captions.tolist()
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    """The bytes of a contiguous array, to be written to."""
+    """Return a writable view of the bytes of a contiguous array."""
     return array.reshape(-1).view(np.uint8).data
 
 
 _TRIED = 64
-"""Samples of one shard: where more in a row are damaged, the search goes on in the next shard."""
+"""Candidates per shard; if all are damaged, the search continues in the next shard."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Substitution:
-    """A sample that was read in the place of another one."""
+    """The replacement of a damaged sample."""
 
     damaged: str
-    """``shard:key``, or ``shard:sample N`` where the keys of the shard are lost."""
+    """The damaged sample, ``shard:key``, or ``shard:sample N`` if the keys of the shard are lost."""
     by: str
-    """``shard:key``."""
+    """The sample read instead, ``shard:key``."""
     reason: str
-    """What is wrong with the damaged one."""
+    """The problem of the damaged sample."""
 
 
 def substitutes(shards: Sequence[ShardInfo], starts: Sequence[int], number: int) -> Iterator[int]:
-    """Samples that may take the place of sample ``number``, in this order; all of its bucket.
+    """Yield candidates to replace sample ``number``, in order of preference, from the same bucket.
 
-    First those behind it in its shard, which goes round, then those of the next shards from the same row on: so the
-    samples of a shard that is lost are not all replaced by the same one. It depends on nothing but the data set: any
-    rank of any number of ranks chooses the same.
+    The following samples of its shard come first, wrapping around, then the next shards from the same row on. A lost
+    shard is therefore not replaced by a single sample. The order depends only on the data set, so every rank of any
+    number of ranks chooses the same sample.
 
     Args:
-        shards: Those of the data set.
-        starts: Number of the first sample of each.
-        number: The damaged one.
+        shards: Shards of the data set.
+        starts: Number of the first sample of each shard.
+        number: Number of the damaged sample.
     """
     own = bisect.bisect_right(starts, number) - 1
     row = number - starts[own]

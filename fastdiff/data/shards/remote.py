@@ -1,8 +1,7 @@
-"""Read files over ``http``, ``https`` and ``s3`` (fsspec): whole or not at all, also where connections drop.
+"""Remote files over ``http``, ``https`` and ``s3`` (fsspec), read completely even if connections drop.
 
-A stream that breaks goes on at the byte it had reached, with a range request. The length that the server stated
-decides where a file ends, never the end of a connection. Messages name the address without its user, password and
-query, where signed addresses carry their secrets.
+After a lost connection, a range request resumes at the next byte. The length stated by the server decides where a file
+ends, never the end of a connection. Messages show the address without user, password and query, which may hold secrets.
 """
 
 from __future__ import annotations
@@ -30,82 +29,82 @@ T = TypeVar("T")
 
 _ATTEMPTS = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
-_SILENCE = 60.0  # seconds without a byte, or without an answer, that count as a dropped connection
+_SILENCE = 60.0  # seconds without data after which a connection counts as dropped
 _BUFFER = 1 << 20
-_PASSING = {408, 425, 429}  # client errors of HTTP that a later attempt may not meet
+_PASSING = {408, 425, 429}  # transient client errors of HTTP
 
 
 class _Changed(Exception):
-    """The file is another one than when reading it began."""
+    """The file changed during the read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An open response: the bytes of a file from ``start`` on."""
+    """An open response with the bytes of a file from ``start`` on."""
 
     read: Callable[[int], bytes]
     close: Callable[[], object]
     start: int
     size: int | None
-    """Bytes of the whole file; None: the server does not say."""
+    """Bytes of the whole file; None: unknown."""
     tag: str | None
-    """ETag: another one means another file."""
+    """ETag; it changes with the file."""
 
 
 def is_remote(text: str) -> bool:
-    """Whether this is the address of something that this module reads."""
+    """Return whether ``text`` is an address that this module can read."""
     return re.match(r"(https?|s3)://", text, re.IGNORECASE) is not None
 
 
 def shown(url: str) -> str:
-    """An address as messages and provenance may show it: without user, password and query."""
+    """Return an address for messages and provenance: without user, password and query."""
     return sanitize.address(url)
 
 
 def join(url: str, name: str) -> str:
-    """The address of a file in a folder; a query, which may be a signature, is kept."""
+    """Return the address of a file in a folder; a query, which may be a signature, is kept."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
 
 
 def open_url(url: str, most: int | None = None) -> io.BufferedReader:
-    """Open a file for reading from its first to its last byte; it cannot be sought in.
+    """Open a file for sequential reading, without seek.
 
     Args:
-        url: Of the file.
-        most: Bytes that it may have; None: any number, for what is read in pieces.
+        url: Address of the file.
+        most: Largest allowed number of bytes; None: no limit, for files read in pieces.
 
     Raises:
-        ConfigError: A package that is needed for this kind of address is not installed.
-        StorageError: Here and from every read: the file does not exist or may not be read, the server states no
-            length, the file changed meanwhile, or the connection failed five times in a row.
-        DataError: It has more bytes than ``most``.
+        ConfigError: A package for this kind of address is not installed.
+        StorageError: Here and from every read: the file does not exist or cannot be accessed, the server states no
+            length, the file changed during the read, or the connection failed five times in a row.
+        DataError: The file has more bytes than ``most``.
     """
     file = _RemoteFile(url)
     if most is not None and file.size > most:
         file.close()
         raise DataError(
-            f"{shown(url)} has {file.size} bytes, at most {most} are expected: it is another file; check the address, "
+            f"{shown(url)} has {file.size} bytes, expected at most {most}: it is a different file; check the address, "
             "or restore it at its source"
         )
     return io.BufferedReader(file, _BUFFER)
 
 
 def fetch(url: str, target: Path, sha256: str | None, most: int | None = None) -> None:
-    """Download a file so that it is at ``target`` completely and verified, or not at all.
+    """Download a file, verify it and publish it at ``target`` atomically.
 
-    It is written to a temporary name beside the target; two threads of a process must not want the same target.
+    It is written to a temporary name in the same folder; two threads of a process must not fetch the same target.
 
     Args:
-        url: Of the file.
-        target: Where it shall be.
-        sha256: None: not known.
+        url: Address of the file.
+        target: Final path.
+        sha256: Expected digest; None: unknown.
         most: As for ``open_url``.
 
     Raises:
         ConfigError: As ``open_url``.
-        DataError: The file has another sha256, or more bytes than ``most``.
-        StorageError: It cannot be read, as ``open_url`` says, or not be written.
+        DataError: The sha256 differs, or the file has more bytes than ``most``.
+        StorageError: The file cannot be read (as ``open_url``) or written.
     """
     digest = hashlib.sha256()
     with open_url(url, most) as source:
@@ -118,24 +117,24 @@ def fetch(url: str, target: Path, sha256: str | None, most: int | None = None) -
                 os.fsync(file.fileno())
             if sha256 not in (None, digest.hexdigest()):
                 raise DataError(
-                    f"{shown(url)} has the sha256 {digest.hexdigest()}, expected {sha256}: it is damaged or of another "
-                    "encode; restore it at its source"
+                    f"{shown(url)} has the sha256 {digest.hexdigest()}, expected {sha256}: it is damaged or from "
+                    "another encode; restore it at its source"
                 )
             rename(temporary(target), target)
         except OSError as error:
             raise StorageError(
-                f"cannot write {error.filename or target}: {error.strerror or error}; make room or choose another "
-                f"folder for what is downloaded from {shown(url)}"
+                f"cannot write {error.filename or target}: {error.strerror or error}; free some space or choose "
+                f"another folder for the downloads from {shown(url)}"
             ) from error
         finally:
             temporary(target).unlink(missing_ok=True)
 
 
 def list_folder(url: str) -> list[str]:
-    """Addresses of the files in a folder of S3, sorted.
+    """Return the sorted addresses of the files in an S3 folder.
 
     Raises:
-        ConfigError: It is an address of http, which knows no folders; or s3fs is missing.
+        ConfigError: The address is http, which cannot list folders, or s3fs is missing.
         StorageError: The folder cannot be listed.
     """
     if not url.lower().startswith("s3:"):
@@ -155,7 +154,7 @@ class _RemoteFile(io.RawIOBase):
 
     @property
     def size(self) -> int:
-        """Bytes of the file, as the server says."""
+        """Bytes of the file as stated by the server."""
         return self._size
 
     def readable(self) -> bool:
@@ -174,7 +173,7 @@ class _RemoteFile(io.RawIOBase):
         super().close()
 
     def _read(self, wanted: int) -> bytes:
-        """At least one byte of the file and at most ``wanted``; whatever fails, the next call connects anew."""
+        """Read 1 to ``wanted`` bytes; after any failure the next call reconnects."""
         try:
             if self._answer is None:
                 self._connect()
@@ -193,22 +192,22 @@ class _RemoteFile(io.RawIOBase):
         if answer.size is None:
             self._hang_up()
             raise StorageError(
-                f"cannot read {shown(self._url)}: the server does not say how long it is, so a dropped connection "
-                "could not be told from its end; serve it as a plain file, with Content-Length"
+                f"cannot read {shown(self._url)}: the server states no length, so a dropped connection would look "
+                "like the end of the file; serve it as a plain file with Content-Length"
             )
         if self._done == 0:
             self._size, self._tag = answer.size, answer.tag
         elif (answer.size, answer.tag) != (self._size, self._tag):
             self._hang_up()
-            raise _Changed(f"it changed after {self._done} bytes of it were read")
+            raise _Changed(f"it changed after {self._done} bytes were read")
         behind = self._done - answer.start
-        while behind > 0:  # a server that knows no ranges starts again at the first byte
+        while behind > 0:  # a server without range support restarts at the first byte
             skipped = len(answer.read(min(behind, _BUFFER)))
             behind -= skipped
             if not skipped:
                 raise ConnectionResetError(f"the connection ended {behind} bytes before byte {self._done}")
         if behind < 0:
-            raise ConnectionResetError(f"the server sent bytes from {answer.start} on instead of {self._done}")
+            raise ConnectionResetError(f"the server sent bytes from {answer.start} on, expected {self._done}")
 
     def _hang_up(self) -> None:
         if self._answer is not None:
@@ -217,9 +216,9 @@ class _RemoteFile(io.RawIOBase):
 
 
 def _ask_http(url: str, offset: int) -> _Answer:
-    # Not compressed on the way, or offsets and lengths would not be those of the file.
+    # Compression would change offsets and lengths.
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {})
-    # A size that is given, whatever it is, saves a HEAD request; block_size 0 asks for one stream.
+    # Any given size saves a HEAD request; block_size 0 requests one stream.
     file = _filesystem("http").open(url, block_size=0, size=1, headers=headers)
     found = file.r.headers
     start, size = _extent(found.get("Content-Range"), found.get("Content-Length"))
@@ -246,7 +245,7 @@ def _ask_s3(url: str, offset: int) -> _Answer:
 
 
 def _extent(content_range: str | None, content_length: str | None) -> tuple[int, int | None]:
-    """First byte of a response in its file, and the size of the file."""
+    """Return the offset of a response in its file, and the size of the file."""
     if content_range is None:
         return 0, None if content_length is None else int(content_length)
     match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", content_range.strip())
@@ -254,14 +253,14 @@ def _extent(content_range: str | None, content_length: str | None) -> tuple[int,
 
 
 def _filesystem(kind: str) -> Any:
-    """The file system of fsspec for ``http`` or ``s3``; fsspec keeps one per process and set of options."""
+    """Return fsspec's file system for ``http`` or ``s3``; fsspec caches one per process and set of options."""
     import fsspec
 
     try:
         if kind == "s3":
-            # Repetition is ours alone: three layers of it would take minutes to say that a server is down.
+            # Only this module retries: with three layers of retries, a server failure would be reported after minutes.
             config = {"retries": {"total_max_attempts": 1}, "connect_timeout": _SILENCE, "read_timeout": _SILENCE}
-            # Named here, though botocore reads it too: fsspec keeps one file system for each.
+            # Passed explicitly, although botocore reads it too, so that fsspec caches one file system per server.
             server = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
             system = fsspec.filesystem("s3", endpoint_url=server, config_kwargs=config, use_listings_cache=False)
             system.retries = 1
@@ -270,7 +269,7 @@ def _filesystem(kind: str) -> Any:
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
         options = {"timeout": timeout, "trust_env": True, "read_bufsize": _BUFFER}
-        # Offsets and lengths are those of the bytes that are sent, and a few of them could unpack to gigabytes.
+        # Offsets and lengths count transmitted bytes, and a few of these could decompress to gigabytes.
         return fsspec.filesystem("http", client_kwargs=options | {"auto_decompress": False})
     except ImportError as error:
         raise ConfigError(
@@ -279,7 +278,7 @@ def _filesystem(kind: str) -> Any:
 
 
 def _retried(url: str, action: Callable[[], T]) -> T:
-    """Do something with the network, five times at most; what cannot pass is not tried again."""
+    """Run a network operation with up to five attempts; permanent failures are not retried."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return action()
@@ -290,15 +289,15 @@ def _retried(url: str, action: Callable[[], T]) -> T:
             if remedy or attempt == _ATTEMPTS:
                 tried = f" (tried {attempt} times)" if attempt > 1 else ""
                 remedy = remedy or "check the network and the server, then run the same command again"
-                # Without its cause, whose text may hold the secrets of the address.
+                # The cause is dropped: its text may hold secrets of the address.
                 raise StorageError(f"cannot read {shown(url)}: {what}{tried}; {remedy}") from None
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (attempt - 1))
-        time.sleep(pause * random.uniform(0.5, 1))  # all ranks of a job met the same failure at the same time
+        time.sleep(pause * random.uniform(0.5, 1))  # jitter: all ranks meet a failure at the same time
     raise AssertionError("unreachable")
 
 
 def _describe(error: Exception) -> tuple[str, str]:
-    """What happened, and what to do about it where trying again cannot help (else empty)."""
+    """Return the cause of a failure and its remedy; the remedy is empty if a retry may help."""
     status = getattr(error, "status", None)
     if isinstance(error, FileNotFoundError) or status == 404:
         return "it does not exist", "check the address"
@@ -306,7 +305,7 @@ def _describe(error: Exception) -> tuple[str, str]:
         detail = str(error) if isinstance(error, PermissionError) else f"the server answers {status}"
         return f"access is denied ({detail})", "check the address and the credentials, or sign the address again"
     if isinstance(error, _Changed):
-        return str(error), "run the same command again when nobody writes to it"
+        return str(error), "run the same command again once no other program writes to it"
     if type(error).__name__ == "NoCredentialsError":
         return "there are no credentials", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
     if isinstance(status, int):
@@ -317,6 +316,6 @@ def _describe(error: Exception) -> tuple[str, str]:
         return str(error), ""
     if not isinstance(error, OSError) and package != "aiohttp":
         return type(error).__name__, "check the address"
-    # Other texts than these may hold the whole address.
+    # All other texts may hold the whole address.
     own = isinstance(error, ConnectionResetError) and error.errno is None
     return str(error) if own else getattr(error, "strerror", None) or type(error).__name__, ""

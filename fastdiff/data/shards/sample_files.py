@@ -1,4 +1,4 @@
-"""One sample as the files of a shard, checked against the data set that it goes into."""
+"""Serialisation of one sample into the files of a shard, checked against its data set."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def components(
     captions: int | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    """Turn a sample into what ``ShardTar.add`` takes.
+    """Serialise a sample for ``ShardTar.add``.
 
     Args:
-        info: The data set, of which ``shards`` and ``samples`` do not matter.
-        bucket: Which size the latents have.
-        key: Letters, digits, ``_`` and ``-``.
-        arrays: By name (``DatasetInfo.variants``), of the column's dtype and shape; of a column with an array per
-            caption as many as the sample has captions.
+        info: The data set; its ``shards`` and ``samples`` are ignored.
+        bucket: Bucket of the latents.
+        key: Key of the sample: letters, digits, ``_`` and ``-``.
+        arrays: Arrays by name (``DatasetInfo.variants``), with the column's dtype and shape; captioned columns have
+            one array per caption of the sample.
         label: Class of the sample, if the data set has classes.
-        captions: How many captions the sample has, if the data set has several.
-        meta: Goes into ``<key>.json``; give it for all samples or for none.
+        captions: Number of captions of the sample, if the data set has several per sample.
+        meta: Content of ``<key>.json``; give it for all samples or for none.
 
     Returns:
-        The contents by component, in the order of the tar.
+        Bytes by component, in the order of the tar.
 
     Raises:
         DataError: The sample does not fit the data set.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,80}", key):
-        raise DataError(f"key {key!r}: 1 to 80 letters, digits, _ and - (a dot would end the key in a tar)")
+        raise DataError(f"key {key!r}: expected 1 to 80 letters, digits, _ and - (a dot would end the key in a tar)")
     if (captions is None) != (info.captions == 1) or captions not in (None, *range(1, info.captions + 1)):
-        raise DataError(f"key {key}: {captions} captions, the data set has 1 to {info.captions} per sample")
+        raise DataError(f"key {key}: {captions} captions, expected 1 to {info.captions} per sample")
     own = {column: _own_variants(info, column, captions) for column in info.columns}
     expected = {name for names in own.values() for name in names}
     if arrays.keys() != expected:
@@ -65,7 +65,7 @@ def components(
 
 
 def _own_variants(info: DatasetInfo, column: str, captions: int | None) -> tuple[str, ...]:
-    """The arrays that a sample itself has; the others repeat them in turn."""
+    """Return the arrays that differ; further variants repeat them in turn."""
     variants = info.variants(column)
     return variants[:captions] if column in CAPTIONED else variants
 
@@ -75,5 +75,5 @@ def _npy(key: str, name: str, values: npt.NDArray[Any], column: Column) -> bytes
     if (array.dtype, array.shape) != (np.dtype(column.dtype), column.shape):
         raise DataError(f"key {key}: {name} is {array.dtype} {array.shape}, expected {column.dtype} {column.shape}")
     if not np.isfinite(array).all():
-        raise DataError(f"key {key}: {name} holds values that are not finite")
+        raise DataError(f"key {key}: {name} holds non-finite values")
     return column.header + array.tobytes()

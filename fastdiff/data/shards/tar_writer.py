@@ -1,8 +1,8 @@
-"""One shard on its way to disk: the tar, DALI's idx and our index, each there completely or not at all.
+"""Writer of one shard: the tar, DALI's idx and our index, each published atomically.
 
-Bytes are deterministic: USTAR headers without times and owners, no compression. An array that the shard holds already
-becomes a hard link to the first one: many images have the same caption, or none. ``tar`` and ``tarfile.extractfile``
-follow such links; the webdataset package passes over them.
+Bytes are deterministic: USTAR headers without times and owners, no compression. A repeated array becomes a hard link to
+its first copy, because many images share a caption or have none. ``tar`` and ``tarfile.extractfile`` follow such links;
+the webdataset package skips them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fastdiff.files import publish, rename, temporary
 
 
 class ShardTar:
-    """One shard while it is written.
+    """A shard being written.
 
     Args:
-        path: Where the shard will be; it is written to a temporary name beside it, a different one in every process.
-        bucket: What its samples' size is, see ``DatasetInfo.buckets``.
+        path: Final path of the shard; until then it has a temporary name in the same folder, unique per process.
+        bucket: Bucket of its samples, see ``DatasetInfo.buckets``.
 
     Raises:
-        OSError: From every method but ``abandon``.
+        OSError: From every method except ``abandon``.
     """
 
     def __init__(self, path: Path, bucket: int = 0) -> None:
@@ -43,9 +43,9 @@ class ShardTar:
         self.keys: set[str] = set()
 
     def add(self, key: str, components: Mapping[str, bytes]) -> None:
-        """Append the components of one sample; DataError if the key is already there."""
+        """Append the components of one sample; DataError if the key is a duplicate."""
         if key in self.keys:
-            raise DataError(f"key {key} comes twice in {self._path.name}; keys must be unique")
+            raise DataError(f"duplicate key {key} in {self._path.name}; keys must be unique")
         self.keys.add(key)
         for name, content in components.items():
             if not name.endswith(".npy"):
@@ -73,7 +73,7 @@ class ShardTar:
         self._write(member.tobuf(tarfile.USTAR_FORMAT))
 
     def publish(self) -> ShardInfo:
-        """End the tar and put it, its idx and its index, in this order, under their final names."""
+        """Complete the tar and give it, its idx and its index, in this order, their final names."""
         try:
             index = ShardIndex.collect(self._places)
         except ValueError as error:
@@ -97,7 +97,7 @@ class ShardTar:
         )
 
     def abandon(self) -> None:
-        """Remove what is not published; closing may fail again where writing did."""
+        """Remove all unpublished files; closing may fail again after a failed write."""
         with contextlib.suppress(OSError):
             self._file.close()
         for path in (self._path, idx_path(self._path), index_path(self._path)):

@@ -1,4 +1,4 @@
-"""``fastdiff verify``: read every byte of a data set and list all damage, not only the first."""
+"""Verification of a whole data set: read every byte and list all damage (``fastdiff verify``)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _DIGITS = 19  # of the largest class or number of captions
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` found."""
+    """The result of `verify`."""
 
     folder: Path
     samples: int
-    """Samples that dataset.json declares."""
+    """Samples declared in dataset.json."""
     bytes: int
-    """Bytes of shards that were read."""
+    """Bytes of all shards read."""
     problems: tuple[Problem, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the data set is intact."""
         return not self.problems
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ def _check_shard(path: Path, shard: ShardInfo, info: DatasetInfo) -> Iterator[Pr
         intact = hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
     index, problem = check_index(path, shard)
     if index is None:
-        # Without its index, no crc32 is known; the sha256 still says whether the tar itself is the right one.
+        # Without an index no crc32 is known; the sha256 still verifies the tar itself.
         yield from [problem] if problem else []
         if not intact:
             yield Problem(shard.name, "sha256 of the shard differs from dataset.json")
@@ -103,7 +103,7 @@ def _check_size(path: Path, shard: ShardInfo) -> Iterator[Problem]:
 
 
 def _check_idx(path: Path, shard: ShardInfo, index: ShardIndex) -> Iterator[Problem]:
-    """Compare DALI's index, line by line, with what wds2idx would write."""
+    """Compare DALI's index line by line with the output of wds2idx."""
     idx = idx_path(path)
     if not idx.exists():
         yield Problem(shard.name, f"{idx.name} is missing")
@@ -114,7 +114,7 @@ def _check_idx(path: Path, shard: ShardInfo, index: ShardIndex) -> Iterator[Prob
     for number, (line, wanted) in enumerate(itertools.zip_longest(lines, expected)):
         if line != wanted:
             row = min(max(number - 1, 0), shard.samples - 1)  # the first line is the header
-            what = f"line {number + 1} of {idx.name} is {line!r}, DALI's wds2idx writes {wanted!r}"
+            what = f"line {number + 1} of {idx.name} is {line!r}, expected {wanted!r} (DALI's wds2idx)"
             yield Problem(shard.name, what, next(index.places_of(row)))
             return
 
@@ -141,7 +141,7 @@ def _damage(file: BinaryIO, place: Place) -> str | None:
 
 
 def _misfit(file: BinaryIO, place: Place, column: Column | None, info: DatasetInfo) -> str | None:
-    """What an intact component has against dataset.json."""
+    """Return the contradiction between an intact component and dataset.json, or None."""
     file.seek(place.offset)
     if column is not None:
         header, size = column.header, len(column.header) + column.nbytes
@@ -153,13 +153,13 @@ def _misfit(file: BinaryIO, place: Place, column: Column | None, info: DatasetIn
         text = file.read(min(place.length, _DIGITS + 1))
         if not (text.isdigit() and len(text) <= _DIGITS and int(text) in numbers):
             of_classes = place.component == "cls"
-            known = f"none of the {info.classes} classes" if of_classes else f"not from 1 to {info.captions}"
+            known = f"none of the {info.classes} classes" if of_classes else f"not in 1 to {info.captions}"
             return f"{text!r} is {known}"
     return None
 
 
 def _outside_of_samples(path: Path, shard: ShardInfo, index: ShardIndex) -> Problem:
-    """The sha256 is wrong though every sample is intact: a tar header, or the padding."""
+    """Return the problem of a shard with intact samples but a wrong sha256: a tar header or the padding."""
     different = difference(index, path, shard)
     what = "sha256 of the shard differs from dataset.json"
     if different is None:

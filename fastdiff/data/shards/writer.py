@@ -1,6 +1,6 @@
-"""Write a folder of shards so that a reader never sees half of it.
+"""Writer of a folder of shards, which readers never see incomplete.
 
-Shards go to temporary names, are fsynced and renamed (``tar.py``); dataset.json comes at the very end.
+Shards are written to temporary names, fsynced and renamed (``tar_writer.py``); dataset.json is written last.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ from fastdiff.data.shards.sample_files import components
 from fastdiff.data.shards.tar_writer import ShardTar
 from fastdiff.errors import ConfigError, DataError, StorageError
 
-# Present while an encode is at work or was killed: whatever shards lie beside it are its own and may be
-# replaced.
+# Present during an encode, or after a killed one: all shards in the folder then belong to it and may be replaced.
 _MARKER = ".encoding"
 
 
 class ShardWriter:
-    """Context manager that writes a new folder of shards; leaving it without an exception publishes it.
+    """A context manager that writes a new folder of shards; leaving it without an exception publishes the folder.
 
     Args:
-        folder: Made if it is missing.
-        template: What dataset.json will say, without ``shards`` and ``samples``.
-        samples_per_shard: Size of every shard but the last of each bucket.
-        null: By column: the embedding of the empty prompt.
+        folder: Output folder; created if missing.
+        template: Content of dataset.json except ``shards`` and ``samples``.
+        samples_per_shard: Samples of every shard except the last of each bucket.
+        null: The embedding of the empty prompt, by column.
 
     Raises:
-        ConfigError: The folder is taken, or the shards are too large or small.
-        DataError: A sample or the template does not fit.
-        StorageError: No space, no permission or an input/output error, from any method. What was written so far is no
-            data set, and the next run into this folder replaces it.
+        ConfigError: The folder is in use, or ``samples_per_shard`` is out of range.
+        DataError: A sample or the template is invalid.
+        StorageError: From any method: no space, no permission or an input/output error. The files written so far are
+            not a data set; the next encode into this folder replaces them.
     """
 
     def __init__(
@@ -55,9 +54,9 @@ class ShardWriter:
         null: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> None:
         if not 1 <= samples_per_shard <= MAX_SHARD_SAMPLES:
-            raise ConfigError(f"samples per shard is {samples_per_shard}: at least 1, at most {MAX_SHARD_SAMPLES}")
+            raise ConfigError(f"samples per shard is {samples_per_shard}, expected 1 to {MAX_SHARD_SAMPLES}")
         if problem := template.problem_of_layout():
-            raise DataError(f"no data set can be written to {folder}: {problem}")
+            raise DataError(f"cannot write a data set to {folder}: {problem}")
         self.folder = Path(folder)
         self._template = template
         self._samples_per_shard = samples_per_shard
@@ -83,7 +82,7 @@ class ShardWriter:
         bucket: int = 0,
         captions: int | None = None,
     ) -> None:
-        """Append one sample, whose key comes once per shard; for the arguments see ``components``.
+        """Append one sample; its key must be unique in its shard. See ``components`` for the arguments.
 
         Raises:
             DataError: The sample does not fit the data set.
@@ -110,25 +109,26 @@ class ShardWriter:
                 self._marker.close()
 
     def _claim(self) -> None:
-        """Make sure that nothing of value is in the folder, and lock it against a second encode."""
+        """Require a folder without other data, and lock it against a second encode."""
         self._refuse_published()
         marker = self.folder / _MARKER
         if marker.is_dir():
             raise ConfigError(
-                f"{self.folder} holds an encode of images that has not ended; go on with it, choose another folder, or "
-                "delete this one"
+                f"{self.folder} holds an unfinished encode of images; resume it, choose another folder, or delete this "
+                "one"
             )
         if not marker.exists() and (found := sorted(self.folder.glob("train-*"))):
             raise ConfigError(
-                f"{self.folder} holds {found[0].name}, which is not ours to replace; choose another folder"
+                f"{self.folder} holds {found[0].name}, which was not written by an unfinished encode; choose another "
+                "folder"
             )
         self._marker = open(marker, "wb", buffering=0)  # noqa: SIM115  (held, with its lock, until __exit__)
         try:
             fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._marker.close()
-            raise ConfigError(f"another `fastdiff encode` is writing to {self.folder}; wait for it") from error
-        self._refuse_published()  # again: the other encode may have ended between the first look and the lock
+            raise ConfigError(f"another `fastdiff encode` is writing to {self.folder}; wait until it ends") from error
+        self._refuse_published()  # again: the other encode may have ended between the first check and the lock
         for pattern in ("train-*", "null.*.npy*", f"{INFO_FILE}.*"):
             for leftover in self.folder.glob(pattern):
                 leftover.unlink(missing_ok=True)
@@ -147,7 +147,7 @@ class ShardWriter:
             for bucket in sorted(self._tars):
                 self._finish_shard(bucket)
             if not self._shards:
-                raise DataError(f"the source has no samples; {self.folder} is not a data set")
+                raise DataError(f"the source has no samples; no data set was written to {self.folder}")
             null = write_null(self.folder, self._null)
             total = sum(shard.samples for shard in self._shards)
             info = dataclasses.replace(self._template, null=null, shards=tuple(self._shards), samples=total)
@@ -167,6 +167,6 @@ def _storage(path: Path) -> Iterator[None]:
             free = str(shutil.disk_usage(path if path.is_dir() else path.parent).free)
         raise StorageError(
             f"cannot write to {error.filename or path}: {error.strerror or error} ({free} bytes free); "
-            "make room or choose another folder, then run the same command again: it starts anew and replaces what "
-            "was written so far"
+            "free some space or choose another folder, then run the same command again: it starts over and replaces "
+            "the files written so far"
         ) from error

@@ -46,7 +46,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("synthetic", ["--max-samples", "7"], "--max-samples is for images, and synthetic is none"),
         ("synthetic", ["--bucket-step", "8"], "say ./synthetic"),
         ("synthetic", ["--split", "train"], "--split is for images"),
-        ("digits", ["--split", "dev"], "--split dev: of the digits there are all, train, test"),
+        ("digits", ["--split", "dev"], "--split dev: the digits have the splits all, train, test"),
     ],
 )
 def test_options_of_another_source_are_refused(
@@ -111,7 +111,7 @@ def test_a_rank_says_that_it_waits_for_the_count_of_captions(images: Path, pipel
             say,
         )  # fmt: skip
         deadline.cancel()
-    assert said[0] == f"rank 0: waiting for the rank that counts the captions of images in {images}"
+    assert said[0] == f"rank 0: waiting while another rank counts the captions of images in {images}"
     assert DatasetInfo.read(tmp_path / "out").captions == 2
 
 

@@ -193,7 +193,7 @@ def test_several_captions(tmp_path: Path, sd: Path) -> None:
     assert DatasetInfo.read(tmp_path / "all").captions == 3
     said = encode(source, tmp_path / "first", sd)
     assert DatasetInfo.read(tmp_path / "first").captions == 1
-    assert "2 images have more captions" in said[0]
+    assert "2 images have further captions" in said[0]
 
 
 def test_bad_images_end_the_encode_or_are_listed(tmp_path: Path, sd: Path) -> None:
@@ -206,8 +206,8 @@ def test_bad_images_end_the_encode_or_are_listed(tmp_path: Path, sd: Path) -> No
     assert (tmp_path / "out" / "train-000000.tar").exists(), "the first unit is finished"
     assert not (tmp_path / "out" / "dataset.json").exists()
     said = encode(source, tmp_path / "out", sd, bad="skip")
-    assert "4 more were there already" in said[0]
-    assert "3 bad images left out, listed in" in said[0]
+    assert "4 more were already encoded" in said[0]
+    assert "3 bad images skipped, listed in" in said[0]
     lines = (tmp_path / "out" / "bad_images.jsonl").read_text().splitlines()
     assert [Path(json.loads(line)["name"]).name for line in lines] == ["005.png", "006.png", "008.png"]
     assert all(json.loads(line)["reason"] for line in lines)
@@ -236,7 +236,7 @@ def test_latents_that_are_not_finite_are_bad(tmp_path: Path, source: Path, sd: P
     save_file(weights, path)
     with pytest.raises(DataError, match=r"000\.png.*not finite.*--precision"):
         encode(source, tmp_path / "out", broken)
-    with pytest.raises(DataError, match="none of the source's 6 images can be used"):
+    with pytest.raises(DataError, match="all 6 images of the source are unusable"):
         encode(source, tmp_path / "out", broken, bad="skip")
 
 
@@ -252,7 +252,7 @@ def test_ranks_write_the_same_files_as_one(
     encode(source, tmp_path / "out", sd)
     assert files(tmp_path / "out") == files(plain)
     # A rank that comes late finds everything done.
-    assert encode(source, tmp_path / "out", sd) == [f"{tmp_path / 'out'} is complete already"]
+    assert encode(source, tmp_path / "out", sd) == [f"{tmp_path / 'out'} is already complete"]
     assert files(tmp_path / "out") == files(plain)
 
 
@@ -291,14 +291,14 @@ def test_other_options_are_refused(tmp_path: Path, source: Path, sd: Path, monke
     assert files(tmp_path / "out") == before
     monkeypatch.undo()
     encode(source, tmp_path / "out", sd)
-    with pytest.raises(ConfigError, match="already holds a data set, of another source or other options"):
+    with pytest.raises(ConfigError, match="already holds a data set with another source or other options"):
         encode(source, tmp_path / "out", sd, batch=2)
 
 
 def test_folders_of_others_are_left_alone(tmp_path: Path, source: Path, sd: Path, digits: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train-notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"train-notes\.txt, which is not ours"):
+    with pytest.raises(ConfigError, match=r"train-notes\.txt, which was not written"):
         encode(source, tmp_path / "mine", sd)
     assert list(files(tmp_path / "mine")) == ["train-notes.txt"]
     before = files(digits)
@@ -307,9 +307,9 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, source: Path, sd: Path
     assert files(digits) == before
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / ".encoding").touch()
-    with pytest.raises(ConfigError, match="unfinished encode of another kind"):
+    with pytest.raises(ConfigError, match="unfinished encode of digits or synthetic"):
         encode(source, tmp_path / "begun", sd)
-    with pytest.raises(ConfigError, match="lies in the source"):
+    with pytest.raises(ConfigError, match="is inside the source"):
         encode(source, source / "out", sd)
 
 
@@ -340,10 +340,10 @@ def test_after_a_full_disk_the_same_command_goes_on(tmp_path: Path, source: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"resolution": 30}, "--resolution 30 does not divide by 4.*use 28 or 32"),
-        ({"buckets": True, "bucket_step": 6}, "--bucket-step 6 does not divide by 4"),
+        ({"resolution": 30}, "--resolution 30: expected a multiple of 4.*use 28 or 32"),
+        ({"buckets": True, "bucket_step": 6}, "--bucket-step 6: expected a multiple of 4"),
         ({"buckets": True, "bucket_step": 64}, "aspect-ratio buckets of resolution 32, step 64"),
-        ({"bucket_step": 8}, "--buckets, which is missing"),
+        ({"bucket_step": 8}, "--bucket-step needs --buckets"),
         ({"pretrained": "no/such-pipeline-anywhere"}, "no/such-pipeline-anywhere"),
         ({"caption_column": "nothing"}, "no column 'nothing'"),
     ],

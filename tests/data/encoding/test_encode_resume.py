@@ -184,12 +184,12 @@ def test_the_real_command_is_killed_and_goes_on(
     assert process.returncode == -9
     done = run([BIN / "fastdiff", *command, out])
     assert done.code == 0, done.output
-    assert "more were there already" in done.output
-    assert "1 bad images left out" in done.output
+    assert "more were already encoded" in done.output
+    assert "1 bad images skipped" in done.output
     assert files(out) == undisturbed
 
 
 def test_digits_do_not_go_where_images_are_being_encoded(tmp_path: Path) -> None:
     (tmp_path / ".encoding").mkdir()
-    with pytest.raises(ConfigError, match="an encode of images that has not ended"):
+    with pytest.raises(ConfigError, match="an unfinished encode of images"):
         encode_digits(tmp_path)

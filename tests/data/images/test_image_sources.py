@@ -86,7 +86,7 @@ def test_metadata_csv(tmp_path: Path) -> None:
     found = source(tmp_path, caption_column="words", samples_per_unit=1)
     assert [captions for _, captions, _ in contents(found)] == [('a "quoted", long caption',), ("two",)]
     assert found.units == 2
-    with pytest.raises(ConfigError, match=r"metadata.csv has no column 'text' .*: file_name, other, words"):
+    with pytest.raises(ConfigError, match=r"metadata.csv has no caption column 'text'.*: file_name, other, words"):
         source(tmp_path)
 
 
@@ -108,20 +108,24 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with (tmp_path / "data" / "large.jpg").open("wb") as file:
         file.truncate((256 << 20) + 1)
     found = reasons(source(tmp_path / "data"))
-    assert found.pop("outside.jpg") == found.pop("absolute.jpg") == "the metadata points out of its folder"
+    assert found.pop("outside.jpg") == found.pop("absolute.jpg") == "its path in the metadata leads out of the folder"
     assert found == {
         "missing.jpg": "missing.jpg is missing",
-        "a.jpg": "its caption is '[None]', expected a text or a list of texts",
-        "long.jpg": "its caption has 10000000 bytes; at most 100000",
+        "a.jpg": "its caption is '[None]', expected a string or a list of strings",
+        "long.jpg": "its caption has 10000000 bytes, expected at most 100000",
         "pipe.jpg": "pipe.jpg is not a file",
         "loop.jpg": "loop.jpg is a link to itself",
-        "large.jpg": "large.jpg has 268435457 bytes; at most 268435456",
+        "large.jpg": "large.jpg has 268435457 bytes, expected at most 268435456",
     }
 
 
 @pytest.mark.parametrize(
     ("line", "what"),
-    [("{", "line 2: no JSON"), ("[1]", "line 2: expected an object"), ('{"text": "x"}', "line 2: file_name is None")],
+    [
+        ("{", "line 2: not valid JSON"),
+        ("[1]", "line 2: expected an object"),
+        ('{"text": "x"}', "line 2: file_name is None"),
+    ],
 )
 def test_metadata_that_is_none(tmp_path: Path, line: str, what: str) -> None:
     write(tmp_path, {"metadata.jsonl": f'{{"file_name": "a.jpg", "text": "x"}}\n{line}\n'})
@@ -163,10 +167,10 @@ def test_class_folders(tmp_path: Path) -> None:
 def test_a_split_that_the_folder_does_not_have_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {f"{split}/{k}/{k}.jpg": picture(k) for split in ("train", "validation") for k in (1, 2)})
     assert source(tmp_path, split="validation").classes == 2
-    with pytest.raises(ConfigError, match=r"has no split 'val'; it has train, validation: choose one of them"):
+    with pytest.raises(ConfigError, match=r"has no split 'val', only train, validation; choose one of these"):
         source(tmp_path, split="val")
     (tmp_path / "train").rename(tmp_path / "test")
-    with pytest.raises(ConfigError, match=r"has no split 'train'; it has test, validation"):
+    with pytest.raises(ConfigError, match=r"has no split 'train', only test, validation"):
         source(tmp_path)
     write(tmp_path, {"a.jpg": picture(1), "a.txt": "beside the folders", "test/1/1.txt": "one"})
     assert len(source(tmp_path)) == 5
@@ -200,16 +204,16 @@ def test_folders_that_are_no_source(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no images \(jpeg, jpg, png, webp\) among its 0 files"):
         source(tmp_path)
     write(tmp_path, {"a.jpg": picture(1)})
-    with pytest.raises(DataError, match=r"nothing says what is on .*a.jpg: expected metadata.jsonl"):
+    with pytest.raises(DataError, match=r"a.jpg has neither caption nor class: expected metadata.jsonl"):
         source(tmp_path)
     write(tmp_path, {"sub/metadata.jsonl": "{}"})
-    with pytest.raises(DataError, match=f"give one such folder as the source: {tmp_path}/sub"):
+    with pytest.raises(DataError, match=f"give a folder with metadata as the source: {tmp_path}/sub"):
         source(tmp_path)
     write(tmp_path, {"metadata.jsonl": "{}", "metadata.csv": ""})
     with pytest.raises(DataError, match=r"metadata.jsonl and metadata.csv"):
         source(tmp_path)
     for text in (tmp_path / "a.jpg", tmp_path / "none", "a b"):
-        with pytest.raises(DataError, match="is no source: expected a folder of images"):
+        with pytest.raises(DataError, match="is not a source: expected a folder of images"):
             source(text)
     with pytest.raises(ConfigError, match=r"gs://bucket/a.tar: expected a path, or an address"):
         source("gs://bucket/a.tar")
@@ -248,15 +252,15 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     assert source(tmp_path / "splits").digest == found.digest
     with pytest.raises(ConfigError, match=r"no split 'val'; it has train, test"):
         source(tmp_path / "splits", split="val")
-    with pytest.raises(ConfigError, match="columns image, text, and no 'pixels'"):
+    with pytest.raises(ConfigError, match="columns image, text, but no image column 'pixels'"):
         source(tmp_path / "plain", image_column="pixels")
-    with pytest.raises(ConfigError, match="neither 'caption' with captions nor a ClassLabel column"):
+    with pytest.raises(ConfigError, match="no caption column 'caption' and no ClassLabel column"):
         source(tmp_path / "plain", caption_column="caption")
     with pytest.raises(ConfigError, match="captions and images cannot both be in the column 'text'"):
         source(tmp_path / "plain", image_column="text")
     numbers = datasets.Dataset.from_dict({"image": [1.0, 2.0], "text": ["a", "b"]})
     numbers.save_to_disk(tmp_path / "numbers")
-    with pytest.raises(DataError, match="'image' is no column of images"):
+    with pytest.raises(DataError, match="'image' does not hold images"):
         source(tmp_path / "numbers")
 
 
@@ -281,7 +285,7 @@ def test_parquet_with_classes_and_gaps(tmp_path: Path, monkeypatch: pytest.Monke
     assert isinstance(third, BadItem)
     assert third.reason == "its image is missing"
     assert isinstance(fourth, BadItem)
-    assert fourth.reason == "its image /no/such.jpg is outside of the data set"
+    assert fourth.reason == "its image /no/such.jpg is outside the data set"
     assert fourth.name.endswith("rows, split train, row 3")
 
 
@@ -289,7 +293,7 @@ def test_packages_that_are_not_installed_are_named(tmp_path: Path) -> None:
     code = """
 import sys
 sys.modules.update(dict.fromkeys(["s3fs", "aiohttp", "datasets"]))  # None: as if not installed
-from fastdiff.data.image_sources import open_source
+from fastdiff.data.images.sources import open_source
 from fastdiff.errors import ConfigError
 for text in ("https://host/a.tar", "s3://bucket/a.tar", "some/data-set"):
     try:
@@ -312,5 +316,5 @@ def test_an_id_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"cannot load the data set no/such-data: it is no path here, and no id"):
+    with pytest.raises(DataError, match=r"cannot load the data set no/such-data: it is neither a local path nor an id"):
         source("no/such-data")

@@ -62,7 +62,7 @@ def test_local_tars(shards: Path) -> None:
     assert contents(source(shards, max_samples=6)) == expected(3, 4)[:6]
     assert source(shards, max_samples=6).units == 2
     assert contents(source(shards, caption_column="alt"))[0][1] == ("000000000", "other")
-    with pytest.raises(DataError, match=r"00003.tar is missing, as are 1 more of 5 tars"):
+    with pytest.raises(DataError, match=r"00003.tar is missing, and 1 more of 5 tars"):
         source(shards / "{00000..00004}.tar")
     with pytest.raises(DataError, match=r"none of the first 12 samples has a caption .* field 'nothing'"):
         source(shards, caption_column="nothing")
@@ -157,19 +157,19 @@ def test_samples_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     )
     members = "among its members"
     assert reasons(found) == {  # type: ignore[arg-type]
-        "odd.tar!no-image": f"it has 0 images {members} (txt), expected one",
-        "odd.tar!no-caption": "there is no txt member, nor a caption in a json one",
-        "odd.tar!two": f"it has 2 images {members} (jpg, png, txt), expected one",
-        "odd.tar!long": "its caption has 10000000 bytes; at most 100000",
-        "odd.tar!huge": "huge.json has 11000015 bytes; at most 10485760",
+        "odd.tar!no-image": f"it has 0 images {members} (txt), expected 1",
+        "odd.tar!no-caption": "there is no txt member and no caption in a json member",
+        "odd.tar!two": f"it has 2 images {members} (jpg, png, txt), expected 1",
+        "odd.tar!long": "its caption has 10000000 bytes, expected at most 100000",
+        "odd.tar!huge": "huge.json has 11000015 bytes, expected at most 10485760",
         "odd.tar!latin": "latin.txt is not UTF-8 (unexpected end of data at byte 0)",
         "odd.tar!json": reasons(found)["odd.tar!json"],  # type: ignore[arg-type]
-        "odd.tar!list": "list.json holds no object",
-        "odd.tar!number": "its caption is '7', expected a text or a list of texts",
-        "odd.tar!b": "the name of b.v2.jpg has more than one dot, and a key ends at the first; rename it",
-        "odd.tar!c": "the name of c.v2.jpg has more than one dot, and a key ends at the first; rename it",
+        "odd.tar!list": "list.json is not a JSON object",
+        "odd.tar!number": "its caption is '7', expected a string or a list of strings",
+        "odd.tar!b": "b.v2.jpg has more than one dot in its name, but a key ends at the first dot; rename it",
+        "odd.tar!c": "c.v2.jpg has more than one dot in its name, but a key ends at the first dot; rename it",
     }
-    assert "json.json is no JSON" in reasons(found)["odd.tar!json"]  # type: ignore[arg-type]
+    assert "json.json is not valid JSON" in reasons(found)["odd.tar!json"]  # type: ignore[arg-type]
 
 
 def test_members_that_are_not_of_a_sample_do_no_harm(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_links_and_large_images_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "links.tar"
     path.write_bytes(good + link.tobuf() + tar([("1.txt", b"x")]))
     assert reasons(source(path)) == {
-        "links.tar!1": "1.jpg is a link or a sparse file; pack the tar again with plain files"
+        "links.tar!1": "1.jpg is a link or a sparse file; repack the tar with regular files"
     }
     large = tarfile.TarInfo("1.jpg")
     large.size = (256 << 20) + 512
@@ -215,7 +215,7 @@ def test_links_and_large_images_are_refused(tmp_path: Path) -> None:
         file.seek(large.size, 1)
         file.write(tar([("1.txt", b"x"), ("2.jpg", picture(2)), ("2.txt", b"behind")]))
     found = source(path)
-    assert reasons(found) == {"large.tar!1": "1.jpg has 268435968 bytes; at most 268435456"}
+    assert reasons(found) == {"large.tar!1": "1.jpg has 268435968 bytes, expected at most 268435456"}
     last = found.item(2)
     assert isinstance(last, ImageItem)
     assert last.captions == ("behind",)
@@ -230,7 +230,7 @@ def test_classes(tmp_path: Path) -> None:
     assert [label for _, _, label in contents(found)] == [0, 2, 4, 6]
     path.write_bytes(tar([*members, ("x.jpg", picture(1)), ("x.cls", b"-1"), ("y.jpg", picture(1))]))
     assert reasons(source(path)) == {
-        "classes.tar!x": "its class is '-1', expected a number from 0",
+        "classes.tar!x": "its class is '-1', expected a non-negative integer",
         "classes.tar!y": "there is no cls member",
     }
     with http_server(tmp_path) as server, pytest.raises(ConfigError, match="finding the number of classes needs all"):
@@ -249,7 +249,7 @@ def damaged() -> Iterator[tuple[str, bytes, int, str]]:
     yield "between members", whole[:third], 1, "empty header, after offset"
     yield "in a header", whole[: third + 100], 1, "truncated header, after offset"
     yield "garbled", whole[:third] + b"\xff" * 512 + whole[third + 512 :], 1, "bad checksum, after offset"
-    yield "zeros", whole[:third] + bytes(512) + whole[third + 512 :], 2, "more after a block of zeros"
+    yield "zeros", whole[:third] + bytes(512) + whole[third + 512 :], 2, "data after the zero block"
     negative = tarfile.TarInfo("000000002.jpg")
     header = bytearray(negative.tobuf())
     header[124:136] = b"\xff" * 12  # base-256, minus one

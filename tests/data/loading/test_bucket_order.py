@@ -132,7 +132,7 @@ def test_one_bucket_is_ordered_like_data_without_buckets():
 
 
 def test_a_bucket_that_fills_no_batch_is_left_out_with_a_warning_of_one_rank(monkeypatch, capsys):
-    left = r"14 of 47 samples \(bucket \(latents\): samples; 1 \(6x4\): 14\); use a smaller batch"
+    left = r"14 of 47 samples .*\(bucket \(latents\): samples; 1 \(6x4\): 14\); use a smaller batch"
     found = order(batch=15)
     assert (found.left_out, len(found)) == ({1: 14}, 30)
     assert re.search(left, capsys.readouterr().err)
@@ -146,11 +146,13 @@ def test_a_bucket_that_fills_no_batch_is_left_out_with_a_warning_of_one_rank(mon
 
 
 def test_an_order_without_any_batch_is_refused():
-    with pytest.raises(ConfigError, match=r"no bucket fills a batch: 2 \(.* latents\) has the most samples, 17, fewer"):
+    with pytest.raises(
+        ConfigError, match=r"no bucket fills a batch: the largest, 2 \(.* latents\), has 17 samples, fewer"
+    ):
         order(batch=18)
     with pytest.raises(ConfigError, match=r"shuffle_shards 0"):
         order(window=0)
-    with pytest.raises(ValueError, match=r"from 0"):
+    with pytest.raises(ValueError, match=r"must not be negative"):
         order().samples([-1])
     assert order().samples([]).shape == (0,)
 

@@ -224,7 +224,7 @@ def test_dali_is_looked_for_without_importing_it(monkeypatch):
     [
         ({"loader": "prefetch", "prefetch": 0}, "--data.prefetch 0"),
         ({"loader": "prefetch", "start": 5}, "multiple of --batch.samples"),
-        ({"loader": "dali", "micro": 5}, "does not divide"),
+        ({"loader": "dali", "micro": 5}, "is not divisible"),
     ],
 )
 def test_wrong_settings_are_refused(latents, change, problem):

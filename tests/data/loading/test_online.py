@@ -117,7 +117,7 @@ def test_crops_and_flips_change_from_epoch_to_epoch_and_not_with_the_ranks(image
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"resolution": 34}, r"--data.resolution 34 does not divide by 4"),
+        ({"resolution": 34}, r"--data.resolution 34: expected a multiple of 4"),
         ({"caption_column": "said"}, "said"),
         ({"decode": "dali", "image_interpolation_mode": "box"}, "box"),
     ],

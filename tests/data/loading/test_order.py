@@ -148,8 +148,8 @@ def test_threads_share_an_order(monkeypatch):
     [
         ({"start_samples": 3}, "multiple of --batch.samples 12"),
         ({"start_samples": -12}, "multiple of --batch.samples 12"),
-        ({"micro": 5}, "does not divide"),
-        ({"micro": 0}, "does not divide"),
+        ({"micro": 5}, "is not divisible"),
+        ({"micro": 0}, "is not divisible"),
         ({"rank": 2}, "rank 2 of 2"),
     ],
 )
@@ -165,7 +165,7 @@ def test_impossible_orders_are_refused():
         Order(0, [], 1)
     with pytest.raises(DataError, match=r"at least one"):
         Order(0, [3, 0], 1)
-    with pytest.raises(ValueError, match=r"from 0"):
+    with pytest.raises(ValueError, match=r"must not be negative"):
         Order(0, SIZES, 1).samples([-1])
 
 

@@ -148,18 +148,18 @@ def test_captions_are_left_out_and_classes_found_beside_them(tmp_path: Path) -> 
     text = (source / "metadata.jsonl").read_text()
     (source / "metadata.jsonl").write_text(text.replace("000.png", "cat_000.png").replace("001.png", "dog_001.png"))
     said = encode(source, tmp_path / "captions")
-    assert said[0].endswith("are not embedded: a data set in pixel space has none")
+    assert said[0].endswith("are ignored: a data set in pixel space has no embeddings")
     assert set(stored(tmp_path / "captions")) == {"latent"}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"flip": True}, r"--flip is for a pipeline.*--data\.random_flip"),
-        ({"pretrained": "somewhere"}, "--pretrained is for a pipeline, and --autoencoder identity has none"),
-        ({"precision": "bf16"}, "--precision is for a pipeline"),
-        ({"dtype": "float32"}, "--dtype is for a pipeline"),
-        ({"captions": "all"}, "--captions is for a pipeline"),
+        ({"flip": True}, r"--flip needs a pipeline.*--data\.random_flip"),
+        ({"pretrained": "somewhere"}, "--pretrained needs a pipeline, but --autoencoder identity has none"),
+        ({"precision": "bf16"}, "--precision needs a pipeline"),
+        ({"dtype": "float32"}, "--dtype needs a pipeline"),
+        ({"captions": "all"}, "--captions needs a pipeline"),
     ],
 )
 def test_options_of_a_pipeline_are_refused(images: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -169,13 +169,13 @@ def test_options_of_a_pipeline_are_refused(images: Path, tmp_path: Path, options
 
 def test_sources_that_say_nothing_of_classes(images: Path, tmp_path: Path) -> None:
     picture(0).save(tmp_path / "plain.png")
-    with pytest.raises(DataError, match=r"nothing says what is on .*plain\.png.*--classes-from prefix"):
+    with pytest.raises(DataError, match=r"plain\.png.*--classes-from prefix"):
         encode(tmp_path, tmp_path.with_name("out"))
     with pytest.raises(DataError, match=r"plain\.png has no class before an underscore.*--classes-from folder or none"):
         encode(tmp_path, tmp_path.with_name("out"), classes_from="prefix")
     (tmp_path / "images.tar").touch()
     with pytest.raises(
-        ConfigError, match=r"--classes-from prefix is for a folder of images, and .*images\.tar is none"
+        ConfigError, match=r"--classes-from prefix needs a folder of images, which .*images\.tar is not"
     ):
         encode(tmp_path / "images.tar", tmp_path.with_name("out"), classes_from="prefix")
 
@@ -188,7 +188,7 @@ def test_ranks_write_the_same_files_as_one(
         monkeypatch.setenv("RANK", rank)
         encode(images, tmp_path / "out", classes_from="prefix")
     assert files(tmp_path / "out") == files(encoded)
-    with pytest.raises(ConfigError, match="already holds a data set, of another source or other options"):
+    with pytest.raises(ConfigError, match="already holds a data set with another source or other options"):
         encode(images, tmp_path / "out", classes_from="none")
 
 
@@ -214,7 +214,7 @@ def test_the_real_command_is_killed_and_goes_on(tmp_path: Path, capsys: pytest.C
     assert not (out / "dataset.json").exists()
     capsys.readouterr()
     assert main([*command, str(out)]) == 0
-    assert "more were there already" in capsys.readouterr().out
+    assert "more were already encoded" in capsys.readouterr().out
     assert files(out) == files(whole)
 
 
@@ -294,9 +294,9 @@ def test_a_flip_needs_pixels_or_flipped_latents(digits: Path, encoded: Path) -> 
     [
         (
             {"normalisation": Normalisation(shift=(0.0,) * 3, scale=(1.0,) * 3)},
-            "a shift of 127.5 and a scale of 1 / 127",
+            "shift 127.5 and scale 1 / 127",
         ),
-        ({"flipped": True}, "pixels are mirrored when they are read"),
+        ({"flipped": True}, "pixels, which are mirrored at reading"),
         ({"class_names": ("one",)}, "1 names of 4 classes"),
     ],
 )

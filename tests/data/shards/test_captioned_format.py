@@ -43,9 +43,9 @@ def test_the_null_condition_comes_back_exactly(intact):
     ("damage", "problem"),
     [
         (lambda path: path.unlink(), "it is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "no npy file of float16"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "no npy file of float16"),
-        (lambda path: np.save(path, EMPTY["context"].astype(np.float32)), "no npy file of float16"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "not an npy file of float16"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "not an npy file of float16"),
+        (lambda path: np.save(path, EMPTY["context"].astype(np.float32)), "not an npy file of float16"),
         (lambda path: np.save(path, EMPTY["context"] + 1), "sha256"),
     ],
 )
@@ -77,26 +77,29 @@ def test_a_null_condition_that_is_none_is_refused(tmp_path, array):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda d: d.update(buckets=[[6, 4], [4, 6]]), "the latent column is (4, 6), the first bucket (6, 4)"),
+        (
+            lambda d: d.update(buckets=[[6, 4], [4, 6]]),
+            "the latent column has the size (4, 6), the first bucket (6, 4)",
+        ),
         (lambda d: d.update(buckets=[[4, 6], [4, 6]]), "same size"),
-        (lambda d: d.update(buckets=[[4, 6], [4, 0]]), "heights and widths from 1"),
+        (lambda d: d.update(buckets=[[4, 6], [4, 0]]), "pairs of height and width"),
         (lambda d: d.update(buckets=[[4, 6], [2**62, 2**62]]), "more than 1073741824 bytes"),
         (lambda d: d.update(buckets=[[4, 6], [4]]), "buckets.1"),
         (lambda d: d["shards"][0].update(bucket=3), "bucket 3 of 3"),
         (lambda d: d["shards"][0].update(bucket=-1), "bucket -1 of 3"),
-        (lambda d: d["shards"][0].update(name="../x.tar"), "no name of a shard"),
+        (lambda d: d["shards"][0].update(name="../x.tar"), "not a valid shard name"),
         (lambda d: d["shards"][0].update(samples=2**40), "samples in"),
         (lambda d: d["shards"][0].update(samples=2**40, bytes=2**60), "at most 1048576 samples"),
-        (lambda d: d["shards"][0].update(samples=1, bytes=512 * 10), "which take at least 53"),
+        (lambda d: d["shards"][0].update(samples=1, bytes=512 * 10), "for these, at least 53"),
         (lambda d: d.update(captions=0), "captions is 0"),
         (lambda d: d.update(captions=10**9), "captions is 1000000000"),
         (lambda d: d.update(flipped=1), "flipped"),
         (lambda d: d.update(kind="mode"), "kind"),
-        (lambda d: d.update(null={"context": {"sha256": "0"}}), "null is of ['context']"),
-        (lambda d: d.update(null={"../context": {"sha256": "0"}}), "null is of"),
-        (lambda d: d["columns"].pop("context"), "null is of"),
+        (lambda d: d.update(null={"context": {"sha256": "0"}}), "null has the columns ['context']"),
+        (lambda d: d.update(null={"../context": {"sha256": "0"}}), "null has the columns"),
+        (lambda d: d["columns"].pop("context"), "null has the columns"),
         (lambda d: (d["columns"].pop("context"), d["columns"].pop("pooled"), d.update(null={})), "captions is 3"),
-        (lambda d: d["columns"].update(x={"dtype": "float16", "shape": [1]}), "a column 'x'; there are latent"),
+        (lambda d: d["columns"].update(x={"dtype": "float16", "shape": [1]}), "unknown column 'x'; expected latent"),
         (lambda d: d["columns"]["context"].update(shape=[3]), "expected [L, D]"),
         (lambda d: d["columns"]["pooled"].update(shape=[3, 1]), "expected [P]"),
         (lambda d: d["columns"]["time_ids"].update(shape=[4]), "time_ids"),
@@ -118,7 +121,7 @@ def test_a_posterior_has_an_even_number_of_channels():
     columns = {"latent": Column(dtype="float16", shape=(3, 2, 2))}
     scales = Normalisation(shift=(0.0,) * 3, scale=(1.0,) * 3)
     info = replace(template(()), columns=columns, normalisation=scales, captions=1)
-    assert "as many channels of mean as of deviation" in info.problem_of_layout()
+    assert "mean and deviation of equal scales" in info.problem_of_layout()
     assert replace(info, kind="mean").problem_of_layout() is None
 
 
@@ -159,10 +162,10 @@ def test_a_data_set_without_new_features_has_the_bytes_and_the_digest_it_always_
         (
             lambda a: a.update(time_ids=a["time_ids"] + np.float32(np.inf)),
             {},
-            "time_ids holds values that are not finite",
+            "time_ids holds non-finite values",
         ),
         (lambda a: a.update(latent=a["latent"].swapaxes(1, 2)), {}, r"latent is float16 \(4, 6, 4\)"),
-        (lambda a: None, {"captions": None}, "None captions, the data set has 1 to 3"),
+        (lambda a: None, {"captions": None}, "None captions, expected 1 to 3"),
         (lambda a: None, {"captions": 4}, "4 captions"),
         (lambda a: None, {"captions": 0}, "0 captions"),
         (lambda a: None, {"label": 1}, "class 1"),
@@ -181,12 +184,12 @@ def test_captions_of_a_data_set_with_one_per_sample_are_not_counted():
     [sample] = (s for s in samples(40, 1)[:4] if s.key == "000000003")
     files = components(template(captions=1), 0, sample.key, sample.arrays)
     assert list(files) == ["latent.npy", "latent_flipped.npy", "context.npy", "pooled.npy", "time_ids.npy"]
-    with pytest.raises(DataError, match=r"1 captions, the data set has 1 to 1"):
+    with pytest.raises(DataError, match=r"1 captions, expected 1 to 1"):
         components(template(captions=1), 0, sample.key, sample.arrays, captions=1)
 
 
 def test_shards_that_no_reader_would_take_are_not_begun(tmp_path):
-    with pytest.raises(ConfigError, match=r"at most 1048576"):
+    with pytest.raises(ConfigError, match=r"expected 1 to 1048576"):
         encode(tmp_path, 1, per_shard=2**20 + 1)
     assert not list(tmp_path.iterdir())
 

@@ -98,12 +98,12 @@ def redeclared(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
 
 INDICES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "component": (lambda index: index["components"].pop("cls"), "no cls components"),
-    "one": (lambda index: index["components"]["cls"]["offset"].pop(), "another length than the keys"),
-    "duplicate": (lambda index: index.update(keys=["a", "b", "a", "c"]), "a key that comes twice"),
-    "key": (lambda index: index.update(keys=["a", "b", "\x1b]0;x\x07", "c"]), "a key or a component with another name"),
-    "path": (lambda index: index["components"].update({"../x": index["components"].pop("cls")}), "with another name"),
-    "negative": (lambda index: index["components"]["cls"].update(offset=[-1, 0, 0, 0]), "a number below 0"),
-    "large": (lambda index: index["components"]["cls"].update(length=[2**70] * 4), "no index of fastdiff"),
+    "one": (lambda index: index["components"]["cls"]["offset"].pop(), "differs in length from the keys"),
+    "duplicate": (lambda index: index.update(keys=["a", "b", "a", "c"]), "a duplicate key"),
+    "key": (lambda index: index.update(keys=["a", "b", "\x1b]0;x\x07", "c"]), "a key or component is not 1 to 80"),
+    "path": (lambda index: index["components"].update({"../x": index["components"].pop("cls")}), "is not 1 to 80"),
+    "negative": (lambda index: index["components"]["cls"].update(offset=[-1, 0, 0, 0]), "a negative number"),
+    "large": (lambda index: index["components"]["cls"].update(length=[2**70] * 4), "not an index of fastdiff"),
 }  # fmt: skip
 
 
@@ -126,10 +126,10 @@ def test_an_index_that_lies_is_refused_or_its_shard_replaced(tmp_path: Path, kin
 def test_the_writer_refuses_a_key_twice_and_samples_of_other_components(tmp_path: Path) -> None:
     tar = ShardTar(tmp_path / "train-000000.tar")
     tar.add("a", {"cls": b"1"})
-    with pytest.raises(DataError, match="key a comes twice"):
+    with pytest.raises(DataError, match="duplicate key a"):
         tar.add("a", {"cls": b"1"})
     tar.add("b", {"json": b"{}"})
-    with pytest.raises(DataError, match="do not all have the same components"):
+    with pytest.raises(DataError, match="differ in their components"):
         tar.publish()
     tar.abandon()
 

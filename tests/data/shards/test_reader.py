@@ -341,7 +341,7 @@ def test_an_almost_empty_shard_is_named_at_open(folder, size):
 def test_a_changed_end_of_the_archive_is_named(folder, change):
     place = index_of(folder).place("cls", PER_SHARD - 1)
     os.truncate(folder / BAD, (folder / BAD).stat().st_size + change)
-    with pytest.raises(DataError, match=r"all samples are there") as caught:
+    with pytest.raises(DataError, match=r"all samples are present") as caught:
         LatentReader(folder)
     assert_named(str(caught.value), place)
     assert_found_by_verify(folder, place)
@@ -392,7 +392,7 @@ def test_one_wrong_number_in_an_index_is_named(folder, truth, part, row):
     place = index_of(folder).place("latent.npy", row)
     rewrite_index(folder, part, row, 1)
     wrong = index_of(folder).place("latent.npy", row)
-    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"index and tar disagree") as caught:
+    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"index and tar differ") as caught:
         reader.read([FIRST])
     assert_named(str(caught.value), wrong)
     assert f"offset {place.offset}" in str(caught.value)
@@ -403,7 +403,7 @@ def test_one_wrong_number_in_an_index_is_named(folder, truth, part, row):
 @pytest.mark.fault(17)
 def test_the_index_of_another_shard_is_named(folder, truth):
     shutil.copy(folder / "train-000002.index.json", folder / "train-000001.index.json")
-    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"index and tar disagree") as caught:
+    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"index and tar differ") as caught:
         reader.read([FIRST])
     assert_named(str(caught.value), index_of(folder, "train-000002.tar").place("latent.npy", 0))
     assert "key 000000008" in str(caught.value)
@@ -415,7 +415,7 @@ def test_the_index_of_another_shard_is_named(folder, truth):
 def test_a_stale_index_is_named(folder, tmp_path):
     encode_synthetic(tmp_path / "old", SHAPE, SAMPLES, classes=7, seed=1, samples_per_shard=PER_SHARD)
     shutil.copy(tmp_path / "old" / "train-000001.index.json", folder)
-    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"index and tar disagree") as caught:
+    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"index and tar differ") as caught:
         reader.read([FIRST])
     assert_named(str(caught.value), index_of(folder).place("latent.npy", 0))
 
@@ -427,7 +427,7 @@ def test_an_unreadable_index_is_named(folder, content):
     (folder / BAD).with_suffix(".index.json").write_bytes(content)
     with (
         LatentReader(folder) as reader,
-        pytest.raises(DataError, match=r"index.json is not readable") as caught,
+        pytest.raises(DataError, match=r"index.json is not a valid index") as caught,
     ):
         reader.read([FIRST])
     assert_named(str(caught.value), place)
@@ -449,7 +449,7 @@ def test_a_shard_replaced_by_another_valid_shard_is_named(folder, truth):
 def test_a_shard_replaced_with_its_index_is_named(folder, truth):
     for suffix in ("tar", "index.json", "idx"):
         shutil.copy(folder / f"train-000002.{suffix}", folder / f"train-000001.{suffix}")
-    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"of another encode") as caught:
+    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"from another encode") as caught:
         reader.read([FIRST])
     assert_named(str(caught.value), index_of(folder).place("latent.npy", 0))
     assert_all_others_are_exact(folder, truth, list(range(FIRST, FIRST + PER_SHARD)))
@@ -461,7 +461,7 @@ def test_a_shard_replaced_by_one_of_another_size_is_named(folder, tmp_path):
     place = index_of(folder).place("latent.npy", 0)
     encode_digits(tmp_path / "digits", samples_per_shard=1797)
     shutil.copy(tmp_path / "digits" / "train-000000.tar", folder / BAD)
-    with pytest.raises(DataError, match=r"index and tar disagree") as caught:
+    with pytest.raises(DataError, match=r"index and tar differ") as caught:
         LatentReader(folder)
     assert_named(str(caught.value), place)
     assert_found_by_verify(folder, place)
@@ -512,7 +512,7 @@ def test_a_shard_with_another_count_than_declared_is_refused(folder):
     shards = json.loads((folder / "dataset.json").read_bytes())["shards"]
     shards[0]["samples"], shards[1]["samples"] = 7, 9
     declare(folder, shards=shards)
-    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"8 samples, dataset.json says 7"):
+    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"8 samples, expected 7"):
         reader.read([0])
-    assert "8 samples, dataset.json says 9" in str(verify(folder))
+    assert "8 samples, expected 9" in str(verify(folder))
     assert DatasetInfo.read(folder).samples == SAMPLES

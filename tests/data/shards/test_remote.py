@@ -129,7 +129,7 @@ def test_a_file_that_changes_while_it_is_read(web: WebServer) -> None:
 
 def test_a_length_that_is_not_stated_is_refused(web: WebServer) -> None:
     web.states_length = False
-    with pytest.raises(StorageError, match="does not say how long it is"):
+    with pytest.raises(StorageError, match="states no length"):
         open_url(f"{web.url}/file.bin")
 
 

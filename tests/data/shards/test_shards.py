@@ -193,9 +193,7 @@ def test_a_changed_byte_of_dataset_json_is_refused(folder, tmp_path):
 def test_a_changed_scale_is_refused_by_the_digest(folder, tmp_path):
     content = (folder / "dataset.json").read_text()
     (tmp_path / "dataset.json").write_text(content.replace('"scale":[1.0]', '"scale":[3.0]'))
-    with pytest.raises(
-        DataError, match=r"sha256 is '\w{64}', its other fields have '\w{64}': it was changed\); restore"
-    ):
+    with pytest.raises(DataError, match=r"sha256 is '\w{64}', but its fields have '\w{64}': it was changed\); restore"):
         DatasetInfo.read(tmp_path)
     (tmp_path / "dataset.json").write_text(json.dumps(json.loads(content), indent=4))
     assert DatasetInfo.read(tmp_path) == DatasetInfo.read(folder)
@@ -241,7 +239,7 @@ def test_all_columns_and_meta_come_back(tmp_path):
         (lambda d: d["normalisation"].update(shift=[0.0, 0.0]), "one per channel"),
         (lambda d: d["columns"]["latent"].update(dtype="int8"), "dtype"),
         (lambda d: d["columns"]["latent"].update(shape=[8, 8]), "[C, H, W]"),
-        (lambda d: d["shards"][0].update(name="../../etc/passwd.tar"), "no name of a shard"),
+        (lambda d: d["shards"][0].update(name="../../etc/passwd.tar"), "not a valid shard name"),
         (lambda d: d["shards"][1].update(name="train-000000.tar"), "same name"),
         (lambda d: d.update(shards=[], samples=0), "0 shards"),
         (lambda d: d.pop("sha256"), "sha256 is None"),
@@ -331,7 +329,7 @@ def test_a_full_disk_is_a_storage_error_and_the_next_run_replaces_what_was_writt
     out = disk / "out"
     with pytest.raises(StorageError, match=rf"{out}/train-\d+.*No space left on device.*bytes free") as caught:
         encode_synthetic(out, (4, 32, 32), 100, samples_per_shard=8)
-    assert "replaces what was written so far" in str(caught.value)
+    assert "replaces the files written so far" in str(caught.value)
     assert not (out / "dataset.json").exists()
     assert not list(out.glob("*.tmp"))
     assert (out / "train-000000.tar").exists()
@@ -372,11 +370,11 @@ def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
         (("../a", {"latent": np.zeros((1, 2, 2), np.float16)}, 0), "key"),
         (("a", {"latent": np.zeros((1, 2, 3), np.float16)}, 0), r"\(1, 2, 3\)"),
         (("a", {"latent": np.zeros((1, 2, 2), np.float32)}, 0), "float32"),
-        (("a", {"latent": np.full((1, 2, 2), np.nan, np.float16)}, 0), "not finite"),
+        (("a", {"latent": np.full((1, 2, 2), np.nan, np.float16)}, 0), "non-finite"),
         (("a", {"latents": np.zeros((1, 2, 2), np.float16)}, 0), "columns"),
         (("a", {"latent": np.zeros((1, 2, 2), np.float16)}, 3), "class 3"),
         (("a", {"latent": np.zeros((1, 2, 2), np.float16)}, None), "class None"),
-        (("first", {"latent": np.zeros((1, 2, 2), np.float16)}, 0), "twice"),
+        (("first", {"latent": np.zeros((1, 2, 2), np.float16)}, 0), "duplicate key"),
     ],
 )
 def test_a_sample_that_does_not_fit_is_a_data_error(tmp_path, arguments, problem):
@@ -388,7 +386,7 @@ def test_a_sample_that_does_not_fit_is_a_data_error(tmp_path, arguments, problem
 
 def test_meta_for_some_samples_only_is_a_data_error(tmp_path):
     latent = {"latent": np.zeros((1, 2, 2), np.float16)}
-    with pytest.raises(DataError, match=r"same components"):
+    with pytest.raises(DataError, match=r"differ in their components"):
         write_all(tmp_path, ("a", latent, 0, {"x": 1}), ("b", latent, 0))
     assert sorted(contents(tmp_path)) == [".encoding"]
 
@@ -396,7 +394,7 @@ def test_meta_for_some_samples_only_is_a_data_error(tmp_path):
 def test_an_empty_source_is_a_data_error(tmp_path):
     with pytest.raises(DataError, match=r"no samples"):
         write(tmp_path, 0)
-    with pytest.raises(ConfigError, match=r"at least 1"):
+    with pytest.raises(ConfigError, match=r"expected 1 to"):
         write(tmp_path, 1, per_shard=0)
 
 
