@@ -159,7 +159,7 @@ CASES = {
     "losses that are no numbers": (70, "none", {"optim.lr": "1e38"}, "had to be skipped"),
     "a full disk": (74, "storage of rank 1", {}, "fastdiff: error (rank 1): file: No space left on device"),
     "no folder": (74, "none", {"output.folder": "/dev/null/run"}, "Not a directory"),
-    "a request to stop": (75, "signals in a step", {}, "the same command goes on from there"),
+    "a request to stop": (75, "signals in a step", {}, "the same command resumes from there"),
     "an early request to stop": (75, "signals at the start", {}, "SIGTERM before the first step"),
     "a bug": (1, "bug of all", {}, "ZeroDivisionError: a bug"),
     "a bug of one rank": (1, "bug of rank 1", {}, "RuntimeError: a bug of the shapes"),

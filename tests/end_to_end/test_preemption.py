@@ -125,7 +125,7 @@ def test_the_command_itself_exits_with_75(whole: list[float], digits: Path, tmp_
     ranks[-1].send_signal(signal.SIGUSR1)
     output, _ = running.command.communicate(timeout=NOTICE_S)
     assert running.command.returncode == 75, output
-    assert output.count("the same command goes on from there") == 1, output
+    assert output.count("the same command resumes from there") == 1, output
 
 
 @pytest.mark.fault(12)

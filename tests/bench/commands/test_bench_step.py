@@ -251,7 +251,7 @@ def test_what_makes_the_figures_worse_is_named() -> None:
     assert breaks.endswith("graph breaks: the blocks are not compiled as a whole")
     assert len(stepping.problems(result, warm_up=3)) == 1
     result.turns += [Steps([1.0], allocation_retries=2), Steps([1.0], allocation_retries=3)]
-    assert "asked again 5 times" in stepping.problems(result, warm_up=3)[-1]
+    assert "retried 5 times" in stepping.problems(result, warm_up=3)[-1]
 
 
 @pytest.mark.parametrize(

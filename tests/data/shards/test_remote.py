@@ -139,7 +139,7 @@ def test_more_bytes_than_expected_are_not_asked_for(web: WebServer, tmp_path: Pa
         lambda: open_url(f"{web.url}/file.bin", 10),
         lambda: fetch(f"{web.url}/file.bin", tmp_path / "x", None, 10),
     ):
-        with pytest.raises(DataError, match=rf"file.bin has {len(CONTENT)} bytes, at most 10 are expected"):
+        with pytest.raises(DataError, match=rf"file.bin has {len(CONTENT)} bytes, expected at most 10"):
             read()
     assert not (tmp_path / "x").exists()
 
