@@ -179,5 +179,5 @@ def test_a_bad_image_ends_the_run_by_name(images: Path, pipeline: Path, tmp_path
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "07.png").write_bytes((images / "07.png").read_bytes()[:300])
     data = config(tmp_path)
-    with open_images(data, pipeline) as online, pytest.raises(DataError, match=r"07\.png: .*mend it"):
+    with open_images(data, pipeline) as online, pytest.raises(DataError, match=r"07\.png: .*repair it"):
         draw(online, data, count=3)
