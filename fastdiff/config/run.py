@@ -361,7 +361,7 @@ class RunConfig:
         )
         require(
             not self.validation.prompts or text,
-            "--validation.prompts is for text-conditional models; other models have sample grids (--output.sample_every)",
+            "--validation.prompts is for text-conditional models; others have sample grids (--output.sample_every)",
         )
 
     @property

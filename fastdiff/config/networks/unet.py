@@ -70,8 +70,8 @@ class UNetConfig(ModelConfig):
         for width, heads in zip(self.block_out_channels, self.attention_heads, strict=True):
             require(
                 width % self.norm_num_groups == 0 and width % heads == 0,
-                f"--model.block_out_channels {self.block_out_channels}: {width} must be divisible by --model.norm_num_groups "
-                f"{self.norm_num_groups} and by its attention heads {heads}",
+                f"--model.block_out_channels {self.block_out_channels}: {width} must be divisible by "
+                f"--model.norm_num_groups {self.norm_num_groups} and by its attention heads {heads}",
             )
         require(
             self.block_out_channels[0] % 2 == 0 and self.addition_time_embed_dim % 2 == 0,
@@ -220,8 +220,8 @@ _UNET_KINDS: dict[str, tuple[type, ...]] = {
 
 def _refused(key: str, value: Any, expected: str) -> ConfigError:
     return ConfigError(
-        f"the UNet's config.json has {key} {value!r}, expected {expected}: fastdiff supports the UNets of Stable Diffusion "
-        "1.x, 2.x and XL"
+        f"the UNet's config.json has {key} {value!r}, expected {expected}: fastdiff supports the UNets of "
+        "Stable Diffusion 1.x, 2.x and XL"
     )
 
 
