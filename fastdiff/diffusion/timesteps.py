@@ -45,8 +45,7 @@ class Shares:
         self._strata = None if strata is None else golden_ranks(strata).to(device)
 
     def __call__(self, position: Tensor) -> Tensor:
-        """Return the shares ``[B]`` of ``[B]`` int64 positions: fp32; if stratified fp64, as fp32 would blur the
-        strata."""
+        """Return the shares ``[B]`` of ``[B]`` int64 positions: fp32, stratified fp64 (fp32 would blur the strata)."""
         share = uniform(self._seed, Stream.TIMESTEP, position, 1)[:, 0]
         if self._strata is None:
             return share
