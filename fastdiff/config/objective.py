@@ -220,8 +220,8 @@ class DdpmConfig(_OfEveryProcess):
         )
         require(
             self.predicted != "previous_x" or self.weighted == "none",
-            f"--objective.weighting {self.weighted} with --objective.prediction previous_x: SNR weightings "
-            "apply to the error of the noise, which the mean of one step hardly determines; use none",
+            f"--objective.weighting {self.weighted} with --objective.prediction previous_x: the error of the "
+            "mean of one step is too small a part of the error of the noise; use none",
         )
         require(0 < self.p2_gamma < math.inf, f"--objective.p2_gamma {self.p2_gamma}: above 0; 0.5 and 1 are usual")
         require(
@@ -288,7 +288,7 @@ class FlowConfig(_OfEveryProcess):
         require(
             0.0 <= self.cosine_weight < math.inf and (self.cosine_weight == 0 or self.predicted == "flow"),
             f"--objective.cosine_weight {self.cosine_weight}: 0, or above with --objective.prediction flow, because it "
-            "compares directions of velocities",
+            "compares the directions of velocities",
         )
         require(
             self.weighted not in ("velocity", "likelihood") or self.predicted in ("epsilon", "score"),
