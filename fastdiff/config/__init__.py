@@ -1,1 +1,1 @@
-"""What a run is: every option, its defaults and its checks. Free of torch."""
+"""Configuration of a run: every option with its default and its checks. This package imports no torch."""

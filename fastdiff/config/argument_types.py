@@ -7,18 +7,18 @@ import math
 from typing import Any, TypeAlias
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[Any]"
-"""What ``add`` of every module is given."""
+"""Subparsers action that the ``add`` function of every command gets."""
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
     return int(text)
 
 
 def finite(text: str) -> float:
-    """A number that is neither infinite nor NaN."""
+    """Parse a number that is neither infinite nor NaN."""
     try:
         value = float(text)
     except ValueError:
@@ -29,7 +29,7 @@ def finite(text: str) -> float:
 
 
 def shape(text: str) -> tuple[int, int, int]:
-    """``4,32,32``: channels, height and width."""
+    """Parse ``4,32,32`` to channels, height and width."""
     parts = text.split(",")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text}: expected C,H,W, for example 4,32,32")
@@ -38,21 +38,23 @@ def shape(text: str) -> tuple[int, int, int]:
 
 
 def add_averages(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Register ``--ema`` and ``--ema-std``, of which one may be given, and return their group."""
+    """Register the mutually exclusive ``--ema`` and ``--ema-std`` and return their group."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--ema", type=float, default=None, metavar="RATE", help="which average; default: the first")
+    which.add_argument(
+        "--ema", type=float, default=None, metavar="RATE", help="rate of the average; default: the first"
+    )
     which.add_argument(
         "--ema-std",
         type=float,
         default=None,
         metavar="STD",
-        help="the power-function average of this relative width: the run's own, or made from its snapshots",
+        help="power-function average of this relative width: stored in the run, or reconstructed from its snapshots",
     )
     return which
 
 
 def classes(text: str) -> list[int]:
-    """``0-9`` or ``1,5,7``."""
+    """Parse ``0-9`` or ``1,5,7`` to a list of classes."""
     found: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")

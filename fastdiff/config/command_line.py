@@ -29,10 +29,11 @@ from fastdiff.exit_message import on_first_node, say_once
 
 
 def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
-    """Return what the command line of ``train.py`` asks for.
+    """Parse the command line of ``train.py``.
 
-    A small pre-pass takes what the ``deepspeed`` launcher adds and what chooses the defaults, among them the process of
-    the objective, which decides its type; tyro takes the rest: preset < ``--config`` file < flags.
+    A pre-pass reads the arguments of the ``deepspeed`` launcher and the flags that choose the defaults, among them
+    ``--objective.process``, which decides the type of the objective. tyro parses the rest. Precedence: preset <
+    ``--config`` file < flags.
 
     Raises:
         ConfigError: unknown preset, unreadable file, inconsistent values.
@@ -64,7 +65,7 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
 
 
 def _parse_fields(default: RunConfig, flags: Sequence[str], description: str) -> RunConfig:
-    """Return ``default`` with the fields that ``flags`` set; help, and what is wrong, is printed by one rank."""
+    """Return ``default`` with the fields that ``flags`` set; one rank prints help and errors."""
     parse: Callable[..., RunConfig] = partial(
         tyro.cli,
         RunConfig,
@@ -92,10 +93,10 @@ def _print_why(parse: Callable[[], RunConfig]) -> None:
 
 
 def _description(name: str | None) -> str:
-    """What stands above the fields in ``--help``: what the preset is, if one is given, and the other flags."""
+    """Text above the fields in ``--help``: the description of the preset, if one is given, and the other flags."""
     about = inspect.getdoc(PRESETS[name]) if name else None
     flags = _pre_parser().format_help()
-    # Lines that are not indented tyro runs together, two commands into one.
+    # tyro joins lines that are not indented.
     return f"{textwrap.indent(about, '  ')}\n\n{flags}" if about else flags
 
 
@@ -106,7 +107,7 @@ def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> No
 
 
 class _QuietParser(argparse.ArgumentParser):
-    """Raises instead of printing, because every rank parses and one should speak."""
+    """Parser that raises instead of printing: every rank parses, only one prints."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -121,14 +122,14 @@ def _pre_parser() -> argparse.ArgumentParser:
         "--resume",
         choices=("auto", "must", "never"),
         default="auto",
-        help="continue the run in the folder: if there is one, only if there is one, or refuse to",
+        help="auto: continue the run in the folder, if any; must: fail if there is none; never: fail if there is one",
     )
     parser.add_argument(
         "--allow-change",
         metavar="KEY",
         action="append",
         default=[],
-        help="accept that this field differs from the run that is continued",
+        help="accept a change of this field in a resumed run",
     )
     parser.add_argument("--objective.process", dest="process", choices=tuple(PROCESSES), help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
@@ -137,7 +138,7 @@ def _pre_parser() -> argparse.ArgumentParser:
         type=_seconds,
         metavar="SECONDS",
         default=HANG_TIMEOUT_S,
-        help="end the run, with the stacks of the ranks in RUN/stacks, when one makes no progress for so long",
+        help="end the run if a rank makes no progress for this long, and write the stacks of the ranks to RUN/stacks",
     )
     parser.add_argument("--deepspeed", nargs="?", const=True, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
@@ -145,10 +146,10 @@ def _pre_parser() -> argparse.ArgumentParser:
 
 
 def _without_other_processes(flags: Sequence[str], process: Process) -> list[str]:
-    """The flags without those of other processes, which may say no more than their defaults: tyro does not know them.
+    """Remove the flags of other processes, which tyro does not know; they may only repeat their defaults.
 
     Raises:
-        ConfigError: one says more.
+        ConfigError: such a flag has another value.
     """
     parser = _QuietParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     own = {field.name for field in fields(PROCESSES[process])}

@@ -1,4 +1,4 @@
-"""RunConfig from a YAML or JSON file, laid over a preset."""
+"""``RunConfig`` from a YAML or JSON file, laid over a preset."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
 
 _LARGEST = 1 << 20
-"""Bytes of a file of fields."""
+"""Maximum size of a ``--config`` file, in bytes."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number, as in JSON (YAML 1.1 wants 1.0e-4), and without aliases.
+    """YAML loader that reads 1e-4 as a number, as JSON does (YAML 1.1 needs 1.0e-4), and refuses aliases.
 
-    A few lines of aliases of aliases stand for gigabytes.
+    A few lines of nested aliases can expand to gigabytes.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose what comes next; YAMLError if it is an alias."""
+        """Compose the next node; YAMLError if it is an alias."""
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("an alias (*name) is not taken, write its value out")
+            raise yaml.YAMLError("aliases (*name) are not supported; write the value out")
         return super().compose_node(parent, index)
 
 
@@ -63,12 +63,12 @@ def from_mapping(fields: dict[str, Any], source: str) -> RunConfig:
 
 
 def with_kind(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
-    """Return ``base`` with the kind of network and the process that are given, if they are others.
+    """Return ``base`` with the ``given`` kind of network and process.
 
-    Another network has its defaults; of another process see ``with_process``.
+    A new kind of network starts from its defaults; for a new process see ``with_process``.
 
     Raises:
-        ConfigError: there is no such network or process; ``source`` is where it was asked for.
+        ConfigError: unknown network or process; ``source`` names the origin of ``given``.
     """
     model, objective = given.get("model"), given.get("objective")
     kind = model.get("kind", base.model.kind) if isinstance(model, dict) else base.model.kind
@@ -83,7 +83,7 @@ def with_kind(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
 
 
 def with_process(base: RunConfig, process: Process) -> RunConfig:
-    """Return ``base`` with this process, and the defaults of what that process cannot have."""
+    """Return ``base`` with this process; values that it does not support return to their defaults."""
     if process == base.objective.process:
         return base
     objective = in_process(base.objective, process)
@@ -94,7 +94,7 @@ def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
     """Return ``base`` with the ``given`` fields; ``source`` names them in errors.
 
     Raises:
-        ConfigError: an unknown field (with the nearest name), a wrong type, or a value that does not go with others.
+        ConfigError: an unknown field (with the nearest name), a wrong type, or inconsistent values.
     """
     base = with_kind(base, given, source)
     if isinstance(objective := given.get("objective"), dict):
@@ -105,7 +105,7 @@ def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
     except ValidationError as error:
         first = error.errors()[0]
         place = [str(part) for part in first["loc"]]
-        # Of a union also the name by which its types are told apart is in the place.
+        # In a union, pydantic's location also contains the discriminator.
         named = place[:2] in (["model", base.model.kind], ["objective", base.objective.process])
         field = ".".join([*place[:1], *place[2:]] if named else place)
         raise ConfigError(f"{source}: {field}: {first['msg']}, given {first['input']!r}") from None

@@ -1,4 +1,4 @@
-"""Where the samples of a run come from, as a frozen dataclass. This module imports no torch."""
+"""Source and order of the training samples, as a frozen dataclass. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -11,50 +11,51 @@ _ONLINE = (
     "image_column", "caption_column", "max_samples", "resolution", "center_crop", "image_interpolation_mode", "decode",
     "workers",
 )  # fmt: skip
-"""Fields that nothing but online encoding reads."""
+"""Fields that only online encoding reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Where the latents come from and in which order they are seen."""
+    """Source and order of the training samples."""
 
     path: str = ""
-    """Folder of latent shards, as written by `fastdiff encode`, also at http(s):// or s3://; with --data.online, the
-    images: a folder, WebDataset shards or a Hugging Face dataset."""
+    """Folder of latent shards written by `fastdiff encode`, also at http(s):// or s3://. With --data.online: the
+    images, as a folder, WebDataset shards or a Hugging Face dataset."""
     cache: str = ""
-    """Folder for the shards of a --data.path that is not on this machine. Default: ~/.cache/fastdiff/shards."""
+    """Cache folder for the shards of a remote --data.path. Default: ~/.cache/fastdiff/shards."""
     random_flip: bool = False
-    """Mirror half of the images; shards must hold pixels, or the mirrored latents too (`fastdiff encode --flip`)."""
+    """Mirror half of the images; the shards must contain pixels, or also the mirrored latents (`fastdiff encode
+    --flip`)."""
     shuffle_shards: int = 16
     """Samples are shuffled inside windows of this many (shuffled) shards."""
     loader: Literal["auto", "dali", "prefetch"] = "auto"
-    """auto: DALI where it is installed, else the plain pinned-memory prefetcher; the batches are the same."""
+    """auto: DALI if it is installed, otherwise the pinned-memory prefetcher; both give the same batches."""
     prefetch: int = 4
-    """Micro-batches that are read ahead."""
+    """Number of micro-batches to read ahead."""
     damaged: Literal["fail", "skip"] = "fail"
-    """What a damaged sample does to the run: end it, or be replaced by an intact one of its shard, which is logged in
-    damaged.jsonl; the run ends if more than 0.1 % of the samples seen, and at least 10, were replaced."""
+    """Handling of a damaged sample. fail: end the run. skip: replace it by an intact sample of the same shard and log
+    it in damaged.jsonl; the run ends if more than 0.1 % of the samples seen, and at least 10, were replaced."""
     online: bool = False
-    """Read images and encode them with the frozen autoencoder and text encoder of --pretrained.path in every step. The
-    fields below are for this only; `fastdiff encode` has them as its own flags."""
+    """Read images and encode them with the frozen autoencoder and text encoder of --pretrained.path in every step. Only
+    this mode uses the fields below; `fastdiff encode` has its own flags for them."""
     image_column: str = "image"
-    """Column of a Hugging Face dataset with the images."""
+    """Image column of a Hugging Face dataset."""
     caption_column: str = "text"
-    """Column of a Hugging Face dataset, or of metadata.jsonl, with a caption or a list of captions."""
+    """Caption column of a Hugging Face dataset or of metadata.jsonl: one caption or a list of captions."""
     max_samples: int | None = None
-    """Use only this many of the images, the first ones."""
+    """Use only the first this many images."""
     resolution: int = 512
     """Height and width of the images after resizing the shorter side and cropping, in pixels."""
     center_crop: bool = False
-    """Crop the middle instead of a random part."""
+    """Crop the centre instead of a random region."""
     image_interpolation_mode: Literal[
         "nearest", "nearest_exact", "bilinear", "bicubic", "box", "hamming", "lanczos"
     ] = "lanczos"
-    """Filter of the resizing."""
+    """Interpolation filter of the resizing."""
     decode: Literal["auto", "dali", "pillow"] = "auto"
-    """Who decodes and resizes the images; pillow is the exact reference."""
+    """Library that decodes and resizes the images; pillow is the exact reference."""
     workers: int = 4
-    """Threads that decode images, per rank."""
+    """Image decoding threads per rank."""
 
     def __post_init__(self) -> None:
         require(self.resolution >= 8, f"--data.resolution {self.resolution}: at least 8")
@@ -63,11 +64,11 @@ class DataConfig:
         changed = [f.name for f in fields(self) if f.name in _ONLINE and getattr(self, f.name) != f.default]
         require(
             self.online or not changed,
-            f"--data.{changed[0] if changed else ''} is for --data.online; shards have what `fastdiff encode` was told",
+            f"--data.{changed[0] if changed else ''} is for --data.online; for shards, set it in `fastdiff encode`",
         )
         require(
             not (self.online and self.damaged == "skip"),
-            "--data.damaged skip is for shards; take bad images out of the source, or encode with `--bad skip`",
+            "--data.damaged skip is for shards; remove bad images from the source, or encode with `--bad skip`",
         )
         require(self.shuffle_shards >= 1, f"--data.shuffle_shards {self.shuffle_shards}: at least 1")
         require(self.prefetch >= 1, f"--data.prefetch {self.prefetch}: at least 1")

@@ -1,7 +1,7 @@
 """The DeepSpeed JSON of a run: every "auto" filled from RunConfig, every contradiction refused.
 
 RunConfig owns batch size, accumulation, precision, clipping and optimizer; the JSON owns ZeRO, offload and
-communication. So there is one source of truth for each number.
+communication. Each number has one source of truth.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ DEFAULT: DsConfig = {
         "allgather_bucket_size": 100_000_000,
     }
 }
-"""Used when no file is given, and equal to ``deepspeed_configs/zero1.json``: shards the optimizer state; DeepSpeed
-all-reduces the gradients and gathers the parameters, 1.5 times what plain data parallelism sends."""
+"""Default without a file, equal to ``deepspeed_configs/zero1.json``. It shards the optimizer state; DeepSpeed
+all-reduces the gradients and gathers the parameters, 1.5 times the traffic of plain data parallelism."""
 
 _FOREIGN = {
     "optimizer": "--optim.*",
@@ -104,18 +104,18 @@ def _owned_by_run_config(config: RunConfig, ranks: int) -> dict[str, tuple[Any, 
         "gradient_clipping": (config.optim.clip, "--optim.clip"),
         "bf16.enabled": (precision == "bf16", "--performance.precision"),
         "fp16.enabled": (precision == "fp16", "--performance.precision"),
-        # It would round the time, 0 to 1000 in flow, to 0.5. The model rounds all the rest itself.
+        # auto_cast would round the time (0 to 1000 in flow) to multiples of 0.5. The model casts other inputs itself.
         "fp16.auto_cast": (False, "fastdiff"),
-        # 8-bit optimizers are not on DeepSpeed's list, and offload insists on its own Adam, unless told so.
+        # By default DeepSpeed refuses 8-bit optimizers, and accepts only its own Adam with offload.
         "zero_allow_untested_optimizer": (True, "fastdiff"),
         "zero_force_ds_cpu_optimizer": (False, "fastdiff"),
-        # Its timer waits for the GPU twice per micro-batch.
+        # DeepSpeed's timer synchronises with the GPU twice per micro-batch.
         "timers.throughput.enabled": (False, "fastdiff"),
     }
 
 
 def _section(tree: DsConfig, key: str, path: str) -> DsConfig:
-    """Return the object ``tree[key]``, made if it is missing."""
+    """Return the object ``tree[key]``; create it if it is missing."""
     section = tree.setdefault(key, {})
     if not isinstance(section, dict):
         raise ConfigError(f'the DeepSpeed JSON has "{path}": {json.dumps(section)}; expected an object')

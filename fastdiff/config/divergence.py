@@ -1,4 +1,4 @@
-"""What is done about a loss that jumps, as a frozen dataclass. This module imports no torch."""
+"""Detection and handling of loss spikes, as a frozen dataclass. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Policy = Literal["log", "skip", "rewind"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DivergenceConfig:
-    """What happens after a spike: a step whose mean loss is far above those of the steps before."""
+    """Detection and handling of spikes: steps whose mean loss is far above the losses of the previous steps."""
 
     policy: Policy = "log"
-    """log: name its samples and go on; skip: do not apply the step (waits for the loss of every step before its last
-    backward pass); rewind: go back to the newest checkpoint before it and leave out the data from there to it."""
+    """log: record the samples and continue; skip: do not apply the step (the host waits for every loss before the last
+    backward pass of its step); rewind: reload the newest checkpoint before the spike and skip the data between them."""
     sigmas: float = 6.0
-    """A loss is a spike above mean + sigmas x standard deviation of the losses in the window."""
+    """Threshold: a loss above mean + sigmas x standard deviation of the window is a spike."""
     window: int = 128
-    """How many losses before count, spikes not among them; nothing is a spike before half of them are there."""
+    """Number of previous losses in the statistics, without spikes; detection starts when half of them are present."""
     limit: int = 3
-    """skip: this many in a row are skipped, rewind: this many times in a run, and the next one ends the run; log: after
-    this many in a row the level is the new normal."""
+    """skip: maximum of consecutive skipped steps; rewind: maximum of rewinds in a run; one spike more ends the run.
+    log: after this many consecutive spikes, their level is the new baseline."""
 
     def __post_init__(self) -> None:
         require(

@@ -1,4 +1,4 @@
-"""What a start of the trainer was asked to do, and the run folder it works in."""
+"""Launch options of the trainer, which do not affect the result of a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fastdiff.config.deepspeed import DsConfig
 
 Resume = Literal["auto", "must", "never"]
 HANG_TIMEOUT_S = 900.0
-"""Longer than a first step with its compilation."""
+"""Seconds; longer than a first step with its compilation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """The parts of the command line that do not decide the result of the run."""
+    """Options of the command line that do not affect the result of the run."""
 
     deepspeed: DsConfig
     """The DeepSpeed JSON as given, with its "auto" entries."""
@@ -22,5 +22,5 @@ class Launch:
     allow_change: tuple[str, ...] = ()
     dry_run: bool = False
     hang_timeout_s: float = HANG_TIMEOUT_S
-    """A rank that makes no progress for so long counts as hanging."""
+    """Seconds without progress after which a rank counts as hanging."""
     argv: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
-"""Objectives, a frozen dataclass per process: each has the fields, predictions and weightings that its process has.
+"""Training objectives: one frozen dataclass per process, with its own fields, predictions and weightings.
 
-``ObjectiveConfig`` is any of them, told apart by ``process``. This module imports no torch.
+``ObjectiveConfig`` is their union, discriminated by ``process``. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -36,54 +36,52 @@ PREDICTION_TYPES: dict[Prediction, str] = {
     "x0": "sample",
     "flow": "flow_prediction",
 }
-"""What the schedulers of diffusers call the predictions that they know."""
+"""``prediction_type`` of diffusers' schedulers for each prediction that they support."""
 
 _SCALED_SCHEDULES = ("linear", "quad", "const", "warmup10", "warmup50")
-"""Their betas end at 20 / T."""
+"""Schedules whose last beta is 20 / T."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OfEveryProcess:
-    """The fields that every process has, and what others ask of an objective."""
+    """Fields of every process, and the properties that other modules read."""
 
     predictions: ClassVar[tuple[Prediction, ...]]
-    """The predictions of the process; the first one is the ``auto`` of a run without a pipeline."""
+    """Predictions of the process; without a pipeline ``auto`` is the first."""
 
     process: Process
-    """How noise comes in: ddpm (discrete steps; Ho et al. 2020), flow (flow matching, t in [0, 1]; Lipman et al. 2023,
-    Ma et al. 2024) or edm (Karras et al. 2022, with its preconditioning). Some flags are of one process alone: `--help`
-    with this flag lists those of the given one."""
+    """Noising process: ddpm (discrete steps; Ho et al. 2020), flow (flow matching, t in [0, 1]; Lipman et al. 2023, Ma
+    et al. 2024) or edm (Karras et al. 2022, with its preconditioning). Some flags exist for one process only: `--help`
+    with this flag lists those of the given process."""
     prediction: Literal["auto", Prediction] = "auto"
-    """What the model predicts."""
+    """Prediction target of the model."""
     weighting: Literal["auto", Weighting] = "auto"
     """Weight of the squared error by noise level."""
     min_snr_gamma: float | None = None
-    """Clamp of Min-SNR (Hang et al. 2023, arXiv:2303.09556) and of its soft form. None: 5, as is usual, if one of them
-    is the weighting."""
+    """Gamma of Min-SNR (Hang et al. 2023, arXiv:2303.09556) and of soft Min-SNR. None: 5 for these weightings."""
     noise_offset: float = 0.0
-    """Size of a noise constant over each channel, added to the noise; 0.05-0.1 is usual."""
+    """Scale of a noise that is constant over each channel, added to the noise; 0.05-0.1 is usual."""
     multires_noise_iterations: int = 0
-    """Noise of that many coarser resolutions, each half the one before, added to the noise (multi-resolution or pyramid
+    """Number of coarser resolutions, each half of the previous one, whose noise is added (multi-resolution or pyramid
     noise); 6-8 is usual, 0: none."""
     multires_noise_discount: float = 0.3
-    """Size of each coarser noise over that of the one before."""
+    """Scale of the noise of each resolution relative to the next finer one."""
     low_res_noise: float = 0.0
-    """Largest standard deviation of the noise on the small images of super-resolution (Ho et al. 2022)."""
+    """Maximum standard deviation of the noise on the low-resolution images of super-resolution (Ho et al. 2022)."""
     input_perturbation: float = 0.0
-    """Extra noise on the input only (Ning et al. 2023, arXiv:2301.11706); 0.1 is usual."""
+    """Scale of an extra noise on the input only (Ning et al. 2023, arXiv:2301.11706); 0.1 is usual."""
     condition_dropout: float = 0.1
-    """Share of the samples whose class or caption is replaced by none (classifier-free guidance)."""
+    """Fraction of the samples whose class or caption is dropped (classifier-free guidance)."""
 
     def __post_init__(self) -> None:
         require(
             self.min_snr_gamma is None or 0 < self.min_snr_gamma < math.inf,
-            f"--objective.min_snr_gamma {self.min_snr_gamma}: above 0, because it is the largest SNR that counts; 5 is "
-            "usual",
+            f"--objective.min_snr_gamma {self.min_snr_gamma}: above 0, because it clamps the SNR; 5 is usual",
         )
         require(
             self.min_snr_gamma is None or self.weighting in ("auto", "min_snr", "soft_min_snr"),
-            f"--objective.min_snr_gamma {self.min_snr_gamma}: --objective.weighting {self.weighting} has no such "
-            "clamp; set --objective.weighting min_snr or soft_min_snr, or --objective.min_snr_gamma None",
+            f"--objective.min_snr_gamma {self.min_snr_gamma}: --objective.weighting {self.weighting} does not "
+            "use it; set --objective.weighting min_snr or soft_min_snr, or --objective.min_snr_gamma None",
         )
         self._check_noise()
         self._check_own()
@@ -101,27 +99,27 @@ class _OfEveryProcess:
         )
         require(
             0.0 <= self.condition_dropout <= 1.0,
-            f"--objective.condition_dropout {self.condition_dropout}: a share from 0 to 1",
+            f"--objective.condition_dropout {self.condition_dropout}: a fraction from 0 to 1",
         )
 
     def _check_own(self) -> None:
-        """Refuse values of the process's own fields that do not go together."""
+        """Refuse inconsistent values of the process's own fields."""
 
     @property
     def predicted(self) -> Prediction:
-        """What the model predicts, where no pretrained pipeline says so: ``auto`` is the first of the process."""
+        """Prediction target; ``auto`` is the first of the process, unless a pretrained pipeline decides it later."""
         return self.predictions[0] if self.prediction == "auto" else self.prediction
 
     @property
     def weighted(self) -> Weighting:
-        """The weighting: ``auto`` is Min-SNR if its gamma is given."""
+        """Weighting; ``auto`` is Min-SNR if its gamma is given, otherwise none."""
         if self.weighting == "auto":
             return "none" if self.min_snr_gamma is None else "min_snr"
         return self.weighting
 
     @property
     def step_variance(self) -> Variance:
-        """Variance of an ancestral sampler's step back."""
+        """Variance of the reverse step of an ancestral sampler."""
         return "fixed_small"
 
     @property
@@ -136,7 +134,7 @@ class _OfEveryProcess:
 
     @property
     def takes_two_passes(self) -> bool:
-        """Whether a training step takes a forward pass more, without a gradient (DREAM)."""
+        """Whether a training step has an additional forward pass without a gradient (DREAM)."""
         return False
 
 
@@ -153,63 +151,64 @@ class DdpmConfig(_OfEveryProcess):
     timesteps: int = 1000
     """Number of noise levels T."""
     rescale_timesteps: bool = False
-    """Tell the model t * 1000 / T instead of the timestep t, as improved-diffusion does."""
+    """Pass t * 1000 / T to the model instead of the timestep t, as improved-diffusion does."""
     zero_terminal_snr: bool = False
     """Rescale the schedule so that the last step is pure noise (Lin et al. 2023, arXiv:2305.08891)."""
     prediction: Literal["auto", DdpmPrediction] = "auto"
-    """What the model predicts: epsilon, v, x0 or previous_x (mean of the step before). auto: what the scheduler of
-    --pretrained.path says, without one epsilon."""
+    """Prediction target: epsilon, v, x0 or previous_x (mean of the previous step). auto: as in the scheduler of
+    --pretrained.path; without a pipeline epsilon."""
     variance: Variance = "fixed_small"
-    """Variance of a step back: fixed_small (of the posterior), fixed_large (beta), learned or learned_range (between
-    the two; the model then has twice the output channels, --model.learn_sigma)."""
+    """Variance of the reverse step: fixed_small (posterior variance), fixed_large (beta), learned, or learned_range
+    (interpolates between the two fixed ones). A learned variance needs twice the output channels
+    (--model.learn_sigma)."""
     loss: LossName = "mse"
-    """mse (with a learned variance plus the variational bound of the variance alone, as in DiT), rescaled_mse (that
-    bound times T/1000: the hybrid loss of IDDPM; with a fixed variance the same as mse), kl (the variational bound in
-    bits per dimension) or rescaled_kl (times T)."""
+    """mse (for a learned variance plus the variational bound, which trains the variance only, as in DiT), rescaled_mse
+    (the same with the bound times T/1000: the hybrid loss of IDDPM), kl (the variational bound in bits per dimension)
+    or rescaled_kl (kl times T). For a fixed variance rescaled_mse equals mse."""
     weighting: Literal["auto", DdpmWeighting] = "auto"
     """Weight of the squared error by noise level: none, min_snr, soft_min_snr, p2 (Choi et al. 2022), debiased, or snr
-    (plain error of the noise, whatever is predicted). auto: min_snr if its gamma is given, otherwise none."""
+    (plain error of the noise for every prediction). auto: min_snr if its gamma is given, otherwise none."""
     p2_gamma: float = 1.0
-    """Exponent of p2 (arXiv:2204.00227, whose k is 1 here); 0.5 and 1 there."""
+    """Exponent of p2 (arXiv:2204.00227, with k = 1); the paper uses 0.5 and 1."""
     dream: bool = False
-    """Learn from the model's own estimate of the noise too (Zhou et al. 2023, arXiv:2312.00210): one more forward pass
-    per step, epsilon prediction only."""
+    """DREAM (Zhou et al. 2023, arXiv:2312.00210): train on the model's own noise estimate, too. Needs one more forward
+    pass per step and epsilon prediction."""
     dream_detail_preservation: float = 1.0
-    """Exponent of sigma in DREAM; larger keeps more of the plain objective, above all at low noise."""
+    """Exponent of sigma in DREAM; a larger one stays closer to the plain objective, mainly at low noise."""
 
     @property
     def step_variance(self) -> Variance:
-        """The one that was chosen."""
+        """The configured variance."""
         return self.variance
 
     @property
     def learns_variance(self) -> bool:
-        """Whether it is not a fixed one."""
+        """Whether the variance is learned."""
         return self.variance in ("learned", "learned_range")
 
     @property
     def tells_x0(self) -> bool:
-        """Not if the noise is predicted of what is noise alone."""
+        """False for epsilon prediction with a schedule that ends in pure noise."""
         return not self.ends_in_noise or self.predicted != "epsilon"
 
     @property
     def takes_two_passes(self) -> bool:
-        """With DREAM."""
+        """True with DREAM."""
         return self.dream
 
     @property
     def ends_in_noise(self) -> bool:
-        """Whether nothing of the data is left at the last timestep."""
+        """Whether the last timestep is pure noise (zero terminal SNR)."""
         return self.zero_terminal_snr or self.schedule == "jsd"
 
     @property
     def is_bound(self) -> bool:
-        """Whether the loss is the variational bound, not a squared error."""
+        """Whether the loss is the variational bound instead of a squared error."""
         return self.loss in ("kl", "rescaled_kl")
 
     @property
     def has_bound(self) -> bool:
-        """Whether the variational bound is the loss, or the part of it that trains the variance."""
+        """Whether the variational bound is the loss, or the part of the loss that trains the variance."""
         return self.is_bound or self.learns_variance
 
     def _check_own(self) -> None:
@@ -221,13 +220,13 @@ class DdpmConfig(_OfEveryProcess):
         )
         require(
             self.predicted != "previous_x" or self.weighted == "none",
-            f"--objective.weighting {self.weighted} with --objective.prediction previous_x: the error of the mean of "
-            "one step is too small a part of that of the noise to be weighed like it; use none",
+            f"--objective.weighting {self.weighted} with --objective.prediction previous_x: the error of the "
+            "mean of one step is too small a part of the error of the noise; use none",
         )
         require(0 < self.p2_gamma < math.inf, f"--objective.p2_gamma {self.p2_gamma}: above 0; 0.5 and 1 are usual")
         require(
             self.p2_gamma == 1.0 or self.weighted == "p2",
-            f"--objective.p2_gamma {self.p2_gamma}: --objective.weighting {self.weighting} has no such exponent; set "
+            f"--objective.p2_gamma {self.p2_gamma}: --objective.weighting {self.weighting} does not use it; set "
             "--objective.weighting p2, or --objective.p2_gamma 1",
         )
         _check_size("dream_detail_preservation", self.dream_detail_preservation)
@@ -247,12 +246,12 @@ class DdpmConfig(_OfEveryProcess):
         )
         require(
             not self.is_bound or self.weighted == "none",
-            f"--objective.loss {self.loss} with --objective.weighting {self.weighted}: the bound has weights of its "
-            "own; set --objective.weighting none without a gamma, or --objective.loss mse or rescaled_mse",
+            f"--objective.loss {self.loss} with --objective.weighting {self.weighted}: the bound has its own "
+            "weights; set --objective.weighting none without a gamma, or --objective.loss mse or rescaled_mse",
         )
         require(
             not self.dream,
-            f"{chosen} with --objective.dream, which changes input and target so that the bound does not hold; set "
+            f"{chosen} with --objective.dream, which changes input and target, so the bound does not hold; set "
             "--objective.loss mse and --objective.variance fixed_small",
         )
         self._require_gaussian_noise()
@@ -261,7 +260,7 @@ class DdpmConfig(_OfEveryProcess):
         require(
             not self.noise_offset and not self.multires_noise_iterations and not self.input_perturbation,
             "--objective.noise_offset, --objective.multires_noise_iterations and --objective.input_perturbation change "
-            "the distribution of the noise, for which the variational bound does not hold; set --objective.loss mse "
+            "the distribution of the noise, so the variational bound does not hold; set --objective.loss mse "
             "and --objective.variance fixed_small",
         )
 
@@ -274,15 +273,16 @@ class FlowConfig(_OfEveryProcess):
 
     process: Literal["flow"] = "flow"
     path: FlowPath = "linear"
-    """Path from data to noise: linear (rectified flow, SD3), gvp (trigonometric) or vp (that of score SDEs), as in
-    SiT."""
+    """Path from data to noise, as in SiT: linear (rectified flow, SD3), gvp (trigonometric) or vp (variance preserving,
+    as in score SDEs)."""
     prediction: Literal["auto", FlowPrediction] = "auto"
-    """What the model predicts: flow (the velocity noise - x0), epsilon or score. auto: flow."""
+    """Prediction target: flow (the velocity noise - x0), epsilon or score. auto: flow."""
     weighting: Literal["auto", FlowWeighting] = "auto"
     """Weight of the squared error by noise level: none, min_snr, soft_min_snr, sigma_sqrt and cosmap (SD3), or velocity
     and likelihood (SiT, for epsilon and score). auto: min_snr if its gamma is given, otherwise none."""
     cosine_weight: float = 0.0
-    """Weight of LightningDiT's cosine distance between predicted and true velocity (flow prediction only); 1 there."""
+    """Weight of the cosine distance between predicted and true velocity (LightningDiT, which uses 1; flow prediction
+    only)."""
 
     def _check_own(self) -> None:
         require(
@@ -292,12 +292,12 @@ class FlowConfig(_OfEveryProcess):
         )
         require(
             self.weighted not in ("velocity", "likelihood") or self.predicted in ("epsilon", "score"),
-            f"--objective.weighting {self.weighting} weighs the error of epsilon or score, given "
+            f"--objective.weighting {self.weighting} is for --objective.prediction epsilon or score, given "
             f"--objective.prediction {self.predicted}",
         )
         require(
             self.weighted not in ("sigma_sqrt", "cosmap") or (self.predicted == "flow" and self.path == "linear"),
-            f"--objective.weighting {self.weighting} weighs the error of the velocity of the linear path: use "
+            f"--objective.weighting {self.weighting} is for the velocity of the linear path: use "
             f"--objective.prediction flow --objective.path linear, given {self.predicted} and {self.path}",
         )
 
@@ -312,7 +312,7 @@ class EdmConfig(_OfEveryProcess):
     sigma_data: float = 0.5
     """Standard deviation of the latents."""
     prediction: Literal["auto", EdmPrediction] = "auto"
-    """What the model predicts: edm, by its preconditioning. auto: the same."""
+    """Prediction target: edm, the target of its preconditioning. auto: edm."""
     weighting: Literal["auto", EdmWeighting] = "auto"
     """Weight of the squared error by noise level: none, min_snr or soft_min_snr. auto: min_snr if its gamma is given,
     otherwise none."""
@@ -320,13 +320,13 @@ class EdmConfig(_OfEveryProcess):
     def _check_own(self) -> None:
         require(
             1e-3 <= self.sigma_data <= 1e3,
-            f"--objective.sigma_data {self.sigma_data}: from 0.001 to 1000, because the coefficients become infinite "
+            f"--objective.sigma_data {self.sigma_data}: from 0.001 to 1000, because the coefficients overflow "
             "beyond; scale the latents (`fastdiff encode` normalises them)",
         )
 
 
 ObjectiveConfig = Annotated[DdpmConfig | FlowConfig | EdmConfig, Discriminator("process")]
-"""What a model learns from which noise, and how its errors count."""
+"""Objective of a run: noising process, prediction target, loss, weighting and extra noise."""
 
 PROCESSES: dict[Process, type[DdpmConfig] | type[FlowConfig] | type[EdmConfig]] = {
     "ddpm": DdpmConfig,
@@ -334,19 +334,19 @@ PROCESSES: dict[Process, type[DdpmConfig] | type[FlowConfig] | type[EdmConfig]] 
     "edm": EdmConfig,
 }
 DEFAULTS: dict[str, Any] = {f.name: f.default for kind in PROCESSES.values() for f in fields(kind)}
-"""The fields of all processes; two processes that share a field share its default."""
+"""Defaults of the fields of all processes; a field of several processes has the same default in each."""
 
 
 def in_full(objective: ObjectiveConfig) -> dict[str, Any]:
-    """The fields of ``objective``, and the defaults of those that other processes alone have.
+    """Return the fields of ``objective``, and the defaults of the fields that only other processes have.
 
-    Runs are compared in this form, so that those of two processes, and records that name every field, have the same.
+    Runs are compared in this form, so that runs of different processes, and older records, have the same fields.
     """
     return DEFAULTS | asdict(objective)
 
 
 def in_process(objective: ObjectiveConfig, process: Process) -> ObjectiveConfig:
-    """``objective`` with another process: what both have keeps its value, unless the other process cannot have it."""
+    """Convert ``objective`` to another process; shared fields keep their value if the process supports it."""
     kind = PROCESSES[process]
     hints = get_type_hints(kind)
     kept = {name: value for name, value in asdict(objective).items() if name in hints and name != "process"}
@@ -357,7 +357,7 @@ def in_process(objective: ObjectiveConfig, process: Process) -> ObjectiveConfig:
 
 
 def without_defaults_of_others(process: Process, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``given`` fields without those that other processes alone have, which may say no more than their defaults.
+    """Remove the fields of other processes from ``given``; they may only repeat their defaults.
 
     Raises:
         ConfigError: such a field has another value.
@@ -374,4 +374,4 @@ def without_defaults_of_others(process: Process, given: Mapping[str, Any]) -> di
 
 
 def _check_size(name: str, value: float) -> None:
-    require(0.0 <= value < math.inf, f"--objective.{name} {value}: 0 or a finite number above")
+    require(0.0 <= value < math.inf, f"--objective.{name} {value}: a finite number, at least 0")

@@ -1,7 +1,7 @@
-"""Everything that decides the result of a run, as frozen dataclasses.
+"""Configuration of a run: all options that affect its result, as frozen dataclasses.
 
 The string below a field is its ``--help`` text. Cross-field checks raise ``ConfigError`` with the remedy. This module
-imports no torch, so that ``--help`` answers at once.
+imports no torch, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from fastdiff_kernels.names import BACKENDS, OPS, AttentionBackend, Backend
 
 Precision = Literal["fp32", "bf16", "fp16"]
 WIDEST = 12.0**-0.5
-"""Relative width of the plain mean of all weights so far, the widest power-function average that does not favour old
-weights over new ones."""
+"""Relative width of the uniform mean of all weights so far. A wider power-function average would weight old weights
+more than new ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig:
-    """What is measured and drawn with the averaged weights while training."""
+    """Validation loss and sample images, computed with the averaged weights during the training."""
 
     data: str = ""
-    """Folder of latent shards that are not trained on, also at http(s):// or s3://: their loss is measured under noise
-    that is the same in every run, into validation.jsonl. Empty: none."""
+    """Folder of held-out latent shards, also at http(s):// or s3://. Their loss, under noise that is the same in every
+    run, is written to validation.jsonl. Empty: no validation loss."""
     samples: int = 1024
-    """How many of them, spread evenly over the data; all, if there are fewer."""
+    """Number of held-out samples to use, spread evenly over the data; all if there are fewer."""
     prompts: tuple[str, ...] = ()
-    """What to draw; empty: nothing."""
+    """Prompts of the sample images; empty: no images."""
     every: int = 1000
-    """Optimizer steps between two validations, of the loss and of the prompts, besides one at the end. 0: never."""
+    """Optimizer steps between validations (loss and prompts), in addition to one at the end. 0: never."""
     images_per_prompt: int = 4
-    """Images of each prompt."""
+    """Images per prompt."""
     steps: int = 20
     """Denoising steps (DPM-Solver++)."""
     guidance_scale: float = 7.5
@@ -61,7 +61,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """How many samples make one optimizer step."""
+    """Batch size per optimizer step and per forward pass."""
 
     samples: int = 256
     """Samples per optimizer step, over all ranks."""
@@ -73,11 +73,11 @@ class BatchConfig:
         require(self.micro is None or self.micro >= 1, f"--batch.micro {self.micro}: at least 1, or None")
 
     def per_rank(self, ranks: int) -> int:
-        """Samples per rank per forward pass with ``ranks`` ranks."""
+        """Return the samples per rank per forward pass with ``ranks`` ranks."""
         return self.micro if self.micro is not None else max(1, self.samples // ranks)
 
     def accumulation(self, ranks: int) -> int:
-        """Forward passes per optimizer step with ``ranks`` ranks; ConfigError if the batch does not divide."""
+        """Return the forward passes per optimizer step; ConfigError if the batch is not divisible."""
         micro = self.per_rank(ranks)
         together = micro * ranks
         if self.samples % together:
@@ -85,7 +85,7 @@ class BatchConfig:
             near = [str(n) for n in (below, below + together) if n > 0]
             given = f"{micro} (--batch.micro) x {ranks} ranks" if self.micro is not None else f"{ranks} ranks"
             raise ConfigError(
-                f"--batch.samples {self.samples} does not divide by {together} = {given}; "
+                f"--batch.samples {self.samples} is not divisible by {together} = {given}; "
                 f"nearest values: {', '.join(near)}"
             )
         return self.samples // together
@@ -96,18 +96,19 @@ class OptimConfig:
     """Optimizer and learning rate."""
 
     name: Literal["adamw", "adamw8bit", "adamw8bit-bnb"] = "adamw"
-    """adamw: torch, 8 bytes of state per parameter; adamw8bit: fastdiff's own, 2 bytes, whose losses and checkpoints
-    do not depend on ranks and ZeRO stage; adamw8bit-bnb: bitsandbytes, 2 bytes, rounded anew for others."""
+    """adamw: torch, 8 bytes of state per parameter; adamw8bit: fastdiff's own, 2 bytes, with losses and checkpoints
+    independent of the number of ranks and the ZeRO stage; adamw8bit-bnb: bitsandbytes, 2 bytes, requantised when these
+    change."""
     lr: float = 1e-4
     """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of the first and second moments."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Epsilon, added to the square root of the second moment."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     clip: float = 1.0
-    """Largest norm of the gradient over all parameters; 0: no clipping."""
+    """Maximum gradient norm over all parameters; 0: no clipping."""
     schedule: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
         "constant"
     )
@@ -131,19 +132,20 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmaConfig:
-    """Moving averages of the weights; the first is the one that samples and evaluations use."""
+    """Moving averages of the weights; samples and evaluations use the first."""
 
     rates: tuple[float, ...] = (0.9999,)
     """One exponential average per rate. Empty: none."""
     warmup: bool = False
-    """Begin with lower rates, (1 + n) / (10 + n) at step n: for fine-tuning, whose few steps would else hardly move an
+    """Begin with lower rates, (1 + n) / (10 + n) at step n. For fine-tuning: otherwise its few steps hardly move an
     average that starts at the pretrained weights."""
     power_stds: tuple[float, ...] = ()
-    """One power-function average (EDM2) per relative width, after those of --ema.rates: how far it looks back grows
-    with the training. 0.05 and 0.10 with snapshots give any width in between and around after the training."""
+    """One power-function average (EDM2) per relative width, listed after those of --ema.rates; its time window grows
+    with the training. With snapshots of 0.05 and 0.10, any width between and around them can be reconstructed after the
+    training."""
     snapshot_every: int = 0
-    """Optimizer steps between two snapshots of the power-function averages, kept all, in 16 bits: what `fastdiff
-    sample`, `evaluate` and `export` make the average of another --ema-std from. 0: none."""
+    """Optimizer steps between snapshots of the power-function averages; all are kept, in 16 bits. `fastdiff sample`,
+    `evaluate` and `export` reconstruct the average of another --ema-std from them. 0: none."""
 
     def __post_init__(self) -> None:
         require(
@@ -154,7 +156,7 @@ class EmaConfig:
         require(self.snapshot_every >= 0, f"--ema.snapshot_every {self.snapshot_every}: at least 0")
         require(
             self.snapshot_every == 0 or len(self.power_stds) > 0,
-            f"--ema.snapshot_every {self.snapshot_every} needs the averages that it keeps: --ema.power_stds 0.05 0.10",
+            f"--ema.snapshot_every {self.snapshot_every} needs power-function averages: --ema.power_stds 0.05 0.10",
         )
         require(
             all(0.0 < rate < 1.0 for rate in self.rates) and len(set(self.rates)) == len(self.rates),
@@ -164,31 +166,31 @@ class EmaConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerformanceConfig:
-    """How the same numbers are computed."""
+    """Precision, compilation, memory and kernels."""
 
     precision: Precision = "bf16"
-    """Weights and activations of the forward and backward pass; master weights are fp32 always."""
+    """Dtype of weights and activations in the forward and backward pass; master weights are always fp32."""
     compile: bool | None = None
     """torch.compile of each block. None: on with CUDA, off on a CPU."""
     recompute: bool = False
-    """Activation checkpointing: recompute each block in the backward pass, for memory."""
+    """Activation checkpointing: recompute each block in the backward pass to save memory."""
     allow_tf32: bool = False
     """Let fp32 matrix products and convolutions round their inputs to TF32 (Ampere and newer)."""
     kernels: str = "auto"
-    """Who computes fastdiff's own ops: auto (Triton on a GPU, else plain torch), triton, reference (plain torch) or
-    compile (plain torch by torch.compile), then exceptions: auto,adaln=compile,loss=reference."""
+    """Backend of fastdiff's own ops: auto (Triton on a GPU, otherwise plain torch), triton, reference (plain torch) or
+    compile (plain torch with torch.compile), then exceptions by op: auto,adaln=compile,loss=reference."""
     attention: AttentionBackend = "auto"
-    """Who computes attention: auto (the fastest known for the GPU), sdpa (torch's choice), cudnn, flash, xformers, or
+    """Backend of attention: auto (the fastest known for the GPU), sdpa (torch's choice), cudnn, flash, xformers, or
     reference (matrix products and a softmax)."""
 
     def __post_init__(self) -> None:
         self.kernel_backends()
 
     def kernel_backends(self) -> dict[str, Backend]:
-        """What ``kernels`` forces, by op; an op that is not named has its default.
+        """Return the backends that ``kernels`` forces, by op; other ops use their default.
 
         Raises:
-            ConfigError: an op or an implementation that does not exist, or an op that is named twice.
+            ConfigError: unknown op or backend, or an op that is named twice.
         """
         default, *exceptions = [part.strip() for part in self.kernels.split(",")]
         if "=" in default:
@@ -212,25 +214,25 @@ class PerformanceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputConfig:
-    """What the run writes, where and how often (in optimizer steps; 0: never)."""
+    """Outputs of a run: folder, contents and intervals (in optimizer steps; 0: never)."""
 
     folder: str = ""
     """Run folder; default: runs/<preset>."""
     log_every: int = 50
-    """Steps between two lines of metrics.jsonl and TensorBoard."""
+    """Steps between lines of metrics.jsonl and TensorBoard."""
     checkpoint_every: int = 1000
-    """Steps between two checkpoints; one is always written at the end."""
+    """Steps between checkpoints; one is always written at the end."""
     keep: int = 2
-    """Checkpoints that are kept, newest first; at least 2."""
+    """Number of newest checkpoints to keep; at least 2."""
     failed_saves: int = 0
-    """Checkpoints in a row that may fail, for example because a disk is full, before the run stops; likewise
-    snapshots. The last one, at the end or when the run is preempted, must not."""
+    """Consecutive checkpoints, or snapshots, that may fail before the run stops, for example because a disk is full.
+    The last checkpoint, at the end or on preemption, must succeed."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
-    """Where the numbers and images are shown, besides metrics.jsonl and samples/."""
+    """Trackers of metrics and images, in addition to metrics.jsonl and samples/."""
     project: str = "fastdiff"
     """Name of the project in wandb."""
     sample_every: int = 1000
-    """Steps between two grids of generated samples of a class-conditional model."""
+    """Steps between sample grids of a class-conditional model."""
     sample_steps: int = 20
     """Denoising steps of a grid (DPM-Solver++)."""
     sample_cfg: float = 1.5
@@ -250,7 +252,7 @@ class RunConfig:
     samples: int = 1_024_000
     """Length of the run, in training samples."""
     seed: int = 0
-    """Key of every random number: initial weights, order, noise, timesteps, drops."""
+    """Seed of all random numbers: initial weights, order, noise, timesteps, drops."""
     model: ModelConfig = field(default_factory=DiTConfig)
     pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -270,7 +272,7 @@ class RunConfig:
         if self.output.sample_every and not self.model.text_conditional:
             require(
                 self.model.low_res_size == 0,
-                "--output.sample_every: no grid is drawn of a model that enlarges images; set it to 0, and use "
+                "--output.sample_every: super-resolution models have no sample grids; set it to 0, and use "
                 "`fastdiff sample --low-res`",
             )
             self._check_sampling("--output.sample_steps", self.output.sample_steps, "--output.sample_every 0")
@@ -278,7 +280,7 @@ class RunConfig:
             self._check_sampling("--validation.steps", self.validation.steps, "--validation.every 0")
         require(
             self.divergence.policy != "rewind" or self.output.checkpoint_every > 0,
-            "--divergence.policy rewind goes back to a checkpoint, and --output.checkpoint_every 0 writes none; set it "
+            "--divergence.policy rewind reloads a checkpoint, and --output.checkpoint_every 0 writes none; set it "
             "to the optimizer steps between two, for example 1000",
         )
         self._check_pretrained()
@@ -286,12 +288,12 @@ class RunConfig:
         if self.samples < 1 or self.samples % self.batch.samples:
             steps = max(1, round(self.samples / self.batch.samples))
             raise ConfigError(
-                f"--samples {self.samples} does not divide by --batch.samples {self.batch.samples}; "
+                f"--samples {self.samples} is not divisible by --batch.samples {self.batch.samples}; "
                 f"nearest value: {steps * self.batch.samples} ({steps} steps)"
             )
 
     def _check_sampling(self, flag: str, steps: int, without: str) -> None:
-        """Refuse now what would otherwise fail at the first images, hours later."""
+        """Refuse settings that would fail at the first sample images, hours later."""
         most = self.objective.timesteps if isinstance(self.objective, DdpmConfig) else math.inf
         require(
             steps <= most,
@@ -299,12 +301,12 @@ class RunConfig:
         )
         require(
             self.objective.tells_x0 or self._follows_pipeline(),
-            "no image can be drawn from pure noise by predicting it: with --objective.zero_terminal_snr, or schedule "
-            f"jsd, use --objective.prediction v or x0, or draw none with {without}",
+            "epsilon prediction cannot sample from zero terminal SNR (--objective.zero_terminal_snr, or schedule "
+            f"jsd); use --objective.prediction v or x0, or turn the sampling off with {without}",
         )
 
     def _follows_pipeline(self) -> bool:
-        """Whether a pipeline, which is read later, says what is predicted."""
+        """Whether a pipeline, which is read later, decides the prediction."""
         return self.objective.prediction == "auto" and bool(self.pretrained.path) and not self.pretrained.is_file
 
     def _check_objective(self) -> None:
@@ -316,8 +318,8 @@ class RunConfig:
         )
         require(
             not self.objective.low_res_noise or self.model.low_res_size > 0,
-            f"--objective.low_res_noise {self.objective.low_res_noise} is noise on the small images of a model that "
-            "enlarges them, an ADM UNet with --model.low_res_size; set it to 0",
+            f"--objective.low_res_noise {self.objective.low_res_noise} is for super-resolution, an ADM UNet "
+            "with --model.low_res_size; set it to 0",
         )
 
     def _check_pretrained(self) -> None:
@@ -333,32 +335,33 @@ class RunConfig:
         require(
             self.lora.rank == 0 or self.pretrained.weights,
             f"--lora.rank {self.lora.rank} needs --pretrained.weights and their --pretrained.path: an adapter is "
-            "added to trained weights",
+            "added to pretrained weights",
         )
         require(
             self.lora.rank == 0 or not self.pretrained.training,
-            f"--lora.rank {self.lora.rank} with --pretrained.training: a published training has the state of its whole "
+            f"--lora.rank {self.lora.rank} with --pretrained.training: a published training has the state of the whole "
             "network, not of an adapter; leave out one of them",
         )
         require(
             not (self.pretrained.training and self.ema.power_stds),
-            f"--ema.power_stds {' '.join(map(str, self.ema.power_stds))} with --pretrained.training: such an average "
-            "is one of the whole course of the weights, of which a published training has the end alone; leave it out",
+            f"--ema.power_stds {' '.join(map(str, self.ema.power_stds))} with --pretrained.training: a "
+            "power-function average needs the whole training history, and the published checkpoint has only its end; "
+            "leave it out",
         )
         if self.lora.rank and not self.model.lora_targets:
             able = [network.title for network in networks().values() if network.lora_targets]
             raise ConfigError(
                 f"--lora.rank {self.lora.rank} is for {' or '.join(able)}, not {self.model.title}; set it to 0"
             )
-        # The network of a pipeline replaces the one that is given.
+        # The network of a pipeline replaces --model.
         text = self.model.text_conditional or (self.pretrained.weights and not self.pretrained.is_file)
         require(
             not self.data.online or text,
-            "--data.online is for models of text; encode classes with `fastdiff encode`",
+            "--data.online is for text-conditional models; encode classes with `fastdiff encode`",
         )
         require(
             not self.validation.prompts or text,
-            "--validation.prompts is for models of text; others draw grids (--output.sample_every)",
+            "--validation.prompts is for text-conditional models; others have sample grids (--output.sample_every)",
         )
 
     @property

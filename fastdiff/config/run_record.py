@@ -1,4 +1,4 @@
-"""What a start of the trainer was asked to do, and the run folder it works in."""
+"""Record and lock of a run folder: ``run.json`` and ``.lock``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_json(config: RunConfig) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that decide the numbers."""
+    """Return the versions of the packages that affect the numbers."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -39,10 +39,10 @@ def versions() -> dict[str, str]:
 
 
 def claim(folder: Path) -> Callable[[], None]:
-    """Make the run folder and lock it for this job; return what releases the lock.
+    """Create the run folder and lock it for this job; return the function that releases the lock.
 
     Raises:
-        ConfigError: another job holds it. The lock ends with its process, so there is none to clean up by hand.
+        ConfigError: another job holds the lock. The lock ends with its process, so it is never removed by hand.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file: IO[str] = (folder / ".lock").open("a+")
@@ -63,7 +63,7 @@ def claim(folder: Path) -> Callable[[], None]:
 
 
 def write_run_json(folder: Path, config: RunConfig, launch: Launch, ds_config: DsConfig, device: str) -> None:
-    """Write ``run.json``: everything needed to tell what ran, and no secret."""
+    """Write ``run.json``: configuration, command line, versions, commit and device, without secrets."""
     content = {
         "config": as_json(config),
         "argv": [sanitize.line(argument) for argument in launch.argv],
@@ -78,10 +78,10 @@ def write_run_json(folder: Path, config: RunConfig, launch: Launch, ds_config: D
 
 
 def require_run(folder: Path) -> None:
-    """Refuse a folder that is not of a run.
+    """Refuse a folder without a run.
 
     Raises:
-        ConfigError: it has no ``run.json``; with the names of the runs beside it.
+        ConfigError: it has no ``run.json``; the message names the runs beside it.
     """
     if not (folder / "run.json").is_file():
         near = sorted(path.parent.name for path in folder.parent.glob("*/run.json"))

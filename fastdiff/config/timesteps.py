@@ -1,4 +1,4 @@
-"""Which noise levels the training draws, as a frozen dataclass. This module imports no torch."""
+"""Distribution of the training's noise levels, as a frozen dataclass. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DENSITIES: dict[Process, tuple[Density, ...]] = {
     "flow": ("uniform", "logit_normal", "mode", "cosmap"),
     "edm": ("log_normal",),
 }
-"""How timesteps can be drawn in each process; the first is what ``auto`` means."""
+"""Densities of each process; ``auto`` is the first."""
 
 _DRAWN: dict[Process, str] = {"ddpm": "discrete timesteps", "flow": "a time from 0 to 1", "edm": "sigma"}
 
@@ -30,20 +30,20 @@ _OF_DENSITY: dict[str, tuple[Density, ...]] = {
     "bias_begin": ("range",),
     "bias_end": ("range",),
 }
-"""Fields of the timesteps that some densities alone read."""
+"""Fields that only some densities read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimestepConfig:
-    """Which noise levels the training draws."""
+    """Distribution of the training's noise levels."""
 
     density: Literal["auto", Density] = "auto"
     """uniform; logit_normal, mode or cosmap (Esser et al. 2024, arXiv:2403.03206); log_normal (of sigma, edm); earlier,
-    later or range (those steps bias_multiplier times as often, ddpm); importance (in proportion to the root of the mean
-    squared loss, and weighted so that the mean stays the same: Nichol & Dhariwal 2021, section 3.3; ddpm). auto:
-    uniform, for edm log_normal."""
+    later or range (those steps bias_multiplier times as often, ddpm); importance (in proportion to the root mean
+    squared loss, with weights that keep the expected loss: Nichol & Dhariwal 2021, section 3.3; ddpm). auto: log_normal
+    for edm, otherwise uniform."""
     stratified: bool = False
-    """Spread the draws of each optimizer step evenly over the density: the same mean with less noise."""
+    """Spread the draws of each optimizer step evenly over the density: the same mean, lower variance."""
     mean: float | None = None
     """Mean of logit_normal (None: 0) and log_normal (None: -1.2)."""
     std: float | None = None
@@ -51,31 +51,31 @@ class TimestepConfig:
     mode_scale: float = 1.29
     """Scale of mode."""
     shift: float = 1.0
-    """Shift of t towards noise in flow, shift * t / (1 + (shift - 1) * t): 3 for SD3 at 1024 px."""
+    """Time shift towards noise in flow, shift * t / (1 + (shift - 1) * t): 3 for SD3 at 1024 px."""
     bias_multiplier: float = 1.0
-    """How many times as often biased timesteps are drawn; for earlier, later and range, another number than 1."""
+    """Factor of the probability of biased timesteps; earlier, later and range need another value than 1."""
     bias_portion: float = 0.25
-    """Share of the timesteps that is biased, for earlier (those of low noise) and later."""
+    """Fraction of biased timesteps, for earlier (lowest noise) and later (highest noise)."""
     bias_begin: int = 0
     """First biased timestep, for range."""
     bias_end: int | None = None
-    """End of the biased timesteps, not included, for range. None: all from bias_begin on."""
+    """End of the biased timesteps (exclusive), for range. None: T."""
 
     def __post_init__(self) -> None:
         require(
             self.std is None or 0 < self.std <= 10,
-            f"--timesteps.std {self.std}: above 0, at most 10, because levels beyond are all data or all noise",
+            f"--timesteps.std {self.std}: above 0, at most 10, because levels beyond are pure data or pure noise",
         )
         require(
             self.mean is None or abs(self.mean) <= 20,
-            f"--timesteps.mean {self.mean}: from -20 to 20, because levels beyond are all data or all noise",
+            f"--timesteps.mean {self.mean}: from -20 to 20, because levels beyond are pure data or pure noise",
         )
         require(
             (self.mean is None and self.std is None) or self.density in ("auto", *_NORMAL),
             f"--timesteps.mean and --timesteps.std with --timesteps.density {self.density}: they belong to "
             "logit_normal and log_normal; set both to None, their default",
         )
-        # Beyond these the map from the uniform number is no longer monotonous.
+        # Outside this range the quantile function is not monotonic.
         require(-1.0 <= self.mode_scale <= 1.75, f"--timesteps.mode_scale {self.mode_scale}: from -1 to 1.75")
         require(0 < self.shift < math.inf, f"--timesteps.shift {self.shift}: above 0")
         require(0 < self.bias_multiplier < math.inf, f"--timesteps.bias_multiplier {self.bias_multiplier}: above 0")
@@ -94,26 +94,26 @@ class TimestepConfig:
             )
         require(
             self.density not in _BIASED or self.bias_multiplier != 1.0,
-            f"--timesteps.density {self.density} with --timesteps.bias_multiplier 1 draws all timesteps alike; set the "
+            f"--timesteps.density {self.density} with --timesteps.bias_multiplier 1 is uniform; set the "
             "multiplier to 2 to draw the biased ones twice as often, or the density to uniform",
         )
 
     def of(self, objective: ObjectiveConfig) -> Density:
-        """The density for this objective."""
+        """Return the density for this objective."""
         return DENSITIES[objective.process][0] if self.density == "auto" else self.density
 
     def biased(self, timesteps: int) -> range:
-        """Which of the timesteps earlier, later or range bias; the portion is rounded down to whole ones."""
+        """Return the timesteps that earlier, later or range bias; the portion is rounded down to whole timesteps."""
         count = int(self.bias_portion * timesteps)
         if self.density == "range":
             return range(self.bias_begin, timesteps if self.bias_end is None else self.bias_end)
         return range(count) if self.density == "earlier" else range(timesteps - count, timesteps)
 
     def check(self, objective: ObjectiveConfig) -> None:
-        """Refuse what does not go with ``objective``.
+        """Refuse values that do not fit ``objective``.
 
         Raises:
-            ConfigError: it does not draw from its process, or biases steps that it has not.
+            ConfigError: its process does not have the density, or the biased timesteps are outside its range.
         """
         known = DENSITIES[objective.process]
         require(
@@ -135,7 +135,7 @@ class TimestepConfig:
             self._check_bias(objective.timesteps)
 
     def in_process(self, objective: ObjectiveConfig) -> TimestepConfig:
-        """These timesteps with the defaults of what the process of ``objective`` cannot have."""
+        """Return a copy for the process of ``objective``; values that it does not support return to their defaults."""
         changes: dict[str, Any] = {} if isinstance(objective, FlowConfig) else {"shift": 1.0}
         if self.density not in ("auto", *DENSITIES[objective.process]):
             return replace(TimestepConfig(), stratified=self.stratified)
@@ -157,12 +157,12 @@ class TimestepConfig:
         )
 
     def _set_back(self) -> dict[str, str]:
-        """The flags that undo what a preset, a file or another flag has changed, by field."""
+        """Flags that reset the changed fields to their defaults, by field."""
         changed = [field for field in fields(self) if getattr(self, field.name) != field.default]
         return {field.name: f"--timesteps.{field.name} {field.default}" for field in changed}
 
     def _drawn(self) -> str:
-        """What the density is over."""
+        """Name of the variable that the density draws."""
         if self.density == "importance":
             return "discrete timesteps by the past losses of each"
         return "sigma" if self.density == "log_normal" else _DRAWN["ddpm" if self.density in _BIASED else "flow"]

@@ -1,1 +1,1 @@
-"""The mathematics of diffusion: schedules, processes, objective and losses."""
+"""Diffusion mathematics: schedules, processes, objective and losses."""

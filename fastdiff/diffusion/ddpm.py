@@ -1,4 +1,4 @@
-"""Discrete denoising diffusion (Ho et al. 2020, arXiv:2006.11239): T steps, whose coefficients are tables."""
+"""Discrete denoising diffusion (Ho et al. 2020, arXiv:2006.11239): T steps with tabulated coefficients."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fastdiff.diffusion.schedules import Schedule
 from fastdiff_kernels.noising import uniform_time
 
 _USUAL_STEPS = 1000.0
-"""On the scale of which improved-diffusion tells its models the time, whatever T is."""
+"""Scale of the time that improved-diffusion passes to its models, for any T."""
 
 
 class Ddpm:
-    """The tables of a run; ``native`` levels are timesteps, int64 in [0, T).
+    """Tables of a run; ``native`` levels are timesteps, int64 in [0, T).
 
     Args:
         config: schedule, prediction and weighting.
         device: where the tables are placed, once.
 
     Raises:
-        ConfigError: a schedule that does not exist.
+        ConfigError: unknown schedule.
     """
 
     def __init__(self, config: DdpmConfig, device: torch.device | str) -> None:
@@ -40,26 +40,26 @@ class Ddpm:
         )
 
     def draw(self, share: Tensor) -> Tensor:
-        """``[B]`` fp32 shares in [0, 1) ``-> [B]`` int64 timesteps, each equally often."""
+        """Map ``[B]`` fp32 shares in [0, 1) ``-> [B]`` int64 timesteps, uniformly."""
         return uniform_time(share, len(self.table))
 
     def levels(self, native: Tensor) -> Levels:
-        """The rows of ``[B]`` int64 timesteps."""
+        """Return the rows of ``[B]`` int64 timesteps."""
         return Levels(told(self._config, native), native, self.table, self.weights, self.log_snr, self.depth)
 
 
 def told(config: DdpmConfig, timestep: Tensor) -> Tensor:
-    """What the model is told of ``[B]`` int64 timesteps: these, or fp32 numbers on the scale of a thousand steps."""
+    """Return the model's time input for ``[B]`` int64 timesteps: the same, or fp32 on the scale of 1000 steps."""
     return timestep.float() * (_USUAL_STEPS / config.timesteps) if config.rescale_timesteps else timestep
 
 
 def coefficients(schedule: Schedule, prediction: Prediction) -> Tensor:
-    """``[T, 4]`` rows (alpha, sigma, a, b) of ``noise.levels``.
+    """Return the ``[T, 4]`` rows (alpha, sigma, a, b) of ``fastdiff.diffusion.levels``.
 
     Args:
         schedule: in float64.
         prediction: epsilon, x0, v (Salimans & Ho 2022, arXiv:2202.00512, section 4) or previous_x, the mean of
-            q(x_{t-1} | x_t, x0) (Ho et al. 2020, eq. 7), as Nichol & Dhariwal 2021 can predict it.
+            q(x_{t-1} | x_t, x0) (Ho et al. 2020, eq. 7), an option of Nichol & Dhariwal 2021.
     """
     alpha, sigma = schedule.alpha, schedule.sigma
     zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)

@@ -18,12 +18,12 @@ _LOG_MEAN, _LOG_STD = -1.2, 1.2
 
 
 class Edm:
-    """The preconditioning; ``native`` levels are sigma, fp32 above 0, which may be given on any device.
+    """EDM preconditioning; ``native`` levels are sigma, fp32 above 0, on any device.
 
     Args:
         config: ``sigma_data`` and weighting.
-        mean: of the ln sigma that are drawn; None: that of the paper.
-        std: their standard deviation; likewise.
+        mean: mean of ln sigma in training; None: the paper's.
+        std: standard deviation of ln sigma in training; None: the paper's.
     """
 
     def __init__(self, config: EdmConfig, mean: float | None = None, std: float | None = None) -> None:
@@ -33,19 +33,19 @@ class Edm:
         self._weighting, self._gamma = config.weighted, config.min_snr_gamma
 
     def draw(self, share: Tensor) -> Tensor:
-        """``[B]`` shares in [0, 1) ``-> [B]`` sigma, whose logarithm is normal."""
+        """Map ``[B]`` shares in [0, 1) ``-> [B]`` log-normal sigma."""
         return log_normal(share, self._mean, self._std)
 
     def levels(self, native: Tensor) -> Levels:
-        """The rows of ``[B]`` sigma, one for each sample; the model is told c_noise = ln(sigma) / 4."""
+        """Return one row per ``[B]`` sigma; the model's time input is c_noise = ln(sigma) / 4."""
         sigma, data, logs = native, self._data, native.log()
-        scale = 1.0 / torch.hypot(sigma, torch.full_like(sigma, data))  # c_in; the squares may be infinite
+        scale = 1.0 / torch.hypot(sigma, torch.full_like(sigma, data))  # c_in; hypot, because the squares may overflow
         # (1 - c_skip) / c_out and -c_skip sigma / c_out, without the cancellation.
         target_x0, target_noise = sigma * scale / data, -data * scale
         table = rows(alpha=scale, sigma=sigma * scale, target_x0=target_x0, target_noise=target_noise)
         weights = torch.ones_like(sigma)
         if self._weighting != "none":
-            # Crowson et al. 2024 (arXiv:2401.11605), section 3.4: the SNR of latents that are not of variance 1.
+            # Crowson et al. 2024 (arXiv:2401.11605), section 3.4: the SNR of latents with variance data^2.
             weights = snr_weights(self._weighting, table, (data / sigma) ** 2, self._gamma)
         row = torch.arange(len(sigma), device=sigma.device)
         quantile = torch.special.ndtr((logs - self._mean) / self._std)

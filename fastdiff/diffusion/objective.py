@@ -1,8 +1,8 @@
-"""What the model sees and what it is asked for: ``corrupt`` before the model, ``loss`` after it.
+"""Training objective: ``corrupt`` makes the model's input, ``loss`` compares its output with the target.
 
-Nothing here waits for the device or copies to it: the tables are placed there once, and every random number is drawn
-there from (seed, stream, position), the noise once in ``corrupt`` and again in ``loss``, so that it is never stored.
-All arithmetic is fp32, whatever the dtype of the latents and of the prediction.
+No code here synchronises with the device or copies to it: the tables are placed there once, and every random number is
+drawn there from (seed, stream, position). The noise is drawn in ``corrupt`` and again in ``loss``, so it is never
+stored. All arithmetic is fp32, for every dtype of the latents and of the prediction.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ _STREAMS = Streams(
 
 
 _SHORTEST = 1e-3
-"""Length of a velocity below which its direction counts in proportion to its length."""
+"""Length of a velocity below which the cosine distance scales with the length."""
 
 
 class Objective:
-    """Denoising score matching or flow matching, at noise levels of one process.
+    """Denoising score matching or flow matching at the noise levels of one process.
 
     Args:
         config: process, prediction, loss, weights, noise and drops.
         seed: key of every random number, in [0, 2**64).
-        null: the condition of no class or caption, one sample of each input that is dropped (``label []`` int64, or
-            ``context [L, D]`` and ``pooled [P]``); inputs that are not named here are never dropped.
-        device: where the batches will be.
-        inputs: names of what the model is conditioned on; other columns of the data are left out. None: all.
+        null: the null condition, one sample of each input that can be dropped (``label []`` int64, or
+            ``context [L, D]`` and ``pooled [P]``); other inputs are never dropped.
+        device: device of the batches.
+        inputs: names of the model's conditions; other columns of the data are ignored. None: all.
         posterior: whether the batches hold mean and std of a posterior, which is then sampled.
-        dtype: of the noisy latents. That of a model whose first act is to round its input to it saves bytes, and
-            changes nothing else.
-        timesteps: how the noise levels are drawn; None: evenly.
+        dtype: dtype of the noisy latents. A model that first casts its input to this dtype gets the same values from
+            fewer bytes.
+        timesteps: distribution of the noise levels; None: uniform.
         batch_samples: samples of an optimizer step, over which stratified levels are spread.
-        low_res_size: height and width of the small images that the model enlarges; 0: none.
+        low_res_size: height and width of the model's low-resolution input; 0: none.
 
     Raises:
-        ConfigError: ``seed`` out of range, or a schedule that does not exist (``schedule.betas``).
+        ConfigError: ``seed`` out of range, or unknown schedule (``fastdiff.diffusion.schedules.betas``).
     """
 
     def __init__(
@@ -92,22 +92,22 @@ class Objective:
         self.variational = Variational(config, device) if isinstance(config, DdpmConfig) and config.has_bound else None
         self._cosine_weight = config.cosine_weight if isinstance(config, FlowConfig) else 0.0
         self._preserved_detail = config.dream_detail_preservation if isinstance(config, DdpmConfig) else 1.0
-        # The loss of the noise alone does not read the latents.
+        # The target of epsilon and score prediction does not contain the latents.
         self._reads_clean = config.predicted not in ("epsilon", "score")
 
     def corrupt(
         self, batch: Batch, model: Callable[..., Tensor] | None = None, *, native: Tensor | None = None
     ) -> Corruption:
-        """Draw a noise level and noise for each sample and mix the noise in.
+        """Draw a noise level and noise for each sample and add the noise.
 
-        The noise offset and the multi-resolution noise are part of the noise, and so of the target; the input
-        perturbation (Ning et al. 2023, arXiv:2301.11706, eq. 10) is in ``noisy`` only.
+        Noise offset and multi-resolution noise are part of the noise and of the target; the input perturbation (Ning
+        et al. 2023, arXiv:2301.11706, eq. 10) is in ``noisy`` only.
 
         Args:
             batch: latents of fp32, bf16 or fp16, or pixels in uint8, contiguous.
-            model: whose estimate of the noise moves input and target under ``config.dream``; called as in the training
-                step, without a gradient. None: neither is moved.
-            native: ``[B]`` levels as the process counts them; None: drawn.
+            model: network whose noise estimate corrects input and target with ``config.dream``; called as in the
+                training step, without a gradient. None: no correction.
+            native: ``[B]`` native levels of the process; None: draw them.
         """
         importance = None
         if native is None and not self.timesteps.in_kernel:
@@ -124,7 +124,7 @@ class Objective:
 
     @torch.no_grad()
     def _dream(self, corruption: Corruption, batch: Batch, model: Callable[..., Tensor]) -> Corruption:
-        """Move input and target towards the model's own estimate of the noise, as its sampling will.
+        """Move input and target towards the model's own noise estimate, to align training with sampling.
 
         DREAM (Zhou et al. 2023, arXiv:2312.00210, eqs. 8 to 10): ``d = sigma^p * (noise - estimate)`` is added to the
         target, and ``sigma * d`` to the input.
@@ -139,11 +139,11 @@ class Objective:
         return replace(corruption, noisy=noisy, correction=correction)
 
     def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
-        """The loss of each sample, averaged over its elements; a sampler that learns from the losses takes them in.
+        """Return the loss of each sample, averaged over its elements; a loss-aware timestep sampler records it.
 
         Args:
             prediction: ``[B, C, H, W]`` of fp32, bf16 or fp16, or ``[B, 2C, H, W]`` of a model that also predicts a
-                variance; with a fixed variance that half is not trained.
+                variance; for a fixed variance the second half is not trained.
             batch: the clean latents.
             corruption: what ``corrupt`` returned for ``batch``.
 
@@ -151,7 +151,7 @@ class Objective:
             ``[B]`` fp32, weighted by ``corruption.importance``; the gradient flows to ``prediction``.
 
         Raises:
-            ValueError: the shape of the prediction fits neither.
+            ValueError: the prediction has another shape.
         """
         expected = tuple(corruption.noisy.shape)
         doubled = (expected[0], 2 * expected[1], *expected[2:])
@@ -166,7 +166,7 @@ class Objective:
         return losses if corruption.importance is None else losses * corruption.importance
 
     def squared_error(self, prediction: Tensor, batch: Batch, corruption: Corruption, weights: Tensor) -> Tensor:
-        """Squared error of the prediction, mean over the elements of each sample times its level's weight.
+        """Return the squared error of the prediction: mean over the elements of each sample times its level's weight.
 
         Args:
             prediction: as in ``loss``.
@@ -178,7 +178,7 @@ class Objective:
             ``[B]`` fp32.
         """
         levels, unit = corruption.levels, self._unit(corruption.noisy.shape[1:])
-        if corruption.correction is not None:  # added to the target is taken from the prediction
+        if corruption.correction is not None:  # subtracting it from the prediction adds it to the target
             prediction = prediction[:, : corruption.noisy.shape[1]].float() - corruption.correction
         return weighted_mse(
             prediction,
@@ -209,18 +209,18 @@ class Objective:
         return variational.loss(prediction, self._clean(batch), self._noise(batch, shape), corruption.levels.row)
 
     def _cosine_distance(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
-        """1 - cosine of the angle between predicted and true velocity over the channels, mean over the pixels: ``[B]``.
+        """Return 1 - cosine similarity of predicted and true velocity over the channels, mean over the pixels: ``[B]``.
 
         Yao & Wang 2025, arXiv:2501.01423, section 4 (the "velocity direction loss").
         """
         levels, noise = corruption.levels, self._noise(batch, corruption.noisy.shape[1:])
         target = levels.coefficient(TARGET_X0) * self._clean(batch) + levels.coefficient(TARGET_NOISE) * noise
         predicted = prediction[:, : target.shape[1]].float()
-        # Of a network that still predicts 0 the angle has a gradient of 1 / eps; torch's 1e-8 would overflow fp16.
-        return 1.0 - torch.cosine_similarity(predicted, target, dim=1, eps=_SHORTEST).mean(dim=(1, 2))
+        # At a prediction of 0, as of a fresh network, the gradient is 1 / eps; torch's 1e-8 would overflow fp16.
+        return 1.0 - torch.cosine_similarity(predicted, target, dim=1, eps=_SHORTEST).mean(dim=(1, 2))  # -> [B]
 
     def _mix(self, batch: Batch, levels: Levels | None) -> tuple[Tensor, Levels]:
-        """``noisy`` and its levels, which the kernel draws itself if there are none (ddpm, evenly)."""
+        """Return ``noisy`` and its levels; without levels the kernel draws them (ddpm, uniform)."""
         process, row = self.process, None
         if levels is None:
             assert isinstance(process, Ddpm)
@@ -239,13 +239,13 @@ class Objective:
             offset=self.config.noise_offset / unit,
             perturbation=self.config.input_perturbation / unit,
             posterior=self.posterior,
-            # The coarser noise is added to what has not been rounded yet.
+            # The coarser noise is added before rounding.
             dtype=torch.float32 if self.config.multires_noise_iterations else self.dtype,
         )
         return noisy, process.levels(drawn) if levels is None else levels
 
     def _add_pyramid(self, corruption: Corruption, batch: Batch) -> Corruption:
-        """The coarser noise (``noise.multires``), in the input and in the target."""
+        """Add the coarser noise (``fastdiff.diffusion.noise_shaping``) to the input and to the target."""
         extra = self._pyramid(batch, corruption.noisy.shape[1:])
         noisy = corruption.noisy + corruption.levels.coefficient(SIGMA) * extra
         correction = corruption.levels.coefficient(TARGET_NOISE) * extra
@@ -256,11 +256,11 @@ class Objective:
         return self._unit(shape) * pyramid(self.seed, batch.position, shape, iterations, discount)
 
     def _unit(self, shape: tuple[int, ...]) -> float:
-        """Factor of the noise of every pixel: with the coarser noise, times the same, it has variance 1."""
+        """Return the scale of the noise of every pixel and of the coarser noise that gives their sum variance 1."""
         return unit_scale(tuple(shape), self.config.multires_noise_iterations, self.config.multires_noise_discount)
 
     def _rows(self, table: Tensor, unit: float) -> Tensor:
-        """The rows of the kernels, whose noise is that of every pixel alone; the rest comes in the correction."""
+        """Return the rows for the kernels, whose noise is that of every pixel only; the correction has the rest."""
         if unit == 1.0:
             return table
         rows = table.clone()
@@ -269,7 +269,7 @@ class Objective:
         return rows
 
     def _noise(self, batch: Batch, shape: torch.Size) -> Tensor:
-        """The noise of the target in fp32, drawn again: ``[B, *shape]``."""
+        """Draw the noise of the target again, in fp32: ``[B, *shape]``."""
         noise = self._unit(shape) * normal(self.seed, Stream.NOISE, batch.position, shape)
         if self.config.noise_offset:
             noise += self.config.noise_offset * normal(self.seed, Stream.OFFSET, batch.position, (shape[0], 1, 1))
@@ -278,15 +278,15 @@ class Objective:
         return noise
 
     def _clean(self, batch: Batch) -> Tensor:
-        """x0 in fp32, ``[B, C, H, W]``: the latents, or the same sample of their posterior that ``corrupt`` took."""
+        """Return x0 in fp32, ``[B, C, H, W]``: the latents, or the same sample of their posterior as in ``corrupt``."""
         latents = dequantised(batch.latents, torch.float32)
         if not self.posterior:
             return latents
-        mean, deviation = latents.chunk(2, dim=1)
+        mean, deviation = latents.chunk(2, dim=1)  # [B, 2C, H, W] -> 2 x [B, C, H, W]
         return mean + deviation * normal(self.seed, Stream.POSTERIOR, batch.position, mean.shape[1:])
 
     def _drop(self, batch: Batch) -> Condition:
-        """Replace the condition of some samples by none (Ho & Salimans 2022, arXiv:2207.12598, algorithm 1)."""
+        """Replace the condition of some samples by the null (Ho & Salimans 2022, arXiv:2207.12598, algorithm 1)."""
         wanted = {n: value for n, value in batch.condition.items() if self.inputs is None or n in self.inputs}
         if not self.config.condition_dropout:
             return wanted
@@ -294,7 +294,7 @@ class Objective:
         return {name: self._dropped(name, value, drop) for name, value in wanted.items()}
 
     def _made(self, batch: Batch) -> Condition:
-        """What no column of the data holds: the position that keys a dropout, and small images."""
+        """Make the inputs that are not columns of the data: the dropout's position and low-resolution images."""
         made: Condition = {}
         if self.inputs is not None and "position" in self.inputs:
             made["position"] = batch.position

@@ -1,4 +1,4 @@
-"""How noise comes in: the processes, each a map from a noise level to coefficients, and the draw of the levels."""
+"""The noising processes, and the choice of one by configuration."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Ddpm", "Edm", "Flow", "Levels", "Process", "build_process"]
 def build_process(
     config: ObjectiveConfig, device: torch.device | str, timesteps: TimestepConfig | None = None
 ) -> Process:
-    """The process of ``config``, with its tables on ``device``.
+    """Return the process of ``config``, with its tables on ``device``.
 
     Args:
         config: process, prediction and weighting.
         device: where the tables are placed, once.
-        timesteps: how the levels are drawn: mean and deviation of the ln sigma of edm; None: those of its paper.
+        timesteps: mean and standard deviation of edm's ln sigma; None: those of its paper.
 
     Raises:
-        ConfigError: a schedule that does not exist (``schedule.betas``).
+        ConfigError: unknown schedule (``fastdiff.diffusion.schedules.betas``).
     """
     match config:
         case DdpmConfig():

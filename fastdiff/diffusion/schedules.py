@@ -1,8 +1,8 @@
-"""Noise schedules: beta tables and what is derived from them, computed in float64.
+"""Noise schedules: beta tables and the tables derived from them, computed in float64.
 
 Abar is the running product of 1 - beta; ``x_t = sqrt(abar) * x0 + sqrt(1 - abar) * noise`` (Ho et al. 2020,
-arXiv:2006.11239, eq. 4). The tables are rounded to fp32 once, at the very end, and never to the dtype of the
-latents: in bf16 abar of the first steps is exactly 1, so that those steps would add no noise at all.
+arXiv:2006.11239, eq. 4). The tables are rounded to fp32 once, at the end, and never to the dtype of the latents: in
+bf16 abar of the first steps is exactly 1, so these steps would add no noise.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch import Tensor
 from fastdiff.config.objective import DdpmConfig
 
 LARGEST_BETA = 0.999
-"""Cap of the last betas of the schedules that are given by abar (Nichol & Dhariwal 2021, section 3.2)."""
+"""Cap of the last betas of schedules that are defined by abar (Nichol & Dhariwal 2021, section 3.2)."""
 
 _FIRST, _LAST = 1e-4, 0.02
 """First and last beta at T = 1000 (Ho et al. 2020, section 4)."""
 
 
 def betas(config: DdpmConfig) -> Tensor:
-    """Variance that each step adds.
+    """Return the variance that each step adds.
 
     * ``linear``: 1e-4 to 0.02 at T = 1000 (Ho et al. 2020, section 4), scaled by 1000/T for another T (as in
       the code of Nichol & Dhariwal 2021, arXiv:2102.09672).
-    * ``quad``: linear in sqrt(beta); ``const``: all as the last; ``warmup10``, ``warmup50``: linear over the first 10 %
+    * ``quad``: linear in sqrt(beta); ``const``: the last beta; ``warmup10``, ``warmup50``: linear over the first 10 %
       or 50 %, then constant; each with the ends of ``linear`` (code of Ho et al. 2020).
-    * ``jsd``: 1/T, 1/(T-1), ..., 1 (the same; abar falls evenly to 0).
+    * ``jsd``: 1/T, 1/(T-1), ..., 1 (same code; abar decreases linearly to 0).
     * ``scaled_linear``: linear in sqrt(beta), 0.00085 to 0.012 for every T (Stable Diffusion).
     * ``cosine``: Nichol & Dhariwal 2021, eq. 17.
     * ``sigmoid``: logistic function on [-6, 6], from 1e-4 to 0.02 for every T (GeoDiff: Xu et al. 2022,
       arXiv:2203.02923, as in diffusers).
-    * ``laplace``: log SNR of a Laplace distribution of scale 0.5 (Hang & Gu 2024, arXiv:2407.03297), as diffusers has
-      it: there sqrt(snr / (1 + snr)) is abar, not its root, so that abar ends at 0.03.
+    * ``laplace``: log SNR of a Laplace distribution of scale 0.5 (Hang & Gu 2024, arXiv:2407.03297), as in diffusers,
+      where sqrt(snr / (1 + snr)) is abar, not its root, so that abar ends at 0.03.
 
     Args:
         config: ``schedule``, ``timesteps`` and ``zero_terminal_snr`` are read.
@@ -91,7 +91,7 @@ def zero_terminal_snr(table: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """Tables that are gathered by timestep, ``[T]``."""
+    """Tables indexed by timestep, ``[T]``."""
 
     alpha: Tensor
     """sqrt(abar): factor of the clean latents."""
@@ -106,11 +106,11 @@ class Schedule:
     posterior_clean: Tensor
     """Factor of x0 in the mean of q(x_{t-1} | x_t, x0)."""
     posterior_noisy: Tensor
-    """Factor of x_t in the same."""
+    """Factor of x_t in the mean of q(x_{t-1} | x_t, x0)."""
 
     @staticmethod
     def build(config: DdpmConfig, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Schedule:
-        """The tables of ``config``, computed in float64, rounded to ``dtype`` and copied to ``device`` once.
+        """Return the tables of ``config``, computed in float64, rounded to ``dtype`` and copied to ``device`` once.
 
         All are finite, also where the last step is pure noise (zero-terminal SNR, ``jsd``): there abar and SNR are
         exactly 0, and the posterior does not depend on x_t.
@@ -118,7 +118,7 @@ class Schedule:
         beta = betas(config)
         logs = torch.log1p(-beta).cumsum(0)
         before = torch.cat([torch.zeros_like(logs[:1]), logs[:-1]])
-        # 1 - abar without the cancellation that subtracting from 1 would have in the first steps.
+        # 1 - abar by expm1: a subtraction from 1 would cancel in the first steps.
         rest, rest_before = 0.0 - torch.expm1(logs), 0.0 - torch.expm1(before)
         exact = (
             (logs / 2).exp(),
@@ -133,10 +133,10 @@ class Schedule:
 
 
 def alpha_bar_of(scheduler: Mapping[str, Any]) -> Tensor:
-    """Running product of 1 - beta that a ``scheduler_config.json`` of diffusers describes.
+    """Return the running product of 1 - beta of a ``scheduler_config.json`` of diffusers.
 
     Returns:
-        ``[num_train_timesteps]`` float64; empty for a schedule that diffusers itself has and this function has not.
+        ``[num_train_timesteps]`` float64; empty for a schedule that only diffusers supports.
     """
     start, end = float(scheduler.get("beta_start", _FIRST)), float(scheduler.get("beta_end", _LAST))
     steps = int(scheduler.get("num_train_timesteps", 1000))
@@ -181,7 +181,7 @@ def _sigmoid(start: float, end: float, steps: int) -> Tensor:
 
 
 def _of_alpha_bar(alpha_bar: Callable[[Tensor], Tensor], steps: int) -> Tensor:
-    """The betas of abar as a function of t / T, up to a constant factor."""
+    """Return the betas for abar as a function of t / T, known up to a constant factor."""
     values = alpha_bar(torch.arange(steps + 1, dtype=torch.float64) / steps)
     return (1.0 - values[1:] / values[:-1]).clamp(max=LARGEST_BETA)
 
@@ -192,7 +192,7 @@ def _cosine(time: Tensor) -> Tensor:
 
 def _laplace(time: Tensor) -> Tensor:
     from_middle = 0.5 - time
-    # The small number keeps the ends finite.
+    # 1e-6 keeps the ends finite.
     size = -0.5 * torch.log(1.0 - 2.0 * from_middle.abs() + 1e-6)
     snr = torch.where(from_middle < 0, -size, size).exp()
     return (snr / (1.0 + snr)).sqrt()

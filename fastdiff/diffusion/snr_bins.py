@@ -1,4 +1,4 @@
-"""Numbers by noise level: 16 bins of the log SNR, with edges that are the same for every schedule, and their errors."""
+"""Means by noise level, with standard errors: 16 bins of the log SNR, whose edges are the same for every schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SNR_EDGES = tuple(_WIDTH * n - 8.75 for n in range(15))
 """Inner edges of the bins, natural logarithms of alpha^2 / sigma^2; the outer bins are open."""
 BINS = len(SNR_EDGES) + 1
 SNR_CENTRES = tuple(_WIDTH * n - 9.375 for n in range(BINS))
-"""Middle of each bin, of the outer ones as if they were as wide as the others."""
+"""Centre of each bin; the outer bins count as wide as the others."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -30,11 +30,11 @@ class Mean:
 
 
 def mean_of(values: Floats) -> Mean:
-    """Mean of samples and its standard error.
+    """Return the mean of samples and its standard error.
 
-    The noise levels of a validation are spread evenly, so that the change of a loss with the level is no part of its
-    error. The variance is therefore that between neighbours in noise level, ``sum((l[k+1] - l[k])^2) / (2 (n - 1))``,
-    as is usual for such systematic samples (Wolter 2007, "Introduction to Variance Estimation", chapter 8).
+    The noise levels of a validation are spread evenly, so the change of the loss with the level does not add to the
+    error. The variance is therefore estimated from neighbours in noise level, ``sum((l[k+1] - l[k])^2) / (2 (n -
+    1))``, the usual estimator for systematic samples (Wolter 2007, "Introduction to Variance Estimation", chapter 8).
 
     Args:
         values: ``[n]`` in ascending order of the noise level.
@@ -47,7 +47,7 @@ def mean_of(values: Floats) -> Mean:
 
 
 def by_log_snr(log_snr: npt.NDArray[np.floating], values: Floats) -> tuple[Mean, list[Mean]]:
-    """Mean over all samples, and over those of each bin.
+    """Return the mean over all samples, and the mean of each bin.
 
     Args:
         log_snr: ``[n]`` log SNR of each sample.
@@ -59,7 +59,7 @@ def by_log_snr(log_snr: npt.NDArray[np.floating], values: Floats) -> tuple[Mean,
 
 
 def name_of(number: int) -> str:
-    """The range of a bin, in words."""
+    """Return the range of a bin in words."""
     if number == 0:
         return f"below {SNR_EDGES[0]:.2f}"
     if number == BINS - 1:

@@ -1,7 +1,7 @@
-"""Which noise levels the training draws: a pure function of (seed, position) and, for importance, of past losses.
+"""Draws of the noise levels: a pure function of (seed, position) and, for importance sampling, of past losses.
 
-A position has a share in [0, 1), and a density is a map from shares to levels that ascends in noise: what is spread
-evenly over the shares is spread over the levels as the density says.
+Every position has a share, a uniform number in [0, 1). A density maps shares to levels, ascending in noise, so that
+stratified shares give stratified levels.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ Level = Callable[[Tensor], Tensor]
 """``[B]`` shares in [0, 1) ``-> [B]`` levels, ascending."""
 
 _WHOLE = 2.0**48
-"""What the counts of a table add up to, about: exact in fp64, and far finer than the shares."""
+"""Approximate sum of the counts of a table: exact in fp64, and far finer than the shares."""
 
 
 class Shares:
-    """A number in [0, 1) for each position of the run: that which the noise-add kernel draws, or stratified.
+    """A number in [0, 1) for each position of the run: the noise-add kernel's own, or a stratified one.
 
-    Stratified, the G positions of an optimizer step get one G-th of [0, 1) each. Which one is the rank of the multiples
-    of the golden ratio, modulo 1: any run of them is spread evenly, and so is each rank's micro-batch.
+    With stratification, each of the G positions of an optimizer step gets one G-th of [0, 1): its index is the rank of
+    the position's multiple of the golden ratio, modulo 1. Consecutive multiples are spread evenly, so each rank's
+    micro-batch is, too.
 
     Args:
-        seed: of the run.
-        strata: G, samples of an optimizer step; None: not stratified.
-        device: where the positions are.
+        seed: seed of the run.
+        strata: G, samples of an optimizer step; None: no stratification.
+        device: device of the positions.
     """
 
     def __init__(self, seed: int, strata: int | None, device: torch.device | str) -> None:
@@ -44,7 +45,7 @@ class Shares:
         self._strata = None if strata is None else golden_ranks(strata).to(device)
 
     def __call__(self, position: Tensor) -> Tensor:
-        """``[B]`` int64 positions ``-> [B]`` shares: fp32, or fp64 if stratified, where fp32 would blur the strata."""
+        """Return the shares ``[B]`` of ``[B]`` int64 positions: fp32, stratified fp64 (fp32 would blur the strata)."""
         share = uniform(self._seed, Stream.TIMESTEP, position, 1)[:, 0]
         if self._strata is None:
             return share
@@ -53,16 +54,16 @@ class Shares:
 
 
 def golden_ranks(count: int) -> Tensor:
-    """Ranks of the first ``count`` multiples of the golden ratio, modulo 1: ``[count]`` int64, each number once."""
+    """Return the ranks of the first ``count`` multiples of the golden ratio, modulo 1: ``[count]`` int64."""
     golden = (math.sqrt(5.0) - 1.0) / 2.0
     return (torch.arange(count, dtype=torch.float64) * golden % 1.0).argsort().argsort()
 
 
 class Tabulated:
-    """Rows of a table, each as often as its weight says.
+    """Rows of a table, drawn in proportion to their weights.
 
-    The weights are rounded to integers: their running sums are exact, so the same on every machine, and the last one is
-    never reached.
+    The weights are rounded to integers: their running sums are exact, therefore equal on every machine, and no share
+    reaches the last one.
 
     Args:
         weights: ``[R]`` fp64, 0 or above, not all 0; on the device.
@@ -73,22 +74,22 @@ class Tabulated:
         self._ends = self._counts.cumsum(0)
 
     def __call__(self, share: Tensor) -> Tensor:
-        """``[B]`` shares ``-> [B]`` int64 rows, ascending."""
+        """Map ``[B]`` shares ``-> [B]`` int64 rows, ascending."""
         place = (share.double() * self._ends[-1]).to(torch.int64)
         return torch.searchsorted(self._ends, place, right=True)
 
     def correction(self, row: Tensor) -> Tensor:
-        """``[B]`` rows ``-> [B]`` fp32: how much more often each would be drawn if all were drawn equally often."""
+        """Return the importance weights ``[B]`` fp32 of ``[B]`` rows: uniform over actual probability."""
         return (self._ends[-1] / (len(self._counts) * self._counts[row]).double()).float()
 
 
 class Timesteps:
-    """Draws noise levels.
+    """Sampler of noise levels.
 
     Args:
         shares: the share of each position.
         level: the native level of each share.
-        in_kernel: the noise-add kernel draws the same levels itself (ddpm, evenly, not stratified).
+        in_kernel: whether the noise-add kernel draws the same levels itself (ddpm, uniform, not stratified).
     """
 
     def __init__(self, shares: Shares, level: Level, *, in_kernel: bool = False) -> None:
@@ -96,33 +97,33 @@ class Timesteps:
         self._shares, self._level = shares, level
 
     def draw(self, position: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[B]`` int64 positions ``-> [B]`` native levels and the weights ``[B]`` fp32 of their losses (None: 1)."""
+        """Return ``[B]`` native levels for ``[B]`` int64 positions, and the loss weights ``[B]`` fp32 (None: 1)."""
         return self._level(self._shares(position)), None
 
     def observe(self, row: Tensor, losses: Tensor, position: Tensor) -> None:
-        """Take in the losses of one micro-batch, each ``[B]``."""
+        """Record the losses of one micro-batch, each argument ``[B]``."""
 
     def end_step(self, world: World) -> None:
-        """Learn from the losses of an optimizer step; called by all ranks."""
+        """Update from the losses of an optimizer step; called by all ranks."""
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, the same on every rank; empty for a density that does not learn."""
+        """Return the state for a checkpoint, equal on every rank; empty for a density that does not learn."""
         return {}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on with the state of a checkpoint; an empty one starts anew."""
+        """Restore the state of a checkpoint; an empty one resets."""
 
 
 class Importance(Timesteps):
-    """Draws timesteps of large losses more often, and weights the losses so that their mean stays the same.
+    """Loss-aware timestep sampling (IDDPM, section 3.3): large losses are drawn more often and weighted less.
 
-    The losses of an optimizer step count from the next one on, in the order of their positions, whichever rank and
-    micro-batch they are from: so the levels depend on the seed and on the losses alone.
+    The losses of an optimizer step take effect from the next step on, in the order of their positions, independent of
+    rank and micro-batch. So the levels depend only on the seed and on the losses.
 
     Args:
         shares: the share of each position.
         timesteps: number of timesteps T.
-        device: where the losses are.
+        device: device of the losses.
     """
 
     def __init__(self, shares: Shares, timesteps: int, device: torch.device | str) -> None:
@@ -132,17 +133,17 @@ class Importance(Timesteps):
         super().__init__(shares, self._table)
 
     def draw(self, position: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Timesteps, and the weights 1 / (T p_t) of their losses."""
+        """Return timesteps and the loss weights 1 / (T p_t)."""
         timestep = self._table(self._shares(position))
         return timestep, self._table.correction(timestep)
 
     def observe(self, row: Tensor, losses: Tensor, position: Tensor) -> None:
-        """Keep the losses, taken before the weights of ``draw``, until the end of the step."""
+        """Keep the losses, without the weights of ``draw``, until the end of the step."""
         # fp64 holds all three exactly: positions up to 2**53.
         self._seen.append(torch.stack([position.double(), row.double(), losses.double()], dim=1))
 
     def end_step(self, world: World) -> None:
-        """Take in what was observed since the last call, on each rank of equally many samples."""
+        """Add the losses observed since the last call; every rank has equally many."""
         seen = world.concatenate(torch.cat(self._seen))
         self._seen.clear()
         seen = seen[seen[:, 0].argsort()]
@@ -168,7 +169,7 @@ def build_timesteps(
     batch_samples: int,
     device: torch.device | str,
 ) -> Timesteps:
-    """The sampler that ``config``, which has been checked against ``objective``, asks for."""
+    """Return the sampler for ``config``, which has been checked against ``objective``."""
     density = config.of(objective)
     shares = Shares(seed, batch_samples if config.stratified else None, device)
     if density == "log_normal":
@@ -186,7 +187,7 @@ def build_timesteps(
 
 
 def biased_weights(config: TimestepConfig, timesteps: int) -> Tensor:
-    """How often each timestep is drawn, ``[timesteps]`` fp64, up to a factor, as diffusers' SDXL script biases them."""
+    """Return unnormalised probabilities of the timesteps, ``[timesteps]`` fp64, biased as in diffusers' SDXL script."""
     biased = config.biased(timesteps)
     weights = torch.ones(timesteps, dtype=torch.float64)
     weights[biased.start : biased.stop] *= config.bias_multiplier
@@ -194,7 +195,7 @@ def biased_weights(config: TimestepConfig, timesteps: int) -> Tensor:
 
 
 def _time(config: TimestepConfig, density: Density) -> Level:
-    """Shares ``-> t`` in [0, 1) of a density that ddpm and flow have."""
+    """Return the map from shares to t in [0, 1) for a density of ddpm or flow."""
     if density == "logit_normal":
         mean, std = config.mean or 0.0, 1.0 if config.std is None else config.std
         return lambda share: densities.logit_normal(share, mean, std)
@@ -206,26 +207,26 @@ def _time(config: TimestepConfig, density: Density) -> Level:
 
 
 HISTORY = 10
-"""Losses that are kept of each timestep (ibid.)."""
+"""Losses kept per timestep (IDDPM, section 3.3)."""
 UNIFORM_PROB = 0.001
-"""Share of the draws that is spread evenly, so that no timestep is ever forgotten, as in the paper's code."""
+"""Fraction of uniform draws, so that every timestep is updated, as in the code of IDDPM."""
 
 
 class LossHistory:
-    """The last losses of each timestep, on the device: nothing here waits for it.
+    """The last losses of each timestep, on the device; no method synchronises with it.
 
     Args:
         timesteps: number of timesteps T.
-        device: where the losses are.
+        device: device of the losses.
     """
 
     def __init__(self, timesteps: int, device: torch.device | str) -> None:
-        # One row more than there are timesteps: what is not kept goes there, so that every shape is static.
+        # The additional last row takes losses that are not kept, so that every shape is static.
         self._losses = torch.zeros(timesteps + 1, HISTORY, device=device)
         self._taken = torch.zeros(timesteps + 1, dtype=torch.int64, device=device)
 
     def take(self, timestep: Tensor, losses: Tensor) -> None:
-        """Take in losses, the oldest first; those that are not finite are passed over.
+        """Add losses, the oldest first; losses that are not finite are ignored.
 
         Args:
             timestep: ``[N]`` int64.
@@ -233,7 +234,7 @@ class LossHistory:
         """
         nowhere = len(self._taken) - 1
         timestep, order = torch.where(losses.isfinite(), timestep, nowhere).sort(stable=True)
-        # Losses of one timestep are neighbours now, still in their order: each learns how many came before and after.
+        # Losses of one timestep are adjacent now, in their order: count those before and after each.
         first = torch.searchsorted(timestep, timestep)
         end = torch.searchsorted(timestep, timestep, right=True)
         place = torch.arange(len(timestep), device=timestep.device)
@@ -243,18 +244,18 @@ class LossHistory:
         self._taken.scatter_add_(0, timestep, torch.ones_like(timestep))
 
     def weights(self) -> Tensor:
-        """How often each timestep should be drawn, up to a factor: ``[T]`` fp64, equal until all histories are full."""
+        """Return unnormalised probabilities ``[T]`` fp64, equal until all histories are full."""
         root = self._losses[:-1].double().square().mean(dim=1).sqrt()
-        # If no timestep has a loss, the equal shares are left.
+        # If all losses are 0, only the uniform part remains.
         learned = (1.0 - UNIFORM_PROB) * root / root.sum().clamp(min=1e-300) + UNIFORM_PROB / len(root)
         return torch.where((self._taken[:-1] >= HISTORY).all(), learned, 1.0 / len(root))
 
     def state(self) -> dict[str, Tensor]:
-        """``history [T, HISTORY]`` fp32, a ring in which ``count [T]`` int64, losses taken so far, tells the oldest."""
+        """Return ``history [T, HISTORY]`` fp32, a ring buffer, and ``count [T]`` int64, losses added so far."""
         return {"history": self._losses[:-1], "count": self._taken[:-1]}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on with ``state``; start anew without one, or with that of another number of timesteps."""
+        """Restore ``state``; reset if it is empty or has another number of timesteps."""
         for name, values in self.state().items():
             if name in state and state[name].shape == values.shape:
                 values.copy_(state[name])

@@ -1,14 +1,14 @@
-"""The variational bound of ddpm in bits per dimension, and the variances of its steps back.
+"""Variational bound of ddpm in bits per dimension, and the variances of its reverse steps.
 
-The bound on -log p(x0) is a sum over the timesteps (Ho et al. 2020, arXiv:2006.11239, eq. 5). With q the posterior of
-the noising, N(mean, var), and p the step back of the model, N(mean', var'), the terms per dimension are::
+The bound on -log p(x0) is a sum over the timesteps (Ho et al. 2020, arXiv:2006.11239, eq. 5). With the posterior of the
+forward process q, N(mean, var), and the reverse step of the model p, N(mean', var'), the terms per dimension are::
 
-    t = 0:  -log p(x0 | x_1), of the 8-bit bin around x0
+    t = 0:  -log p(x0 | x_1), for the 8-bit bin around x0
     t > 0:  KL(q || p) = ((var + (mean - mean')^2) / var' - 1 + log(var' / var)) / 2
 
-``mean - mean'`` is not computed as a difference of two almost equal means. Both are linear in what is predicted, so
-that it is ``k * (target - prediction)`` with a factor k per timestep. At t = 0 the posterior has the mean x0, so that
-the same expression is ``x0 - mean'``. Likewise ``log(var' / var)`` comes from tables made in float64.
+``mean - mean'`` is not computed as a difference of two almost equal means. Both are linear in the prediction target, so
+it equals ``k * (target - prediction)`` with a factor k per timestep. At t = 0 the posterior mean is x0, so the same
+expression is ``x0 - mean'``. Likewise ``log(var' / var)`` comes from float64 tables.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from fastdiff.diffusion.levels import TARGET_NOISE, TARGET_X0, clean_per_error
 from fastdiff.diffusion.schedules import Schedule
 
 _HALF_BIN = 1.0 / 255.0
-"""Half of the distance of two of the 256 values from -1 to 1."""
+"""Half of the distance between adjacent 8-bit values in [-1, 1]."""
 _EDGE = 0.999
-"""Beyond it a value is in the first or the last bin, which reach to infinity."""
+"""Values beyond it are in the first or the last bin, which reach to infinity."""
 _SMALLEST_PROBABILITY = 1e-12
 _CDF_SLOPE, _CDF_CUBIC = math.sqrt(8.0 / math.pi), 0.044715
 _FAR = 30.0
-"""Standard deviations beyond which the cdf is 0 or 1 for every purpose, and its cube still finite."""
+"""Standard deviations beyond which the cdf is 0 or 1 in fp32; its cube is still finite."""
 _SMALL = 0.25
 _LARGEST_LOG_VARIANCE = 80.0
-"""Beyond plus or minus this a bin has the probability 0 or 1 in fp32; its exponential is finite."""
+"""Beyond plus or minus this value a bin has the probability 0 or 1 in fp32; its exponential is finite."""
 
 
 class Variational:
     """Terms of the bound on the negative log-likelihood.
 
     Args:
-        config: of the process ddpm; schedule, prediction, variance and loss are read.
+        config: schedule, prediction, variance and loss are read.
         device: where the tables are placed, once.
 
     Raises:
-        ConfigError: a schedule that does not exist.
+        ConfigError: unknown schedule.
     """
 
     def __init__(self, config: DdpmConfig, device: torch.device | str) -> None:
@@ -54,7 +54,7 @@ class Variational:
         table = coefficients(schedule, config.predicted)
         mean_per_error = schedule.posterior_clean * clean_per_error(table)
         variance = schedule.posterior_variance.clone()
-        variance[0] = variance[1]  # that of t = 0 is 0, which has no logarithm
+        variance[0] = variance[1]  # the variance at t = 0 is 0, which has no logarithm
         smallest = variance.log()
         range_ = schedule.beta.log() - smallest
         target = table[:, TARGET_X0], table[:, TARGET_NOISE]
@@ -64,12 +64,12 @@ class Variational:
         self._factor = factors[config.loss]
 
     def loss(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """The part of ``config.loss`` that is a bound.
+        """Return the part of ``config.loss`` that is a bound.
 
-        With ``mse`` and ``rescaled_mse`` it trains the variance alone, its mean is detached (Nichol & Dhariwal 2021,
-        arXiv:2102.09672, eq. 16): the term of its timestep as it is, or times T / 1000, which is the hybrid loss of
-        that paper, 0.001 times the T terms together. ``kl`` is the whole term, ``rescaled_kl`` T times it, which is an
-        unbiased estimate of the bound.
+        With ``mse`` and ``rescaled_mse`` the bound trains only the variance; its mean is detached (Nichol & Dhariwal
+        2021, arXiv:2102.09672, eq. 16). The term of the timestep has the factor 1 for ``mse`` and T / 1000 for
+        ``rescaled_mse``, the hybrid loss of the paper (0.001 times the sum of T terms). ``kl`` is the term with its
+        mean; ``rescaled_kl`` is T times this, an unbiased estimate of the bound.
 
         Args:
             prediction: ``[B, C, H, W]`` or, if the variance is learned, ``[B, 2C, H, W]``; fp32, bf16 or fp16.
@@ -87,16 +87,16 @@ class Variational:
         return self._factor * self.bits(mean_per_error * error, prediction, clean, time)
 
     def error(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Target minus prediction, ``[B, C, H, W]`` fp32; arguments as those of ``loss``."""
+        """Return target minus prediction, ``[B, C, H, W]`` fp32; arguments as in ``loss``."""
         a, b, *_ = self._at(time)
         return a * clean + b * noise - prediction[:, : clean.shape[1]].float()
 
     def bits(self, mean_error: Tensor, prediction: Tensor, clean: Tensor, time: Tensor) -> Tensor:
-        """The term of each sample's timestep, in bits per dimension, mean over the dimensions.
+        """Return the term of each sample's timestep, in bits per dimension, averaged over the dimensions.
 
         Args:
-            mean_error: ``[B, C, H, W]`` fp32, mean of the posterior minus mean of the step back.
-            prediction: as for ``loss``; its second half, if there is one that counts, is the variance.
+            mean_error: ``[B, C, H, W]`` fp32, mean of the posterior minus mean of the reverse step.
+            prediction: as in ``loss``; for a learned variance, its second half is the variance.
             clean: ``[B, C, H, W]`` fp32.
             time: ``[B]`` int64.
 
@@ -107,19 +107,18 @@ class Variational:
         first = (time == 0).view(-1, 1, 1, 1)
         above = self._log_variance_above_smallest(prediction[:, clean.shape[1] :].float(), smallest, range_, first)
         decoded = -log_probability(clean, mean_error, smallest + above)
-        # A branch that is not taken gets inputs at which it and its gradient are finite: 0 times inf is not 0.
+        # The branch not taken gets inputs with a finite value and gradient: 0 times inf is NaN.
         above = torch.where(first, 0.0, above)
         square = mean_error.square() * torch.where(first, 0.0, precision)
         divergence = 0.5 * (_exp_beyond_linear(-above) + torch.exp(-above) * square)
         return torch.where(first, decoded, divergence).mean(dim=(1, 2, 3)) / math.log(2.0)
 
     def _log_variance_above_smallest(self, given: Tensor, smallest: Tensor, range_: Tensor, first: Tensor) -> Tensor:
-        """Logarithm of the variance of the step back over that of the posterior, the smallest.
+        """Return log(variance of the reverse step / variance of the posterior); the latter is the smallest.
 
-        ``fixed_small``: that of the posterior; ``fixed_large``: beta. At t = 0, where the former is 0, both take that
-        of the posterior at t = 1. ``learned``: ``given`` is the logarithm. ``learned_range``: between the logarithms of
-        those two, ``f * log(beta) + (1 - f) * log(posterior)`` with ``f = (given + 1) / 2`` (Nichol & Dhariwal 2021,
-        eq. 15).
+        ``fixed_small``: the variance of the posterior; ``fixed_large``: beta. At t = 0 the posterior has the variance
+        0, and both use its variance at t = 1. ``learned``: ``given`` is the logarithm. ``learned_range``:
+        ``f * log(beta) + (1 - f) * log(posterior)`` with ``f = (given + 1) / 2`` (Nichol & Dhariwal 2021, eq. 15).
         """
         if self.config.variance == "fixed_small":
             return torch.zeros_like(smallest)
@@ -128,27 +127,27 @@ class Variational:
         return given - smallest if self.config.variance == "learned" else 0.5 * (given + 1.0) * range_
 
     def _at(self, time: Tensor) -> list[Tensor]:
-        """The tables at ``[B]`` timesteps, ``[B, 1, 1, 1]`` each.
+        """Return the tables at ``[B]`` timesteps, ``[B, 1, 1, 1]`` each.
 
-        a and b of the target, error of the mean per error of the prediction, logarithm of the smallest variance, that
-        of the largest over the smallest, and one over the smallest.
+        a and b of the target, error of the mean per error of the prediction, log(smallest variance), log(largest /
+        smallest variance), 1 / smallest variance.
         """
         return [column[time].view(-1, 1, 1, 1) for column in self._columns]
 
 
 def log_probability(value: Tensor, error: Tensor, log_variance: Tensor) -> Tensor:
-    """Logarithm of the probability that a Gaussian gives to the 8-bit bin around a value in [-1, 1].
+    """Return the log probability of a Gaussian for the 8-bit bin around a value in [-1, 1].
 
-    Ho et al. 2020, eq. 13: the bin reaches 1/255 to both sides, the first and the last one to infinity. For the same
-    numbers as Nichol & Dhariwal's, and DiT's, the cdf is the approximation ``sigmoid(sqrt(8 / pi) * (x + 0.044715 *
+    Ho et al. 2020, eq. 13: the bin extends 1/255 to both sides, the first and the last bin to infinity. To give the
+    same numbers as Nichol & Dhariwal and DiT, the cdf is the approximation ``sigmoid(sqrt(8 / pi) * (x + 0.044715 *
     x^3))``, and a probability is at least 1e-12, below which there is no gradient. The logarithm of a difference of two
-    such sigmoids is a sum of three terms, none of which cancels, so that fp32 is exact in the tails too. Of latents,
-    which have no bins, this is no likelihood; it is the loss of DiT all the same.
+    such sigmoids is a sum of three terms without cancellation, so fp32 is exact in the tails, too. Latents have no
+    bins, so for them this is no likelihood; DiT uses it as its loss all the same.
 
     Args:
         value: ``[...]`` fp32.
         error: ``[...]`` fp32, value minus mean of the Gaussian.
-        log_variance: broadcastable; however large, the result and its gradient are finite.
+        log_variance: broadcastable; the result and its gradient are finite for any value.
 
     Returns:
         ``[...]`` fp32, natural logarithm.
@@ -167,7 +166,7 @@ def log_probability(value: Tensor, error: Tensor, log_variance: Tensor) -> Tenso
 
 
 def _exp_beyond_linear(x: Tensor) -> Tensor:
-    """``exp(x) - 1 - x``, in fp32 exact for small ``x`` too: beta and the variance of the posterior differ little."""
+    """Return ``exp(x) - 1 - x``, in fp32 exact for small ``x``, too: beta and posterior variance are close."""
     small = x.clamp(-_SMALL, _SMALL)
     series = torch.ones_like(small)
     for n in range(8, 2, -1):  # x^2 / 2 * (1 + x / 3 * (1 + x / 4 * ...

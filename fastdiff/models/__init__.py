@@ -1,1 +1,1 @@
-"""The networks by family, LoRA, and the choice of kernels."""
+"""Networks by family, pretrained weights, LoRA, and the choice of kernels."""

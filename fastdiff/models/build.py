@@ -1,4 +1,4 @@
-"""The networks; a configuration and a seed decide every initial weight."""
+"""Construction of the networks, with initial weights from a configuration and a seed, or with given weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Model: TypeAlias = BlockwiseModel
 def build_model(
     config: ModelConfig, *, recompute: bool = False, attention: AttentionBackend = "auto", seed: int = 0
 ) -> Model:
-    """A network whose initial weights are a pure function of ``config`` and ``seed``.
+    """Build a network whose initial weights are a pure function of ``config`` and ``seed``.
 
-    The global random state of torch is left as it was, so building a model before or after anything else
-    changes nothing. The weights are fp32 and lie on the CPU; under ``torch.device("meta")`` they have shapes alone.
+    The global random state of torch is restored, so the order of construction does not matter. The weights are fp32 on
+    the CPU; under ``torch.device("meta")`` they have no data.
 
     Args:
         config: Shape of the network.
@@ -33,13 +33,13 @@ def build_model(
         seed: Any integer; its low 64 bits count.
 
     Raises:
-        ValueError: Called under another default device, whose generator would draw other weights.
+        ValueError: The default device is another one, whose generator would draw other weights.
     """
     device = torch.get_default_device()
     if device.type not in ("cpu", "meta"):
         raise ValueError(f"build_model under the default device {device}: build on the CPU and move the model")
     with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed: that would also re-seed the CUDA generators, which the fork does not restore.
+        # torch.manual_seed would also re-seed the CUDA generators, which the fork does not restore.
         torch.default_generator.manual_seed(seed & (2**64 - 1))
         return _new(config, recompute, attention, seed)
 
@@ -52,14 +52,14 @@ def load_model(
     attention: AttentionBackend = "auto",
     seed: int = 0,
 ) -> Model:
-    """A network with given parameters, on their device; nothing is initialised first.
+    """Build a network with given parameters, on their device, without initialising it.
 
     Args:
         config: Shape of the network.
-        weights: Every parameter by name; not the buffers, which the shape decides.
+        weights: Every parameter by name, without the buffers, which ``config`` determines.
         recompute: As in ``build_model``.
         attention: As in ``build_model``.
-        seed: Key of a dropout.
+        seed: Key of the dropout.
 
     Raises:
         RuntimeError: A parameter is missing, unknown or of another shape.

@@ -1,4 +1,4 @@
-"""How pixels, time, class and place become vectors of the width of a token."""
+"""Embeddings of pixels, time, class and position as vectors of the width of a token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FREQUENCIES = 256
 
 
 class PatchEmbed(nn.Module):
-    """Cuts latents into square patches and maps each linearly to a token.
+    """Patch embedding: cuts latents into square patches and maps each linearly to a token.
 
     Tokens are in row-major order, ``T = (H / patch) * (W / patch)``.
     """
@@ -26,26 +26,26 @@ class PatchEmbed(nn.Module):
 
     def forward(self, latents: Tensor) -> Tensor:
         """``[B, C, H, W] -> [B, T, D]``, both in the dtype of the weights."""
-        return cast(Tensor, self.proj(latents)).flatten(2).transpose(1, 2)
+        return cast(Tensor, self.proj(latents)).flatten(2).transpose(1, 2)  # [B, D, H/p, W/p] -> [B, D, T] -> [B, T, D]
 
 
 class TimestepEmbedder(nn.Module):
-    """Maps times to vectors through 256 sinusoids and a two-layer SiLU MLP."""
+    """Time embedding: 256 sinusoids and a two-layer SiLU MLP."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(_FREQUENCIES, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
 
     def forward(self, time: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[B]`` times ``-> [B, D]`` in ``dtype``, which must be that of the weights."""
+        """``[B]`` times ``-> [B, D]`` in ``dtype``, which must be the dtype of the weights."""
         return cast(Tensor, self.mlp(timestep_sinusoids(time, _FREQUENCIES, dtype).to(dtype)))
 
 
 class LabelEmbedder(nn.Module):
-    """A table with one row per class and, last, one for "no class".
+    """Table with one row per class, and a last row for the null class.
 
-    The null row is there whatever the label dropout of the run is, so that checkpoints of the same size are
-    interchangeable and guidance can always be asked for.
+    The null row exists for any label dropout, so that checkpoints of the same size are interchangeable and guidance is
+    always possible.
     """
 
     def __init__(self, classes: int, hidden: int) -> None:
@@ -61,32 +61,32 @@ class LabelEmbedder(nn.Module):
 
 
 def timestep_sinusoids(time: Tensor, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Sinusoids of the time (Vaswani et al. 2017, section 3.5), cosines first, as in the published DiT.
+    """Return sinusoids of the time (Vaswani et al. 2017, section 3.5), cosines first, as in the published DiT.
 
-    The angles reach ``time``, up to T radians, where bf16 would be off by whole periods. They are therefore
-    computed here in at least fp32, from constants: a buffer would be cast together with the weights.
+    The largest angle is ``time``, up to T radians, where bf16 is off by whole periods. The angles are therefore
+    computed in at least fp32 from constants; a buffer would be cast together with the weights.
 
     Args:
         time: ``[B]`` int64 or float.
-        width: Even number of features; the periods grow geometrically from 2 pi to 2 pi * 10,000.
-        dtype: dtype of the weights; only float64 raises the precision.
+        width: Number of features, even; the periods grow geometrically from 2 pi to 2 pi * 10,000.
+        dtype: Dtype of the weights; only float64 raises the precision.
 
     Returns:
         ``[B, width]`` fp32, or fp64 for ``dtype`` float64.
     """
     exact = torch.promote_types(torch.float32, dtype)
     half = width // 2
-    # In this order of roundings diffusers computes them, whatever the width.
+    # Rounded in the same order as in diffusers, for every width.
     exponent = -math.log(_LONGEST_PERIOD) * torch.arange(half, dtype=exact, device=time.device) / half
-    angles = time.to(exact)[:, None] * torch.exp(exponent)[None]
+    angles = time.to(exact)[:, None] * torch.exp(exponent)[None]  # [B, 1] * [1, width / 2] -> [B, width / 2]
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 def position_table(hidden: int, side: int) -> Tensor:
-    """Fixed 2-D sine-cosine position embedding of a square grid of tokens, as MAE and DiT use it.
+    """Return the fixed 2-D sine-cosine position embedding of a square grid of tokens, as in MAE and DiT.
 
-    The first half of the features encodes the column and the second half the row, each as all sines followed
-    by all cosines; published checkpoints rely on this order.
+    The first half of the features encodes the column, the second half the row; each has all sines, then all cosines.
+    Published checkpoints rely on this order.
 
     Args:
         hidden: Width of a token, divisible by 4.
@@ -98,7 +98,7 @@ def position_table(hidden: int, side: int) -> Tensor:
     quarter = hidden // 4
     frequencies = _LONGEST_PERIOD ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
     angles = torch.arange(side, dtype=torch.float64)[:, None] * frequencies[None]
-    line = torch.cat([angles.sin(), angles.cos()], dim=1)
-    column = line[None, :, :].expand(side, side, -1)
+    line = torch.cat([angles.sin(), angles.cos()], dim=1)  # [side, D / 4] -> [side, D / 2]
+    column = line[None, :, :].expand(side, side, -1)  # [side, D / 2] -> [side, side, D / 2]
     row = line[:, None, :].expand(side, side, -1)
     return torch.cat([column, row], dim=2).reshape(1, side * side, hidden).float()

@@ -1,10 +1,10 @@
-"""A network's family: what everything else needs to know of a network, in one frozen record per network.
+"""Model family: one frozen record per network with all that the other packages need of it.
 
-A configuration names its family (``ModelConfig.family``), which is imported when something is asked of it. So a network
-can come from another package: it brings a configuration, a network derived from ``BlockwiseModel``, and a family.
+A configuration names its family (``ModelConfig.family``), which is imported on first use. So a network can come from
+another package, which provides a configuration, a network derived from ``BlockwiseModel``, and a family.
 
-What a network is conditioned on, its configuration decides. One of classes takes ``label``, with ``classes`` for no
-class, also if it has none of them; one of captions takes the embeddings in ``text_widths``.
+The configuration determines the conditions. A class-conditional network takes ``label``, where ``classes`` is the null
+class (also if ``classes`` is 0); a text-conditional network takes the embeddings in ``text_widths``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ C_contra = TypeVar("C_contra", bound=ModelConfig, contravariant=True)
 
 
 class Build(Protocol[C_contra]):
-    """Makes a network, on torch's default device, initial weights from its global generator."""
+    """Constructor of a network on torch's default device, with initial weights from its global generator."""
 
     def __call__(
         self, config: C_contra, /, *, recompute: bool, attention: AttentionBackend, seed: int
@@ -36,63 +36,63 @@ class Build(Protocol[C_contra]):
         """Return the network.
 
         Args:
-            config: its shape.
+            config: shape of the network.
             recompute: recompute each block in the backward pass instead of storing its activations.
             attention: implementation of attention, see ``fastdiff_kernels.attention``.
-            seed: key of what it drops while training, in [0, 2**64).
+            seed: key of its dropout in training, in [0, 2**64).
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedClass:
-    """The class of another project that takes a network's weights under their names."""
+    """Network class of another project that loads these weights under their names."""
 
     owner: str
-    """Whose it is: ``the published DiT``."""
+    """Owner of the class: ``the published DiT``."""
     call: str
-    """Code that makes it for these weights."""
+    """Code that constructs the class for these weights."""
     sampler: str = "its class"
-    """What the sampler comes with."""
+    """Origin of the sampler, as a noun phrase."""
     samples_previous_x: bool = True
-    """Whether its sampler knows networks that predict the mean of the step before."""
+    """Whether its sampler supports networks that predict the mean of the previous step."""
     note: str = ""
-    """A sentence about what differs there; empty: nothing."""
+    """Sentence about differences of the class; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFamily(Generic[C]):
-    """Everything about a network that its configuration and its module do not say themselves."""
+    """Properties of a network that its configuration and its module do not provide."""
 
     config: type[C]
-    """Its configuration."""
+    """Type of its configuration."""
     build: Build[C]
     multiply_adds: Callable[[C], float]
     """Multiply-adds of a forward pass on one sample, in matrix products and convolutions."""
     input_multiply_adds: Callable[[C], float]
-    """Those of the layers that see noisy latents, captions or an encoding of the time, which need no gradient."""
+    """Multiply-adds of the layers whose inputs (noisy latents, captions, time features) need no gradient."""
     subject: Callable[[C], str]
-    """What the card of an exported model calls it: ``A class-conditional diffusion transformer``."""
+    """Name on the card of an exported model: ``A class-conditional diffusion transformer``."""
     published: Callable[[C], PublishedClass | None] = lambda config: None
-    """The class that its weights fit."""
+    """Published class that loads its weights; None: there is none."""
     library: str = ""
-    """Library that has the network with the same names of weights, as the Hugging Face hub calls it."""
+    """Library that has the network with the same weight names, as named on the Hugging Face hub; empty: none."""
     formats: Mapping[str, str] = field(default_factory=dict)
-    """Formats of its own that it is exported in: ``module:NAME`` of each ``ExportFormat``, imported for an export."""
+    """Additional export formats: ``module:NAME`` of each ``ExportFormat``, imported on export."""
     lora_component: Literal["transformer", "unet"] = "transformer"
-    """What diffusers calls the network in the file of an adapter."""
+    """Name of the network in diffusers' adapter files."""
     usual_guidance: float = 1.5
-    """Scale of classifier-free guidance, where none is asked for."""
+    """Default scale of classifier-free guidance."""
     sampling_batch: int = 256
-    """Images per forward pass, where no number is asked for."""
+    """Default number of images per forward pass."""
     buffers: Callable[[C], dict[str, Tensor]] = lambda config: {}
-    """Tensors that the shape decides and that are no parameters, on the CPU; published files have them first."""
+    """Buffers that the configuration determines, on the CPU; published files list them first."""
     check_published: Callable[[Path, Mapping[str, Tensor]], None] = lambda path, weights: None
-    """Raises ConfigError if the buffers among the weights in a published file are not those of the network."""
+    """Raise ConfigError if the buffers in a published file are not the network's."""
 
 
 def family_of(config: C | type[C]) -> ModelFamily[C]:
-    """The family of a network, by its configuration or the type of that.
+    """Return the family of a network for its configuration or the type of its configuration.
 
     Raises:
         ConfigError: the configuration names none.

@@ -1,7 +1,7 @@
-"""Floating-point operations of the models, and what the devices can do.
+"""Floating-point operations of the models, and peak rates of the devices.
 
-One multiply-add counts as two operations; a backward pass costs twice a forward pass, but for the layers that see the
-inputs, which have no gradient. (The "119 Gflops" that the DiT paper prints for XL/2 are multiply-adds.)
+One multiply-add counts as two operations. A backward pass costs twice a forward pass, except in the layers after the
+inputs, which need no gradient. (The "119 Gflops" of the DiT paper for XL/2 are multiply-adds.)
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _PEAK_BF16 = {
     "GH200": 989e12,
     "B200": 2250e12,
 }
-"""Dense bf16 operations per second, from NVIDIA's data sheets; the longest name that fits counts."""
+"""Dense bf16 operations per second, from NVIDIA's data sheets; the longest matching name counts."""
 
 
 def forward_flops(config: ModelConfig) -> float:
     """Return the operations of one forward pass on one sample (matrix products and convolutions only).
 
-    A UNet works on latents of ``config.size`` and captions of 77 tokens. The published SD 1.5 at 64 x 64 has 0.40 T
-    multiply-adds by this count, which agrees with ``torch.utils.flop_counter``.
+    A UNet is counted with latents of ``config.size`` and captions of 77 tokens. For the published SD 1.5 at 64 x 64
+    this gives 0.40 T multiply-adds, which agrees with ``torch.utils.flop_counter``.
     """
     return 2.0 * family_of(config).multiply_adds(config)
 
@@ -33,20 +33,20 @@ def training_flops(config: ModelConfig, *, adapter: bool = False, dream: bool = 
     """Return the operations of a training step on one sample, without recomputation.
 
     Args:
-        config: the network.
-        adapter: whether its own weights are frozen (LoRA), so that they have no gradient to compute.
+        config: configuration of the network.
+        adapter: whether the weights are frozen (LoRA), so that their gradient is not computed.
         dream: whether DREAM's estimate costs another forward pass.
     """
     return (3.0 - adapter + dream) * forward_flops(config) - 2.0 * family_of(config).input_multiply_adds(config)
 
 
 def self_attention_multiply_adds(width: int, positions: int) -> int:
-    """Return those of an attention of ``positions`` to one another, with its projections, per sample."""
+    """Return the multiply-adds of self-attention over ``positions``, with its projections, per sample."""
     return positions * (4 * width**2 + 2 * positions * width)
 
 
 def res_block_multiply_adds(inputs: int, width: int, positions: int, time: int) -> int:
-    """Return those of two 3 x 3 convolutions to ``width`` channels, their shortcut and the layer of the time."""
+    """Return the multiply-adds of a residual block: two 3 x 3 convolutions, shortcut and time projection."""
     shortcut = inputs * width if inputs != width else 0
     return positions * (9 * (inputs + width) * width + shortcut) + time * width
 

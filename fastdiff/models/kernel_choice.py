@@ -1,4 +1,4 @@
-"""Which implementation computes each op of a run on the machine at hand."""
+"""Choice of the implementation of each op for a run on this machine."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from fastdiff_kernels import dispatch
 from fastdiff_kernels.dispatch import Choice
 
 Row = tuple[str, Choice]
-"""The name of a layer, or of another part of the run, and one of its ops."""
+"""Name of a layer, or of another part of the run, and the choice for one of its ops."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LIBRARIES = {"adamw": "torch", "adamw8bit-bnb": "bitsandbytes"}
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:
-    """Whether the blocks of the model go through ``torch.compile``."""
+    """Whether ``torch.compile`` compiles the blocks of the model."""
     compiled = config.performance.compile
     return device.type == "cuda" if compiled is None else compiled
 
 
 def choices(config: RunConfig, device: torch.device, *, optimizer_device: torch.device | None = None) -> list[Row]:
-    """Which implementation a run uses for each op, forward and backward, and why.
+    """Return the implementation of each op in a run, forward and backward, with the reason.
 
-    The model is built without memory, so this can be asked before anything else is done.
+    The model is built on the meta device, without memory.
 
     Args:
-        config: the run.
-        device: where the run computes.
-        optimizer_device: where the optimizer steps; None: on ``device`` too.
+        config: configuration of the run.
+        device: device of the model.
+        optimizer_device: device of the optimizer step; None: ``device``.
 
     Raises:
-        ConfigError: something is forced that cannot run there; the message says why.
+        ConfigError: a forced implementation cannot run there; the message has the reason.
     """
     performance = config.performance
     flags = {"--performance.kernels": performance.kernels, "--performance.attention": performance.attention}
@@ -56,7 +56,7 @@ def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.de
         model = build_model(config.model, attention=config.performance.attention)
     if compiles(config, device):
         model.compile_blocks()
-    # The model has no device, so a tensor tells where it will be.
+    # The model is on the meta device; an example tensor has the actual device.
     explained = dispatch.explain(model, torch.empty(0, device=device, dtype=DTYPES[config.performance.precision]))
     yield from ((name or "last norm", choice) for name, choice in explained)
     latents = torch.empty(0, device=device)
@@ -71,7 +71,7 @@ def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.de
 
 
 def in_words(rows: Iterable[Row]) -> str:
-    """``adaln, loss, noising by triton (on CUDA); attention by sdpa (cudnn) (first choice on sm_90)``."""
+    """Summarise: ``adaln, loss, noising by triton (on CUDA); attention by sdpa (cudnn) (first choice on sm_90)``."""
     ops: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     for _, choice in rows:
         by = choice.forward if choice.backward in ("-", choice.forward) else f"{choice.forward}/{choice.backward}"

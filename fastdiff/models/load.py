@@ -1,4 +1,4 @@
-"""The network of a run: from its seed, from pretrained weights, or from a checkpoint; with LoRA, if it is asked for."""
+"""Network of a run, built from its seed, pretrained weights or a checkpoint, with LoRA if configured."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from fastdiff.models.pretrained.training_state import read_published_training
 
 
 def pretrained(config: RunConfig) -> Pretrained:
-    """The pipeline that the run names."""
+    """Return the pipeline of the run."""
     return Pretrained(config.pretrained.path, config.pretrained.revision, config.pretrained.variant)
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Fill in what the pretrained pipeline decides: the shape of its network, and what it predicts.
+    """Fill in the network's shape and the prediction from the pretrained pipeline.
 
-    A branch of a pipeline on the hub is replaced by the commit that it stands for now, so that all of the run, its
-    resumes and its export, is of the same one.
+    A branch of a pipeline on the hub is replaced by its current commit, so that the run, its resumes and its export use
+    the same weights.
 
     Raises:
-        ConfigError: there is no such pipeline, or its noise schedule is not that of the run.
+        ConfigError: unknown pipeline, or its noise schedule differs from that of the run.
     """
     if not config.pretrained.path or config.pretrained.is_file:
         return _explicit(config)
@@ -56,13 +56,13 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def _explicit(config: RunConfig) -> RunConfig:
-    """What ``auto`` means for the process of this run, so that its record says it."""
+    """Replace ``auto`` by the prediction of the process, so that the record names it."""
     prediction: Any = config.objective.predicted
     return replace(config, objective=replace(config.objective, prediction=prediction))
 
 
 def download(config: RunConfig) -> None:
-    """Bring the weights that every rank reads onto this machine, or see that they are there.
+    """Download the weights that every rank reads, unless they are on this machine.
 
     Raises:
         ConfigError: a part of the pipeline of the run is missing or cannot be reached.
@@ -78,10 +78,10 @@ def download(config: RunConfig) -> None:
 
 
 def base_digest(config: RunConfig) -> str | None:
-    """Digest of the frozen weights that a LoRA is added to; None if all weights are trained.
+    """Return the digest of the frozen base weights of a LoRA; None if all weights are trained.
 
     Raises:
-        ConfigError: they are missing or cannot be read.
+        ConfigError: the weights are missing or cannot be read.
     """
     if not config.lora.rank:
         return None
@@ -92,31 +92,31 @@ def base_digest(config: RunConfig) -> str | None:
 
 
 def check_base(config: RunConfig, recorded: str | None) -> None:
-    """Refuse frozen weights other than those that the adapter of a run was trained on.
+    """Refuse base weights that differ from those in the training of the adapter.
 
     Args:
-        config: the run's.
-        recorded: their digest, as the checkpoint has it.
+        config: configuration of the run.
+        recorded: digest of the base weights in the checkpoint.
 
     Raises:
         ConfigError: they differ, or cannot be read.
     """
     if recorded is not None and (here := base_digest(config)) != recorded:
         raise ConfigError(
-            f"{config.pretrained.path} has other weights now (digest {str(here)[:12]}) than those that the adapter was "
-            f"trained on ({recorded[:12]}); put these back"
+            f"{config.pretrained.path} has changed: its weights have the digest {str(here)[:12]}, the adapter was "
+            f"trained on {recorded[:12]}; restore those weights"
         )
 
 
 def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Model:
-    """Build the network of a run whose configuration is resolved, in fp32 on the CPU.
+    """Build the network of a run in fp32 on the CPU.
 
     Args:
-        config: the run.
-        weights: its trained parameters, all of them or, with LoRA, the added ones; None: at the start of the run.
+        config: resolved configuration of the run.
+        weights: all trained parameters, with LoRA the added ones; None: initial or pretrained weights.
 
     Raises:
-        ConfigError: the weights, or the pretrained ones, are those of another network.
+        ConfigError: the weights, or the pretrained weights, belong to another network.
     """
     performance = config.performance
     options = {"recompute": performance.recompute, "attention": performance.attention, "seed": config.seed}
@@ -133,15 +133,15 @@ def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None
 
             add_lora(model, config.lora, seed=config.seed, weights=weights)
     except RuntimeError as error:
-        # The library lists every weight, one per line, under a heading.
+        # torch lists every weight, one per line, under a heading.
         first, *others = [line.strip() for line in str(error).splitlines()][1:] or [str(error)]
         more = f" (and {len(others)} more)" if others else ""
-        raise ConfigError(f"the weights are those of another network: {first.rstrip('.')}{more}") from None
+        raise ConfigError(f"the weights belong to another network: {first.rstrip('.')}{more}") from None
     return model
 
 
 def null_label(config: RunConfig) -> Tensor:
-    """``[]`` int64: the class that stands for none."""
+    """Return the label of the null class, ``[]`` int64."""
     return torch.tensor(config.model.classes)
 
 
@@ -163,25 +163,25 @@ def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
 
 
 def _predicted(scheduler: Mapping[str, object]) -> DdpmPrediction:
-    """What a pipeline of discrete steps predicts."""
+    """Return the prediction of a pipeline with discrete steps."""
     given = scheduler.get("prediction_type", "epsilon")
     known = {PREDICTION_TYPES[ours]: ours for ours in get_args(DdpmPrediction) if ours in PREDICTION_TYPES}
     if given not in known:
         raise ConfigError(
-            f"scheduler_config.json has prediction_type {given!r}, expected {', '.join(known)}; or say "
+            f"scheduler_config.json has prediction_type {given!r}, expected {', '.join(known)}; or set "
             "--objective.prediction epsilon, v or x0"
         )
     return cast(DdpmPrediction, known[str(given)])
 
 
 def _check_schedule(pipeline: str, objective: DdpmConfig, scheduler: Mapping[str, object]) -> None:
-    """Refuse to fine-tune under another noise than the weights were trained with."""
+    """Refuse to fine-tune with another noise schedule than that of the pretraining."""
     theirs, ours = alpha_bar_of(scheduler), torch.cumprod(1.0 - betas(objective), 0)
     if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-7):
         raise ConfigError(
             f"the scheduler of {pipeline} has beta_schedule {scheduler.get('beta_schedule')} from "
             f"{scheduler.get('beta_start')} to {scheduler.get('beta_end')}, rescale_betas_zero_snr "
-            f"{scheduler.get('rescale_betas_zero_snr', False)}: not the noise of --objective.schedule "
+            f"{scheduler.get('rescale_betas_zero_snr', False)}, which differs from --objective.schedule "
             f"{objective.schedule} --objective.zero_terminal_snr {objective.zero_terminal_snr}; "
-            "use the ones that it was trained with"
+            "use those of its training"
         )

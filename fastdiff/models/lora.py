@@ -1,4 +1,4 @@
-"""Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of the networks by peft, and its files for diffusers."""
+"""Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of the networks with peft, and its files for diffusers."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from fastdiff.models.family import family_of
 from fastdiff.models.quantized import Bits, QuantizedLinear
 
 WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
-"""The name under which diffusers looks for an adapter in a folder."""
+"""File name of an adapter in a folder, as diffusers expects it."""
 
 _ADAPTER = "default"
 _BLOCKS = {"blocks", "transformer_blocks"}
-"""Lists of the transformer blocks, in DiT and in the UNet."""
+"""Names of the lists of transformer blocks, in DiT and in the UNet."""
 
 
 def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[str, Tensor] | None = None) -> None:
     """Freeze ``model`` and add trainable matrices to its layers, in place.
 
     A layer ``x -> W x + b`` becomes ``W x + b + alpha / rank * B A x``. A starts normal with deviation 1 / rank, B at
-    0. A and B are fp32 and lie beside their layer; they alone require a gradient. With ``config.quantize`` the frozen
-    linear layers of the transformer blocks keep their weights in few bits.
+    0. A and B are fp32; only they require a gradient. With ``config.quantize`` the frozen linear layers of the
+    transformer blocks store their weights in 8 or 4 bits.
 
     Args:
-        model: with fp32 weights on the CPU, not compiled.
-        config: of the adapter; its rank is above 0.
-        seed: decides the initial values; its low 64 bits count. The global random state is left as it was.
-        weights: A and B by name, as ``model.named_parameters()`` has them; None: the initial values.
+        model: network with fp32 weights on the CPU, not compiled.
+        config: configuration of the adapter; its rank is above 0.
+        seed: seed of the initial values; its low 64 bits count. The global random state is restored.
+        weights: A and B by name, as in ``model.named_parameters()``; None: the initial values.
 
     Raises:
-        ConfigError: peft is missing, a target is the name of no layer, or ``weights`` are those of another adapter.
+        ConfigError: peft is missing, a target matches no layer, or ``weights`` belong to another adapter.
     """
     targets = lora_targets(config, model.config)
     _check_targets(model, targets)
@@ -53,18 +53,18 @@ def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[st
 
 
 def lora_targets(config: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
-    """Ends of the names of the layers that are adapted."""
+    """Return the suffixes of the names of the adapted layers."""
     return config.targets or model.lora_targets
 
 
 def lora_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The trained parameters under the names that diffusers gives them, without the prefix of the network.
+    """Return the trained parameters under diffusers' names, without the prefix of the network.
 
-    Its training scripts write ``to_q.lora.down.weight`` for the attention of a UNet, and ``lora_A.weight`` for all
-    other layers; of a file with both it loads only the latter, so names are of the former kind only if all can be.
+    diffusers' training scripts write ``to_q.lora.down.weight`` for the attention of a UNet, and ``lora_A.weight`` for
+    all other layers. From a file with both it loads only the latter, so the former is used only if it fits every name.
 
     Args:
-        weights: names as ``model.named_parameters()`` has them.
+        weights: names as in ``model.named_parameters()``.
     """
     from diffusers.utils import convert_state_dict_to_diffusers
 
@@ -75,17 +75,17 @@ def lora_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_lora(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, model: ModelConfig) -> Path:
-    """Write the adapter as diffusers writes its own, and return the file.
+    """Write the adapter in diffusers' format and return the file.
 
-    For a UNet, ``pipeline.load_lora_weights(folder)`` applies it with the same scale: rank and alpha stand in the
-    metadata of the file. Programs that do not read them scale by 1, which is the same only if alpha is the rank. For
-    others the names begin with ``transformer.``; diffusers has no pipeline with the names of a DiT's layers.
+    For a UNet, ``pipeline.load_lora_weights(folder)`` applies it with the same scale: the metadata of the file has rank
+    and alpha. Programs that ignore them scale by 1, which is correct only if alpha is the rank. For other networks the
+    names begin with ``transformer.``; diffusers has no pipeline with the layer names of a DiT.
 
     Args:
-        folder: made if it is missing.
-        weights: every trained parameter, names as ``model.named_parameters()`` has them.
-        config: the adapter's.
-        model: the network's.
+        folder: created if it is missing.
+        weights: every trained parameter, names as in ``model.named_parameters()``.
+        config: configuration of the adapter.
+        model: configuration of the network.
     """
     from diffusers.loaders import SD3LoraLoaderMixin, StableDiffusionLoraLoaderMixin
 
@@ -107,13 +107,13 @@ def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             raise ConfigError(
-                f"--lora.targets {target}: no linear layer or convolution of this network has a name that ends so; "
-                f"the ends of their names are {', '.join(sorted({_end(name) for name in names}))}"
+                f"--lora.targets {target}: no name of a linear layer or convolution of this network ends so; "
+                f"the ends of the names are {', '.join(sorted({_end(name) for name in names}))}"
             )
 
 
 def _end(name: str) -> str:
-    """The last part of a dotted name, with the one before it if the last is a number."""
+    """Return the last part of a dotted name, with the part before it if the last is a number."""
     parts = name.split(".")
     return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
 
@@ -125,7 +125,7 @@ def _inject(model: nn.Module, config: LoraConfig, targets: tuple[str, ...]) -> N
         raise ConfigError("--lora.rank needs peft, which is not installed: pip install 'fastdiff[peft]'") from None
     adapter: Any = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.numerator,  # type: ignore[arg-type]  # peft divides it by r, whatever number it is
+        lora_alpha=config.numerator,  # type: ignore[arg-type]  # peft divides it by r; a float works
         target_modules=list(targets),
         init_lora_weights="gaussian",
     )
@@ -142,8 +142,8 @@ def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     if ours != theirs:
         name = min(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
         raise ConfigError(
-            f"the trained weights are those of another adapter: {name} is {theirs.get(name, 'missing')}, expected "
-            f"{ours.get(name, 'no such weight')}; use --lora.rank and --lora.targets of the run that they come from"
+            f"the trained weights belong to another adapter: {name} is {theirs.get(name, 'missing')}, expected "
+            f"{ours.get(name, 'no such weight')}; use --lora.rank and --lora.targets of their run"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -1,8 +1,8 @@
-"""Linear layers whose frozen weights are kept in 8 or 4 bits, with a gradient to their inputs alone.
+"""Linear layers with frozen weights in 8 or 4 bits, and a gradient only for their inputs.
 
 4 bits are NF4 with one fp32 scale per 64 weights (Dettmers et al. 2023, arXiv:2305.14314, section 3; without double
-quantisation), 8 bits are integers with one fp32 scale per row, the weight's format of LLM.int8 (Dettmers et al. 2022,
-arXiv:2208.07339, section 2); both are quantised by bitsandbytes. Activations are not quantised.
+quantisation). 8 bits are integers with one fp32 scale per row, the weight format of LLM.int8 (Dettmers et al. 2022,
+arXiv:2208.07339, section 2). bitsandbytes quantises both. Activations are not quantised.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _NF4_BLOCK = 64
 
 
 class QuantizedLinear(nn.Module):
-    """``x @ weight.T + bias`` for a weight in few bits.
+    """``x @ weight.T + bias`` with a quantised weight.
 
-    The weight is dequantised to the dtype of ``x`` for the forward pass, and again for the backward pass; between them
-    it takes ``numel * bits / 8`` bytes and the scales: in all 0.281 of bf16 for 4 bits, for 8 bits
-    0.5 + 2 / ``in_features`` of it. Weight and scales are buffers of bytes: DeepSpeed moves them to its device, but
-    partitions parameters alone and casts floating-point tensors alone.
+    The weight is dequantised to the dtype of ``x`` for the forward pass, and again for the backward pass. It is stored
+    in ``numel * bits / 8`` bytes and the scales: relative to bf16, 0.281 for 4 bits and 0.5 + 2 / ``in_features`` for 8
+    bits. Weight and scales are byte buffers: DeepSpeed moves buffers to its device, but partitions only parameters and
+    casts only floating-point tensors.
 
     Args:
-        linear: fp32, on the CPU or a GPU; its bias is taken over as it is.
-        bits: of each weight.
+        linear: fp32 layer on the CPU or a GPU; its bias is used unchanged.
+        bits: bits per weight.
     """
 
     packed: Tensor
@@ -51,17 +51,17 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("scale", scale.view(torch.uint8), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features] -> [..., out_features]`` in the dtype of ``x``, which is that of the bias."""
+        """``[..., in_features] -> [..., out_features]`` in the dtype of ``x``, which is the dtype of the bias."""
         inputs = (x, self.bias, self.packed, self.scale, self.out_features)
         return cast(Tensor, _FrozenLinear.apply(*inputs))  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
-        """Sizes and bits, as torch prints them."""
+        """Return sizes and bits for ``repr``."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """Keeps the packed weight for the backward pass, where autograd's own would keep the dequantised one."""
+    """Linear function that saves the packed weight for the backward pass; autograd would save the dequantised one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, packed: Tensor, scale: Tensor, outputs: int) -> Tensor:
@@ -77,7 +77,7 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 def _dequantize(packed: Tensor, scale: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """``[out, in]`` of ``dtype``."""
+    """Return the weight ``[out, in]`` in ``dtype``."""
     scales = scale.view(torch.float32)
     if packed.dtype == torch.int8:
         return (packed * (scales / 127).unsqueeze(1)).to(dtype)

@@ -126,7 +126,7 @@ def test_the_fit_finds_what_is_there_and_gets_better_with_more() -> None:
         ({"power_stds": (0.29,)}, "above 0 and at most 0.2887"),
         ({"power_stds": (float("nan"),)}, "above 0"),
         ({"power_stds": (0.05, 0.05)}, "different widths"),
-        ({"snapshot_every": 10}, "needs the averages that it keeps: --ema.power_stds"),
+        ({"snapshot_every": 10}, "needs power-function averages: --ema.power_stds"),
         ({"power_stds": (0.05,), "snapshot_every": -1}, "at least 0"),
     ],
 )

@@ -259,7 +259,7 @@ def test_slurm_writes_or_submits(
     ("flags", "message"),
     [
         (["--", "--preset", "digist"], "did you mean digits"),
-        (["--", "--preset", "digits", "--batch.samples", "60", "--samples", "60"], "does not divide by"),
+        (["--", "--preset", "digits", "--batch.samples", "60", "--samples", "60"], "is not divisible by"),
         (["--", "--preset", "digits", "--deepspeed_config", "none.json"], "none.json"),
         (["--preset", "digits"], None),
         ([], "the flags of the run go after a --"),

@@ -125,7 +125,7 @@ def test_accumulation(batch: BatchConfig, ranks: int, expected: int) -> None:
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_values() -> None:
-    with pytest.raises(ConfigError, match=r"256 does not divide by 24 .*nearest values: 240, 264"):
+    with pytest.raises(ConfigError, match=r"256 is not divisible by 24 .*nearest values: 240, 264"):
         BatchConfig(samples=256, micro=8).accumulation(3)
 
 

@@ -40,27 +40,27 @@ NAN, INF = float("nan"), float("inf")
         ({"timesteps": 20}, "the linear schedule needs more than 20"),
         ({"timesteps": 20, "schedule": "warmup50"}, "the warmup50 schedule needs more than 20"),
         # The bound and its variance.
-        ({"loss": "kl", "min_snr_gamma": 5.0}, "with --objective.weighting min_snr: the bound has weights of its own"),
-        ({"loss": "rescaled_kl", "weighting": "p2"}, "with --objective.weighting p2: the bound has weights of its own"),
+        ({"loss": "kl", "min_snr_gamma": 5.0}, "with --objective.weighting min_snr: the bound has its own weights"),
+        ({"loss": "rescaled_kl", "weighting": "p2"}, "with --objective.weighting p2: the bound has its own weights"),
         ({"loss": "kl", **ZERO}, "the KL of epsilon prediction is infinite; use --objective.prediction v or x0"),
         ({**LEARNED, **ZERO, "prediction": "epsilon"}, "the KL of epsilon prediction is infinite"),
         ({**LEARNED, "schedule": "jsd"}, "a schedule that ends in pure noise"),
         ({"loss": "rescaled_kl", "dream": True}, "--objective.dream, which changes input and target"),
         ({**LEARNED, "dream": True}, "--objective.dream, which changes input and target"),
-        ({**LEARNED, "noise_offset": 0.1}, "for which the variational bound does not hold"),
-        ({"loss": "kl", "multires_noise_iterations": 6}, "for which the variational bound does not hold"),
+        ({**LEARNED, "noise_offset": 0.1}, "so the variational bound does not hold"),
+        ({"loss": "kl", "multires_noise_iterations": 6}, "so the variational bound does not hold"),
         ({**LEARNED, "loss": "rescaled_mse", "input_perturbation": 0.1}, "the variational bound does not hold"),
         # Weightings.
         ({"min_snr_gamma": 0.0}, "--objective.min_snr_gamma 0.0: above 0"),
         ({"min_snr_gamma": -5.0}, "--objective.min_snr_gamma -5.0: above 0"),
         ({"min_snr_gamma": NAN}, "--objective.min_snr_gamma nan: above 0"),
-        ({"min_snr_gamma": 5.0, "weighting": "p2"}, "--objective.weighting p2 has no such clamp"),
+        ({"min_snr_gamma": 5.0, "weighting": "p2"}, "--objective.weighting p2 does not use it"),
         ({"p2_gamma": 0.0, "weighting": "p2"}, "--objective.p2_gamma 0.0: above 0"),
         ({"p2_gamma": NAN, "weighting": "p2"}, "--objective.p2_gamma nan: above 0"),
-        ({"p2_gamma": 0.5}, "--objective.weighting auto has no such exponent"),
+        ({"p2_gamma": 0.5}, "--objective.weighting auto does not use it"),
         ({"p2_gamma": 0.5, "weighting": "debiased"}, "set --objective.weighting p2, or --objective.p2_gamma 1"),
-        ({**FLOW, "weighting": "likelihood"}, "weighs the error of epsilon or score"),
-        ({**FLOW, "prediction": "score", "weighting": "sigma_sqrt"}, "weighs the error of the velocity"),
+        ({**FLOW, "weighting": "likelihood"}, "is for --objective.prediction epsilon or score"),
+        ({**FLOW, "prediction": "score", "weighting": "sigma_sqrt"}, "is for the velocity of the linear path"),
         ({**FLOW, "path": "gvp", "weighting": "cosmap"}, "of the linear path"),
         ({"prediction": "previous_x", "min_snr_gamma": 5.0}, "--objective.weighting min_snr with --objective"),
         ({"prediction": "previous_x", "weighting": "debiased"}, "with --objective.prediction previous_x"),
@@ -68,9 +68,9 @@ NAN, INF = float("nan"), float("inf")
         ({**FLOW, "prediction": "epsilon", "cosine_weight": 1.0}, "because it compares the directions of velocities"),
         ({**FLOW, "cosine_weight": -1.0}, "--objective.cosine_weight -1.0: 0, or above"),
         ({"dream": True, "prediction": "v"}, "--objective.dream needs --objective.prediction epsilon, given v"),
-        ({"dream_detail_preservation": -1.0}, "--objective.dream_detail_preservation -1.0: 0 or a finite number above"),
-        ({"noise_offset": -0.1}, "--objective.noise_offset -0.1: 0 or a finite"),
-        ({"input_perturbation": INF}, "--objective.input_perturbation inf: 0 or a finite"),
+        ({"dream_detail_preservation": -1.0}, "--objective.dream_detail_preservation -1.0: a finite number, at least 0"),
+        ({"noise_offset": -0.1}, "--objective.noise_offset -0.1: a finite number"),
+        ({"input_perturbation": INF}, "--objective.input_perturbation inf: a finite number"),
         ({"multires_noise_iterations": -1}, "--objective.multires_noise_iterations -1"),
         ({"multires_noise_discount": 0.0}, "--objective.multires_noise_discount 0.0: above 0, at most 1"),
         ({"condition_dropout": 1.5}, "--objective.condition_dropout 1.5: a share"),
@@ -256,8 +256,8 @@ def test_processes_that_share_a_field_share_its_default() -> None:
         ({"density": "later", "bias_end": 10}, "--timesteps.bias_end 10 is for --timesteps.density range, given later"),
         ({"density": "range", "bias_begin": 9, "bias_end": 9}, "the begin below the end"),
         ({"density": "range", "bias_begin": -1}, "the begin below the end"),
-        ({"density": "later"}, "--timesteps.bias_multiplier 1 draws all timesteps alike; set the multiplier to 2"),
-        ({"density": "range", "bias_end": 100}, "with --timesteps.bias_multiplier 1 draws all timesteps alike"),
+        ({"density": "later"}, "--timesteps.bias_multiplier 1 is uniform; set the multiplier to 2"),
+        ({"density": "range", "bias_end": 100}, "with --timesteps.bias_multiplier 1 is uniform"),
     ],
 )
 def test_impossible_timesteps_are_refused(given: dict[str, Any], reason: str) -> None:
@@ -302,7 +302,9 @@ def test_a_learned_variance_needs_twice_the_output_channels(model: DiTConfig | U
 @pytest.mark.parametrize("objective", [ZERO, {"schedule": "jsd"}])
 def test_a_run_whose_images_would_come_from_predicted_noise_is_refused_at_once(objective: dict[str, Any]) -> None:
     noise = DdpmConfig(**objective)
-    with pytest.raises(ConfigError, match=r"no image can be drawn .* or draw none with --output.sample_every 0"):
+    with pytest.raises(
+        ConfigError, match=r"epsilon prediction cannot sample .* or turn the sampling off with --output.sample_every 0"
+    ):
         RunConfig(objective=noise)
     assert RunConfig(objective=noise, output=OutputConfig(sample_every=0))
     assert RunConfig(objective=DdpmConfig(**objective, prediction="v"))
@@ -320,7 +322,7 @@ def test_a_run_whose_images_would_come_from_predicted_noise_is_refused_at_once(o
          "draws discrete timesteps by the past losses of each"),
         (["--objective.min_snr_gamma", "0"], "--objective.min_snr_gamma 0.0: above 0"),
         (["--objective.variance", "learned_range"], "--model.learn_sigma"),
-        (["--objective.loss", "kl", "--objective.min_snr_gamma", "5"], "the bound has weights of its own"),
+        (["--objective.loss", "kl", "--objective.min_snr_gamma", "5"], "the bound has its own weights"),
         (["--timesteps.density", "mode", "--timesteps.mode_scale", "2"], "from -1 to 1.75"),
         (["--timesteps.shift", "3"], "is for --objective.process flow"),
     ],

@@ -255,7 +255,7 @@ def test_a_network_that_predicts_nothing_yet_gets_a_small_gradient() -> None:
 
 def test_weightings_of_the_linear_velocity_are_refused_elsewhere() -> None:
     for options in ({"path": "gvp"}, {"path": "vp"}, {"prediction": "epsilon"}):
-        with pytest.raises(ConfigError, match="weighs the error of the velocity of the linear path"):
+        with pytest.raises(ConfigError, match="is for the velocity of the linear path"):
             objective(weighting="cosmap", **options)
 
 

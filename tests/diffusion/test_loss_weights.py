@@ -184,6 +184,6 @@ def test_without_a_weighting_every_weight_is_one():
 
 @pytest.mark.parametrize("kind", ["none", "p2", "debiased", "snr"])
 def test_a_gamma_for_a_weighting_that_has_none_is_refused(kind):
-    message = rf"--objective.min_snr_gamma 5.0: --objective.weighting {kind} has no such clamp; set --objective"
+    message = rf"--objective.min_snr_gamma 5.0: --objective.weighting {kind} does not use it; set --objective"
     with pytest.raises(ConfigError, match=message):
         DdpmConfig(weighting=kind, min_snr_gamma=5.0)

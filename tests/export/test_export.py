@@ -135,9 +135,9 @@ def test_an_adapter_belongs_to_its_base(world: World, made: Path, tmp_path: Path
     weights = load_file(path)
     weights["conv_in.bias"] += 1
     save_file(weights, path)
-    with pytest.raises(ConfigError, match=r"has other weights now \(digest \w{12}\) than those that the adapter"):
+    with pytest.raises(ConfigError, match=r"has changed: its weights have the digest \w{12}, the adapter"):
         export(tmp_path / "run", tmp_path / "out", Choice(format="diffusers"))
-    with pytest.raises(ConfigError, match="has other weights now"):
+    with pytest.raises(ConfigError, match="has changed: its weights"):
         Run(tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out", Choice(format="lora"))
     longer = replace(config, samples=16)
@@ -186,7 +186,7 @@ def test_an_adm_run_says_where_the_class_of_its_files_differs(
     capsys.readouterr()
     assert main(["export", "run", "out", "--format", "iddpm"]) == 0
     told, card = capsys.readouterr().err, Path("out", "README.md").read_text()
-    assert "of this network has 4 groups, and in the class of improved-diffusion 32" in told
+    assert "of this network has 4 groups, in the class of improved-diffusion 32" in told
     assert told.partition("WARNING ")[2].splitlines()[0] in card
     assert "channel_mult=(1, 2)" in card
     scope: dict[str, Any] = {}

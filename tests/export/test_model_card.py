@@ -154,7 +154,7 @@ def test_levels_that_the_class_of_improved_diffusion_does_not_have(multiples: tu
 def test_of_group_norms_that_the_published_class_does_not_have(format_: str) -> None:
     model = AdmConfig(size=16, width=64, channel_mult=(1, 2), attention_resolutions=(8,), norm_num_groups=16)
     config = RunConfig(model=model, output=OutputConfig(sample_every=0))
-    said = "network has 16 groups, and in the class of improved-diffusion 32: unless that is changed there, the class"
+    said = "network has 16 groups, in the class of improved-diffusion 32: unless you change that class, it"
     assert said in use_of(config, format_, Place(Path("out")))
     assert "groups" not in use_of(config, "diffusers", Place(Path("out"))), "there it is an argument"
     usual = replace(config, model=replace(model, norm_num_groups=32))

@@ -73,7 +73,7 @@ def grown(config: RunConfig, steps: int) -> RunConfig:
     [
         (["--preset", "digist"], "did you mean digits?"),
         (["--preset", "digits", "--optim.lrr", "1"], "--optim.lr"),
-        (["--preset", "digits", "--batch.micro", "7"], "--batch.samples 64 does not divide by 7"),
+        (["--preset", "digits", "--batch.micro", "7"], "--batch.samples 64 is not divisible by 7"),
     ],
 )
 def test_a_wrong_command_exits_2(

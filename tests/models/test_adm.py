@@ -136,8 +136,11 @@ def test_weights_of_a_file_give_the_same_network(kind: str) -> None:
         ({"dropout": 1.0}, "dropout 1.0: at least 0, below 1"),
         ({"channel_mult": ()}, "channel_mult: one entry per level"),
         ({"width": 33, "norm_num_groups": 1}, "width 33 must be even"),
-        ({"size": 60}, "size 60 must divide by 8"),
-        ({"channel_mult": (1, 2, 3, 4.1)}, "a level of 524 channels, which must divide by --model.norm_num_groups 32"),
+        ({"size": 60}, "size 60 must be divisible by 8"),
+        (
+            {"channel_mult": (1, 2, 3, 4.1)},
+            "a level of 524 channels, which must be divisible by --model.norm_num_groups 32",
+        ),
         ({"attention_resolutions": (16, 7)}, r"the maps have sizes \(64, 32, 16, 8\), not \[7\]"),
         ({"heads": 5}, "heads 5 does not divide the .* channels of a level with attention"),
         ({"head_channels": 48}, "head_channels 48 does not divide"),
@@ -151,16 +154,18 @@ def test_configurations_that_cannot_be(fields: dict[str, Any], message: str) -> 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
     plain, large = (built(SMALL[kind]) for kind in ("lsun", "upsampler"))
-    with pytest.raises(ConfigError, match=r"10 x 8: this UNet halves them 2 times.*divide by 4"):
+    with pytest.raises(ConfigError, match=r"10 x 8: this UNet halves them 2 times.*be divisible by 4"):
         plain(**inputs(SMALL["lsun"], height=10))
     arguments = inputs(SMALL["upsampler"])
     small = arguments.pop("low_res")
-    with pytest.raises(ConfigError, match="low_res_size 4: the small images are missing"):
+    with pytest.raises(ConfigError, match="low_res_size 4: the low-resolution images are missing"):
         large(**arguments)
-    with pytest.raises(ConfigError, match="low_res_size 0: the small images are too many"):
+    with pytest.raises(ConfigError, match="low_res_size 0: the low-resolution images are unexpected"):
         plain(**inputs(SMALL["lsun"]), low_res=small)
     for wrong in (small[:2], small[:, :1]):
-        with pytest.raises(ConfigError, match=rf"small images of shape .*{wrong.shape[0]}, {wrong.shape[1]}, 4, 4\)"):
+        with pytest.raises(
+            ConfigError, match=rf"low-resolution images of shape .*{wrong.shape[0]}, {wrong.shape[1]}, 4, 4\)"
+        ):
             large(**arguments, low_res=wrong)
 
 

@@ -221,7 +221,7 @@ def test_the_betas_of_a_scheduler_are_read(copied: Path) -> None:
     path.write_text(json.dumps(scheduler | {"beta_schedule": "linear", "trained_betas": table.tolist()}))
     assert resolve(finetune(copied)).objective.prediction == "epsilon"
     path.write_text(json.dumps(scheduler | {"trained_betas": (table / 2).tolist()}))
-    with pytest.raises(ConfigError, match=r"not the noise of --objective\.schedule"):
+    with pytest.raises(ConfigError, match=r"which differs from --objective\.schedule"):
         resolve(finetune(copied))
     path.write_text(json.dumps(scheduler | {"prediction_type": "flow_prediction"}))
     with pytest.raises(ConfigError, match="'flow_prediction', expected epsilon, v_prediction, sample"):

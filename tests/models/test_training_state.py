@@ -100,36 +100,36 @@ def adam(**changes: Any) -> dict[str, Any]:
         ("opt000001.pt", {**adam(), "param_groups": [{**OPTIONS, "params": [0], "lr": "a"}]}, "is not an AdamW"),
         (
             "opt000001.pt", adam(exp_avg=torch.zeros(3)),
-            r"opt000001.pt: its optimizer is one of other weights: parameter 0 has the shape \(3,\), expected \(2,\); "
+            r"opt000001.pt: its optimizer belongs to other weights: parameter 0 has the shape \(3,\), expected \(2,\); "
             r"give the files of one training, or start from the weights alone, without --pretrained.training",
         ),
         (
             "opt000001.pt", {**adam(), "param_groups": [{**OPTIONS, "params": [0, 1, 2]}]},
-            r"it has 3 parameters, expected 1, or of a training in 16 bits 1 \(improved-diffusion\) or 2 \(guided-",
+            r"it has 3 parameters, expected 1, or for fp16 training 1 \(improved-diffusion\) or 2 \(guided-",
         ),
         (
             "opt000001.pt", {**adam(), "param_groups": [{**OPTIONS, "params": [1]}]},
-            "a state of parameters that are not its own",
+            "the state of unknown parameters",
         ),
         (
             "opt000001.pt", {**adam(), "state": {n: adam(step=n + 7.0)["state"][0] for n in range(2)}} | PAIR,
             r"its AdamW has taken \[7, 8\] steps, expected one number; give the files of one training",
         ),
-        ("opt000001.pt", adam(step=102.0), "its name says step 1, and its AdamW has taken 102 steps; give the files"),
-        ("opt000002.pt", adam(), "model000001.pt: beside it lies opt000002.pt, and none of its kind is of its step"),
+        ("opt000001.pt", adam(step=102.0), "its name has step 1, but its AdamW has taken 102 steps; give the files"),
+        ("opt000002.pt", adam(), "model000001.pt: its folder has opt000002.pt, but no such file of the same step"),
         ("opt000001.pt", adam(exp_avg_sq=torch.zeros(1, 2)), r"has the shape \(1, 2\), expected \(2,\)"),
-        ("ema_0.9_1000001.pt", W, "beside it lies ema_0.9_1000001.pt, and none"),
-        ("opt1000001.pt", adam(), "beside it lies opt1000001.pt, and none"),
-        ("ema_0.9_000002.pt", W, "beside it lies ema_0.9_000002.pt, and none of its kind is of its step; give the"),
+        ("ema_0.9_1000001.pt", W, "its folder has ema_0.9_1000001.pt, but no such file"),
+        ("opt1000001.pt", adam(), "its folder has opt1000001.pt, but no such file"),
+        ("ema_0.9_000002.pt", W, "its folder has ema_0.9_000002.pt, but no such file of the same step; give the"),
         ("opt000001.pt", adam(exp_avg=torch.zeros(1).expand(10**9)), "bytes, more than the"),
         ("opt000001.pt", adam(step=bytearray(3)), "code that is not run"),
-        ("ema_0.9_000001.pt", {"v": torch.zeros(2)}, "the average is one of other weights"),
+        ("ema_0.9_000001.pt", {"v": torch.zeros(2)}, "the average belongs to other weights"),
         ("ema_abc_000001.pt", W, "could not convert string to float"),
         ("model000002.pt", [1, 2], "expected a dict, it holds list"),
         ("model000002.pt", {"w": 3}, "expected a state dict"),
         ("0000002.pt", {"ema": W}, "expected a state dict under 'model'"),
         ("0000002.pt", {"model": W, "opt": 7}, "is not an AdamW"),
-        ("0000002.pt", {"model": W, "ema": {"w": torch.zeros(3)}}, "the average is one of other weights"),
+        ("0000002.pt", {"model": W, "ema": {"w": torch.zeros(3)}}, "the average belongs to other weights"),
     ],
 )  # fmt: skip
 def test_files_that_hold_something_else_are_refused(tmp_path: Path, name: str, content: Any, message: str) -> None:

@@ -130,7 +130,7 @@ def test_configurations_that_cannot_be(fields: dict[str, Any], message: str) -> 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
     model, arguments = built(SMALL["sd15"]), inputs(SMALL["sd15"])
-    with pytest.raises(ConfigError, match=r"10 x 8.*must divide by 4"):
+    with pytest.raises(ConfigError, match=r"10 x 8.*must be divisible by 4"):
         model(**inputs(SMALL["sd15"], height=10))
     with pytest.raises(ConfigError, match=r"neither pooled nor time_ids.*given pooled"):
         model(**arguments, pooled=torch.zeros(2, 20))

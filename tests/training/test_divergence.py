@@ -170,7 +170,7 @@ def test_wrong_values_are_refused(given: dict[str, Any], message: str) -> None:
 
 
 def test_a_rewind_needs_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rewind goes back to a checkpoint, and --output.checkpoint_every 0"):
+    with pytest.raises(ConfigError, match=r"rewind reloads a checkpoint, and --output.checkpoint_every 0"):
         spiky(tmp_path, tmp_path, divergence__policy="rewind", output__checkpoint_every=0)
 
 

@@ -1,1 +1,1 @@
-"""Shapes of the networks. Free of torch."""
+"""Configurations of the networks. This package imports no torch."""

@@ -19,39 +19,41 @@ class AdmConfig(ModelConfig):
     """
 
     kind: Literal["adm"] = "adm"
-    """The network; not to be changed."""
+    """Kind of the network; not to be changed."""
     channels: int = 3
     """Channels of the images."""
     size: int = 64
     """Height and width of the images."""
     width: int = 128
-    """Channels that ``channel_mult`` multiplies (num_channels in their scripts)."""
+    """Base number of channels, multiplied by ``channel_mult`` (num_channels in the published scripts)."""
     channel_mult: tuple[float, ...] = (1, 2, 3, 4)
-    """Channels of each level, the finest first, as multiples of the width."""
+    """Channels of each level as multiples of the width, the finest level first."""
     res_blocks: int = 3
-    """Residual blocks of each level on the way down; one more on the way up."""
+    """Residual blocks of each level of the encoder; the decoder has one more per level."""
     attention_resolutions: tuple[int, ...] = (16, 8)
-    """Heights of the maps that have attention behind each residual block; the middle has it always."""
+    """Heights of the feature maps with attention after each residual block; the middle block always has attention."""
     heads: int = 4
     """Attention heads."""
     head_channels: int = 0
-    """Channels of each attention head, instead of a number of heads; 0: not given."""
+    """Channels of each attention head, instead of ``heads``; 0: use ``heads``."""
     qkv_order: QkvOrder = "head_major"
-    """Order of the output channels of each ``qkv``: query, key and value of the first head, and so on (IDDPM, ADM), or
-    the queries of all heads, then the keys, then the values (use_new_attention_order in ADM's scripts, which its
-    64 x 64 network has). Shapes do not tell them apart."""
+    """Order of the output channels of each ``qkv``. head_major: query, key and value of the first head, then of the
+    next (IDDPM, ADM). qkv_major: the queries of all heads, then the keys, then the values (use_new_attention_order in
+    ADM's scripts, used by its 64 x 64 network). The shapes of the weights are the same."""
     classes: int = 0
-    """Number of classes; 0: unconditional. No class adds nothing to the time, so no further row is there for it."""
+    """Number of classes; 0: unconditional. The null class adds nothing to the time embedding, so it has no row."""
     dropout: float = 0.0
-    """Share of the values that a residual block drops before its last convolution, while training."""
+    """Dropout rate before the last convolution of a residual block."""
     scale_shift_norm: bool = True
-    """Time and class scale and shift the second norm of a residual block; else they are added before it."""
+    """Time and class embeddings scale and shift the second norm of a residual block; otherwise they are added before
+    it."""
     resblock_updown: bool = False
-    """Change sizes within residual blocks (ADM, BigGAN), instead of by strided and by doubling convolutions (IDDPM)."""
+    """Resample inside residual blocks (ADM, BigGAN), instead of with strided convolutions and with upsampling followed
+    by a convolution (IDDPM)."""
     low_res_size: int = 0
-    """Height and width of the small image that is given along (super-resolution); 0: none."""
+    """Height and width of the low-resolution input (super-resolution); 0: none."""
     learn_sigma: bool = False
-    """Twice the output channels, the second half for the variance."""
+    """Double the output channels; the second half predicts the variance."""
     norm_num_groups: int = 32
     """Groups of every group normalisation."""
 
@@ -71,14 +73,14 @@ class AdmConfig(ModelConfig):
         factor = self.smallest_factor
         require(
             self.size % factor == 0,
-            f"--model.size {self.size} must divide by {factor}, because {len(self.channel_mult)} levels halve it "
+            f"--model.size {self.size} must be divisible by {factor}, because {len(self.channel_mult)} levels halve it "
             f"{len(self.channel_mult) - 1} times",
         )
         for width in (self.width, *self.widths):
             require(
                 width > 0 and width % self.norm_num_groups == 0,
                 f"--model.width {self.width} and --model.channel_mult {self.channel_mult} give a level of {width} "
-                f"channels, which must divide by --model.norm_num_groups {self.norm_num_groups}",
+                f"channels, which must be divisible by --model.norm_num_groups {self.norm_num_groups}",
             )
         sizes = tuple(self.size >> level for level in range(len(self.widths)))
         strange = [size for size in self.attention_resolutions if size not in sizes]
@@ -107,9 +109,9 @@ class AdmConfig(ModelConfig):
 
     @property
     def smallest_factor(self) -> int:
-        """What height and width of the images must divide by."""
+        """Required divisor of the height and width of the images."""
         return int(2 ** (len(self.channel_mult) - 1))
 
     def heads_of(self, width: int) -> int:
-        """Attention heads of a level of so many channels."""
+        """Return the attention heads of a level with ``width`` channels."""
         return width // self.head_channels if self.head_channels else self.heads

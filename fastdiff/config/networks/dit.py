@@ -1,4 +1,4 @@
-"""Shape of the diffusion transformer (DiT), with the published sizes. Free of torch."""
+"""Shape of the diffusion transformer (DiT), with the published sizes. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class DiTConfig(ModelConfig):
     """A diffusion transformer (Peebles & Xie 2023, arXiv:2212.09748)."""
 
     kind: Literal["dit"] = "dit"
-    """The network; not to be changed."""
+    """Kind of the network; not to be changed."""
     depth: int = 28
     """Number of transformer blocks."""
     hidden: int = 1152
@@ -23,17 +23,17 @@ class DiTConfig(ModelConfig):
     heads: int = 16
     """Attention heads."""
     patch: int = 2
-    """Side of a patch, in latent pixels."""
+    """Height and width of a patch, in latent pixels."""
     channels: int = 4
     """Channels of the latents."""
     size: int = 32
     """Height and width of the latents."""
     classes: int = 1000
-    """Number of classes; the null class of classifier-free guidance comes on top."""
+    """Number of classes, without the null class of classifier-free guidance."""
     mlp_ratio: float = 4.0
-    """Width of the MLP over the width of a token."""
+    """Width of the MLP relative to the width of a token."""
     learn_sigma: bool = False
-    """Twice the output channels, the second half for the variance, as in the published checkpoints."""
+    """Double the output channels, as in the published checkpoints; the second half predicts the variance."""
 
     family: ClassVar[str] = "fastdiff.models.dit.family:DIT"
     title: ClassVar[str] = "a DiT"
@@ -77,17 +77,17 @@ def dit_config(
     classes: int = 1000,
     learn_sigma: bool = False,
 ) -> DiTConfig:
-    """Configuration of a published size.
+    """Return the configuration of a published size.
 
     Args:
         name: ``"DiT-S/2"`` ... ``"DiT-XL/8"``.
         size: Height and width of the latents: 32 for images of 256 px, 64 for 512 px.
         channels: Channels of the latents.
         classes: Number of classes without the null class.
-        learn_sigma: Twice the output channels, as the published checkpoints have.
+        learn_sigma: Double the output channels, as in the published checkpoints.
 
     Raises:
-        ConfigError: ``name`` is none of the twelve.
+        ConfigError: ``name`` is not one of the twelve.
     """
     names = {f"DiT-{letter}/{patch}": (letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
     if name not in names:

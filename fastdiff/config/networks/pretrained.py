@@ -1,4 +1,4 @@
-"""Pretrained weights and LoRA: where a run starts from. Free of torch."""
+"""Pretrained weights and LoRA: the starting point of a run. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdiff.config.networks.registry import ModelConfig as ModelConfig
 from fastdiff.errors import require
 
 CAPTION_TOKENS = 77
-"""Tokens of a caption for CLIP."""
+"""Length of a caption in CLIP tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,19 +19,19 @@ class PretrainedConfig:
     """A Stable Diffusion pipeline in the layout of diffusers, or the weights of a DiT or an ADM UNet in one file."""
 
     path: str = ""
-    """Folder or Hugging Face id of the pipeline whose autoencoder, text encoder and scheduler belong to the run; for a
-    DiT or an ADM UNet, a .safetensors or .pt file of weights."""
+    """Folder or Hugging Face id of the pipeline whose autoencoder, text encoder and scheduler the run uses; for a DiT
+    or an ADM UNet, a .safetensors or .pt file of weights."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id."""
     variant: str | None = None
     """Variant of the weight files, for example fp16 or non_ema."""
     weights: bool = False
-    """Start from its network (fine-tuning), else from random weights. The shape of a pipeline's replaces --model; for a
-    file say --model as it was trained, also --model.qkv_order, which no shape tells (qkv_major is
-    --use_new_attention_order True of guided-diffusion)."""
+    """Start from the pretrained network (fine-tuning); otherwise from random weights. The shape of a pipeline's network
+    replaces --model. For a file, set --model as it was trained, including --model.qkv_order, which the shapes of the
+    weights do not show (qkv_major is --use_new_attention_order True of guided-diffusion)."""
     training: bool = False
-    """Go on with the published training of which the path names the weights (modelNNNNNN.pt of improved-diffusion and
-    guided-diffusion, NNNNNNN.pt of DiT): also with its averages, the state of its AdamW and its step."""
+    """Continue a published training with its averages, AdamW state and step. The path names its weights (modelNNNNNN.pt
+    of improved-diffusion and guided-diffusion, NNNNNNN.pt of DiT)."""
 
     def __post_init__(self) -> None:
         require(not self.weights or bool(self.path), "--pretrained.weights needs --pretrained.path")
@@ -42,20 +42,20 @@ class PretrainedConfig:
 
     @property
     def is_file(self) -> bool:
-        """Whether ``path`` names a file of weights and no pipeline."""
+        """Whether ``path`` names a file of weights instead of a pipeline."""
         return Path(self.path).suffix in (".safetensors", ".pt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685): the pretrained weights stay as they are."""
+    """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of frozen pretrained weights."""
 
     rank: int = 0
     """Rank of the added matrices; 0: train all weights."""
     alpha: float | None = None
-    """Scale of what is added, times 1 / rank. None: the rank."""
+    """Numerator of the scale alpha / rank of the added matrices. None: the rank."""
     targets: tuple[str, ...] = ()
-    """Layers that are adapted, by the end of their names. Default: the attention's projections."""
+    """Suffixes of the names of the adapted layers. Default: the projections of the attention."""
     quantize: Literal["none", "8bit", "4bit"] = "none"
     """Keep the frozen matrices in 8 or 4 bits (bitsandbytes; 4 bits: NF4 of QLoRA, arXiv:2305.14314)."""
 
@@ -67,5 +67,5 @@ class LoraConfig:
 
     @property
     def numerator(self) -> float:
-        """``alpha``, or its default: what is added is scaled by this over the rank."""
+        """``alpha``, or its default: the numerator of the scale of the added matrices."""
         return self.rank if self.alpha is None else self.alpha

@@ -1,13 +1,13 @@
-"""What every network's configuration says, and the registry of the networks. This module imports no torch.
+"""Base class of the network configurations, and the registry of the networks. This module imports no torch.
 
-A network is registered by its configuration, a frozen dataclass derived from ``ModelConfig``; that names its family
-(``fastdiff.models.family``), which everything else is asked of. The networks of this package are rows of ``_BUILT_IN``.
-One from another package is found by its entry point, so that every command knows it:
+A network is registered by its configuration, a frozen dataclass derived from ``ModelConfig`` that names its family
+(``fastdiff.models.family``). The networks of this package are listed in ``_BUILT_IN``. A network of another package is
+found by its entry point, so that every command knows it:
 
     [project.entry-points."fastdiff.networks"]
     toy = "toy_network.config:ToyConfig"
 
-Within one process ``register(ToyConfig)`` does as well.
+Within one process ``register(ToyConfig)`` is enough.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _BUILT_IN = (
     "fastdiff.config.networks.adm:AdmConfig",
 )
 ENTRY_POINTS = "fastdiff.networks"
-"""Group of the entry points that other packages register their networks by: ``module:CONFIGURATION`` each."""
+"""Group of the entry points (``module:CONFIGURATION``) by which other packages register networks."""
 
 
 class ModelConfig:
-    """Shape of a network, and what a run asks of a network before it is built.
+    """Shape of a network, and the properties that a run needs before the network is built.
 
-    The configuration of a network is a frozen dataclass with ``kw_only`` and ``slots`` that derives from this one. It
-    has fields ``kind`` (``Literal["toy"] = "toy"``, by which files and checkpoints name it), ``channels`` and ``size``,
-    and every other field has a default. Of the attributes below it overrides those that differ, as fields where the
-    user decides them.
+    The configuration of a network is a frozen dataclass with ``kw_only`` and ``slots`` that derives from this class. It
+    has fields ``kind`` (``Literal["toy"] = "toy"``, its name in files and checkpoints), ``channels`` and ``size``, and
+    every other field has a default. It overrides the attributes below where they differ, as fields if the user sets
+    them.
     """
 
     __slots__ = ()
@@ -47,49 +47,49 @@ class ModelConfig:
     channels: int
     """Channels of the latents or images."""
     size: int
-    """Their height and width."""
+    """Height and width of the latents or images."""
     classes: int = 0
-    """Number of classes that it is conditioned on; the label of this number stands for no class."""
+    """Number of classes; the label with this number is the null class."""
     learn_sigma: bool = False
-    """Whether it has twice the output channels, the second half for the variance."""
+    """Whether the output channels are doubled; the second half predicts the variance."""
     low_res_size: int = 0
-    """Height and width of the small images that it enlarges; 0: it is given none."""
+    """Height and width of the low-resolution input (super-resolution); 0: none."""
 
     family: ClassVar[str]
-    """``module:NAME`` of its ``fastdiff.models.family.ModelFamily``, imported when something is asked of it."""
+    """``module:NAME`` of the network's ``fastdiff.models.family.ModelFamily``, imported on first use."""
     title: ClassVar[str]
-    """What messages call it, with an article: ``a DiT``."""
+    """Name of the network in messages, with an article: ``a DiT``."""
     lora_targets: ClassVar[tuple[str, ...]] = ()
-    """Ends of the names of the layers that a LoRA adapts unless the user names others; empty: it takes no LoRA."""
+    """Suffixes of the names of the layers that LoRA adapts by default; empty: LoRA is not supported."""
     in_pixels: ClassVar[bool] = False
-    """Whether it is made for pixels, so that without the data at hand its samples are taken for images."""
+    """Whether the network works on pixels. If the data are not at hand, its samples are treated as images."""
     needs_classes: ClassVar[bool] = False
-    """Whether it cannot be trained with classes on data without: it has no weights for the label of no class."""
+    """Whether a class-conditional network needs data with classes, because it has no weights for the null class."""
     any_size: ClassVar[bool] = False
-    """Whether it takes any height and width that divide by ``smallest_factor``, not ``size`` alone."""
+    """Whether the network takes any height and width divisible by ``smallest_factor``, not only ``size``."""
 
     @property
     def smallest_factor(self) -> int:
-        """What height and width must divide by."""
+        """Required divisor of height and width."""
         return 1
 
     @property
     def text_widths(self) -> Mapping[str, int]:
-        """Width of each embedding of a caption that it takes, by the name of the input; empty: it takes classes."""
+        """Width of each caption embedding by the name of its input; empty: the network takes classes."""
         return {}
 
     @property
     def text_conditional(self) -> bool:
-        """Whether it is conditioned on captions, not on classes."""
+        """Whether the network is conditioned on captions instead of classes."""
         return bool(self.text_widths)
 
     def at_size(self, height: int, width: int) -> Self:
-        """The network as it computes on maps of this size, for counting operations."""
+        """Return the configuration for maps of this size, for counting operations."""
         return self
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        """Where any network may stand, the registered ones may, told apart by ``kind``."""
+        """Accept every registered network for ``ModelConfig``, discriminated by ``kind``."""
         if cls is not ModelConfig:
             return handler(source)
         from pydantic import Field
@@ -102,10 +102,10 @@ _registered: dict[str, type[ModelConfig]] = {}
 
 
 def register(config: type[Configuration]) -> type[Configuration]:
-    """Add a network by the type of its configuration, and return the type; serves as a decorator.
+    """Register a network by the type of its configuration and return the type; usable as a decorator.
 
     Raises:
-        ConfigError: another network has this kind, or the type says none.
+        ConfigError: another network has this kind, or the type lacks a required field.
     """
     fields = {field.name: field.default for field in dataclasses.fields(config)}
     kind = fields.get("kind")
@@ -125,10 +125,10 @@ def register(config: type[Configuration]) -> type[Configuration]:
 
 
 def networks() -> dict[str, type[ModelConfig]]:
-    """The configuration of every network by its kind: built in, installed, or registered by this process.
+    """Return the configuration type of every network by kind: built in, installed, or registered by this process.
 
     Raises:
-        ConfigError: an installed network cannot be imported, or has the kind of another one.
+        ConfigError: an installed network cannot be imported, or two networks have the same kind.
     """
     found = _built_in()
     _installed()
@@ -136,16 +136,16 @@ def networks() -> dict[str, type[ModelConfig]]:
 
 
 def network_called(kind: object, source: str) -> type[ModelConfig]:
-    """The configuration of the network of this kind.
+    """Return the configuration type of the network of this kind.
 
     Raises:
-        ConfigError: there is none; ``source`` is where it was asked for.
+        ConfigError: unknown kind; ``source`` names its origin.
     """
     known = networks()
     if not isinstance(kind, str) or kind not in known:
         raise ConfigError(
             f"{source}: model.kind: not a known network, given {kind!r}; expected {', '.join(known)}, or install the "
-            f"package that has it under the entry points {ENTRY_POINTS}"
+            f"package that registers it under the entry points {ENTRY_POINTS}"
         )
     return known[kind]
 

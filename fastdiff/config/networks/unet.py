@@ -1,4 +1,4 @@
-"""Shape of Stable Diffusion's UNet, and its config.json of diffusers. Free of torch."""
+"""Shape of Stable Diffusion's UNet, and its conversion from and to diffusers' config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class UNetConfig(ModelConfig):
     """
 
     kind: Literal["unet"] = "unet"
-    """The network; not to be changed."""
+    """Kind of the network; not to be changed."""
     channels: int = 4
     """Channels of the latents."""
     size: int = 64
-    """Height and width of the latents that images are drawn at; the network takes any size."""
+    """Default height and width of sampled latents; the network takes any size."""
     block_out_channels: tuple[int, ...] = (320, 640, 1280, 1280)
     """Channels of each level."""
     layers_per_block: int = 2
-    """Residual blocks of each level on the way down; one more on the way up."""
+    """Residual blocks of each level of the encoder; the decoder has one more per level."""
     attention_heads: tuple[int, ...] = (8, 8, 8, 8)
-    """Attention heads of each level (what diffusers' configurations call attention_head_dim)."""
+    """Attention heads of each level (attention_head_dim in diffusers' configurations)."""
     transformer_layers: tuple[int, ...] = (1, 1, 1, 0)
-    """Transformer blocks behind each residual block; 0: the level has no attention."""
+    """Transformer blocks after each residual block; 0: the level has no attention."""
     mid_transformer_layers: int = 1
     """Transformer blocks in the middle block."""
     cross_attention_dim: int = 768
@@ -40,13 +40,13 @@ class UNetConfig(ModelConfig):
     use_linear_projection: bool = False
     """Linear layers instead of 1x1 convolutions around the transformer blocks (SD 2.x, XL)."""
     pooled_dim: int = 0
-    """Width of the pooled text embedding, which comes with the sizes of the image (XL); 0: neither."""
+    """Width of the pooled text embedding, which is used together with the image sizes (XL); 0: neither."""
     addition_time_embed_dim: int = 256
-    """Sinusoids per image size (XL)."""
+    """Number of sinusoids per image size (XL)."""
     norm_num_groups: int = 32
     """Groups of every group normalisation."""
     upcast_attention: bool = False
-    """For diffusers, which then computes attention in fp32; fastdiff's softmax is fp32 always."""
+    """Flag for diffusers, which then computes attention in fp32; fastdiff's softmax is always fp32."""
 
     family: ClassVar[str] = "fastdiff.models.unet.family:UNET"
     title: ClassVar[str] = "a UNet of Stable Diffusion"
@@ -70,13 +70,13 @@ class UNetConfig(ModelConfig):
         for width, heads in zip(self.block_out_channels, self.attention_heads, strict=True):
             require(
                 width % self.norm_num_groups == 0 and width % heads == 0,
-                f"--model.block_out_channels {self.block_out_channels}: {width} must divide by --model.norm_num_groups "
-                f"{self.norm_num_groups} and by its attention heads {heads}",
+                f"--model.block_out_channels {self.block_out_channels}: {width} must be divisible by "
+                f"--model.norm_num_groups {self.norm_num_groups} and by its attention heads {heads}",
             )
         require(
             self.block_out_channels[0] % 2 == 0 and self.addition_time_embed_dim % 2 == 0,
             f"--model.block_out_channels {self.block_out_channels} and --model.addition_time_embed_dim "
-            f"{self.addition_time_embed_dim}: the first and this must be even (half sines, half cosines)",
+            f"{self.addition_time_embed_dim}: the first width and this must be even (half sines, half cosines)",
         )
         require(
             self.transformer_layers[-1] in (0, self.mid_transformer_layers),
@@ -85,31 +85,31 @@ class UNetConfig(ModelConfig):
         )
         require(
             self.size % self.smallest_factor == 0,
-            f"--model.size {self.size} must divide by {self.smallest_factor}, because the UNet halves it {levels - 1} "
-            "times",
+            f"--model.size {self.size} must be divisible by {self.smallest_factor}, because the UNet halves it "
+            f"{levels - 1} times",
         )
 
     @property
     def smallest_factor(self) -> int:
-        """What height and width of the latents must divide by."""
+        """Required divisor of the height and width of the latents."""
         return int(2 ** (len(self.block_out_channels) - 1))
 
     @property
     def text_widths(self) -> Mapping[str, int]:
-        """Of the tokens and, for SDXL, of the whole caption."""
+        """Widths of the token embeddings and, for SDXL, of the pooled caption embedding."""
         return {"context": self.cross_attention_dim} | ({"pooled": self.pooled_dim} if self.pooled_dim else {})
 
     def at_size(self, height: int, width: int) -> Self:
-        """Square, of about the same area."""
+        """Return the configuration for a square of about the same area."""
         factor = self.smallest_factor
         return replace(self, size=factor * max(1, round(math.sqrt(height * width) / factor)))
 
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any]) -> UNetConfig:
-        """The configuration in diffusers' ``unet/config.json``.
+        """Return the configuration in diffusers' ``unet/config.json``.
 
         Raises:
-            ConfigError: it describes a UNet that is not of SD 1.x, 2.x or XL; names the entry.
+            ConfigError: an entry does not describe a UNet of SD 1.x, 2.x or XL; the message names it.
         """
         for key, kinds in _UNET_KINDS.items():
             if key in config and not isinstance(config[key], kinds):
@@ -152,7 +152,7 @@ class UNetConfig(ModelConfig):
         return found
 
     def to_diffusers(self) -> dict[str, Any]:
-        """The entries of diffusers' ``unet/config.json`` that describe this network."""
+        """Return the entries of diffusers' ``unet/config.json`` that describe this network."""
         attends = [layers > 0 for layers in self.transformer_layers]
         layers = [n or 1 for n in self.transformer_layers[:-1]]
         layers.append(self.transformer_layers[-1] or self.mid_transformer_layers)
@@ -203,7 +203,7 @@ _UNET_DEFAULTS: dict[str, Any] = {
     "class_embeddings_concat": False,
 }
 _EQUIVALENT = ("attention_head_dim", "transformer_layers_per_block", "sample_size", "upcast_attention")
-"""Entries that may be written in several ways, or that do not change the network."""
+"""Entries that have several spellings, or that do not change the network."""
 
 
 _UNET_KINDS: dict[str, tuple[type, ...]] = {
@@ -215,13 +215,13 @@ _UNET_KINDS: dict[str, tuple[type, ...]] = {
     "cross_attention_dim": (int,),
     "norm_num_groups": (int,),
 }
-"""Types of the entries that diffusers lets be of several."""
+"""Accepted types of the entries for which diffusers allows several."""
 
 
 def _refused(key: str, value: Any, expected: str) -> ConfigError:
     return ConfigError(
-        f"the UNet's config.json has {key} {value!r}, expected {expected}: fastdiff has the UNets of Stable Diffusion "
-        "1.x, 2.x and XL"
+        f"the UNet's config.json has {key} {value!r}, expected {expected}: fastdiff supports the UNets of "
+        "Stable Diffusion 1.x, 2.x and XL"
     )
 
 

@@ -1,4 +1,4 @@
-"""Named, complete runs. The docstring of a preset is its command, and its measured or published result."""
+"""Named, complete runs. The docstring of a preset has its commands and its measured or published result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ decoder (table 4 of Peebles & Xie 2023)."""
 
 
 def _dit(letter: str, patch: int) -> Preset:
-    """The recipe of a published DiT, with a docstring of its own."""
+    """Make the preset of a published DiT, with its own docstring."""
     size = f"{letter}/{patch}"
     name = f"dit-{letter.lower()}-{patch}-256"
 
@@ -41,8 +41,8 @@ def _dit(letter: str, patch: int) -> Preset:
     fastdiff encode IMAGENET data/imagenet256 --pretrained stabilityai/sd-vae-ft-ema --resolution 256 --crop adm --flip
     deepspeed fastdiff/train.py --preset {name} --data.path data/imagenet256
 
-    Source: Peebles & Xie 2023, arXiv:2212.09748, section 4, and the train.py that came with it. bf16 instead of its
-    fp32. Options: --optim.name adamw8bit; EDM2's averages, --ema.power_stds 0.05 0.1 --ema.snapshot_every 10000.
+    Source: Peebles & Xie 2023, arXiv:2212.09748, section 4, and its published train.py, with bf16 instead of fp32.
+    Options: --optim.name adamw8bit; EDM2's averages, --ema.power_stds 0.05 0.1 --ema.snapshot_every 10000.
 
     Expected: FID-50K {FID_400K[size]:.2f} without guidance (table 4 there). Not measured here.
     """
@@ -55,9 +55,9 @@ def sit_xl_2_256() -> RunConfig:
     fastdiff encode IMAGENET data/imagenet256 --pretrained stabilityai/sd-vae-ft-ema --resolution 256 --crop adm --flip
     deepspeed fastdiff/train.py --preset sit-xl-2-256 --data.path data/imagenet256
 
-    Source: Ma et al. 2024, arXiv:2401.08740, and the train.py that came with it: velocity, uniform t, no weighting. Its
-    network is that of DiT, whose outputs for a variance it does not train. Options: --optim.name adamw8bit; EDM2's
-    averages, --ema.power_stds 0.05 0.1 --ema.snapshot_every 10000.
+    Source: Ma et al. 2024, arXiv:2401.08740, and its published train.py: velocity, uniform t, no weighting. The network
+    is DiT's; its outputs for the variance are not trained. Options: --optim.name adamw8bit; EDM2's averages,
+    --ema.power_stds 0.05 0.1 --ema.snapshot_every 10000.
 
     Expected: FID-50K 17.2 without guidance, by their SDE sampler. Not measured here.
     """
@@ -66,7 +66,7 @@ def sit_xl_2_256() -> RunConfig:
 
 
 def _imagenet(name: str, model: DiTConfig, objective: ObjectiveConfig) -> RunConfig:
-    """What the runs of DiT and SiT have in common."""
+    """Common configuration of the DiT and SiT runs."""
     batch = 256
     return RunConfig(
         samples=400_000 * batch,
@@ -165,7 +165,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> RunConfig:
-    """Return the preset called ``name``; ConfigError if there is none, with the names it may stand for."""
+    """Return the preset called ``name``; for an unknown name, ConfigError with similar names."""
     if name not in PRESETS:
         near = [known for known in PRESETS if known.startswith(name)] or difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {' or '.join(near)}? " if 0 < len(near) <= 4 else ""

@@ -40,7 +40,7 @@ def digits() -> RunConfig:
 
 
 def text_to_image() -> RunConfig:
-    """32x32 digit scans from captions ("a handwritten seven"): all of text to image.
+    """32x32 digit scans from captions ("a handwritten seven"): the complete text-to-image pipeline.
 
     make demo-t2i
 
@@ -70,7 +70,7 @@ def text_to_image() -> RunConfig:
 
 
 def adm() -> RunConfig:
-    """8x8 digit scans with all that IDDPM has: ADM UNet, cosine schedule, learned range, L_hybrid, importance sampling.
+    """8x8 digit scans with all parts of IDDPM: ADM UNet, cosine schedule, learned range, L_hybrid, importance sampling.
 
     fastdiff encode digits data/digits
     deepspeed fastdiff/train.py --preset digits-adm
@@ -88,13 +88,13 @@ def adm() -> RunConfig:
 
 
 def enlarged() -> RunConfig:
-    """Digit scans from 4x4 to 8x8, without their classes: super-resolution.
+    """Super-resolution of digit scans from 4x4 to 8x8, without classes.
 
     fastdiff encode digits data/digits-train --split train
     deepspeed fastdiff/train.py --preset digits-sr
     fastdiff evaluate runs/digits-sr
 
-    Measured (bench/results/cpu-2-cores/2026-11-22_digits-sr) on forms that it has not seen: 19.4 dB (bicubic 13.4),
+    Measured (bench/results/cpu-2-cores/2026-11-22_digits-sr) on unseen forms: 19.4 dB (bicubic 13.4),
     accuracy 0.888 (bicubic 0.749), 1 min 37 s.
     """
     return _run(
@@ -126,7 +126,7 @@ def _hybrid(condition_dropout: float) -> DdpmConfig:
 
 
 def _run(name: str, **own: Any) -> RunConfig:
-    """What the runs have in common: 1,000 steps of 64."""
+    """Common configuration of the runs: 1,000 steps of 64 samples."""
     steps, batch = 1000, 64
     common: dict[str, Any] = {
         "samples": steps * batch,

@@ -1,7 +1,7 @@
-"""The recipes of improved-diffusion's README.
+"""Recipes of improved-diffusion's README.
 
-Nichol & Dhariwal 2021, arXiv:2102.09672; the lengths of the runs are those of the checkpoints that they published. bf16
-instead of their fp32. Their gradients of micro-batches are summed; here they are averaged, which Adam does not notice.
+Nichol & Dhariwal 2021, arXiv:2102.09672; the runs are as long as those of the published checkpoints. bf16 replaces
+fp32. improved-diffusion sums the gradients of micro-batches; here they are averaged, which Adam normalises away.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def lsun256() -> RunConfig:
     fastdiff encode BEDROOMS data/lsun256 --autoencoder identity --resolution 256 --crop adm --classes-from none
     deepspeed fastdiff/train.py --preset iddpm-lsun256 --data.path data/lsun256
 
-    Their second one has --optim.lr 2e-5. Source: arXiv:2102.09672. Not measured here.
+    The second published run has --optim.lr 2e-5. Source: arXiv:2102.09672. Not measured here.
     """
     model = AdmConfig(
         size=256, channel_mult=_SIX_LEVELS, res_blocks=2, heads=1, attention_resolutions=(16,), scale_shift_norm=False,
@@ -98,7 +98,7 @@ def upsampler() -> RunConfig:
 def _run(
     name: str, steps: int, model: AdmConfig, objective: DdpmConfig, batch: int = 128, lr: float = 1e-4
 ) -> RunConfig:
-    """What their runs have in common."""
+    """Common configuration of the runs."""
     folder = f"data/{'imagenet256' if model.low_res_size else name.removeprefix('iddpm-').removesuffix('-cond')}"
     return RunConfig(
         samples=steps * batch,

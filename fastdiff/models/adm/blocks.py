@@ -1,7 +1,7 @@
-"""The parts of the UNet of IDDPM and ADM, named as in the published checkpoints.
+"""Layers of the UNet of IDDPM and ADM, named as in the published checkpoints.
 
-Each layer takes a map as a pair (branch, base), of which it is the sum; a base of None is zero. It returns the pair of
-its output, and the map that it took, summed up.
+Each layer takes a feature map as a pair (branch, base), whose sum is the map; a base of None is zero. It returns the
+pair of its output, and the sum of its input.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _Convolution = TypeVar("_Convolution", bound=nn.Conv1d | nn.Conv2d)
 
 
 def summed(branch: Tensor, base: Tensor | None) -> Tensor:
-    """The map that a pair stands for."""
+    """Return the map of a pair."""
     return in_order(branch if base is None else branch + base)
 
 
 def zeroed(layer: _Convolution) -> _Convolution:
-    """The layer with weights of 0, so that what it ends begins as nothing."""
+    """Set the weights and the bias of the layer to 0 and return it, so that its path starts at 0."""
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(cast(Tensor, layer.bias))
     return layer
 
 
 class ResBlock(nn.Module):
-    """Two convolutions, with time and class between them, around a shortcut.
+    """Residual block: two convolutions, with time and class between them, and a shortcut.
 
     Args:
-        channels: of the input.
-        out_channels: of the output.
+        channels: channels of the input.
+        out_channels: channels of the output.
         time_dim: width of the embedding.
-        groups: of the norms.
-        scale_shift: the embedding scales and shifts the second norm (Nichol & Dhariwal 2021, appendix A); else it is
-            added before.
-        resize: halve (by means) or double (by repetition) height and width, within both paths; None: neither.
-        dropout: what is dropped before the last convolution.
+        groups: groups of the norms.
+        scale_shift: the embedding scales and shifts the second norm (Nichol & Dhariwal 2021, appendix A); otherwise it
+            is added before the norm.
+        resize: halve (average pooling) or double (nearest neighbour) height and width in both paths; None: neither.
+        dropout: dropout before the last convolution.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class ResBlock(nn.Module):
         self, branch: Tensor, base: Tensor | None, embedding: Tensor, position: Tensor | None = None,
         stream: Tensor | None = None,
     ) -> Maps:  # fmt: skip
-        """The block on a map ``[B, C, H, W]``, see the module; the output is ``[B, C_out, H', W']``.
+        """Map ``[B, C, H, W] -> [B, C_out, H', W']``; see the module.
 
         Args:
-            branch: of the map.
-            base: of the map.
-            embedding: ``[B, D]`` of time and class, after its SiLU.
-            position: ``[B]`` int64 positions in the run, which say what is dropped; None: nothing.
-            stream: int64 without axes: that of its dropout, as ``Dropout.drawn`` gives it.
+            branch: branch of the map.
+            base: base of the map.
+            embedding: ``[B, D]`` embedding of time and class, after its SiLU.
+            position: ``[B]`` int64 positions in the run, the keys of the dropout; None: no dropout.
+            stream: ``[]`` int64 stream of the dropout, from ``Dropout.drawn``.
         """
         out, x = self.in_layers[0](branch, residual=base)
         out = self.in_layers[2](self._resized(out))
@@ -92,14 +92,14 @@ class ResBlock(nn.Module):
         return out, shortcut if self.skip_connection is None else self.skip_connection(shortcut), x
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
-        """Both of its norms, which run alike, and its dropout; see ``fastdiff_kernels.dispatch.Explains``."""
+        """Yield the choices of its norms (alike) and of its dropout; see ``fastdiff_kernels.dispatch.Explains``."""
         yield block_choice(self, "group_norm", example)
         if self.dropout.p:
             yield block_choice(self, "dropout", example)
 
     @property
     def dropout(self) -> Dropout:
-        """What drops before the last convolution."""
+        """Dropout before the last convolution."""
         return cast(Dropout, self.out_layers[2])
 
     def _resized(self, x: Tensor) -> Tensor:
@@ -109,51 +109,51 @@ class ResBlock(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask is a function of the position in the run; see ``fastdiff_kernels.dropout``."""
+    """Dropout with a mask that is a function of the position in the run; see ``fastdiff_kernels.dropout``."""
 
     def __init__(self, p: float, seed: int, stream: int) -> None:
         super().__init__()
         self.p, self.seed, self.stream = p, seed, stream
 
     def drawn(self, position: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """What ``forward`` takes for these positions ``[B]``: them and its stream, or nothing if it drops nothing.
+        """Return the arguments of ``forward`` for positions ``[B]``: positions and stream, or None without dropout.
 
-        For callers of a block that may be compiled: within it the stream would be a number, of which each has a graph.
+        Callers of a compiled block use it: inside the block the stream would be a number, with a graph for each value.
         """
         if position is None or not self.p:
             return None, None
         return position, position.new_full((), self.stream)
 
     def forward(self, x: Tensor, position: Tensor | None, stream: Tensor | None) -> Tensor:
-        """``[B, C, H, W]`` and what ``drawn`` gave ``-> [B, C, H, W]``; without it nothing is dropped."""
+        """``[B, C, H, W]`` and the result of ``drawn`` ``-> [B, C, H, W]``; no dropout if it is None."""
         if position is None or stream is None:
             return x
         return dropout(x, self.p, seed=self.seed, stream=stream, position=position)
 
 
 class ModulatedGroupNorm(GroupNorm):
-    """``silu(norm(x) * (1 + scale) + shift)``, where the norm has a weight and a bias of its own."""
+    """``silu(norm(x) * (1 + scale) + shift)``, with a weight and a bias in the norm."""
 
     def forward(self, x: Tensor, modulation: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """``x [B, C, H, W]``, ``modulation [B, 2C]`` scales, then shifts; returns the result and ``x``."""
+        """Normalise ``x [B, C, H, W]`` with ``modulation [B, 2C]``: scales, shifts; return the result and ``x``."""
         x = in_order(x)
-        # In at least fp32, as the kernel has it: of 16 bits, 1 + scale would lose most of a small scale.
+        # In at least fp32, as in the kernel: in 16 bits 1 + scale would lose most of a small scale.
         exact = torch.promote_types(torch.float32, x.dtype)
-        scale, shift = modulation.to(exact).chunk(2, dim=1)
+        scale, shift = modulation.to(exact).chunk(2, dim=1)  # [B, 2C] -> 2 x [B, C]
         weight, bias = self.weight.to(exact) * (1 + scale), torch.addcmul(shift, self.bias.to(exact), 1 + scale)
         return cast(Tensor, group_norm(x, self.groups, weight, bias, eps=self.eps, silu=self.silu)), x
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over the positions of a map, around a shortcut.
+    """Self-attention over the positions of a map, with a shortcut.
 
     Args:
-        channels: of the map.
+        channels: channels of the map.
         heads: attention heads.
-        length: positions of the map that ``choices`` is asked about.
-        groups: of the norm.
+        length: positions of the map, for ``choices``.
+        groups: groups of the norm.
         backend: implementation of attention.
-        qkv_order: of the output channels of ``qkv``.
+        qkv_order: order of the output channels of ``qkv``.
     """
 
     def __init__(
@@ -170,26 +170,26 @@ class AttentionBlock(nn.Module):
         """``[B, C, H, W] -> [B, C, H, W]``; see the module."""
         out, x = self.norm(branch, residual=base)
         batch, channels, height, width = x.shape
-        tokens = out.permute(0, 2, 3, 1).flatten(1, 2)
+        tokens = out.permute(0, 2, 3, 1).flatten(1, 2)  # [B, C, H, W] -> [B, T, C]
         packed = self.qkv(tokens)
         if self.qkv_order == "head_major":
-            packed = packed.view(batch, -1, self.heads, 3, self.head_dim).transpose(2, 3)
+            packed = packed.view(batch, -1, self.heads, 3, self.head_dim).transpose(2, 3)  # -> [B, T, 3, heads, D]
         else:
-            packed = packed.view(batch, -1, 3, self.heads, self.head_dim)
-        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
-        # Of the paper's scale, d**(-1/4) of queries and of keys, this has the product; the softmax is in fp32.
+            packed = packed.view(batch, -1, 3, self.heads, self.head_dim)  # -> [B, T, 3, heads, D]
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, heads, D] -> 3 x [B, heads, T, D]
+        # The scale is the product of the paper's d**(-1/4) of queries and keys; the softmax is in fp32.
         mixed = attention_op.attention(query, key, value, backend=self.backend)
-        projected = self.proj_out(mixed.transpose(1, 2).flatten(2))
-        return projected.view(batch, height, width, channels).permute(0, 3, 1, 2), x, x
+        projected = self.proj_out(mixed.transpose(1, 2).flatten(2))  # [B, heads, T, D] -> [B, T, C]
+        return projected.view(batch, height, width, channels).permute(0, 3, 1, 2), x, x  # [B, T, C] -> [B, C, H, W]
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
-        """Its norm and its attention; see ``fastdiff_kernels.dispatch.Explains``."""
+        """Yield the choices of its norm and its attention; see ``fastdiff_kernels.dispatch.Explains``."""
         yield dispatch.choice("group_norm", example)
         yield attention_op.choice(self.head_dim, self.length, self.length, example, self.backend)
 
 
 class Pointwise(nn.Conv1d):
-    """A convolution of single positions."""
+    """Convolution with kernel size 1 over tokens."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``[B, T, C] -> [B, T, C_out]``."""
@@ -197,7 +197,7 @@ class Pointwise(nn.Conv1d):
 
 
 class Downsample(nn.Module):
-    """Half the height and width by a convolution."""
+    """Downsampling by a strided convolution: half the height and width."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Twice the height and width, each value four times, and a convolution."""
+    """Nearest-neighbour upsampling and a convolution: twice the height and width."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -226,14 +226,14 @@ Layer: TypeAlias = ResBlock | AttentionBlock | Downsample | Upsample
 
 
 class Stage(nn.ModuleList):
-    """The layers between two maps that are kept, or joined in; with ``recompute`` its blocks are run twice."""
+    """Layers between two skip connections; with ``recompute`` its blocks run again in the backward pass."""
 
     def __init__(self, layers: Sequence[Layer], *, recompute: bool) -> None:
         super().__init__(layers)
         self.recompute = recompute
 
     def forward(self, branch: Tensor, base: Tensor | None, embedding: Tensor, position: Tensor | None) -> Maps:
-        """As a ``ResBlock``; the map that it took is that of its first layer."""
+        """Run the layers, with arguments as for a ``ResBlock``; the third result is the input of the first layer."""
         entered = None
         for layer in self:
             condition = (embedding, *layer.dropout.drawn(position)) if isinstance(layer, ResBlock) else ()

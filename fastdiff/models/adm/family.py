@@ -1,4 +1,4 @@
-"""The family of the UNet of IDDPM and ADM."""
+"""Family of the UNet of IDDPM and ADM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastdiff.models.flops import res_block_multiply_adds, self_attention_multip
 from fastdiff_kernels.names import AttentionBackend
 
 _GROUPS = 32
-"""Of every group norm in the classes of improved-diffusion and guided-diffusion, which have no argument for it."""
+"""Groups of every group norm in the classes of improved-diffusion and guided-diffusion, where it is fixed."""
 
 
 def _build(config: AdmConfig, /, *, recompute: bool, attention: AttentionBackend, seed: int) -> AdmUNet:
@@ -62,10 +62,10 @@ def _subject(config: AdmConfig) -> str:
 
 
 def _published(config: AdmConfig) -> PublishedClass:
-    """The class of guided-diffusion where that of improved-diffusion does not have all that the network has.
+    """Return the class of improved-diffusion, or of guided-diffusion if the network needs its options.
 
-    The former alone has a size of the heads, blocks that change sizes, a second order of qkv, multiples that are no
-    integers, and a finest level of another width than that of the network.
+    Only guided-diffusion has a channel count per head, resampling in residual blocks, a second order of qkv, fractional
+    channel multiples, and a finest level of another width than the network's.
     """
     multiples = tuple(int(each) if each == int(each) else each for each in config.channel_mult)  # floats, when read
     whole = all(isinstance(each, int) for each in multiples) and multiples[0] == 1
@@ -96,12 +96,12 @@ def _published(config: AdmConfig) -> PublishedClass:
 
 
 def _other_norms(groups: int, owner: str) -> str:
-    """Group norms that the published class does not have: no shape tells, so it loads the weights all the same."""
+    """Describe other groups of the norms: shapes do not show them, so the class loads the weights anyway."""
     if groups == _GROUPS:
         return ""
     return (
-        f"Each group norm of this network has {groups} groups, and in the class of {owner} {_GROUPS}: unless that is "
-        "changed there, the class cannot be made, or computes something else with these weights."
+        f"Each group norm of this network has {groups} groups, in the class of {owner} {_GROUPS}: unless you change "
+        "that class, it cannot be constructed, or gives other results with these weights."
     )
 
 

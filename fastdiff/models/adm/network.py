@@ -1,8 +1,8 @@
 """The UNet of IDDPM and ADM, with the parameter names and shapes of the published checkpoints.
 
 Nichol & Dhariwal 2021, arXiv:2102.09672; Dhariwal & Nichol 2021, arXiv:2105.05233. Feature maps are channels_last; as
-in ``unet_blocks``, a map that the next norm can add up itself travels as a pair (branch, base). Under ZeRO-3 a
-parameter is whole only while the forward of its own module, or of its block, runs.
+in ``fastdiff.models.unet.blocks``, a map whose sum the next norm can compute is passed as a pair (branch, base). Under
+ZeRO-3 a parameter is gathered only during the forward of its own module, or of its block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fastdiff_kernels.names import AttentionBackend
 
 
 class AdmUNet(BlockwiseModel):
-    """Predicts what the objective asks for, and a variance, from noisy images, a time and a class.
+    """UNet that predicts the target of the objective, and a variance, from noisy images, a time and a class.
 
     Initial weights are torch's own for each layer, drawn from its global generator. The last convolution of every
     residual block, of every attention and of the network is 0, so a fresh network outputs exactly 0.
@@ -46,7 +46,7 @@ class AdmUNet(BlockwiseModel):
         config: shape of the network.
         recompute: recompute each block in the backward pass instead of storing its activations.
         attention: implementation of attention, see ``fastdiff_kernels.attention``.
-        dropout_seed: key of what is dropped, in [0, 2**64).
+        dropout_seed: key of the dropout, in [0, 2**64).
     """
 
     block_classes = (ResBlock, AttentionBlock)
@@ -71,37 +71,37 @@ class AdmUNet(BlockwiseModel):
         self.middle_block = parts.middle()
         self.output_blocks = nn.ModuleList(parts.way_up())
         out = zeroed(Conv2d(widths[0], config.channels * (2 if config.learn_sigma else 1), kernel_size=3, padding=1))
-        # What they have between the two is the SiLU, which is part of this norm.
+        # The Identity stands for the published SiLU, which is part of this norm.
         self.out = nn.ModuleList([GroupNorm(config.norm_num_groups, widths[0]), nn.Identity(), out])
 
     def forward(
         self, noisy: Tensor, time: Tensor, label: Tensor | None = None, low_res: Tensor | None = None,
         position: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """One evaluation of the network.
+        """Evaluate the network.
 
         Args:
             noisy: ``[B, C, H, W]``, any floating dtype and strides; cast to the dtype of the weights.
             time: ``[B]`` int64 or float timesteps.
-            label: ``[B]`` int64 classes; ``classes`` and None (for all) stand for no class. An unconditional network
-                does not look at them.
-            low_res: ``[B, C, h, w]`` the small images, with ``low_res_size``.
-            position: ``[B]`` int64 positions in the run, which say what ``dropout`` drops; None: nothing.
+            label: ``[B]`` int64 classes; ``classes``, and None for all samples, mean the null class. An unconditional
+                network ignores them.
+            low_res: ``[B, C, h, w]`` low-resolution images, with ``low_res_size``.
+            position: ``[B]`` int64 positions in the run, the keys of the dropout; None: no dropout.
 
         Returns:
             ``[B, C, H, W]``, with ``learn_sigma`` ``[B, 2C, H, W]``, contiguous, in the dtype of the weights.
 
         Raises:
-            ConfigError: H or W does not divide by ``config.smallest_factor``, or an input is missing or too many.
+            ConfigError: H or W is not divisible by ``config.smallest_factor``, or an input is missing or unexpected.
         """
         self._check(noisy, low_res)
         dtype = cast(Tensor, self.out[2].weight).dtype
         noisy = noisy.to(dtype)
         if low_res is not None:
             enlarged = F.interpolate(low_res.to(dtype), noisy.shape[2:], mode="bilinear")
-            noisy = torch.cat([noisy, enlarged], dim=1)
+            noisy = torch.cat([noisy, enlarged], dim=1)  # 2 x [B, C, H, W] -> [B, 2C, H, W]
         embedding = F.silu(self._embed(time, label, dtype))
-        # Not contiguous(): images of one channel are in both orders, of which torch would see the other one.
+        # Not contiguous(memory_format=...): it keeps images of one channel, which match both orders.
         first = cast(nn.ModuleList, self.input_blocks[0])[0]
         branch: Tensor = first(noisy.to(memory_format=torch.channels_last))
         base: Tensor | None = None
@@ -110,21 +110,23 @@ class AdmUNet(BlockwiseModel):
             branch, base, entered = stage(branch, base, embedding, position)
             skips.append(entered)
         for stage in self.output_blocks:
-            joined = torch.cat([summed(branch, base), skips.pop()], dim=1)
+            joined = torch.cat(
+                [summed(branch, base), skips.pop()], dim=1
+            )  # [B, C1, H, W], [B, C2, H, W] -> [B, C1 + C2, H, W]
             branch, base, _ = stage(joined, None, embedding, position)
         out, _ = self.out[0](branch, residual=base)
         return cast(Tensor, self.out[2](out)).contiguous()
 
     def compile_blocks(self, **options: Any) -> Self:
-        """As in ``BlockwiseModel``; ``dynamic`` is False unless given, so each size of the maps has its own graphs."""
+        """Compile as in ``BlockwiseModel``; ``dynamic`` is False unless given, so each map size has its own graphs."""
         return super().compile_blocks(**{"dynamic": False, **options})
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
-        """Its last norm; see ``fastdiff_kernels.dispatch.Explains``."""
+        """Yield the choice of its last norm; see ``fastdiff_kernels.dispatch.Explains``."""
         yield dispatch.choice("group_norm", example)
 
     def _embed(self, time: Tensor, label: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """``[B, 4 * width]``."""
+        """Return the embedding of time and class, ``[B, 4 * width]``."""
         embedding = cast(Tensor, self.time_embed(timestep_sinusoids(time, self.config.width, dtype).to(dtype)))
         if self.label_emb is None or label is None:
             return embedding
@@ -136,22 +138,22 @@ class AdmUNet(BlockwiseModel):
         require(
             height % factor == 0 and width % factor == 0,
             f"images of {height} x {width}: this UNet halves them {len(self.config.widths) - 1} times, so height and "
-            f"width must divide by {factor}",
+            f"width must be divisible by {factor}",
         )
         require(
             (low_res is not None) == (self.config.low_res_size > 0),
-            f"--model.low_res_size {self.config.low_res_size}: the small images are "
-            f"{'missing' if low_res is None else 'too many'}",
+            f"--model.low_res_size {self.config.low_res_size}: the low-resolution images are "
+            f"{'missing' if low_res is None else 'unexpected'}",
         )
         require(
             low_res is None or low_res.shape[:2] == noisy.shape[:2],
-            f"small images of shape {None if low_res is None else tuple(low_res.shape)}: expected as many of as many "
-            f"channels as the noisy ones of shape {tuple(noisy.shape)}",
+            f"low-resolution images of shape {None if low_res is None else tuple(low_res.shape)}: expected the batch "
+            f"size and channels of the noisy images, of shape {tuple(noisy.shape)}",
         )
 
 
 class _Parts:
-    """Makes the stages of a network, from its first to its last."""
+    """Builder of the stages of a network, called from its first stage to its last."""
 
     def __init__(self, config: AdmConfig, recompute: bool, attention: AttentionBackend, dropout_seed: int) -> None:
         self.time_dim = 4 * config.width
@@ -160,7 +162,7 @@ class _Parts:
         self._skips = [self._width]
 
     def way_down(self) -> Iterator[Stage]:
-        """The stages behind the first convolution; each one's output is kept for the way up."""
+        """Yield the encoder's stages after the first convolution; the decoder takes the output of each."""
         for level, width in enumerate(self._config.widths):
             if level:
                 yield self._kept([self._resized("down")])
@@ -168,11 +170,11 @@ class _Parts:
                 yield self._kept([self._res_block(width), *self._attention_here()])
 
     def middle(self) -> Stage:
-        """What lies between the way down and the way up."""
+        """Return the stage between encoder and decoder."""
         return self._stage([self._res_block(self._width), self._attention_block(), self._res_block(self._width)])
 
     def way_up(self) -> Iterator[Stage]:
-        """The stages that each take, joined to their input, what one on the way down has kept."""
+        """Yield the decoder's stages; each takes a kept output of the encoder, concatenated to its input."""
         for level, width in reversed(list(enumerate(self._config.widths))):
             for left in reversed(range(self._config.res_blocks + 1)):
                 self._width += self._skips.pop()

@@ -1,1 +1,1 @@
-"""The diffusion transformer."""
+"""The diffusion transformer (DiT)."""

@@ -1,4 +1,4 @@
-"""The family of the DiT."""
+"""Family of the DiT."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fastdiff_kernels.names import AttentionBackend
 
 _POSITIONS = "pos_embed"
 _ROUNDED = 5e-3
-"""How far a table of positions may be from the exact one: bf16 rounds it by 2e-3, and an average of it, which DiT's
-training makes as of any weight, drifts by 2e-4."""
+"""Tolerance for a position table: bf16 rounds it by 2e-3, and its moving average, which DiT's training keeps as for any
+weight, drifts by 2e-4."""
 
 
 def _build(config: DiTConfig, /, *, recompute: bool, attention: AttentionBackend, seed: int) -> DiT:
@@ -56,9 +56,9 @@ def _buffers(config: DiTConfig) -> dict[str, Tensor]:
 
 
 def _check_positions(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights that were trained with other positions than those of ``DiT``, which no file replaces.
+    """Refuse weights that were trained with another position table than that of ``DiT``, which files do not replace.
 
-    Those of another grid are not refused: a DiT may go on with larger or smaller images.
+    Tables of another grid are accepted: a DiT may be trained further with larger or smaller images.
     """
     if (table := weights.get(_POSITIONS)) is None:
         return
@@ -67,8 +67,8 @@ def _check_positions(path: Path, weights: Mapping[str, Tensor]) -> None:
     possible = table.numel() > 0 and table.shape == (1, side**2, hidden) and hidden % 4 == 0
     if not possible or not torch.allclose(table.float(), position_table(hidden, side), rtol=0, atol=_ROUNDED):
         raise ConfigError(
-            f"{path}: its pos_embed, of shape {tuple(table.shape)}, is not the fixed sine-cosine table of a DiT, the "
-            "only one that this network has; give weights that were trained with that table"
+            f"{path}: its pos_embed, of shape {tuple(table.shape)}, is not the fixed sine-cosine table of a DiT; "
+            "this network has no other, so give weights that were trained with that table"
         )
 
 

@@ -1,8 +1,8 @@
 """The diffusion transformer DiT (Peebles & Xie 2023, "Scalable Diffusion Models with Transformers").
 
-Parameter names and shapes are those of the published checkpoints (github.com/facebookresearch/DiT), so such
-a file loads with ``strict=True`` as it is. Under ZeRO-3 a parameter is whole only while the forward of its
-own module runs; nothing here reads one at any other time, except its dtype.
+Parameter names and shapes are those of the published checkpoints (github.com/facebookresearch/DiT), which load
+unchanged with ``strict=True``. Under ZeRO-3 a parameter is gathered only during the forward of its own module; no code
+here reads one at another time, except its dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NORM_EPS = 1e-6
 
 
 class DiTBlock(nn.Module):
-    """Attention and MLP, each modulated and gated by the condition (adaLN-Zero, figure 3 of the paper).
+    """Transformer block: attention and MLP, each modulated and gated by the condition (adaLN-Zero, figure 3).
 
     The unit of ``torch.compile``, of recomputation and of ZeRO-3's gathering.
     """
@@ -39,13 +39,15 @@ class DiTBlock(nn.Module):
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         """``tokens [B, T, D], condition [B, D] -> [B, T, D]``."""
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(6, dim=1)
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(
+            6, dim=1
+        )  # 6 x [B, D]
         tokens, normed = residual_modulated_norm(tokens, shift_a, scale_a, eps=_NORM_EPS)
         tokens, normed = gated_modulated_norm(tokens, self.attn(normed), gate_a, shift_m, scale_m, eps=_NORM_EPS)
         return cast(Tensor, tokens + gate_m.unsqueeze(1) * self.mlp(normed))
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
-        """Both of its adaLN ops, which run alike; see ``fastdiff_kernels.dispatch.Explains``."""
+        """Yield the choice of its adaLN ops, which are alike; see ``fastdiff_kernels.dispatch.Explains``."""
         chosen = dispatch.choice("adaln", example)
         if is_compiled(self):
             compiled, why = "compile (Inductor)", f"{chosen.why}; in a compiled block"
@@ -55,7 +57,7 @@ class DiTBlock(nn.Module):
 
 
 class DiT(BlockwiseModel):
-    """Predicts noise, velocity or clean latents from noisy latents, a time and a class.
+    """Transformer that predicts noise, velocity or clean latents from noisy latents, a time and a class.
 
     A fresh network outputs exactly 0 and each of its blocks is the identity (adaLN-Zero, section 3.2).
     Initial weights are drawn from torch's global generator; ``fastdiff.models.build.build_model`` makes them a
@@ -86,7 +88,7 @@ class DiT(BlockwiseModel):
         self._initialise()
 
     def forward(self, noisy: Tensor, time: Tensor, label: Tensor | None = None) -> Tensor:
-        """One evaluation of the network.
+        """Evaluate the network.
 
         Args:
             noisy: ``[B, C, H, W]``, any floating dtype; cast to the dtype of the weights.
@@ -97,7 +99,7 @@ class DiT(BlockwiseModel):
             ``[B, C, H, W]``, with ``learn_sigma`` ``[B, 2C, H, W]``, in the dtype of the weights.
         """
         dtype = self.x_embedder.proj.weight.dtype
-        tokens = self.x_embedder(noisy.to(dtype)) + self.pos_embed.to(dtype)
+        tokens = self.x_embedder(noisy.to(dtype)) + self.pos_embed.to(dtype)  # [B, C, H, W] -> [B, T, D]
         condition = self.t_embedder(time, dtype) + self.y_embedder(label, noisy.shape[0], noisy.device)
         for block in self.blocks:
             tokens = run_block(block, tokens, condition, recompute=self.recompute)
@@ -107,11 +109,13 @@ class DiT(BlockwiseModel):
         """``[B, T, p * p * C_out] -> [B, C_out, H, W]``."""
         batch, patch, size = tokens.shape[0], self.config.patch, self.config.size
         side = size // patch
-        pixels = tokens.reshape(batch, side, side, patch, patch, -1)
-        return pixels.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, size, size)
+        pixels = tokens.reshape(batch, side, side, patch, patch, -1)  # -> [B, H/p, W/p, p, p, C_out]
+        return pixels.permute(0, 5, 1, 3, 2, 4).reshape(
+            batch, -1, size, size
+        )  # -> [B, C_out, H/p, p, W/p, p] -> [B, C_out, H, W]
 
     def _initialise(self) -> None:
-        """Initial weights as published: Xavier, normal(0.02) embeddings, zeros where a block joins."""
+        """Initialise as published: Xavier, normal(0.02) embeddings, zeros in the modulations and the last layer."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 _xavier(module)
@@ -127,7 +131,7 @@ class DiT(BlockwiseModel):
 
 
 class FinalLayer(nn.Module):
-    """Modulated norm and the linear map from tokens to patches."""
+    """Modulated norm, and the linear map from tokens to patches."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -137,11 +141,11 @@ class FinalLayer(nn.Module):
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         """``tokens [B, T, D], condition [B, D] -> [B, T, p * p * C_out]``."""
-        shift, scale = self.adaLN_modulation(condition).chunk(2, dim=1)
+        shift, scale = self.adaLN_modulation(condition).chunk(2, dim=1)  # 2 x [B, D]
         return cast(Tensor, self.linear(modulated_norm(tokens, shift, scale, eps=_NORM_EPS)))
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
-        """Its adaLN; see ``fastdiff_kernels.dispatch.Explains``."""
+        """Yield the choice of its adaLN; see ``fastdiff_kernels.dispatch.Explains``."""
         yield dispatch.choice("adaln", example)
 
 
@@ -165,12 +169,14 @@ class Attention(nn.Module):
         """``[B, T, D] -> [B, T, D]``."""
         batch, length, hidden = tokens.shape
         packed = self.qkv(tokens).view(batch, length, 3, self.heads, hidden // self.heads)
-        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D/H] -> 3 x [B, H, T, D/H]
         mixed = attention_op.attention(query, key, value, backend=self.backend)
-        return cast(Tensor, self.proj(mixed.transpose(1, 2).reshape(batch, length, hidden)))
+        return cast(
+            Tensor, self.proj(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        )  # [B, H, T, D/H] -> [B, T, D]
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
-        """Its attention; see ``fastdiff_kernels.dispatch.Explains``."""
+        """Yield the choice of its attention; see ``fastdiff_kernels.dispatch.Explains``."""
         head_dim = self.proj.in_features // self.heads
         yield attention_op.choice(head_dim, self.length, self.length, example, self.backend)
 

@@ -1,1 +1,1 @@
-"""Weights and trainings of others, opened safely."""
+"""Pretrained pipelines, and weights and trainings published by other projects, read safely."""

@@ -1,4 +1,4 @@
-"""Checkpoints as published (IDDPM, ADM, DiT): ``.pt`` files by PyTorch, read without running what is in them."""
+"""Published checkpoints (IDDPM, ADM, DiT): ``.pt`` files of PyTorch, read without executing their code."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MORE = "it holds more than tensors, and code that is not run; expected weights alone"
+_MORE = "it holds more than tensors, and its code is not run; expected weights alone"
 _WEIGHTS = re.compile(
     r"torch\._utils (_rebuild_tensor_v2|_rebuild_parameter)|torch (?!Untyped|Typed)\w+Storage"
     r"|collections OrderedDict|argparse Namespace"
 )
-"""What the pickle of a training names: the state of torch.optim.AdamW is tensors, numbers and plain containers, too.
+"""Names in the pickle of a training, including torch.optim.AdamW's state of tensors, numbers and plain containers.
 PyTorch's unpickler would call others, such as ``bytearray`` of any size."""
 _UNNAMED = {"STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
-"""Other ways to name something, which ``torch.save`` does not use."""
+"""Other opcodes that name an object; ``torch.save`` does not use them."""
 
 
 def load_published(path: Path) -> dict[str, Tensor]:
-    """Read a plain state dict, or the one under ``ema``, or without one that under ``model``, on the CPU.
+    """Read a plain state dict, or the one under ``ema``, otherwise under ``model``, to the CPU.
 
     Raises:
-        ValueError: It is another file, or a hostile one; see ``read_published``.
-        OSError: It cannot be read.
+        ValueError: Unexpected or hostile file; see ``read_published``.
+        OSError: The file cannot be read.
     """
     content = read_published(path)
     if "param_groups" in content:
@@ -42,24 +42,24 @@ def load_published(path: Path) -> dict[str, Tensor]:
 
 
 def read_published(path: Path) -> dict[Any, Any]:
-    """Read what ``torch.save`` has written, a dict, on the CPU.
+    """Read a dict written by ``torch.save`` to the CPU.
 
-    No code in the file is run: PyTorch's unpickler makes tensors, plain containers and, as the files of DiT hold their
-    command line, ``argparse.Namespace``; a file that names anything else is not unpickled at all, and one that is
-    compressed neither. What is used of it is to pass ``check_size``.
+    No code in the file is run: PyTorch's unpickler makes tensors, plain containers and, for the command line in DiT's
+    files, ``argparse.Namespace``. A file that names other objects, or is compressed, is not unpickled. Callers pass the
+    tensors that they use to ``check_size``.
 
     Raises:
-        ValueError: It is another file, or a hostile one.
-        OSError: It cannot be read.
+        ValueError: Unexpected or hostile file.
+        OSError: The file cannot be read.
     """
     _require_plain_zip(path)
     _require_weights_alone(path)
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
-            # Mapped, so that ranks that each read one of the parts do not each hold all of them.
+            # Memory-mapped, so that a rank that needs one part does not load all.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, TypeError):
-            # Without PyTorch's text, whose advice is to load the file with all that is in it.
+            # Without PyTorch's text, which advises to load the file with arbitrary code.
             raise ValueError(_MORE) from None
     if not isinstance(content, dict):
         raise ValueError(f"expected a dict, it holds {type(content).__name__}")
@@ -67,9 +67,9 @@ def read_published(path: Path) -> dict[Any, Any]:
 
 
 def state_dict(content: Any, expected: str) -> dict[str, Tensor]:
-    """Return ``content`` without gradients if it is a state dict; ValueError, with what was expected, if it is not.
+    """Return ``content`` without gradients if it is a state dict, otherwise raise ValueError(``expected``).
 
-    improved-diffusion saves parameters that ask for a gradient: copied from, they would draw a graph behind them.
+    improved-diffusion saves parameters that require a gradient; copies of them would keep an autograd graph.
     """
     if not isinstance(content, dict):
         raise ValueError(expected)
@@ -79,10 +79,10 @@ def state_dict(content: Any, expected: str) -> dict[str, Tensor]:
 
 
 def check_size(tensors: Iterable[Tensor], path: Path) -> None:
-    """Refuse tensors that would take more memory than the file has bytes: that show a few of them many times over.
+    """Refuse tensors that need more memory than the file has bytes, such as expanded views of a few bytes.
 
     Raises:
-        ValueError: They do, or they are not plain tensors.
+        ValueError: The tensors are too large, or not plain.
     """
     size, most = 0, path.stat().st_size
     for tensor in tensors:
@@ -105,7 +105,7 @@ def _require_plain_zip(path: Path) -> None:
 
 
 def _require_weights_alone(path: Path) -> None:
-    """Look through the pickle without running it."""
+    """Check the names in the pickle without running it."""
     try:
         content = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")  # as torch.load finds it
     except RuntimeError:

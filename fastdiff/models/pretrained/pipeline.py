@@ -1,7 +1,7 @@
 """A Stable Diffusion pipeline on disk or on the Hugging Face hub, opened part by part.
 
-Only what is asked for is loaded. Each part has a digest of its weights, so that latents, text embeddings and the run
-that uses them can be told to belong together.
+Parts are loaded on demand. Each part has a digest of its weights, to check that latents, text embeddings and the run
+belong together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastdiff.files import read_bounded
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 _DESCRIPTIONS = ("*.json", "*.txt", "*.model")
 _LARGEST_DESCRIPTION = 64 << 20
-"""Bytes of a JSON file; the vocabulary of CLIP has one."""
+"""Maximum size of a JSON file in bytes; the vocabulary of CLIP is one."""
 _WEIGHTS = {
     "unet": "diffusion_pytorch_model",
     "vae": "diffusion_pytorch_model",
@@ -37,7 +37,7 @@ _WEIGHTS = {
     "safety_checker": "model",
     "image_encoder": "model",
 }
-"""Parts with weights, and the names of their files without what follows the first dot or dash."""
+"""Parts with weights, and the names of their files up to the first dot or dash."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Pretrained:
     Args:
         path: folder, or id on the Hugging Face hub, which is downloaded into its cache once.
         revision: branch, tag or commit of an id.
-        variant: variant of the weight files, for example ``fp16``; a part that has no such files, and is not the UNet,
-            is taken without.
+        variant: variant of the weight files, for example ``fp16``; parts other than the UNet fall back to files without
+            it.
 
     Raises:
-        ConfigError: from every member: no such pipeline, or a part of it is missing or of another kind.
+        ConfigError: from every member: unknown pipeline, or a part is missing or of another kind.
     """
 
     path: str
@@ -60,14 +60,14 @@ class Pretrained:
 
     @cached_property
     def folder(self) -> Path:
-        """Where the pipeline lies on this machine; weights come when they are asked for."""
+        """Folder of the pipeline on this machine; weights are downloaded on demand."""
         if self._is_local:
             return Path(self.path)
         return self._download(_DESCRIPTIONS, self.revision)
 
     @property
     def commit(self) -> str | None:
-        """The commit that ``revision`` stands for now; None for a folder on this machine."""
+        """Current commit of ``revision``; None for a folder on this machine."""
         return None if self._is_local else self.folder.name
 
     @property
@@ -76,15 +76,15 @@ class Pretrained:
 
     @property
     def is_autoencoder(self) -> bool:
-        """Whether this is an autoencoder alone and no pipeline, such as stabilityai/sd-vae-ft-ema."""
+        """Whether this is only an autoencoder, such as stabilityai/sd-vae-ft-ema."""
         return not (self.folder / "vae").is_dir() and (self.folder / "config.json").is_file()
 
     def unet_config(self) -> UNetConfig:
-        """Shape of its UNet."""
+        """Return the shape of its UNet."""
         return UNetConfig.from_diffusers(self.json("unet/config.json"))
 
     def unet_weights(self) -> dict[str, Tensor]:
-        """Parameters of its UNet, fp32 on the CPU."""
+        """Return the parameters of its UNet, fp32 on the CPU."""
         found: dict[str, Tensor] = {}
         for path in self.weight_files("unet"):
             with readable(path):
@@ -92,17 +92,17 @@ class Pretrained:
         return {name: value.float() for name, value in found.items()}
 
     def scheduler_config(self) -> dict[str, Any]:
-        """What its scheduler says of the noise: ``prediction_type``, ``beta_schedule`` and others."""
+        """Return the configuration of its scheduler: ``prediction_type``, ``beta_schedule`` and others."""
         return self.json("scheduler/scheduler_config.json")
 
     def vae(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-        """Its autoencoder (diffusers' ``AutoencoderKL``), frozen."""
+        """Load its autoencoder (diffusers' ``AutoencoderKL``), frozen."""
         from diffusers import AutoencoderKL
 
         return self._frozen(AutoencoderKL, "vae", device, dtype)
 
     def text(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> TextEncoder:
-        """Its one or two text encoders with their tokenizers, frozen."""
+        """Load its one or two text encoders with their tokenizers, frozen."""
         from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
         kinds = {"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection}
@@ -119,9 +119,9 @@ class Pretrained:
         return TextEncoder(tokenizers, encoders, torch.device(device), null_is_zero=zeros)
 
     def digest(self, part: str) -> str:
-        """Sha256 of the weights and the architecture of ``vae``, ``unet`` or ``text_encoder`` (both, if there are two).
+        """Return the sha256 of weights and architecture of ``vae``, ``unet`` or ``text_encoder`` (one or two).
 
-        The names, dtypes, shapes and bytes of the tensors count, not how they are spread over files.
+        It covers the names, dtypes, shapes and bytes of the tensors, not their distribution over files.
         """
         total = hashlib.sha256()
         for name in TEXT_ENCODERS if part == "text_encoder" else (part,):
@@ -130,11 +130,11 @@ class Pretrained:
         return total.hexdigest()
 
     def weight_files(self, part: str, *, required: bool = True) -> list[Path]:
-        """The safetensors files of a part, in the chosen variant; downloads them if the pipeline is on the hub.
+        """Return the safetensors files of a part in the chosen variant; downloads them if the pipeline is on the hub.
 
         Args:
-            part: its folder; see ``has_weights``.
-            required: whether it is an error if there are none.
+            part: folder of the part; see ``has_weights``.
+            required: whether missing files are an error.
         """
         variants = [self.variant] if part == "unet" else [self.variant, None]
         for variant in dict.fromkeys(variants):
@@ -152,15 +152,15 @@ class Pretrained:
 
     @staticmethod
     def has_weights(part: str) -> bool:
-        """Whether a part of that name, such as ``vae`` but not ``tokenizer``, has weights."""
+        """Whether the part, such as ``vae`` but not ``tokenizer``, has weights."""
         return part in _WEIGHTS
 
     def folder_of(self, part: str) -> Path:
-        """Where the files of a part lie."""
+        """Return the folder with the files of a part."""
         return self.folder if part == "vae" and self.is_autoencoder else self.folder / part
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON file of the pipeline, or of one of its parts: ``model_index.json``, ``vae/config.json``."""
+        """Read a JSON file of the pipeline, or of one of its parts: ``model_index.json``, ``vae/config.json``."""
         part, _, rest = name.rpartition("/")
         path = self.folder_of(part) / rest
         try:
@@ -205,11 +205,11 @@ class Pretrained:
                 folder,
                 variant=self.variant if has_variant else None,
                 torch_dtype=dtype,
-                use_safetensors=True,  # or another file, which may be a pickle, would serve
+                use_safetensors=True,  # otherwise it would also load pickles
                 local_files_only=True,
                 output_loading_info=True,
             )
-        # They are only logged, and their places hold random numbers.
+        # transformers and diffusers only log missing weights and leave them random.
         missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         if missing:
             raise ConfigError(
@@ -248,7 +248,7 @@ class Pretrained:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Say which file or folder could not be read, whatever the library says that was to read it.
+    """Turn a library's error into one that names the unreadable file or folder.
 
     Raises:
         ConfigError: instead of the library's error.
@@ -261,13 +261,13 @@ def readable(path: Path) -> Iterator[None]:
 
 
 class TextEncoder:
-    """Captions to the embeddings that the UNet is conditioned on, as the pipelines of diffusers make them.
+    """Text encoder of a pipeline: captions to embeddings for the UNet, as in the pipelines of diffusers.
 
     Args:
         tokenizers: one per encoder.
-        encoders: CLIP text models; with two, as in SDXL, the last layers but one are joined and the second gives the
-            pooled embedding (Podell et al. 2023, arXiv:2307.01952, section 2).
-        device: where the encoders are.
+        encoders: CLIP text models; with two, as in SDXL, the penultimate layers are concatenated and the second encoder
+            gives the pooled embedding (Podell et al. 2023, arXiv:2307.01952, section 2).
+        device: device of the encoders.
         null_is_zero: whether "no caption" is a tensor of zeros (SDXL) and not the embedding of the empty caption.
     """
 
@@ -279,9 +279,9 @@ class TextEncoder:
 
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """``context [N, L, D]`` and, with two encoders, ``pooled [N, P]``, in the encoders' dtype.
+        """Return ``context [N, L, D]`` and, with two encoders, ``pooled [N, P]``, in the encoders' dtype.
 
-        A caption with more tokens than the encoder has room for (77) is cut off.
+        A caption that is longer than the encoder's limit (77 tokens) is truncated.
         """
         outputs = [
             encoder(self._tokens(tokenizer, captions), output_hidden_states=True)
@@ -295,7 +295,7 @@ class TextEncoder:
         }
 
     def null(self) -> dict[str, Tensor]:
-        """The condition of no caption, ``context [L, D]`` and ``pooled [P]``: what guidance starts from."""
+        """Return the null condition of classifier-free guidance, ``context [L, D]`` and ``pooled [P]``."""
         empty = {name: value[0] for name, value in self([""]).items()}
         return {name: torch.zeros_like(value) for name, value in empty.items()} if self._null_is_zero else empty
 

@@ -1,7 +1,7 @@
-"""A Stable Diffusion pipeline that is complete and tiny, with random weights: for tests and the demo.
+"""Complete but tiny Stable Diffusion pipeline with random weights, for tests and the demo.
 
-It has every part of the real ones (tokenizer, CLIP text encoder, autoencoder, UNet, scheduler) in the layout of
-diffusers, so that what loads it loads those. Images are four times as wide as their latents.
+It has every part of a real pipeline (tokenizer, CLIP text encoder, autoencoder, UNet, scheduler) in the layout of
+diffusers, so code that loads it also loads a real one. Images are four times as wide as their latents.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ UNETS: dict[Kind, UNetConfig] = {
         norm_num_groups=8,
     ),
 }
-"""The networks of the tiny pipelines."""
+"""Configurations of the UNets of the tiny pipelines."""
 
 
 def build(folder: Path, *, kind: Kind = "sd15", seed: int = 0) -> Path:
     """Write a pipeline and return its folder.
 
     Args:
-        folder: made if it is missing.
+        folder: created if it is missing.
         kind: sd15 predicts the noise, sd2 the velocity; sdxl has two text encoders and conditions on sizes.
-        seed: decides every weight; the global random state is left as it was.
+        seed: seed of every weight; the global random state is restored.
     """
     import diffusers
 
@@ -113,7 +113,7 @@ def _text_encoder(*, projected: bool) -> Any:
         projection_dim=_WIDTH,
         num_hidden_layers=2,
         num_attention_heads=4,
-        initializer_factor=8.0,  # else the embeddings of all captions are nearly the same
+        initializer_factor=8.0,  # otherwise the embeddings of all captions are nearly equal
         max_position_embeddings=CAPTION_TOKENS,
         bos_token_id=_vocabulary()[_START],
         eos_token_id=_vocabulary()[_END],
@@ -123,7 +123,7 @@ def _text_encoder(*, projected: bool) -> Any:
 
 
 def _tokenizer(folder: Path) -> Any:
-    """CLIP's tokenizer with one token per character: a vocabulary that needs no training."""
+    """Return CLIP's tokenizer with one token per character, a vocabulary without training."""
     from transformers import CLIPTokenizer
 
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"

@@ -1,7 +1,7 @@
-"""A whole training as published: weights, averages and the state of AdamW.
+"""Published training state: weights, averages and the state of AdamW.
 
 openai/improved-diffusion and openai/guided-diffusion write ``model000100.pt``, ``ema_0.9999_000100.pt`` and
-``opt000100.pt`` beside each other, facebookresearch/DiT one file ``0000100.pt`` of ``model``, ``ema``, ``opt`` and
+``opt000100.pt`` to one folder; facebookresearch/DiT writes one file ``0000100.pt`` with ``model``, ``ema``, ``opt`` and
 ``args``.
 """
 
@@ -21,27 +21,27 @@ from fastdiff.models.pretrained.pickles import check_size, read_published, state
 from fastdiff.models.pretrained.pipeline import readable
 
 DIT_EMA_RATE = 0.9999
-"""That of DiT's train.py, whose files do not say it."""
+"""Decay rate of DiT's train.py; its files do not contain it."""
 _IDDPM = re.compile(r"model(\d{6,})\.pt")
 _DIT = re.compile(r"(\d{7,})\.pt")
 _EXPECTED = "expected modelNNNNNN.pt of improved-diffusion or guided-diffusion, or NNNNNNN.pt of DiT"
 _INSTEAD = "give the files of one training, or start from the weights alone, without --pretrained.training"
 _UNNAMED = 100
-"""Most steps that AdamW may have taken beyond the name of a file."""
+"""Maximum number of AdamW steps beyond the step in the name of a file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamState:
-    """The state of AdamW by name of the parameter; a parameter that was never trained has none."""
+    """State of AdamW by parameter name; a parameter that was never trained has none."""
 
     applied: int
-    """Steps."""
+    """Number of steps."""
     exp_avg: dict[str, Tensor]
-    """First moments, fp32, of the shapes of the parameters."""
+    """First moments, fp32, with the shapes of the parameters."""
     exp_avg_sq: dict[str, Tensor]
     """Second moments."""
     lr: float
-    """Learning rate that the next step would have had."""
+    """Learning rate of the next step."""
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -49,30 +49,30 @@ class AdamState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedTraining:
-    """What the files of a training hold, on the CPU."""
+    """Contents of the files of a training, on the CPU."""
 
     step: int
-    """Taken so far: what the name of the file says, or AdamW's own count if that is larger.
+    """Number of steps: the number in the file name, or AdamW's own count if it is larger.
 
-    improved-diffusion counts from 0 in names, so that its file numbered 100 has seen 101 steps, and each of its resumed
-    runs takes the step of the name once more.
+    improved-diffusion counts from 0 in names: its file numbered 100 has taken 101 steps, and each of its resumed runs
+    repeats the step of the name.
     """
     weights: dict[str, Tensor]
-    """State dict of the network; that of a DiT has ``pos_embed``."""
+    """State dict of the network; a DiT's includes ``pos_embed``."""
     averages: dict[float, dict[str, Tensor]] = field(default_factory=dict)
     """State dicts by decay rate."""
     optimizer: AdamState | None = None
-    """None: it was not saved."""
+    """State of AdamW; None: not saved."""
 
 
 def read_published_training(path: Path) -> PublishedTraining:
-    """Read a training of improved-diffusion, guided-diffusion or DiT, without running what is in its files.
+    """Read a training of improved-diffusion, guided-diffusion or DiT without running code in its files.
 
     Args:
-        path: ``modelNNNNNN.pt``, whose averages and optimizer lie beside it, or ``NNNNNNN.pt``.
+        path: ``modelNNNNNN.pt``, with averages and optimizer in the same folder, or ``NNNNNNN.pt``.
 
     Raises:
-        ConfigError: there is no such file, or one holds something else, is of another step, or is hostile.
+        ConfigError: a file is missing, of another kind or step, or hostile.
     """
     if path.is_file():
         if found := _IDDPM.fullmatch(path.name):
@@ -99,18 +99,18 @@ def _read_iddpm(file: Path, digits: str) -> PublishedTraining:
 
 
 def _require_same_step(file: Path, digits: str) -> None:
-    """Refuse averages or a state of AdamW of other steps alone: theirs would be taken for not saved."""
+    """Refuse a folder with averages or AdamW states of other steps only, which would count as not saved."""
     for pattern, own in (("ema_*_[0-9]*.pt", f"_{digits}.pt"), ("opt[0-9]*.pt", f"opt{digits}.pt")):
         names = sorted(path.name for path in file.parent.glob(pattern))
         if names and not any(name.endswith(own) for name in names):
-            raise ConfigError(f"{file}: beside it lies {names[-1]}, and none of its kind is of its step; {_INSTEAD}")
+            raise ConfigError(f"{file}: its folder has {names[-1]}, but no such file of the same step; {_INSTEAD}")
 
 
 def _step(named: int, optimizer: AdamState | None, file: Path) -> int:
-    """See ``PublishedTraining.step``."""
+    """Return the step of the training; see ``PublishedTraining.step``."""
     applied = optimizer.applied if optimizer is not None else 0
     if applied > named + _UNNAMED:
-        raise ConfigError(f"{file}: its name says step {named}, and its AdamW has taken {applied} steps; {_INSTEAD}")
+        raise ConfigError(f"{file}: its name has step {named}, but its AdamW has taken {applied} steps; {_INSTEAD}")
     return max(named, applied)
 
 
@@ -137,12 +137,12 @@ def _read_dit(file: Path, step: int) -> PublishedTraining:
 
 def _like(weights: dict[str, Tensor], average: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     if {name: value.shape for name, value in average.items()} != {name: value.shape for name, value in weights.items()}:
-        raise ConfigError(f"{path}: the average is one of other weights; {_INSTEAD}")
+        raise ConfigError(f"{path}: the average belongs to other weights; {_INSTEAD}")
     return average
 
 
 def _adam(state: Any, weights: dict[str, Tensor], path: Path) -> AdamState | None:
-    """The state dict of ``torch.optim.AdamW``; None: of no step."""
+    """Read the state dict of ``torch.optim.AdamW``; None if it has taken no step."""
     try:
         moments = {
             key: {i: each[key].detach() for i, each in state["state"].items()} for key in ("exp_avg", "exp_avg_sq")
@@ -155,7 +155,7 @@ def _adam(state: Any, weights: dict[str, Tensor], path: Path) -> AdamState | Non
         raise ConfigError(f"{path}: its optimizer is not an AdamW; {_INSTEAD}") from None
     check_size(chain(*(values.values() for values in moments.values())), path)
     if strange:
-        raise ConfigError(f"{path}: its optimizer has a state of parameters that are not its own; {_INSTEAD}")
+        raise ConfigError(f"{path}: its optimizer has the state of unknown parameters; {_INSTEAD}")
     if not steps:
         return None
     if len(steps) > 1:
@@ -165,24 +165,24 @@ def _adam(state: Any, weights: dict[str, Tensor], path: Path) -> AdamState | Non
     places = _places(numbers, weights)
     if places is None:
         raise ConfigError(
-            f"{path}: its optimizer is one of other weights: it has {len(numbers)} parameters, expected "
-            f"{len(weights)}, or of a training in 16 bits 1 (improved-diffusion) or 2 (guided-diffusion); {_INSTEAD}"
+            f"{path}: its optimizer belongs to other weights: it has {len(numbers)} parameters, expected "
+            f"{len(weights)}, or for fp16 training 1 (improved-diffusion) or 2 (guided-diffusion); {_INSTEAD}"
         )
     exp_avg, exp_avg_sq = (_by_name(moments[key], places, weights, path) for key in ("exp_avg", "exp_avg_sq"))
     return AdamState(applied=steps.pop(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **options)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """What ``AdamState`` has of a parameter group; of several groups here the first one speaks for all."""
+    """Return the options of a parameter group for ``AdamState``; the first group stands for all."""
     numbers = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
     return {"betas": (float(group["betas"][0]), float(group["betas"][1])), **numbers}
 
 
 def _places(numbers: list[int], weights: dict[str, Tensor]) -> dict[int, list[str]] | None:
-    """The weights that each parameter of an optimizer is made of, one after another; None: it is one of others.
+    """Return the names of the weights in each optimizer parameter, in order; None if the number does not fit.
 
-    In 16 bits improved-diffusion trains all weights as one parameter, guided-diffusion its vectors as a first one and
-    all others as a second.
+    In fp16 training, improved-diffusion has one parameter of all weights; guided-diffusion has a first one of all
+    vectors and a second one of all other weights.
     """
     if len(numbers) == len(weights):
         parts = [[name] for name in weights]
@@ -205,7 +205,7 @@ def _by_name(
         if moment.numel() != sum(sizes) or (len(names) == 1 and moment.shape != weights[names[0]].shape):
             shape = tuple(weights[names[0]].shape) if len(names) == 1 else f"({sum(sizes)},)"
             raise ConfigError(
-                f"{path}: its optimizer is one of other weights: parameter {number} has the shape "
+                f"{path}: its optimizer belongs to other weights: parameter {number} has the shape "
                 f"{tuple(moment.shape)}, expected {shape}; {_INSTEAD}"
             )
         for name, part in zip(names, torch.split(moment.flatten(), sizes), strict=True):

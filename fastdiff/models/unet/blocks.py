@@ -1,7 +1,7 @@
-"""The parts of the UNet of Stable Diffusion, named as in diffusers.
+"""Layers of the UNet of Stable Diffusion, named as in diffusers.
 
-Feature maps are channels_last: ``[B, C, H, W]`` whose memory runs as ``[B, H, W, C]``, so the tokens ``[B, H * W, C]``
-of a map are a view of it. A map that the next norm can add up itself travels as a pair (branch, base) instead of their
+Feature maps are channels_last: ``[B, C, H, W]`` in the memory order ``[B, H, W, C]``, so the tokens ``[B, H * W, C]``
+of a map are a view of it. A map whose sum the next norm can compute is passed as a pair (branch, base) instead of their
 sum; a base of None is zero.
 """
 
@@ -27,27 +27,27 @@ _MLP_RATIO = 4
 
 
 def in_order(x: Tensor) -> Tensor:
-    """``x [B, C, H, W]``, channels_last also to those who read the stride of its first axis.
+    """Return ``x [B, C, H, W]`` with the channels_last stride also on its first axis.
 
-    ZeRO-3's hooks pass every tensor through ``view_as``, which gives the axis of a single sample another stride; torch
-    then takes the map for a contiguous one.
+    ZeRO-3's hooks pass every tensor through ``view_as``, which changes the stride of the batch axis of a single sample;
+    torch then treats the map as contiguous.
     """
     return x if x.shape[0] != 1 else x.permute(0, 2, 3, 1).reshape(1, *x.shape[2:], -1).permute(0, 3, 1, 2)
 
 
 def doubled(x: Tensor) -> Tensor:
-    """``[B, C, H, W] -> [B, C, 2H, 2W]``, channels_last, each value four times.
+    """Upsample by nearest neighbour, ``[B, C, H, W] -> [B, C, 2H, 2W]``, channels_last.
 
-    Not ``F.interpolate``: its backward pass on CUDA goes through contiguous copies, and a map of one pixel, whose order
-    is both, comes out contiguous.
+    ``F.interpolate`` does not serve: its backward pass on CUDA makes contiguous copies, and a map of one pixel, which
+    has both memory orders, comes out contiguous.
     """
     batch, channels, height, width = x.shape
-    repeated = x.permute(0, 2, 3, 1)[:, :, None, :, None].expand(-1, -1, 2, -1, 2, -1)
+    repeated = x.permute(0, 2, 3, 1)[:, :, None, :, None].expand(-1, -1, 2, -1, 2, -1)  # -> [B, H, 2, W, 2, C]
     return repeated.contiguous().view(batch, 2 * height, 2 * width, channels).permute(0, 3, 1, 2)
 
 
 def block_choice(block: nn.Module, op: str, example: Tensor) -> dispatch.Choice:
-    """``dispatch.choice`` within a block: one that is compiled compiles a reference along."""
+    """Return ``dispatch.choice`` within a block; a compiled block also compiles the reference."""
     chosen = dispatch.choice(op, example)
     if not is_compiled(block) or chosen.forward == "triton":
         return chosen
@@ -56,7 +56,7 @@ def block_choice(block: nn.Module, op: str, example: Tensor) -> dispatch.Choice:
 
 
 class Conv2d(nn.Conv2d):
-    """A convolution of channels_last maps."""
+    """Convolution of channels_last maps."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, C, H, W] -> [B, C_out, H_out, W_out]``."""
@@ -64,7 +64,7 @@ class Conv2d(nn.Conv2d):
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation, and SiLU behind it, of channels_last maps; see ``fastdiff_kernels.group_norm``."""
+    """Group normalisation of channels_last maps, optionally followed by SiLU; see ``fastdiff_kernels.group_norm``."""
 
     def __init__(self, groups: int, channels: int, *, eps: float = 1e-5, silu: bool = True) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class GroupNorm(nn.Module):
     def forward(
         self, x: Tensor, *, shift: Tensor | None = None, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Normalise ``x + shift + residual``; return the result and ``x``, with a residual the sum instead of ``x``."""
+        """Normalise ``x + shift + residual``; return the result and ``x``, or with a residual their sum."""
         x, residual = in_order(x), None if residual is None else in_order(residual)
         out = group_norm(
             x, self.groups, self.weight, self.bias, eps=self.eps, silu=self.silu, shift=shift, residual=residual
@@ -84,7 +84,7 @@ class GroupNorm(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Two convolutions, with the time between them, around a shortcut."""
+    """Residual block: two convolutions, with the time between them, and a shortcut."""
 
     def __init__(self, channels: int, out_channels: int, time_dim: int, groups: int) -> None:
         super().__init__()
@@ -97,35 +97,35 @@ class ResBlock(nn.Module):
         self.conv_shortcut = Conv2d(channels, out_channels, kernel_size=1) if changes else None
 
     def forward(self, branch: Tensor, base: Tensor | None, time: Tensor) -> tuple[Tensor, Tensor]:
-        """The block on ``x = branch + base``.
+        """Apply the block to ``x = branch + base``.
 
         Args:
             branch: ``[B, C, H, W]``.
-            base: like ``branch``, or None.
+            base: ``[B, C, H, W]``, or None.
             time: ``[B, D]`` embedding, after its SiLU.
 
         Returns:
-            Branch and base of the output, ``[B, C_out, H, W]``; without a change of channels this base is ``x``.
+            Branch and base of the output, ``[B, C_out, H, W]`` each; for C_out = C the base is ``x``.
         """
         out, x = self.norm1(branch, residual=base)
         out, _ = self.norm2(self.conv1(out), shift=self.time_emb_proj(time))
         return self.conv2(out), x if self.conv_shortcut is None else self.conv_shortcut(x)
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
-        """Both of its norms, which run alike; see ``fastdiff_kernels.dispatch.Explains``."""
+        """Yield the choice of its norms, which are alike; see ``fastdiff_kernels.dispatch.Explains``."""
         yield block_choice(self, "group_norm", example)
 
 
 class Transformer(nn.Module):
-    """Transformer blocks over the positions of a map, around a shortcut.
+    """Transformer blocks over the positions of a map, with a shortcut.
 
     Args:
-        channels: of the map.
-        heads: of every attention.
-        layers: transformer blocks.
-        length: positions of the map that ``choices`` is asked about.
+        channels: channels of the map.
+        heads: heads of every attention.
+        layers: number of transformer blocks.
+        length: positions of the map, for ``choices``.
         context_dim: width of the text embeddings.
-        groups: of the norm.
+        groups: groups of the norm.
         linear: linear layers instead of 1x1 convolutions around the transformer blocks.
         attention: implementation of attention.
         recompute: recompute each transformer block in the backward pass.
@@ -145,16 +145,16 @@ class Transformer(nn.Module):
         self.proj_out = _projection(channels, linear)
 
     def forward(self, branch: Tensor, base: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Branch and base of the output, both ``[B, C, H, W]``; this base is ``branch + base``, what came in."""
+        """Return branch and base of the output, both ``[B, C, H, W]``; the base is the input ``branch + base``."""
         out, x = self.norm(branch, residual=base)
         size = x.shape[2:]
-        tokens = self.proj_in(_tokens(out)) if self.linear else _tokens(self.proj_in(out))
+        tokens = self.proj_in(_tokens(out)) if self.linear else _tokens(self.proj_in(out))  # [B, C, H, W] -> [B, T, C]
         for block in self.transformer_blocks:
             tokens = run_block(block, tokens, context, recompute=self.recompute)
         return (_map(self.proj_out(tokens), size) if self.linear else self.proj_out(_map(tokens, size))), x
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
-        """Its norm; see ``fastdiff_kernels.dispatch.Explains``."""
+        """Yield the choice of its norm; see ``fastdiff_kernels.dispatch.Explains``."""
         yield dispatch.choice("group_norm", example)
 
 
@@ -173,7 +173,7 @@ def _map(tokens: Tensor, size: torch.Size) -> Tensor:
 
 
 class TransformerBlock(nn.Module):
-    """Self-attention, attention to the text and a gated feed-forward layer, each around a shortcut."""
+    """Self-attention, cross-attention to the text and a gated feed-forward layer, each with a shortcut."""
 
     def __init__(self, width: int, heads: int, length: int, context_dim: int, attention: AttentionBackend) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class TransformerBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of tokens to a context, without biases before it."""
+    """Multi-head attention of tokens to a context; query, key and value projections have no bias."""
 
     def __init__(
         self, width: int, context_dim: int, heads: int, lengths: tuple[int, int], backend: AttentionBackend
@@ -203,25 +203,25 @@ class Attention(nn.Module):
         self.to_q = nn.Linear(width, width, bias=False)
         self.to_k = nn.Linear(context_dim, width, bias=False)
         self.to_v = nn.Linear(context_dim, width, bias=False)
-        # What diffusers has second is a dropout; it has no weights.
+        # diffusers' second entry is a dropout without weights.
         self.to_out = nn.ModuleList([nn.Linear(width, width)])
 
     def forward(self, tokens: Tensor, context: Tensor) -> Tensor:
         """``tokens [B, T, C], context [B, L, D] -> [B, T, C]``."""
         query, key, value = (
-            projected.view(*projected.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+            projected.view(*projected.shape[:2], self.heads, self.head_dim).transpose(1, 2)  # [B, T, C] -> [B, H, T, D]
             for projected in (self.to_q(tokens), self.to_k(context), self.to_v(context))
         )
         mixed = attention_op.attention(query, key, value, backend=self.backend)
-        return cast(Tensor, self.to_out[0](mixed.transpose(1, 2).flatten(2)))
+        return cast(Tensor, self.to_out[0](mixed.transpose(1, 2).flatten(2)))  # [B, H, T, D] -> [B, T, C]
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
-        """Its attention; see ``fastdiff_kernels.dispatch.Explains``."""
+        """Yield the choice of its attention; see ``fastdiff_kernels.dispatch.Explains``."""
         yield attention_op.choice(self.head_dim, *self.lengths, example, self.backend)
 
 
 class FeedForward(nn.Module):
-    """GEGLU (Shazeer 2020, arXiv:2002.05202, eq. 6) and a linear layer back to the width."""
+    """Feed-forward layer: GEGLU (Shazeer 2020, arXiv:2002.05202, eq. 6) and a linear layer back to the width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class FeedForward(nn.Module):
 
 
 class GEGLU(nn.Module):
-    """A linear layer whose second half, through GELU, multiplies the first."""
+    """Gated linear layer: GELU of the second half multiplies the first half."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -242,12 +242,12 @@ class GEGLU(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``[B, T, C] -> [B, T, inner]``."""
-        value, gate = self.proj(tokens).chunk(2, dim=-1)
+        value, gate = self.proj(tokens).chunk(2, dim=-1)  # 2 x [B, T, inner]
         return cast(Tensor, value * F.gelu(gate))
 
 
 class Downsample(nn.Module):
-    """Half the height and width by a convolution."""
+    """Downsampling by a strided convolution: half the height and width."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Twice the height and width, each value four times, and a convolution."""
+    """Nearest-neighbour upsampling and a convolution: twice the height and width."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Upsample(nn.Module):
 
 
 class TimestepEmbedding(nn.Module):
-    """A two-layer SiLU MLP of features: ``[B, F] -> [B, D]``."""
+    """Two-layer SiLU MLP of features: ``[B, F] -> [B, D]``."""
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()

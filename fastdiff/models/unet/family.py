@@ -1,4 +1,4 @@
-"""The family of Stable Diffusion's UNet."""
+"""Family of Stable Diffusion's UNet."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _multiply_adds(config: UNetConfig) -> float:
         up = [coarser + width] + [2 * width] * (count - 1) + [width + finer]
         total += sum(res_block_multiply_adds(inputs, width, positions, time) for inputs in down + up)
         total += (2 * count + 1) * _transformer(config, width, config.transformer_layers[level], positions)
-        total += 9 * width**2 * positions * 4 if level else 0  # behind the upsampling
+        total += 9 * width**2 * positions * 4 if level else 0  # the convolution after the upsampling
         total += 9 * width**2 * positions // 4 if level < len(widths) - 1 else 0  # the downsampling
     total += 2 * res_block_multiply_adds(widths[-1], widths[-1], positions, time)
     return total + _transformer(config, widths[-1], config.mid_transformer_layers, positions)
 
 
 def _transformer(config: UNetConfig, width: int, layers: int, positions: int) -> int:
-    """Projections around it and, in each layer, two attentions and a gated feed-forward layer."""
+    """Return the multiply-adds of a transformer: projections and, per block, two attentions and a gated MLP."""
     own = self_attention_multiply_adds(width, positions)
     cross = (
         positions * (2 * width**2 + 2 * CAPTION_TOKENS * width)
@@ -44,7 +44,7 @@ def _transformer(config: UNetConfig, width: int, layers: int, positions: int) ->
 
 
 def _pooled_width(config: UNetConfig) -> int:
-    """Of what SDXL embeds besides the time: the pooled caption and six sizes."""
+    """Return the width of SDXL's additional features: the pooled caption and six sizes."""
     return config.pooled_dim + 6 * config.addition_time_embed_dim
 
 

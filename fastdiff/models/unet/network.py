@@ -1,7 +1,7 @@
 """The UNet of Stable Diffusion 1.x, 2.x and XL, with diffusers' parameter names and shapes.
 
-Rombach et al. 2022, arXiv:2112.10752; Podell et al. 2023, arXiv:2307.01952. Under ZeRO-3 a parameter is whole only
-while the forward of its own module, or of its block, runs; nothing here reads one at any other time, except its dtype.
+Rombach et al. 2022, arXiv:2112.10752; Podell et al. 2023, arXiv:2307.01952. Under ZeRO-3 a parameter is gathered only
+during the forward of its own module, or of its block; no code here reads one at another time, except its dtype.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SIZES = 6
 
 
 class UNet(BlockwiseModel):
-    """Predicts noise, velocity or clean latents from noisy latents, a time and a caption.
+    """UNet that predicts noise, velocity or clean latents from noisy latents, a time and a caption.
 
     Feature maps are channels_last from the first convolution to the last; the weights stay contiguous. Initial weights
     are torch's own for each layer, drawn from its global generator in the order in which diffusers draws them.
@@ -78,7 +78,7 @@ class UNet(BlockwiseModel):
         pooled: Tensor | None = None,
         time_ids: Tensor | None = None,
     ) -> Tensor:
-        """One evaluation of the network.
+        """Evaluate the network.
 
         Args:
             noisy: ``[B, C, H, W]``, any floating dtype and strides; cast to the dtype of the weights.
@@ -91,8 +91,8 @@ class UNet(BlockwiseModel):
             ``[B, C, H, W]``, contiguous, in the dtype of the weights.
 
         Raises:
-            ConfigError: H or W does not divide by ``config.smallest_factor``, or ``pooled`` and ``time_ids`` are
-                missing or too many.
+            ConfigError: H or W is not divisible by ``config.smallest_factor``, or ``pooled`` and ``time_ids`` are
+                missing or unexpected.
         """
         self._check(noisy, pooled, time_ids)
         dtype = self.conv_in.weight.dtype
@@ -110,20 +110,21 @@ class UNet(BlockwiseModel):
         return cast(Tensor, self.conv_out(out)).contiguous()
 
     def compile_blocks(self, **options: Any) -> Self:
-        """As in ``BlockwiseModel``; ``dynamic`` is False unless given, so each size of the maps has its own graphs."""
+        """Compile as in ``BlockwiseModel``; ``dynamic`` is False unless given, so each map size has its own graphs."""
         return super().compile_blocks(**{"dynamic": False, **options})
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
-        """Its last norm; see ``fastdiff_kernels.dispatch.Explains``."""
+        """Yield the choice of its last norm; see ``fastdiff_kernels.dispatch.Explains``."""
         yield dispatch.choice("group_norm", example)
 
     def _embed(self, time: Tensor, pooled: Tensor | None, time_ids: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """``[B, 4 * C_0]``."""
+        """Return the embedding of time, pooled caption and sizes, ``[B, 4 * C_0]``."""
         sinusoids = timestep_sinusoids(time, self.config.block_out_channels[0], dtype)
         embedding = cast(Tensor, self.time_embedding(sinusoids.to(dtype)))
         if self.add_embedding is None or pooled is None or time_ids is None:
             return embedding
-        sizes = timestep_sinusoids(time_ids.flatten(), self.config.addition_time_embed_dim, dtype)
+        sizes = timestep_sinusoids(time_ids.flatten(), self.config.addition_time_embed_dim, dtype)  # [B, 6] -> [6B, A]
+        # [B, P], [6B, A] -> [B, P + 6A]
         features = torch.cat([pooled.to(dtype), sizes.to(dtype).view(time_ids.shape[0], -1)], dim=1)
         return embedding + cast(Tensor, self.add_embedding(features))
 
@@ -133,7 +134,7 @@ class UNet(BlockwiseModel):
         require(
             height % factor == 0 and width % factor == 0,
             f"latents of {height} x {width}: this UNet halves them {len(self.down_blocks) - 1} times, so height and "
-            f"width must divide by {factor}; encode the images at other sizes",
+            f"width must be divisible by {factor}; encode the images at other sizes",
         )
         given = [name for name, value in (("pooled", pooled), ("time_ids", time_ids)) if value is not None]
         expected = ["pooled", "time_ids"] if self.config.pooled_dim else []
@@ -146,7 +147,7 @@ class UNet(BlockwiseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Makes the parts of one level of a UNet."""
+    """Builder of the parts of one level of a UNet."""
 
     config: UNetConfig
     time_dim: int
@@ -161,17 +162,17 @@ class _Parts:
 
     @property
     def finer(self) -> int:
-        """Channels of the level above, or of this one if it is the finest."""
+        """Channels of the next finer level, or of this one if it is the finest."""
         return self.config.block_out_channels[max(self.level - 1, 0)]
 
     @property
     def coarser(self) -> int:
-        """Channels of the level below, or of this one if it is the coarsest."""
+        """Channels of the next coarser level, or of this one if it is the coarsest."""
         return self.config.block_out_channels[self.level :][:2][-1]
 
     @property
     def layers(self) -> int:
-        """Transformer blocks behind each residual block."""
+        """Transformer blocks after each residual block."""
         return self.config.transformer_layers[self.level]
 
     def res_block(self, channels: int) -> ResBlock:
@@ -192,12 +193,12 @@ class _Parts:
 
 
 class _Level(nn.Module):
-    """Residual blocks at one size of the maps, each with a transformer behind it or none.
+    """Residual blocks at one size of the maps, each optionally followed by a transformer.
 
     Args:
-        parts: makes them.
+        parts: builder of the layers.
         channels: input channels of each residual block.
-        layers: transformer blocks behind each residual block; 0: no transformer.
+        layers: transformer blocks after each residual block; 0: no transformer.
     """
 
     def __init__(self, parts: _Parts, channels: Sequence[int], layers: Sequence[int]) -> None:
@@ -215,7 +216,7 @@ class _Level(nn.Module):
 
 
 class DownLevel(_Level):
-    """One level on the way down."""
+    """One level of the encoder."""
 
     def __init__(self, parts: _Parts) -> None:
         count = parts.config.layers_per_block
@@ -224,13 +225,13 @@ class DownLevel(_Level):
         self.downsamplers = nn.ModuleList([] if last else [Downsample(parts.width)])
 
     def forward(self, x: Tensor, embedding: Tensor, context: Tensor) -> list[Tensor]:
-        """What each residual block with its transformer, and the downsampling, makes of the map ``x [B, C, H, W]``."""
+        """Map ``x [B, C, H, W]`` to the outputs of each residual block, with its transformer, and the downsampling."""
         branch, base = x, None
         maps: list[Tensor] = []
         for n in range(len(self.resnets)):
             branch, base = self._res_block(n, branch, base, embedding)
             if n:
-                maps.append(base)  # the output of the layer before, summed up by the first norm of this one
+                maps.append(base)  # output of the previous layer, summed by the first norm of this one
             if self.attentions:
                 branch, base = self.attentions[n](branch, base, context)
         maps.append(_sum(branch, base))
@@ -238,20 +239,20 @@ class DownLevel(_Level):
 
 
 class MiddleLevel(_Level):
-    """What lies between the way down and the way up."""
+    """Level between encoder and decoder."""
 
     def __init__(self, parts: _Parts) -> None:
         super().__init__(parts, [parts.width] * 2, [parts.config.mid_transformer_layers, 0])
 
     def forward(self, x: Tensor, embedding: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Branch and base of the output for the map ``x [B, C, H, W]``."""
+        """Return branch and base of the output for the map ``x [B, C, H, W]``."""
         branch, base = self._res_block(0, x, None, embedding)
         branch, base = self.attentions[0](branch, base, context)
         return self._res_block(1, branch, base, embedding)
 
 
 class UpLevel(_Level):
-    """One level on the way up, where the maps of the way down join."""
+    """One level of the decoder, with the skip connections of the encoder."""
 
     def __init__(self, parts: _Parts) -> None:
         count = parts.config.layers_per_block + 1
@@ -264,9 +265,9 @@ class UpLevel(_Level):
     def forward(
         self, branch: Tensor, base: Tensor | None, skips: list[Tensor], embedding: Tensor, context: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Branch and base of the output for ``branch + base`` and the maps that join, the last one first."""
+        """Return branch and base of the output for ``branch + base`` and the skip maps, the last one first."""
         for n, skip in enumerate(reversed(skips)):
-            joined = torch.cat([in_order(_sum(branch, base)), in_order(skip)], dim=1)
+            joined = torch.cat([in_order(_sum(branch, base)), in_order(skip)], dim=1)  # -> [B, C1 + C2, H, W]
             branch, base = self._res_block(n, joined, None, embedding)
             if self.attentions:
                 branch, base = self.attentions[n](branch, base, context)
