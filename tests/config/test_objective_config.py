@@ -68,12 +68,12 @@ NAN, INF = float("nan"), float("inf")
         ({**FLOW, "prediction": "epsilon", "cosine_weight": 1.0}, "because it compares the directions of velocities"),
         ({**FLOW, "cosine_weight": -1.0}, "--objective.cosine_weight -1.0: 0, or above"),
         ({"dream": True, "prediction": "v"}, "--objective.dream needs --objective.prediction epsilon, given v"),
-        ({"dream_detail_preservation": -1.0}, "--objective.dream_detail_preservation -1.0: a finite number, at least 0"),
+        ({"dream_detail_preservation": -1.0}, "dream_detail_preservation -1.0: a finite number, at least 0"),
         ({"noise_offset": -0.1}, "--objective.noise_offset -0.1: a finite number"),
         ({"input_perturbation": INF}, "--objective.input_perturbation inf: a finite number"),
         ({"multires_noise_iterations": -1}, "--objective.multires_noise_iterations -1"),
         ({"multires_noise_discount": 0.0}, "--objective.multires_noise_discount 0.0: above 0, at most 1"),
-        ({"condition_dropout": 1.5}, "--objective.condition_dropout 1.5: a share"),
+        ({"condition_dropout": 1.5}, "--objective.condition_dropout 1.5: a fraction"),
     ],
 )  # fmt: skip
 def test_an_impossible_objective_is_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:
