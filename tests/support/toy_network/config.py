@@ -13,7 +13,7 @@ class ToyConfig(ModelConfig):
     """A perceptron over all pixels."""
 
     kind: Literal["toy"] = "toy"
-    """The network; not to be changed."""
+    """Kind of the network; not to be changed."""
     channels: int = 1
     """Channels of the images."""
     size: int = 8
