@@ -1,4 +1,4 @@
-"""Evaluation of runs on the digits: generated digits against real scans, enlarged ones against bicubic interpolation."""
+"""Evaluation of runs on the digits: generated digits against scans, enlarged ones against bicubic interpolation."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def evaluate_digits(images: Tensor, labels: Tensor) -> dict[str, float | int]:
 
     Returns:
         ``accuracy``: share of the images that an SVM trained on all real scans assigns to their label;
-        ``frechet_distance``: ``image_metrics.frechet_distance`` between the 64 pixels in [0, 1] of the images and of all
-        real scans; ``samples``: N. For scale: 500 real scans drawn at random score 0.04 to 0.06.
+        ``frechet_distance``: ``image_metrics.frechet_distance`` between the 64 pixels in [0, 1] of the images and of
+        all real scans; ``samples``: N. For scale: 500 real scans drawn at random score 0.04 to 0.06.
 
     Raises:
         ConfigError: The images are not ``[N, 1, 8, 8]``, N is below 2, or a value is not finite.

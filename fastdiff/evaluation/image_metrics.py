@@ -70,8 +70,8 @@ def frechet_distance(first: Features, second: Features) -> float:
 
     ``|m1 - m2|² + tr(C1) + tr(C2) - 2 tr((C1^(1/2) C2 C1^(1/2))^(1/2))``; for Inception features it is the FID
     (Heusel et al. 2017, arXiv:1706.08500, eq. 6). With C1 = F1 F1ᵀ and C2 = F2 F2ᵀ the last trace is the sum of the
-    singular values of F1ᵀ F2. Square roots of the eigenvalues of a product would turn rounding errors of 1e-16 into 1e-8
-    for every direction in which a covariance is singular; singular values do not amplify them.
+    singular values of F1ᵀ F2. Square roots of the eigenvalues of a product would turn rounding errors of 1e-16 into
+    1e-8 for every direction in which a covariance is singular; singular values do not amplify them.
 
     Args:
         first: ``[N, D]``, N at least 2.

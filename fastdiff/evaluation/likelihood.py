@@ -115,7 +115,7 @@ class Steps:
         return told(self._config, time)
 
     def measure(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Return ``[3, B]`` fp32: term of the bound, squared errors of x0 and of the noise; as ``Variational.loss``."""
+        """Return ``[3, B]`` fp32: term of the bound, squared errors of x0 and of the noise."""
         alpha, sigma, clean_per, mean_per_clean = self._at(time)
         error = self.variational.error(prediction, clean, noise, time)
         clean_error = clean_per * error
@@ -126,7 +126,7 @@ class Steps:
         return torch.stack([self.variational.bits(mean_error, prediction, clean, time), *squares])
 
     def prior(self, clean: Tensor) -> Tensor:
-        """Return ``[B]`` float64: KL(N(sqrt(abar) x0, 1 - abar) || N(0, 1)) at the last timestep, in bits per dimension."""
+        """Return ``[B]`` fp64: KL(N(sqrt(abar) x0, 1 - abar) || N(0, 1)) at the last timestep, bits per dimension."""
         abar = self._last_abar
         divergence = 0.5 * (abar * clean.double().square() - abar - math.log1p(-abar))
         return divergence.mean(dim=(1, 2, 3)) / math.log(2.0)

@@ -30,8 +30,8 @@ class Validated:
     """Log SNR of its noise level."""
     loss: Floats
     x0_mse: Floats
-    """Mean squared error of the estimate of x0 implied by the prediction, in normalised latents; infinite at levels where
-    the prediction does not determine x0."""
+    """Mean squared error of the estimate of x0 implied by the prediction, in normalised latents; infinite where the
+    prediction does not determine x0."""
     about: dict[str, Any]
     """Identity of the measurement: ``data`` (digest of the data set), ``seed`` of the noise, ``objective``, its
     ``unit``, ``precision``, ``weights`` and the ``step`` of the run."""
