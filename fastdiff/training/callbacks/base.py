@@ -62,5 +62,5 @@ class Preempt(Callback):
 
 
 def preempted(reason: str, state: TrainState) -> Preempted:
-    """Return the error of a run that was asked to stop and has saved."""
+    """Return the error of a run that was asked to stop, and has saved."""
     return Preempted(f"{reason}: saved step {state.progress.steps}; the same command goes on from there")

@@ -105,8 +105,8 @@ class Rewind:
         ends = [before.samples, self.spiked.samples - 1]
         first, last = state.reader.keys(state.order.samples(ends))
         log.warning(
-            f"rewind {state.progress.rewinds} of {state.config.divergence.limit}: {self.spike}; going on from the "
-            f"weights of step {before.steps}, without the {self.spiked.samples - before.samples} samples from there on"
+            f"rewind {state.progress.rewinds} of {state.config.divergence.limit}: {self.spike}; continuing from the "
+            f"weights of step {before.steps}, without the {self.spiked.samples - before.samples} samples after it"
         )
         record = {"step": self.spiked.steps, "rewound_to": before.steps, "rewinds": state.progress.rewinds}
         _append(state.folder / _SPIKES, {**record, "positions": ends, "first_key": first, "last_key": last})
@@ -135,7 +135,7 @@ class SpikeGuard(Callback):
         """
         if state.guard.spikes.last is not None and state.config.divergence.policy == "rewind":
             raise Preempted(
-                f"asked to stop at step {state.progress.steps}, a spike, which is not saved; the same command goes on "
+                f"asked to stop at step {state.progress.steps}, a spike, which is not saved; the same command resumes "
                 "from the newest checkpoint before it"
             )
 
