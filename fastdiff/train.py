@@ -6,7 +6,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    # As a script it has its own folder first on the path, where packages would hide modules of the same name.
+    # A script has its own folder first on the path, where packages would shadow modules of the same name.
     _own = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _own]
 
@@ -34,25 +34,25 @@ from fastdiff.training.callbacks.divergence import RewindRequest
 from fastdiff.training.state import TrainState
 
 _GRACE_S = 10.0
-"""For a launcher to see which rank ended first, and to end those that lost it."""
+"""Seconds for a launcher to see which rank ended first, and to end the ranks that lost it."""
 
 
 def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | None = None) -> Progress:
     """Run, or continue, the run in ``config.output.folder`` to its end.
 
     Args:
-        config: what to train.
-        launch: the DeepSpeed JSON and how to treat a run that is there already.
+        config: of the run.
+        launch: the DeepSpeed JSON, and how to treat an existing run.
         world: the ranks; all of them call this.
-        stop: requests to save and end, which reach this rank.
+        stop: requests to save and end that reach this rank.
 
     Raises:
-        FastdiffError: with the exit code of what went wrong.
+        FastdiffError: with the exit code of its cause.
     """
     stop = stop or StopRequest()
     with ExitStack() as stack:
         run = build(config, launch, world, stack, stop)
-        world.agree(None)  # from here on all ranks have something to save; until here none
+        world.agree(None)  # from here on every rank has a state to save
         stop.arm(run.state.heart)
         try:
             _take_all_steps(run)
@@ -65,13 +65,13 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
                 stop.answered = True
             raise
         except Exception as error:
-            _note(error)  # before others that wait for this rank notice
+            _note(error)  # before other ranks that wait for this one notice
             raise
         return run.state.progress
 
 
 def _take_all_steps(run: Run) -> None:
-    """Take the steps of a run to its end; go back behind each spike that asks for it."""
+    """Take the steps of a run to its end; rewind after each spike that requests it."""
     while True:
         try:
             return take_steps(run.state, run.batches, run.callbacks)
@@ -92,7 +92,7 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
             with meters.phase("forward"):
                 corruption = objective.corrupt(batch, engine)
                 prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
-                losses = objective.loss(prediction, batch, corruption)
+                losses = objective.loss(prediction, batch, corruption)  # [micro, C, H, W] -> [micro]
             meters.add(losses, batch.position, corruption.levels, corruption.importance)
             discard = guard.observe(losses)
             engine.backward(losses.mean(), discard=discard)
@@ -121,14 +121,14 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
     if launch.dry_run:
         command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, world_size()))
         return 0
-    # A hang is to be found by those who watch for it, who know more than a collective that timed out.
+    # The hang detection must act first: it knows more than a collective that timed out.
     train(config, launch, start_world(timeout_s=2 * launch.hang_timeout_s), stop)
     stop_world()
     return 0
 
 
 def _report(error: Exception, stop: StopRequest) -> int:
-    """Leave one message for all ranks of the job, a bug with its traceback, and return the exit code that goes with it.
+    """Print one message for all ranks of the job, with the traceback of a bug, and return its exit code.
 
     Raises:
         Exception: a bug, in a run of one rank.
@@ -142,8 +142,8 @@ def _report(error: Exception, stop: StopRequest) -> int:
         raise error
     code = say_once(1, partial(_say, error))
     if isinstance(error, RuntimeError) and stop.reason is None:
-        # Most likely another rank ended and cut the connection. The launcher is to find that one first: its exit code
-        # is the one of the run.
+        # Most likely another rank ended and cut the connection. The launcher must find that one first: its exit code
+        # is that of the run.
         sys.stderr.flush()
         time.sleep(_GRACE_S)
     return code
@@ -161,7 +161,7 @@ def _say(error: Exception) -> None:
 
 
 def _note(error: Exception) -> None:
-    """Leave the cause for a supervisor; a stop that was asked for has none."""
+    """Record the cause for a supervisor; a requested stop has none."""
     if isinstance(error, Preempted):
         return
     if isinstance(error, FastdiffError):
@@ -175,5 +175,5 @@ if __name__ == "__main__":
     if code and world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # the ordinary end would wait for the other ranks, or abort in the process group
+        os._exit(code)  # a normal exit would wait for other ranks, or abort in the process group
     sys.exit(code)

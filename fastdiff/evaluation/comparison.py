@@ -1,4 +1,4 @@
-"""Two runs, compared by their losses on the same validation samples under the same noise."""
+"""Comparison of two runs by their losses on the same validation samples under the same noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SIGNIFICANT = 2.0
 """Standard errors from 0 beyond which a difference is marked."""
 _ENOUGH = 8
-"""Samples without which a standard error is too uncertain for a mark, and a mean for the mean of unpaired bins."""
+"""Samples of a bin below which its difference is not marked and it is left out of the mean of unpaired bins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class MeasuredRun:
 
     @property
     def description(self) -> str:
-        """Which run, step and weights, and what its loss is."""
+        """Run, step, weights, precision and unit of the loss."""
         about = self.found.about
         return f"{self.folder}, step {about['step']}, {about['weights']} in {about['precision']}: {about['unit']}"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The samples of some noise levels."""
+    """Losses of both runs at some noise levels."""
 
     name: str
     a: Mean
@@ -50,7 +50,7 @@ class Row:
     difference: float
     """B - A; NaN where one of the runs has no sample."""
     error: float
-    """Its standard error."""
+    """Standard error of the difference."""
 
     @property
     def relative(self) -> float:
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def significant(self) -> bool:
-        """Whether the difference is more than chance is likely to make."""
+        """Whether the difference exceeds ``SIGNIFICANT`` standard errors, with enough samples."""
         enough = min(self.a.count, self.b.count) >= _ENOUGH
         return enough and abs(self.difference) > SIGNIFICANT * self.error
 
@@ -72,7 +72,7 @@ class Comparison:
     b: MeasuredRun
     unit: str
     paired: bool
-    """Whether both runs have seen the same samples at the same noise levels, and are compared sample by sample."""
+    """Whether the noise levels are the same in both runs, so that they are compared sample by sample."""
     left_out: int
     """Samples whose loss is not finite in one of the runs."""
     bins: Sequence[Row]
@@ -85,10 +85,10 @@ def read_both(a: Path, b: Path, step: int | None = None) -> tuple[MeasuredRun, M
     Args:
         a: a run folder.
         b: another one.
-        step: which; None: the newest that both have.
+        step: of the validations; None: the newest common one.
 
     Raises:
-        ConfigError: no run, or one without validations or not of that step, or they have no step in common.
+        ConfigError: a folder has no run or no validation of the step, or the runs have no step in common.
         StorageError: a file cannot be read.
     """
     steps = [_steps(folder) for folder in (a, b)]
@@ -108,12 +108,13 @@ def read_both(a: Path, b: Path, step: int | None = None) -> tuple[MeasuredRun, M
 def compare(a: MeasuredRun, b: MeasuredRun) -> Comparison:
     """Compare run B with run A, by bin of the log SNR and over all.
 
-    The losses themselves, if they are the same function in both runs; else the squared errors of x0. At the same noise
-    levels sample by sample, so that what is hard for both does not count; at others each bin's means, as those of
-    independent samples, and the mean of the bins of which both have enough samples.
+    If both runs have the same loss function, their losses are compared, otherwise the squared errors of x0. At the same
+    noise levels the comparison is paired, sample by sample, which cancels the difficulty of each sample. At different
+    levels the means of each bin are compared as independent samples; the total is the mean over the bins that have
+    enough samples of both runs.
 
     Raises:
-        ConfigError: the runs were validated on other samples, or under other noise.
+        ConfigError: the runs were validated on different samples or under different noise.
     """
     _require_same_samples(a, b)
     first, second = a.found, b.found
@@ -129,7 +130,7 @@ def compare(a: MeasuredRun, b: MeasuredRun) -> Comparison:
 
 
 def table(comparison: Comparison) -> str:
-    """What there is to read, aligned."""
+    """Format the comparison as an aligned table."""
     unpaired = "unpaired, as their noise levels differ: each bin has the samples that fall into it"
     how = "sample by sample" if comparison.paired else unpaired
     lines = [
@@ -144,10 +145,10 @@ def table(comparison: Comparison) -> str:
     lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines += [
         "",
-        f"+-: standard error of B - A.  *: more than {SIGNIFICANT:g} of them, from at least {_ENOUGH} samples.",
+        f"+-: standard error of B - A.  *: more than {SIGNIFICANT:g} standard errors, from at least {_ENOUGH} samples.",
     ]
     if not comparison.paired:
-        lines.append(f"{comparison.total.name}: of those with at least {_ENOUGH} samples of each run.")
+        lines.append(f"{comparison.total.name}: over the bins with at least {_ENOUGH} samples of each run.")
     if comparison.left_out:
         lines.append(f"Left out: {comparison.left_out} samples, not finite in one of the runs.")
     return "\n".join(lines)
@@ -193,7 +194,7 @@ def _independent(name: str, a: Mean, b: Mean) -> Row:
 
 
 def _mean_of_bins(bins: Sequence[Mean]) -> Mean:
-    """Each bin counts alike."""
+    """Average bins with equal weights."""
     if not bins:
         return Mean(0, math.nan, math.nan)
     error = math.hypot(*(found.error for found in bins)) / len(bins)
@@ -225,7 +226,7 @@ def _in_words(steps: Sequence[int]) -> str:
     return f"steps {', '.join(map(str, steps))}" if len(steps) < 10 else f"steps {steps[0]}, {steps[1]} ... {steps[-1]}"
 
 
-# Colours of Okabe and Ito (2008), which people with any colour vision tell apart; shapes differ too.
+# Colour-blind safe palette of Okabe and Ito (2008); the shapes differ too.
 _A, _B, _SAME, _SMALL = "#0072B2", "#D55E00", "#999999", "#555555"
 _STYLE = {
     "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
@@ -233,15 +234,15 @@ _STYLE = {
     "grid.linewidth": 0.7, "legend.frameon": False, "figure.constrained_layout.use": True,
 }  # fmt: skip
 _LOGARITHMIC = 10.0
-"""Losses further apart than this are drawn on a logarithmic axis."""
+"""Ratio of the largest to the smallest loss above which their axis is logarithmic."""
 _FAR = 2.0
-"""Relative differences beyond which their axis is logarithmic, but for its middle."""
+"""Relative difference above which its axis is symmetric logarithmic."""
 _SHIFT = 0.08
-"""By which the points of A and B stand beside the middle of their bin, so that their errors do not hide each other."""
+"""Horizontal offset of A and B from the centre of their bin, so that their error bars do not overlap."""
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Write the picture as a PNG.
+    """Write the plot as a PNG.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -282,7 +283,7 @@ def _losses(axes: Axes, comparison: Comparison) -> None:
 
 
 def _differences(axes: Axes, comparison: Comparison) -> None:
-    """In percent of A: the losses of the bins may be decades apart."""
+    """Plot the differences in percent of A, because the losses of bins may differ by decades."""
     for x, row in zip(SNR_CENTRES, comparison.bins, strict=True):
         if math.isnan(row.relative):
             continue
@@ -315,7 +316,7 @@ def _names(comparison: Comparison) -> dict[str, str]:
 
 
 def _verdict(total: Row, names: dict[str, str]) -> str:
-    """The total in one sentence."""
+    """Summarize the total in one sentence."""
     if math.isnan(total.relative):
         return f"{names['b']} against {names['a']}"
     verdict = ("B is higher" if total.difference > 0 else "B is lower") if total.significant else "no clear difference"

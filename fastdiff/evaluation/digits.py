@@ -1,4 +1,4 @@
-"""What a run on digits has learned, measured: the digits that it draws, or those that it enlarges."""
+"""Evaluation of runs on the digits: generated digits against scans, enlarged ones against bicubic interpolation."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from fastdiff.sampling.image_grid import image_grid
 from fastdiff.sampling.run import Run
 
 _DRAWS = 8
-"""Images that are drawn for each small one."""
+"""Images drawn for each small one."""
 _COLUMNS = 16
 
 
 def evaluate_run(run: Run) -> dict[str, Any]:
-    """Draw with the averaged weights, judge, and write ``evaluation.json`` into the folder of the run.
+    """Draw images with the averaged weights, measure them, and write ``evaluation.json`` into the run folder.
 
-    Of a run with classes 500 digits (``evaluate_digits``); of one that enlarges, 8 enlargements of each of the 382
-    scans of the split ``test`` (``evaluate_enlarged``), some of them also into ``enlarged.png``.
+    A run with classes draws 500 digits (``evaluate_digits``). A super-resolution run draws 8 enlargements of each of
+    the 382 scans of the split ``test`` (``evaluate_enlarged``) and writes some of them to ``enlarged.png``.
 
     Raises:
-        ConfigError: the run was trained on something else, or in a way that has no measure.
+        ConfigError: the run was trained on other data, or has no measure.
     """
     source = DatasetInfo.read(run.config.data.path).provenance.source
     if not source.startswith(DIGITS_SOURCE):
@@ -53,7 +53,7 @@ def evaluate_run(run: Run) -> dict[str, Any]:
 def _evaluate_drawn(run: Run) -> dict[str, Any]:
     if not run.known_classes:
         raise ConfigError(
-            f"{run.folder}: a model without classes has no digits to be asked for; measure its samples with `fastdiff "
+            f"{run.folder}: a model without classes cannot be asked for digits; measure its samples with `fastdiff "
             "evaluate SAMPLES --reference REAL`"
         )
     labels = evaluation_labels()
@@ -65,7 +65,7 @@ def _evaluate_drawn(run: Run) -> dict[str, Any]:
 def _evaluate_enlarged(run: Run, source: str) -> dict[str, Any]:
     if source != digits_source("train"):
         raise ConfigError(
-            f"{run.folder} was trained on {source!r}, also on the scans that its enlargements are measured on; encode "
+            f"{run.folder} was trained on {source!r}, which includes the scans of the evaluation; encode "
             "the others for training: fastdiff encode digits FOLDER --split train"
         )
     real, labels = scans("test")
@@ -82,7 +82,7 @@ def _evaluate_enlarged(run: Run, source: str) -> dict[str, Any]:
 
 
 def _picture(small: Tensor, drawn: Tensor, real: Tensor) -> Any:
-    """Row by row: the small images, bicubic, one drawn, the mean of all drawn, the scans."""
+    """Arrange rows: small images, bicubic interpolation, one drawn image, the mean of all drawn ones, scans."""
     rows = [F.interpolate(small, size=8), enlarged_bicubic(small), drawn[:, 0], drawn.mean(1), real]
     return image_grid(torch.cat([row[:_COLUMNS] for row in rows]), rows=len(rows))
 
@@ -94,7 +94,7 @@ CLASSES = 10
 
 
 def evaluation_labels(per_class: int = 50) -> Tensor:
-    """``[10 * per_class]`` int64 labels, 0 ... 9 repeated, for ``evaluate_digits``; 500 is the usual number.
+    """Return ``[10 * per_class]`` int64 labels, 0 ... 9 repeated, for ``evaluate_digits``; 500 is the usual number.
 
     The classes alternate, so that any part of the list is balanced.
     """
@@ -102,16 +102,16 @@ def evaluation_labels(per_class: int = 50) -> Tensor:
 
 
 def evaluate_digits(images: Tensor, labels: Tensor) -> dict[str, float | int]:
-    """Judges generated 8 x 8 digits.
+    """Measure generated 8 x 8 digits.
 
     Args:
         images: ``[N, 1, 8, 8]`` floating point in [-1, 1] (white ink is 1); values outside are clipped.
         labels: ``[N]`` int64 class that each image was asked to show.
 
     Returns:
-        ``accuracy``: share of the images in which the SVM, trained on all real scans, sees the label;
-        ``frechet_distance``: ``fidelity.frechet_distance`` between the 64 pixels in [0, 1] of the images and of all
-        real scans; ``samples``: N. For scale: 500 real scans drawn at random score 0.04 to 0.06.
+        ``accuracy``: share of the images that an SVM trained on all real scans assigns to their label;
+        ``frechet_distance``: ``image_metrics.frechet_distance`` between the 64 pixels in [0, 1] of the images and of
+        all real scans; ``samples``: N. For scale: 500 real scans drawn at random score 0.04 to 0.06.
 
     Raises:
         ConfigError: The images are not ``[N, 1, 8, 8]``, N is below 2, or a value is not finite.
@@ -137,29 +137,29 @@ def _require_finite(images: Tensor) -> None:
 
 
 def to_pixels(images: Tensor) -> Array:
-    """``[N, ...]`` in [-1, 1] (clipped) ``-> [N, D]`` float64 in [0, 1]."""
+    """Convert ``[N, ...]`` in [-1, 1] (clipped) ``-> [N, D]`` float64 in [0, 1]."""
     unit = (images.detach().double().cpu().flatten(1) + 1) / 2
     return np.asarray(unit.clamp(0, 1).numpy(), dtype=np.float64)
 
 
 def evaluate_enlarged(drawn: Tensor, real: Tensor, small: Tensor, labels: Tensor) -> dict[str, float | int]:
-    """Judges digits that a model has enlarged, beside bicubic interpolation of the same small ones.
+    """Measure digits enlarged by a model next to bicubic interpolation of the same small images.
 
     Args:
         drawn: ``[N, K, 1, 8, 8]`` fp32 in [-1, 1], clipped: K images drawn for each small one.
-        real: ``[N, 1, 8, 8]`` fp32 in [-1, 1]: the scans of the split ``test``, which neither the model nor the
-            classifier has seen.
-        small: ``[N, 1, h, w]`` fp32 what was enlarged.
+        real: ``[N, 1, 8, 8]`` fp32 in [-1, 1]: the scans of the split ``test``, unseen by the model and the
+            classifier.
+        small: ``[N, 1, h, w]`` fp32 inputs of the enlargement.
         labels: ``[N]`` int64 classes.
 
     Returns:
         ``psnr_of_mean``, ``psnr_of_bicubic``: decibels, 10 log10(1 / mean squared error) of the mean of the K images,
         and of the interpolation, for pixels in [0, 1]; ``accuracy``, ``accuracy_of_bicubic``, ``accuracy_of_real``:
-        share of the drawn images, the interpolations and the scans in which an SVM that was fitted to the split
-        ``train`` sees the class; ``images``: N; ``draws``: K.
+        share of the drawn images, the interpolations and the scans that an SVM fitted to the split ``train``
+        classifies correctly; ``images``: N; ``draws``: K.
 
     Raises:
-        ConfigError: other shapes, or a value is not finite.
+        ConfigError: a shape is wrong, or a value is not finite.
     """
     digits = len(labels), 1, 8, 8
     if (*drawn.shape[:1], *drawn.shape[2:]) != digits or real.shape != digits or small.shape[:2] != digits[:2]:
@@ -186,12 +186,12 @@ def evaluate_enlarged(drawn: Tensor, real: Tensor, small: Tensor, labels: Tensor
 
 
 def enlarged_bicubic(small: Tensor) -> Tensor:
-    """``[N, 1, h, w] -> [N, 1, 8, 8]``: what a model that enlarges digits must beat."""
+    """Interpolate ``[N, 1, h, w] -> [N, 1, 8, 8]``: the baseline of super-resolution."""
     return F.interpolate(small, size=8, mode="bicubic")
 
 
 def scans(split: str) -> tuple[Tensor, Tensor]:
-    """``[N, 1, 8, 8]`` fp32 real scans in [-1, 1], and ``[N]`` int64 classes."""
+    """Return real scans ``[N, 1, 8, 8]`` fp32 in [-1, 1], and their classes ``[N]`` int64."""
     pixels, classes = real_digits(split)
     return torch.from_numpy(pixels).float().view(-1, 1, 8, 8) * 2 - 1, torch.from_numpy(classes)
 
@@ -202,7 +202,7 @@ def _psnr(images: Tensor, real: Tensor) -> float:
 
 @cache
 def real_digits(split: str = "all") -> tuple[Array, npt.NDArray[np.int64]]:
-    """Real scans: pixels ``[N, 64]`` float64 in [0, 1] and classes ``[N]`` int64; N is 1,797 for all.
+    """Return real scans: pixels ``[N, 64]`` float64 in [0, 1] and classes ``[N]`` int64; N is 1,797 for all.
 
     Source: the test part of "Optical Recognition of Handwritten Digits" (Alpaydin & Kaynak 1998, UCI), which
     scikit-learn installs; its pixels are whole numbers from 0 to 16.
@@ -216,7 +216,7 @@ def real_digits(split: str = "all") -> tuple[Array, npt.NDArray[np.int64]]:
 
 @cache
 def _classifier(split: str) -> Any:
-    """An SVM with an RBF kernel, fitted to real scans; with those of ``train`` it gets 96.1 % of ``test`` right."""
+    """Fit an SVM with an RBF kernel to real scans; fitted to ``train`` it classifies 96.1 % of ``test`` correctly."""
     from sklearn.svm import SVC
 
     pixels, classes = real_digits(split)

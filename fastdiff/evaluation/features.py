@@ -1,9 +1,9 @@
-"""What turns images into the features by which sets of them are compared.
+"""Feature extractors for the comparison of image sets.
 
-- ``pixels``: the pixels themselves in [0, 1]; for small images, and where nothing else is at hand.
-- ``inception``: the pooled layer of the Inception that FID is defined with (Heusel et al. 2017, arXiv:1706.08500), by
-  the package torch-fidelity, from a file of weights that the user has put in place. Nothing is downloaded.
-- ``PATH.py:FUNCTION``: a function of the user, whose file is run.
+- ``pixels``: the pixels in [0, 1]; for small images, and without further dependencies.
+- ``inception``: the pooled layer of the Inception network that defines FID (Heusel et al. 2017, arXiv:1706.08500), from
+  the package torch-fidelity and a file of weights installed by the user. Nothing is downloaded.
+- ``PATH.py:FUNCTION``: a function of the user; the file is executed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _LARGEST_SOURCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Extractor:
-    """A function from images to features, and which one it is.
+    """A function from images to features, with its identity.
 
     Attributes:
-        name: As it was asked for.
-        sha256: Of the weights or of the user's file; None where the name says it all.
+        name: As requested.
+        sha256: Digest of the weights or of the user's file; None for ``pixels``.
         function: ``[B, H, W, C]`` uint8, C 1 or 3, to ``[B, D]`` numbers.
     """
 
@@ -48,13 +48,13 @@ class Extractor:
 
 
 def open_extractor(name: str) -> Extractor:
-    """Make an extractor ready.
+    """Open an extractor.
 
     Args:
         name: ``pixels``, ``inception`` or ``PATH.py:FUNCTION``.
 
     Raises:
-        ConfigError: Another name, or something that it needs is missing or not what it should be.
+        ConfigError: The name is unknown, or a required package or file is missing or invalid.
         OSError: A file cannot be read.
     """
     if name == "pixels":
@@ -68,17 +68,16 @@ def open_extractor(name: str) -> Extractor:
 
 
 def features_of(images: ImageSet, extractor: Extractor, batch: int, what: str) -> npt.NDArray[np.float32]:
-    """Features of all images, ``[N, D]`` float32, batch by batch.
+    """Compute the features of all images, ``[N, D]`` float32, batch by batch.
 
     Args:
         images: N images.
         extractor: Called with ``batch`` images at a time, the last time with the rest.
         batch: At least 1.
-        what: What the progress bar says.
+        what: Label of the progress bar.
 
     Raises:
-        ConfigError: The extractor gives something else than ``[B, D]`` numbers, D the same each time and at most
-            ``MOST_FEATURES``.
+        ConfigError: The extractor does not return ``[B, D]`` numbers with a constant D of at most ``MOST_FEATURES``.
         DataError: A feature is not finite in float32, or an image is damaged.
         OSError: An image cannot be read.
     """
@@ -92,7 +91,7 @@ def features_of(images: ImageSet, extractor: Extractor, batch: int, what: str) -
             if features.shape[1:] != found.shape[1:]:
                 raise ConfigError(f"{extractor.name} gave {found.shape[1]} features, then {features.shape[1]}")
             if len(wrong := np.flatnonzero(~np.isfinite(features).all(axis=1))):
-                raise DataError(f"{images.name_of(done + int(wrong[0]))}: {extractor.name} gives features not finite")
+                raise DataError(f"{images.name_of(done + int(wrong[0]))}: {extractor.name} gives non-finite features")
             found[done : done + len(pixels)] = features
             done += len(pixels)
             bar.update(len(pixels))
@@ -104,17 +103,17 @@ def _checked(result: Any, images: int, name: str) -> npt.NDArray[np.float32]:
     try:
         features = np.asarray(result)
     except Exception as error:
-        raise ConfigError(f"{name} returned {type(result).__name__}, which is no array on the CPU ({error})") from error
+        raise ConfigError(f"{name} returned {type(result).__name__}, not an array on the CPU ({error})") from error
     if features.ndim != 2 or len(features) != images or features.dtype.kind not in "fiu" or not features.shape[1]:
         raise ConfigError(
             f"{name} returned {features.dtype} {features.shape} for {images} images; expected numbers [{images}, D]"
         )
     if features.shape[1] > MOST_FEATURES:
         raise ConfigError(
-            f"{name} gives {features.shape[1]} features per image, and the covariance has the square of that; at most "
+            f"{name} gives {features.shape[1]} features per image, and the covariance grows with their square; at most "
             f"{MOST_FEATURES}: use --features inception, one of your own, or smaller images"
         )
-    with np.errstate(over="ignore"):  # what overflows is found as not finite
+    with np.errstate(over="ignore"):  # the caller finds overflows as non-finite features
         return features.astype(np.float32)
 
 
@@ -127,7 +126,7 @@ def _of_user(name: str, path: Path, function: str) -> Extractor:
         source = read_bounded(path, _LARGEST_SOURCE)
     except (ValueError, FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"--features {name}: {path} cannot be read ({error}); expected PATH.py:FUNCTION") from error
-    # Under a name that no other module has; classes and functions of the file look it up in sys.modules.
+    # A unique name in sys.modules, where classes and functions of the file look it up.
     spec = importlib.util.spec_from_file_location("features_of_user", path)
     assert spec is not None
     assert spec.loader is not None
@@ -141,7 +140,7 @@ def _of_user(name: str, path: Path, function: str) -> Extractor:
 
 
 def _run(path: Path, function: Callable[..., Any], argument: Any) -> Any:
-    """Call code of the user; what it raises becomes one message with the line of the file."""
+    """Call user code; convert its exception to one message with the line in the file."""
     try:
         return function(argument)
     except Exception as error:
@@ -160,31 +159,31 @@ Extract = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.float32]]
 
 
 def open_inception() -> Extract:
-    """What makes ``[B, 2048]`` fp32 features of ``[B, H, W, C]`` uint8 images, C 1 or 3, on the GPU if there is one.
+    """Return a function from ``[B, H, W, C]`` uint8 images, C 1 or 3, to ``[B, 2048]`` fp32 features; on a GPU if any.
 
     Raises:
-        ConfigError: The package or the weights are missing, or the weights are others.
-        OSError: They cannot be read.
+        ConfigError: The package or the weights are missing, or the weights are not the published ones.
+        OSError: The weights cannot be read.
     """
     if importlib.util.find_spec("torch_fidelity") is None:
         raise ConfigError(
-            "--features inception needs the package torch-fidelity: pip install --no-deps torch-fidelity (of what it "
-            f"depends on, torchvision is not needed here), and its weights, {_URL}, as {_weights_path()}; {_OTHERWISE}"
+            "--features inception needs the package torch-fidelity: pip install --no-deps torch-fidelity (its "
+            f"dependency torchvision is not needed here), and its weights, {_URL}, as {_weights_path()}; {_OTHERWISE}"
         )
     return inception_of(published_weights())
 
 
 def published_weights() -> dict[str, torch.Tensor]:
-    """The weights, from the file in its place.
+    """Read the published weights from the hub folder of torch.
 
     Raises:
-        ConfigError: It is missing, or another file.
-        OSError: It cannot be read.
+        ConfigError: The file is missing, or another one.
+        OSError: The file cannot be read.
     """
     path = _weights_path()
     if not path.is_file():
         raise ConfigError(
-            f"--features inception needs weights that are not there: download {_URL} ({WEIGHTS_BYTES} bytes, sha256 "
+            f"--features inception needs weights that are missing: download {_URL} ({WEIGHTS_BYTES} bytes, sha256 "
             f"{WEIGHTS_SHA256}) and put the file at {path}; {_OTHERWISE}"
         )
     try:
@@ -206,8 +205,8 @@ def _other_file(path: Path) -> str:
 
 
 def inception_of(state: dict[str, torch.Tensor]) -> Extract:
-    """torch-fidelity's Inception with these weights, by their names there."""
-    # It unpickles whatever it is given, so it is given tensors, packed anew.
+    """Build torch-fidelity's Inception from weights that have its names."""
+    # torch-fidelity unpickles its input, so it gets freshly packed tensors.
     packed = io.BytesIO()
     torch.save(state, packed)
     packed.seek(0)
@@ -217,7 +216,7 @@ def inception_of(state: dict[str, torch.Tensor]) -> Extract:
     @torch.no_grad()
     def features(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
         rgb = np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images
-        pixels = torch.from_numpy(rgb).to(device).permute(0, 3, 1, 2).contiguous()
+        pixels = torch.from_numpy(rgb).to(device).permute(0, 3, 1, 2).contiguous()  # [B, H, W, 3] -> [B, 3, H, W]
         with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
             (pooled,) = network(pixels)
         return np.asarray(pooled.cpu().numpy(), dtype=np.float32)
@@ -226,7 +225,7 @@ def inception_of(state: dict[str, torch.Tensor]) -> Extract:
 
 
 def _inception_class() -> Any:
-    """The class, from the package without its ``__init__``, which imports torchvision for other extractors."""
+    """Import the class without the package's ``__init__``, which imports torchvision for other extractors."""
     name = "torch_fidelity"
     known = name in sys.modules
     spec = importlib.util.find_spec(name)

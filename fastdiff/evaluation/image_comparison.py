@@ -1,4 +1,4 @@
-"""Samples measured against real images: ``fastdiff evaluate SAMPLES --reference REAL``."""
+"""Comparison of samples with real images: ``fastdiff evaluate SAMPLES --reference REAL``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PACKAGES = ("fastdiff", "numpy", "torch", "pillow", "torch-fidelity")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FidelityOptions:
-    """How sets of images are compared."""
+    """Options of the comparison of image sets."""
 
     features: str = "inception"
-    """As ``feature_extractors.open_extractor`` takes it."""
+    """Name of the extractor, see ``features.open_extractor``."""
     batch: int = 64
-    """Images at a time."""
+    """Images per call of the extractor."""
     seed: int = 0
-    """Of the subsets of the kernel distance."""
+    """Seed of the subsets of the kernel distance."""
 
 
 def evaluate_images(samples: Path, reference: Path, options: FidelityOptions) -> dict[str, Any]:
@@ -37,16 +37,16 @@ def evaluate_images(samples: Path, reference: Path, options: FidelityOptions) ->
     Args:
         samples: npz file or folder of images.
         reference: npz file or folder of images, or npz file of statistics.
-        options: see there.
+        options: extractor, batch and seed.
 
     Returns:
-        ``fid``, ``kid``, ``kid_std``, ``precision``, ``recall``; how many images there were of both; the extractor with
-        its digest, the seed and versions. A figure is None where it is not defined: of statistics there is only the
-        FID, of fewer than 4 images no precision and recall, and KID without subsets has no deviation.
+        ``fid``, ``kid``, ``kid_std``, ``precision``, ``recall``; the number of images of both sets; the extractor with
+        its digest, the seed and versions. An undefined figure is None: statistics give only the FID, fewer than 4
+        images no precision and recall, KID without subsets no deviation.
 
     Raises:
-        ConfigError: The inputs are not of these kinds or do not fit each other, or the extractor is not usable.
-        DataError: An input is damaged, or a feature not finite.
+        ConfigError: The inputs are of another kind or do not fit each other, or the extractor is not usable.
+        DataError: An input is damaged, or a feature is not finite.
         OSError: An input cannot be read.
     """
     require(0 <= options.seed < 2**64, f"--seed {options.seed}: from 0 to 2**64 - 1")
@@ -66,7 +66,7 @@ def evaluate_images(samples: Path, reference: Path, options: FidelityOptions) ->
         if features is not None and len(features) <= features.shape[1]:
             _warn(
                 f"{path}: the covariance of {len(features)} images in {features.shape[1]} dimensions is singular, and "
-                "FID of so few is too high by much; compare with FID of equally many images only"
+                "its FID is far too high; compare it only with the FID of equally many images"
             )
     return _measures(of_samples, of_reference, real.statistics, options.seed) | {
         "samples": len(drawn),
@@ -82,7 +82,7 @@ def evaluate_images(samples: Path, reference: Path, options: FidelityOptions) ->
 def _measures(
     samples: Features, reference: Features | None, statistics: Gaussian | None, seed: int
 ) -> dict[str, float | None]:
-    """The figures; of the reference there are features, statistics or both, and statistics go before for FID."""
+    """Compute the figures from features, statistics or both of the reference; for FID statistics take precedence."""
     kid = kid_std = precision = recall = None
     if reference is not None:
         kid, kid_std = kernel_distance(samples, reference, seed=seed)
@@ -97,7 +97,7 @@ def _measures(
 
 
 def _check_dimension(samples: Features, reference: Features | None, real: Reference, extractor: Extractor) -> None:
-    """Refuse features that are not of one space."""
+    """Raise ConfigError if samples and reference have different numbers of features."""
     mine = samples.shape[1]
     if reference is not None and reference.shape[1] != mine:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _check_dimension(samples: Features, reference: Features | None, real: Refere
     if real.statistics is not None and len(real.statistics.mean) != mine:
         raise ConfigError(
             f"the statistics of the reference are of {len(real.statistics.mean)} features, {extractor.name} gives "
-            f"{mine}: they were made with another extractor; give the one they were made with, or images instead"
+            f"{mine}: they were computed with another extractor; use that one, or give images instead"
         )
 
 
@@ -117,7 +117,7 @@ def _size(images: ImageSet) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that decide the numbers."""
+    """Return the versions of the packages that affect the figures."""
     found = {}
     for name in _PACKAGES:
         try:

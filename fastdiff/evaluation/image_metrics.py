@@ -1,6 +1,6 @@
-"""How alike two sets of images are, by their features: Fréchet and kernel distance, precision and recall.
+"""Metrics between the features of two image sets: Fréchet and kernel distance, precision and recall.
 
-All of it in float64, and in blocks: 50,000 features of 2,048 numbers need no matrix of 50,000 x 50,000.
+All are computed in float64 and in blocks: 50,000 features of 2,048 numbers need no matrix of 50,000 x 50,000.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Features = npt.NDArray[np.floating[Any]]
 """``[N, D]``: one row per image."""
 
 NEIGHBOURS = 3
-"""Of precision and recall, as in the paper."""
+"""k of precision and recall, as in the paper."""
 SUBSETS, SUBSET_SIZE = 100, 1000
-"""Of the kernel distance, as in the paper."""
+"""Number and size of the subsets of the kernel distance, as in the paper."""
 MOST_FEATURES = 2**14
-"""D of the Fréchet distance: a covariance has 2 GiB then."""
+"""Largest D of the Fréchet distance: its covariance has 2 GiB."""
 _ROWS = 2048
-"""Features in a block."""
+"""Features per block."""
 _EPSILON = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True, eq=False)
 class Gaussian:
-    """Mean and covariance of a set of features, which is all that the Fréchet distance looks at.
+    """Mean and covariance of a set of features: the input of the Fréchet distance.
 
     Attributes:
         mean: ``[D]`` float64.
@@ -59,19 +59,19 @@ class Gaussian:
         return mean + max(0.0, spread)
 
     def _factor(self) -> npt.NDArray[np.float64]:
-        """``[D, R]`` F with F Fᵀ = covariance, R its rank; eigenvalues that are rounding errors alone are left out."""
+        """Return F ``[D, R]`` with F Fᵀ = covariance, R its rank; eigenvalues within rounding errors are dropped."""
         values, vectors = np.linalg.eigh(self.covariance)
         kept = values > values[-1] * len(values) * _EPSILON
         return np.asarray(vectors[:, kept] * np.sqrt(values[kept]), dtype=np.float64)
 
 
 def frechet_distance(first: Features, second: Features) -> float:
-    """Fréchet distance between the Gaussians fitted to two sets (Dowson & Landau 1982).
+    """Compute the Fréchet distance between the Gaussians fitted to two sets (Dowson & Landau 1982).
 
-    ``|m1 - m2|² + tr(C1) + tr(C2) - 2 tr((C1^(1/2) C2 C1^(1/2))^(1/2))``; of features of Inception it is the FID
+    ``|m1 - m2|² + tr(C1) + tr(C2) - 2 tr((C1^(1/2) C2 C1^(1/2))^(1/2))``; for Inception features it is the FID
     (Heusel et al. 2017, arXiv:1706.08500, eq. 6). With C1 = F1 F1ᵀ and C2 = F2 F2ᵀ the last trace is the sum of the
-    singular values of F1ᵀ F2. Roots of the eigenvalues of a product would turn rounding errors of 1e-16 into ones of
-    1e-8 for every direction in which a covariance is singular; singular values keep them as they are.
+    singular values of F1ᵀ F2. Square roots of the eigenvalues of a product would turn rounding errors of 1e-16 into
+    1e-8 for every direction in which a covariance is singular; singular values do not amplify them.
 
     Args:
         first: ``[N, D]``, N at least 2.
@@ -86,20 +86,20 @@ def frechet_distance(first: Features, second: Features) -> float:
 def kernel_distance(
     first: Features, second: Features, *, seed: int = 0, subsets: int = SUBSETS, size: int = SUBSET_SIZE
 ) -> tuple[float, float | None]:
-    """Squared maximum mean discrepancy under the kernel ``(x·y / D + 1)³``, without bias.
+    """Compute the unbiased squared maximum mean discrepancy under the kernel ``(x·y / D + 1)³``.
 
-    Of features of Inception it is the KID (Bińkowski et al. 2018, arXiv:1801.01401, section 4).
+    For Inception features it is the KID (Bińkowski et al. 2018, arXiv:1801.01401, section 4).
 
     Args:
         first: ``[N, D]``, N at least 2.
         second: ``[M, D]``, M at least 2.
         seed: of the subsets; each is a function of the seed and its number.
-        subsets: how many are drawn, without replacement within each.
-        size: of a subset of either set; all of the smaller set, where that has fewer.
+        subsets: number of subsets, each drawn without replacement.
+        size: features per subset of either set; at most the size of the smaller set.
 
     Returns:
-        Mean and standard deviation over the subsets. The mean can be below 0. The deviation is None where every subset
-        would be the whole of both sets, of which one is measured then.
+        Mean and standard deviation over the subsets. The mean can be below 0. The deviation is None if every subset
+        would be the whole of both sets; the discrepancy is then computed once.
     """
     size = min(size, len(first), len(second))
     if len(first) == len(second) == size:
@@ -113,7 +113,7 @@ def kernel_distance(
 
 
 def _discrepancy(first: Features, second: Features) -> float:
-    """Equation 4 of the paper, for two sets of equal size n: terms of a feature with itself do not count."""
+    """Compute equation 4 of the paper for two sets of equal size n, without the terms of a feature with itself."""
     first, second = first.astype(np.float64), second.astype(np.float64)
     n = len(first)
     within = sum(float(kernel.sum() - np.trace(kernel)) for kernel in (_kernel(first, first), _kernel(second, second)))
@@ -133,23 +133,23 @@ def precision_recall(
     rows: int = _ROWS,
     device: torch.device | str = "cpu",
 ) -> tuple[float, float]:
-    """Improved precision and recall (Kynkäänniemi et al. 2019, arXiv:1904.06991, section 2).
+    """Compute improved precision and recall (Kynkäänniemi et al. 2019, arXiv:1904.06991, section 2).
 
-    A set covers a point that is at most as far from one of its features as that one's k-th nearest neighbour within the
-    set, itself left out. Precision is the share of the samples that the reference covers, recall the share of the
+    A set covers a point if one of its features is at least as near to the point as to the feature's own k-th nearest
+    neighbour in the set. Precision is the share of the samples that the reference covers, recall the share of the
     reference that the samples cover.
 
     Args:
         samples: ``[N, D]``, N above ``neighbours``.
         reference: ``[M, D]``, M above ``neighbours``.
         neighbours: k.
-        rows: features in a block; memory goes with its square. It does not change the result, but for rounding.
-        device: where the distances are computed.
+        rows: features per block; memory grows with its square, the result changes only by rounding.
+        device: of the distance computation.
 
     Returns:
         Precision and recall, each in [0, 1].
     """
-    center = reference.mean(axis=0, dtype=np.float64)  # squares of what is far from 0 would cancel
+    center = reference.mean(axis=0, dtype=np.float64)  # far from 0, differences of squares would cancel
     drawn, real = _Points(samples, center, rows, device), _Points(reference, center, rows, device)
     tiles = drawn.blocks**2 + real.blocks**2 + drawn.blocks * real.blocks
     with tqdm(total=tiles, desc="precision and recall", unit="block", leave=False) as bar:
@@ -166,7 +166,7 @@ def precision_recall(
 
 
 class _Points:
-    """Features as points around a center, given out in blocks of float64."""
+    """Features as points around a center, iterated in blocks of float64."""
 
     def __init__(self, features: Features, center: Features, rows: int, device: torch.device | str) -> None:
         self._features, self._center, self._device = features, center, device
@@ -178,7 +178,7 @@ class _Points:
             yield rows, torch.from_numpy(self._features[rows] - self._center).to(self._device)
 
     def squared_radii(self, neighbours: int, bar: tqdm[Any]) -> Tensor:
-        """``[N]``: squared distance of each point to its k-th nearest neighbour."""
+        """Return the squared distance of each point to its k-th nearest neighbour, ``[N]``."""
         found = []
         for _, x in self:
             nearest = x.new_empty(len(x), 0)
@@ -192,7 +192,7 @@ class _Points:
 
 
 def _squared_distances(x: Tensor, y: Tensor) -> Tensor:
-    """``[A, D]``, ``[B, D]`` float64 ``-> [A, B]``; what may be a rounding error is 0, so that copies are at 0."""
+    """Compute ``[A, D]``, ``[B, D]`` float64 ``-> [A, B]``; values within rounding errors are 0, as for copies."""
     scale = x.square().sum(dim=1)[:, None] + y.square().sum(dim=1)
     squared = torch.addmm(scale, x, y.T, alpha=-2)
     return squared.masked_fill_(squared < scale * ((x.shape[1] + 8) * _EPSILON), 0)

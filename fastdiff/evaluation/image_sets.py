@@ -1,8 +1,8 @@
-"""Sets of images whose features are compared: npz files in the layout of ADM, and folders; and saved statistics.
+"""Image sets for the comparison of features: npz files in the layout of ADM, folders, and saved statistics.
 
-An npz file of images has ``arr_0`` uint8 ``[N, H, W, C]``, C 1 or 3, as ADM's and DiT's scripts write it; other arrays
-in it, such as the labels ``arr_1``, are not looked at. One of statistics has ``mu`` ``[D]`` and ``sigma`` ``[D, D]``,
-as pytorch-fid writes them; ADM's reference files have both. Nothing is resized or cropped.
+An npz of images has ``arr_0`` uint8 ``[N, H, W, C]``, C 1 or 3, as ADM's and DiT's scripts write it; other arrays, such
+as the labels ``arr_1``, are ignored. An npz of statistics has ``mu`` ``[D]`` and ``sigma`` ``[D, D]``, as pytorch-fid
+writes them; ADM's reference files have both. Nothing is resized or cropped.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _KINDS = (
 )
 _STATISTICS = frozenset({"mu", "sigma"})
 _ROUNDING = 1e-4
-"""By how much of its largest eigenvalue a covariance that was added up in fp32 may differ from its transpose, and its
-smallest eigenvalue be below 0."""
+"""Tolerance of a covariance summed in fp32, relative to its largest eigenvalue: for its asymmetry and for negative
+eigenvalues."""
 
 
 class ImageSet(Protocol):
-    """Images of one size, in an order that is the same each time."""
+    """Images of one size, in a fixed order."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -46,7 +46,7 @@ class ImageSet(Protocol):
         """Number of images."""
 
     def batches(self, count: int) -> Iterator[Pixels]:
-        """``[B, H, W, C]`` uint8, B = ``count`` but for the last.
+        """Yield ``[B, H, W, C]`` uint8; B is ``count`` except for the last batch.
 
         Raises:
             DataError: An image is damaged or of another size.
@@ -54,12 +54,12 @@ class ImageSet(Protocol):
         """
 
     def name_of(self, index: int) -> str:
-        """What messages call an image."""
+        """Return the name of an image for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What samples are compared with; one of them may be missing."""
+    """Reference of a comparison: images, statistics, or both."""
 
     images: ImageSet | None
     statistics: Gaussian | None
@@ -69,9 +69,9 @@ def open_images(path: Path) -> ImageSet:
     """Open a set of images.
 
     Raises:
-        ConfigError: The path is of something else.
+        ConfigError: The path is neither an npz file of images nor a folder.
         DataError: The file is damaged, or the folder holds no images.
-        OSError: It cannot be read.
+        OSError: The path cannot be read.
     """
     if path.is_dir():
         return FolderImages(path)
@@ -85,9 +85,9 @@ def open_reference(path: Path) -> Reference:
     """Open a set of images, saved statistics, or a file of both.
 
     Raises:
-        ConfigError: The path is of something else.
-        DataError: As ``open_images``, or the statistics are no mean and covariance.
-        OSError: It cannot be read.
+        ConfigError: The path is neither an npz file of these nor a folder.
+        DataError: As ``open_images``, or the statistics are not a mean and a covariance.
+        OSError: The path cannot be read.
     """
     names = frozenset() if path.is_dir() else _names(path)
     if not names >= _STATISTICS:
@@ -118,7 +118,7 @@ class NpzImages:
 
 
 class FolderImages:
-    """All images below a folder as RGB, by name; hidden files and files that are no images are left out."""
+    """All images below a folder as RGB, sorted by name, without hidden files and other types."""
 
     def __init__(self, folder: Path) -> None:
         if (folder / "run.json").is_file():
@@ -142,7 +142,7 @@ class FolderImages:
                 if size != self.size:
                     raise DataError(
                         f"{path} has {size[1]}x{size[0]} pixels, {self._paths[0]} {self.size[1]}x{self.size[0]}; "
-                        "features are of images of one size: resize and crop them first, all in the same way"
+                        "all images must have one size: resize and crop them first, all in the same way"
                     )
             yield np.stack([pixels for pixels, _ in decoded])
 
@@ -152,16 +152,16 @@ class FolderImages:
 
 
 def _covering(size: tuple[int, int]) -> ImageTransform:
-    """What leaves an image of this size as it is."""
+    """Return the transform that leaves an image of this size unchanged."""
     return ImageTransform(resolution=1, crop="center", interpolation="nearest", buckets=(size,))
 
 
 def _decode(paths: list[Path], decoder: PillowDecoder) -> list[tuple[Pixels, tuple[int, int]]]:
-    """Pixels and original sizes of images."""
+    """Return pixels and original sizes of images."""
     found = []
     for path, image in zip(paths, decoder.decode([_read(path) for path in paths]), strict=True):
         if isinstance(image, BadImage):
-            raise DataError(f"{path}: {image.reason}; mend or remove it")
+            raise DataError(f"{path}: {image.reason}; repair or remove it")
         found.append((image.pixels, image.original_size))
     return found
 
@@ -170,7 +170,7 @@ def _read(path: Path) -> bytes:
     try:
         return read_bounded(path, LARGEST_IMAGE)
     except ValueError as error:
-        raise DataError(f"{path}: {error}; mend or remove it") from error
+        raise DataError(f"{path}: {error}; repair or remove it") from error
 
 
 def _names(path: Path) -> frozenset[str]:
@@ -200,6 +200,6 @@ def _statistics(path: Path) -> Gaussian:
         raise DataError(
             f"{path}: sigma is no covariance: its smallest eigenvalue is {variances[0]:.3g} and its largest "
             f"{variances[-1]:.3g}, and it differs from its transpose by up to {lopsided:.3g}; expected none below 0 "
-            "and a symmetric matrix, as np.cov(features, rowvar=False) makes it"
+            "and a symmetric matrix, as from np.cov(features, rowvar=False)"
         )
     return Gaussian(mean, covariance)

@@ -1,9 +1,9 @@
-"""The variational bound of a trained ddpm on data, over all of its timesteps: ``fastdiff evaluate RUN --nll``.
+"""Variational bound of a trained ddpm on data, over all of its timesteps: ``fastdiff evaluate RUN --nll``.
 
-For each sample and each timestep the term of the bound in bits per dimension (``variational``), under noise of its own;
-their sum over the timesteps plus that of the prior is an upper bound of -log2 p(x0) per dimension (Ho et al. 2020,
-arXiv:2006.11239, eq. 5), as Nichol & Dhariwal 2021 (arXiv:2102.09672) report it. Which samples and which noise is a
-function of the data and the seed alone, so that the results of two runs can be compared sample by sample.
+Each sample has a term of the bound at each timestep (``diffusion.variational``), in bits per dimension and under
+independent noise. The sum of the terms and of the prior is an upper bound of -log2 p(x0) per dimension (Ho et al. 2020,
+arXiv:2006.11239, eq. 5), as reported by Nichol & Dhariwal 2021 (arXiv:2102.09672). Samples and noise are functions of
+the data and the seed alone, so that the results of two runs can be compared sample by sample.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NllOptions:
-    """What is measured, and how."""
+    """Options of the measurement."""
 
     samples: int = 1000
     """Number of samples, spread evenly over the data; all, if there are fewer."""
     data: str = ""
     """Folder of latent shards, also at http(s):// or s3://; empty: the data of the run."""
     clip: bool | None = None
-    """Clamp estimates of x0 to [-1, 1]. None: for models of pixels, whose x0 is there, as where they draw."""
+    """Clamp estimates of x0 to [-1, 1]. None: only for pixel-space models, as in sampling."""
     seed: int = 0
-    """Of the noise."""
+    """Seed of the noise."""
     batch: int = 64
-    """Samples times timesteps in a forward pass; it does not change the result, but for rounding."""
+    """Samples times timesteps per forward pass; the result changes only by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """The bound of N samples and its parts, in bits per dimension."""
+    """Bound of N samples and its parts, in bits per dimension."""
 
     vb: Floats
     """``[T]`` term of each timestep, mean over the samples."""
     xstart_mse: Floats
     """``[T]`` squared error of the estimate of x0."""
     mse: Floats
-    """``[T]`` squared error of the noise that this estimate stands for."""
+    """``[T]`` squared error of the noise implied by this estimate."""
     terms: Floats
     """``[N]`` sum over the timesteps, of each sample."""
     prior: Floats
@@ -86,13 +86,13 @@ class Likelihood:
 
 
 class Steps:
-    """What is measured of a prediction at a timestep.
+    """Measurements of predictions at given timesteps.
 
     Args:
         config: of the process ddpm.
         device: of the tensors.
-        clip: clamp estimates of x0. The mean of the step back is then that of the clamped x0, unless the mean itself is
-            what the model predicts.
+        clip: clamp estimates of x0. The mean of the reverse step then follows from the clamped x0, unless the model
+            predicts the mean itself.
     """
 
     def __init__(self, config: DdpmConfig, device: torch.device | str, *, clip: bool) -> None:
@@ -106,16 +106,16 @@ class Steps:
         self._last_abar = float(schedule.alpha[-1]) ** 2
 
     def noisy(self, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """``[B, C, H, W]`` x_t of ``[B]`` int64 timesteps."""
+        """Return x_t ``[B, C, H, W]`` at ``[B]`` int64 timesteps."""
         alpha, sigma, *_ = self._at(time)
         return alpha * clean + sigma * noise
 
     def told(self, time: Tensor) -> Tensor:
-        """What the model is told of ``[B]`` int64 timesteps."""
+        """Return the model's time input of ``[B]`` int64 timesteps."""
         return told(self._config, time)
 
     def measure(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """``[3, B]`` fp32: term of the bound, squared errors of x0 and of the noise; as ``Variational.loss``."""
+        """Return ``[3, B]`` fp32: term of the bound, squared errors of x0 and of the noise."""
         alpha, sigma, clean_per, mean_per_clean = self._at(time)
         error = self.variational.error(prediction, clean, noise, time)
         clean_error = clean_per * error
@@ -126,7 +126,7 @@ class Steps:
         return torch.stack([self.variational.bits(mean_error, prediction, clean, time), *squares])
 
     def prior(self, clean: Tensor) -> Tensor:
-        """``[B]`` float64: KL(N(sqrt(abar) x0, 1 - abar) || N(0, 1)) at the last timestep, in bits per dimension."""
+        """Return ``[B]`` fp64: KL(N(sqrt(abar) x0, 1 - abar) || N(0, 1)) at the last timestep, bits per dimension."""
         abar = self._last_abar
         divergence = 0.5 * (abar * clean.double().square() - abar - math.log1p(-abar))
         return divergence.mean(dim=(1, 2, 3)) / math.log(2.0)
@@ -146,12 +146,11 @@ def measure(
     """Measure the bound.
 
     Args:
-        model: called with ``[B, C, H, W]`` fp32 noisy latents, ``[B]`` timesteps as it is told them, and the condition
-            by name.
+        model: called with ``[B, C, H, W]`` fp32 noisy latents, ``[B]`` time inputs, and the condition by name.
         config: of the process ddpm, resolved.
         batches: of clean x0 in fp32; ``position`` is the number of the sample, which keys its noise.
-        options: clip, seed and batch are read; a clip of None is False here, where no data are known.
-        bar: is told how many samples times timesteps are done.
+        options: clip, seed and batch are read; a clip of None is False here, because the data are unknown.
+        bar: advances by samples times timesteps.
     """
     steps: Steps | None = None
     sums, terms, priors = torch.zeros(3, config.timesteps, dtype=torch.float64), [], []
@@ -177,12 +176,12 @@ def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tu
     """Measure a run and write ``nll.json`` and ``nll.npz``: ``vb``, ``xstart_mse``, ``mse`` ``[T]``, ``total`` ``[N]``.
 
     Returns:
-        What is in ``nll.json``, and all of it.
+        The content of ``nll.json``, and the full measurement.
 
     Raises:
-        ConfigError: the run has no such bound, or the data are not made for it.
-        DataError: they are damaged.
-        StorageError: they cannot be read.
+        ConfigError: the run has no such bound, or the data do not fit it.
+        DataError: the data are damaged.
+        StorageError: the data cannot be read.
     """
     objective = check(run)
     require(0 <= options.seed < 2**64, f"--seed {options.seed}: from 0 to 2**64 - 1")
@@ -216,25 +215,25 @@ def read_clean(
     seed: int,
     low_res_size: int = 0,
 ) -> Iterator[Batch]:
-    """Read samples in small batches of one size of image each.
+    """Read samples in small batches, each of one image size.
 
     Args:
         reader: of the data.
         index: ``[N]`` numbers of the samples in the data; their positions are 0 to N - 1.
-        inputs: names of the conditions that are kept.
-        device: where the batches shall be.
+        inputs: names of the conditions to keep.
+        device: of the batches.
         seed: of the samples of posteriors.
         low_res_size: height and width of the small images that the model enlarges; 0: none.
 
     Yields:
-        Batches with x0 in fp32 as latents: of a posterior one sample, keyed by the position.
+        Batches with x0 in fp32 as latents; a posterior gives one sample, keyed by the position.
     """
     scales = per_channel(reader.info.normalisation, device)
     for rows in batches_of(reader.info, index):
         batch = read_batch(reader, index, rows, scales)
         clean = dequantised(batch.latents, torch.float32)
         if reader.info.kind == "posterior":
-            mean, deviation = clean.chunk(2, dim=1)
+            mean, deviation = clean.chunk(2, dim=1)  # [B, 2C, H, W] -> 2 x [B, C, H, W]
             clean = mean + deviation * normal(seed, Stream.POSTERIOR, batch.position, mean.shape[1:])
         condition = {name: value for name, value in batch.condition.items() if name in inputs}
         if low_res_size:
@@ -246,27 +245,27 @@ def check(run: Run) -> DdpmConfig:
     """Return the objective of a run that has a bound.
 
     Raises:
-        ConfigError: its process has no steps, or its bound is infinite.
+        ConfigError: its process has no Gaussian steps, or its bound is infinite.
     """
     objective = run.config.objective
     if not isinstance(objective, DdpmConfig):
         raise ConfigError(
-            f"{run.folder} was trained with --objective.process {objective.process}, which goes back by a differential "
-            "equation and not by Gaussian steps: the variational bound is of ddpm only"
+            f"{run.folder} was trained with --objective.process {objective.process}, which samples by a differential "
+            "equation and not by Gaussian steps: only ddpm has the variational bound"
         )
     require(
         objective.tells_x0,
         f"{run.folder} predicts the noise, and its schedule ends in pure noise "
-        f"({'zero_terminal_snr' if objective.zero_terminal_snr else objective.schedule}): the bound of the first step "
-        "back from there is infinite; measure a run with --objective.prediction v or x0",
+        f"({'zero_terminal_snr' if objective.zero_terminal_snr else objective.schedule}): the KL of the first reverse "
+        "step is infinite; measure a run with --objective.prediction v or x0",
     )
     return objective
 
 
 def _measure_at(time: Tensor, model: Callable[..., Tensor], steps: Steps, batch: Batch, seed: int) -> Tensor:
-    """``[3, t, B]`` float64, what ``Steps.measure`` finds of all samples at each of ``[t]`` timesteps."""
+    """Apply ``Steps.measure`` to all samples at each of ``[t]`` timesteps: ``[3, t, B]`` float64."""
     count = len(time)
-    clean = batch.latents.repeat(count, 1, 1, 1)
+    clean = batch.latents.repeat(count, 1, 1, 1)  # [B, C, H, W] -> [t B, C, H, W]
     condition = {name: value.repeat(count, *(1 for _ in value.shape[1:])) for name, value in batch.condition.items()}
     key = (batch.position * steps.timesteps + time[:, None]).flatten()
     time = time.repeat_interleave(len(batch.latents))
@@ -276,11 +275,11 @@ def _measure_at(time: Tensor, model: Callable[..., Tensor], steps: Steps, batch:
 
 
 def _open(run: Run, path: str) -> LatentReader:
-    """The data of the run, or others that were encoded alike."""
+    """Open the data of the run, or other data that were encoded alike."""
     config = run.config
     require(
         bool(path) or not config.data.online,
-        f"{run.folder} was trained on images that are encoded while training; encode some with `fastdiff encode` and "
+        f"{run.folder} was trained on images encoded during training; encode some with `fastdiff encode` and "
         "give their folder as --data",
     )
     own = replace(config, data=DataConfig(path=path or config.data.path, cache=config.data.cache))
@@ -290,18 +289,18 @@ def _open(run: Run, path: str) -> LatentReader:
     if path and not config.data.online:
         with open_data(config, torch.device("cpu")) as training:
             alike = _encoding(reader.info) == _encoding(training.info)
-        require(alike, f"--data {path} was encoded otherwise than {config.data.path}; encode both alike")
+        require(alike, f"--data {path} was encoded differently from {config.data.path}; encode both alike")
     return reader
 
 
 def _encoding(info: DatasetInfo) -> tuple[object, ...]:
-    """What the numbers of a model's input depend on besides the image."""
+    """Return everything that determines a model's input besides the image."""
     made = info.provenance
     return info.kind, info.normalisation, made.autoencoder_digest, made.text_encoder_digest
 
 
 def _write(folder: Path, result: dict[str, Any], found: Likelihood) -> None:
-    """Each file is there as a whole, or not at all."""
+    """Write each file atomically."""
     temporary = folder / "nll.npz.tmp"
     with temporary.open("wb") as file:
         np.savez(file, vb=found.vb, xstart_mse=found.xstart_mse, mse=found.mse, total=found.terms + found.prior)
@@ -320,7 +319,7 @@ _COLOURS = "#0072B2", "#D55E00", "#009E73"
 
 
 def require_matplotlib() -> None:
-    """Refuse before anything is measured what could not be drawn.
+    """Check for matplotlib before anything is measured.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -332,7 +331,7 @@ def require_matplotlib() -> None:
 
 
 def draw(path: Path, found: Likelihood) -> None:
-    """Write the picture as a PNG: bound, error of x0 and error of the noise by timestep, both axes logarithmic.
+    """Write the plot as a PNG: bound, error of x0 and error of the noise by timestep, both axes logarithmic.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""The losses of every validation sample, as files of the run folder: ``validation/step-N.npz``."""
+"""Files of the run folder with the loss of every validation sample: ``validation/step-N.npz``."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Validated:
     index: npt.NDArray[np.int64]
     """Number of the sample in the data set."""
     log_snr: npt.NDArray[np.float32]
-    """Of its noise level."""
+    """Log SNR of its noise level."""
     loss: Floats
     x0_mse: Floats
-    """Mean squared error of the estimate of x0 that the prediction stands for, of normalised latents; infinite where
-    none can be told from the noise."""
+    """Mean squared error of the estimate of x0 implied by the prediction, in normalised latents; infinite where the
+    prediction does not determine x0."""
     about: dict[str, Any]
-    """What was measured with what: ``data`` (digest of the data set), ``seed`` of the noise, ``objective``, its
-    ``unit``, ``precision``, which ``weights`` and the ``step`` of the run."""
+    """Identity of the measurement: ``data`` (digest of the data set), ``seed`` of the noise, ``objective``, its
+    ``unit``, ``precision``, ``weights`` and the ``step`` of the run."""
 
 
 def write(run: Path, validated: Validated) -> None:
-    """Write the file of the step that ``about`` names; it is there as a whole, or not at all.
+    """Write the file of the step in ``about``, atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = _path(run, validated.about["step"])
     path.parent.mkdir(exist_ok=True)
@@ -64,8 +64,8 @@ def read(run: Path, step: int) -> Validated:
     """Read the file of a step.
 
     Raises:
-        StorageError: it is damaged.
-        OSError: it cannot be read.
+        StorageError: the file is damaged.
+        OSError: the file cannot be read.
     """
     path = _path(run, step)
     try:
@@ -73,17 +73,17 @@ def read(run: Path, step: int) -> Validated:
             about = json.loads(str(found["about"]))
             return Validated(found["index"], found["log_snr"], found["loss"], found["x0_mse"], about)
     except (BadZipFile, EOFError, KeyError, ValueError) as error:
-        raise StorageError(f"{path}: not a file of losses that fastdiff wrote ({error})") from None
+        raise StorageError(f"{path}: not a file of losses written by fastdiff ({error})") from None
 
 
 def steps_of(run: Path) -> list[int]:
-    """The steps that were validated, ascending."""
+    """Return the validated steps, ascending."""
     names = (_NAME.fullmatch(path.name) for path in (run / _FOLDER).glob("step-*.npz"))
     return sorted(int(name[1]) for name in names if name is not None)
 
 
 def drop_after(run: Path, step: int) -> None:
-    """Remove the files of later steps, which a resumed run writes again, and what a kill left half-written."""
+    """Remove the files of later steps, which a resumed run writes again, and incomplete files of killed processes."""
     for leftover in (run / _FOLDER).glob("step-*.tmp"):
         leftover.unlink()
     for known in steps_of(run):

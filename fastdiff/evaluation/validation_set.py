@@ -1,4 +1,4 @@
-"""Which samples the validation loss is measured on, at which noise levels, and in which batches."""
+"""Samples, noise levels and batches of the validation loss."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import require
 
 _BATCH, _AREA = 16, 64 * 64
-"""Samples per forward pass, of latents up to this area in elements; of larger ones fewer in proportion. Without a
-gradient that takes less memory than a training step of a few. The batches are the same on any number of ranks and for
-any micro-batch, and so is what equal weights give."""
+"""Samples per forward pass, for latents up to this area in elements; proportionally fewer for larger ones. Without a
+gradient that takes less memory than a training step of a few. The batches do not depend on the ranks or the
+micro-batch, so that equal weights give equal losses."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 Int64 = npt.NDArray[np.int64]
@@ -33,12 +33,12 @@ def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
 
     Args:
         config: the run, resolved.
-        training: the data that it trains on.
+        training: the training data.
 
     Raises:
-        ConfigError: they are not made for the model, or otherwise than the training data, or they are these.
-        DataError: they are damaged.
-        StorageError: they cannot be read.
+        ConfigError: the data do not fit the model, were encoded differently from the training data, or are these.
+        DataError: the data are damaged.
+        StorageError: the data cannot be read.
     """
     path = config.validation.data
     own = replace(config, data=DataConfig(path=path, cache=config.data.cache))
@@ -47,8 +47,8 @@ def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
     here, there = reader.info, training
     require(
         here.digest != there.digest,
-        f"--validation.data {path} is the training data: their loss does not tell how well the model does on what it "
-        "has not seen; keep samples out of the training and encode them into a folder of their own",
+        f"--validation.data {path} is the training data: their loss does not measure the model on unseen data; hold "
+        "samples out of the training and encode them into a separate folder",
     )
     for name, found, expected in (
         ("autoencoder", here.provenance.autoencoder_digest, there.provenance.autoencoder_digest),
@@ -64,13 +64,13 @@ def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
 
 
 def spread(available: int, wanted: int) -> Int64:
-    """Numbers of the samples that are validated, spread evenly over data that may be sorted: ``[N]`` ascending."""
+    """Return the numbers of the validated samples, spread evenly over data that may be sorted: ``[N]`` ascending."""
     count = min(available, wanted)
     return np.arange(count, dtype=np.int64) * available // count
 
 
 def even_shares(count: int) -> Tensor:
-    """``[count]`` fp32: the middles of equal parts of [0, 1), dealt so that samples side by side get distant ones."""
+    """Return the midpoints of equal parts of [0, 1), permuted so that neighbours are distant: ``[count]`` fp32."""
     stride = max(1, round(_GOLDEN * count))
     while math.gcd(stride, count) > 1:
         stride += 1
@@ -79,7 +79,7 @@ def even_shares(count: int) -> Tensor:
 
 
 def batches_of(info: DatasetInfo, index: Int64) -> list[Int64]:
-    """Places in ``index``, in batches of one bucket each; a function of the data alone."""
+    """Split the places in ``index`` into batches of one bucket each; a function of the data alone."""
     bucket = np.repeat([shard.bucket for shard in info.shards], [shard.samples for shard in info.shards])[index]
     places = np.arange(len(index), dtype=np.int64)
     runs = np.split(places, np.flatnonzero(np.diff(bucket)) + 1)
@@ -98,8 +98,8 @@ def read_batch(reader: LatentReader, index: Int64, rows: Int64, scales: tuple[Te
     Args:
         reader: of the data.
         index: ``[N]`` numbers of the samples in the data.
-        rows: ``[B]`` places in it, of samples of one size.
-        scales: of the latents (``data.batches.per_channel``), on the device where the batch shall be.
+        rows: ``[B]`` places in ``index``, of samples of one size.
+        scales: of the latents (``data.loading.batches.per_channel``), on the device of the batch.
     """
     device = scales[0].device
     tensors = {name: torch.from_numpy(value).to(device) for name, value in reader.read(index[rows]).items()}
@@ -107,6 +107,6 @@ def read_batch(reader: LatentReader, index: Int64, rows: Int64, scales: tuple[Te
 
 
 def _of_mean(info: DatasetInfo) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Shift and scale of latents, or of the means of posteriors."""
+    """Return shift and scale of latents, or of the means of posteriors."""
     channels = info.latent.shape[0] // (2 if info.kind == "posterior" else 1)
     return info.normalisation.shift[:channels], info.normalisation.scale[:channels]

@@ -1,1 +1,1 @@
-"""Images from a trained run."""
+"""Sampling of images from a trained run."""

@@ -1,4 +1,4 @@
-"""What each image of a large set of samples shows: its class, its prompt, or the small image that it enlarges."""
+"""Conditions of a large set of samples: classes, prompts, or small images to enlarge."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from fastdiff.sampling.run import Run
 from fastdiff.sampling.solvers import uniform_labels
 
 _LONGEST = 1000
-"""Characters of a list that a plan holds as it is."""
+"""Length in characters up to which a plan keeps a list itself; it keeps a digest of longer ones."""
 _PER_CLASS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """What the images shall show; the fields are the options of ``fastdiff sample``."""
+    """Requested content of the images; the fields are the options of ``fastdiff sample``."""
 
     num: int | None = None
-    """Number of images; None: as many as the others ask for."""
+    """Number of images; None: it follows from the other fields."""
     classes: Sequence[int] | None = None
     """None: all."""
     per_class: int | None = None
-    """None: with ``num`` each image's class is drawn, without it 8."""
+    """Images per class. None: with ``num`` the class of each image is drawn at random, without it 8."""
     prompts: Sequence[str] = ()
     negative: str | None = None
     per_prompt: int = 4
@@ -46,47 +46,43 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """What N images show."""
+    """Conditions of N images."""
 
     count: int
     """N."""
     of: Callable[[range], Condition]
-    """The inputs of the model, of the images with these numbers, ``[n, ...]`` each on the CPU."""
+    """Returns the model inputs of the images with these numbers, each ``[n, ...]`` on the CPU."""
     null: Condition
-    """One sample of each input that guidance replaces."""
+    """One unconditional sample of each input that guidance replaces."""
     labels: npt.NDArray[np.int64] | None
     """``[N]`` classes; None: the images have none."""
     plan: dict[str, Any]
-    """JSON values that decide all of this."""
+    """JSON values that determine all other fields."""
 
 
 def conditions(run: Run, wish: Wish, seed: int) -> Conditions:
-    """Decide what the images show.
+    """Build the conditions of all images.
 
     Args:
-        run: whose model draws them.
-        wish: what they shall show.
-        seed: decides the classes that are drawn.
+        run: provides the model.
+        wish: the requested content.
+        seed: of the classes that are drawn at random.
 
     Raises:
-        ConfigError: the model cannot be asked for that, or the number of images is not given.
+        ConfigError: the model does not support the request, or the number of images is missing.
         DataError: the npz of small images cannot be read.
     """
     if run.config.model.text_conditional:
         return _of_prompts(run, wish)
     require(not wish.prompts, f"{run.folder} was trained with classes, not captions; use --classes")
-    require(
-        wish.num is None or wish.per_class is None, "--num and --per-class both say how many images to draw; give one"
-    )
+    require(wish.num is None or wish.per_class is None, "--num and --per-class both set the number of images; give one")
     if wish.low_res is not None or run.model.low_res_size:
         return _of_small_images(run, wish)
     run.check_classes(wish.classes or ())
     known = run.known_classes
     if not known:
         require(wish.per_class is None, f"--per-class: {run.folder} was trained with no classes; use --num")
-        require(
-            wish.num is not None, f"{run.folder} was trained with no classes: say with --num how many images to draw"
-        )
+        require(wish.num is not None, f"{run.folder} was trained with no classes: set the number of images with --num")
         return _of_labels(run, wish.num or 0, None, "none")
     chosen = torch.tensor(wish.classes) if wish.classes else torch.arange(known)
     of_which = _shortly(list(wish.classes)) if wish.classes else f"all {known}"
@@ -121,7 +117,7 @@ def _of_small_images(run: Run, wish: Wish) -> Conditions:
     require(side > 0, f"--low-res: {run.folder} was not trained to enlarge images; leave it out")
     require(
         wish.classes is None and wish.per_class is None,
-        f"--classes and --per-class do not go with --low-res: the classes are those in {wish.low_res}",
+        f"--classes and --per-class cannot be combined with --low-res: the classes come from {wish.low_res}",
     )
     small, labels = read_npz(wish.low_res)
     expected = side, side, run.config.model.channels
@@ -146,9 +142,9 @@ def _of_small_images(run: Run, wish: Wish) -> Conditions:
 
 
 def _of_prompts(run: Run, wish: Wish) -> Conditions:
-    require(bool(wish.prompts), f"{run.folder} was trained with captions; say what to draw with --prompt")
+    require(bool(wish.prompts), f"{run.folder} was trained with captions; give prompts with --prompt")
     for flag, value in (("num", wish.num), ("low-res", wish.low_res)):
-        require(value is None, f"--{flag} is not for models of text; say with --per-prompt how many images to draw")
+        require(value is None, f"--{flag} is not for text-to-image models; set the number of images with --per-prompt")
     embedded, null = run.embedded(wish.prompts, negative=wish.negative)
 
     def of(index: range) -> Condition:
@@ -161,6 +157,6 @@ def _of_prompts(run: Run, wish: Wish) -> Conditions:
 
 
 def _shortly(values: list[Any]) -> Any:
-    """A list as a plan holds it: a long one as its digest."""
+    """Return a list, or the digest of a long one, for a plan."""
     text = canonical_json(values)
     return values if len(text) <= _LONGEST else f"{len(values)} of sha256 {hashlib.sha256(text).hexdigest()}"

@@ -17,12 +17,12 @@ _BORDER_GRAY = 96
 
 
 def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None) -> Image:
-    """Lays images out row by row, with a thin border around each.
+    """Lay out images row by row, with a thin border around each.
 
     Args:
         images: ``[N, C, H, W]`` floating point, N at least 1. One channel is gray and three are RGB, both in
-            [-1, 1] and clipped; of any other number (latents of an autoencoder) the first three are shown,
-            each stretched to its own smallest and largest value, and two are filled up with black.
+            [-1, 1] and clipped. With any other number (latents of an autoencoder) the first three channels are
+            shown, each stretched to its own minimum and maximum; two channels are padded with a black one.
         rows: Number of rows; None: as close to a square as possible. Empty places keep the colour of the
             border.
         scale: Whole-number enlargement, each pixel staying a sharp square; None: to a side of 64 or just
@@ -50,7 +50,7 @@ def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None
 
 
 def _levels(images: Tensor) -> Tensor:
-    """``[N, C, H, W] -> [N, 1 or 3, H, W]`` uint8; values that are not finite become black."""
+    """Convert ``[N, C, H, W] -> [N, 1 or 3, H, W]`` uint8; non-finite values become black."""
     if images.shape[1] in (1, 3):
         unit = (images + 1) / 2
     else:
@@ -61,7 +61,7 @@ def _levels(images: Tensor) -> Tensor:
 
 
 def _arrange(images: Tensor, rows: int) -> Tensor:
-    """``[N, C, H, W]`` uint8 ``-> [C, rows * (H + border) + border, columns * (W + border) + border]``."""
+    """Arrange ``[N, C, H, W]`` uint8 ``-> [C, rows * (H + border) + border, columns * (W + border) + border]``."""
     columns = -(-len(images) // rows)
     framed = F.pad(images, (0, _BORDER, 0, _BORDER), value=_BORDER_GRAY)
     count, channels, height, width = framed.shape

@@ -1,4 +1,4 @@
-"""Arrays in an npz file of unknown origin, read in order and in parts; no pickle, and no size is believed."""
+"""npz files: a writer, and a reader of untrusted files in blocks, without pickle and with checked sizes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import numpy.typing as npt
 from fastdiff.errors import DataError, StorageError
 
 _MOST_PACKED = 100
-"""How many times its size a large compressed array may have; of images and statistics it is below 20."""
+"""Largest compression ratio of a large array; images and statistics stay below 20."""
 _LARGE = 64 << 20
-"""Bytes; what is smaller may be packed as well as it can be."""
+"""Bytes; a smaller array may have any compression ratio."""
 
 
 @dataclass(frozen=True, slots=True)
 class NpyMember:
-    """One array of numbers in the file."""
+    """A numeric array in an npz file."""
 
     path: Path
     name: str
@@ -34,7 +34,7 @@ class NpyMember:
     dtype: np.dtype[Any]
 
     def blocks(self, rows: int) -> Iterator[npt.NDArray[Any]]:
-        """The array in order, ``rows`` of its first axis at a time; the last block may have fewer.
+        """Yield the array in order as blocks ``[rows, ...]`` of its first axis; the last block may be shorter.
 
         Raises:
             DataError: The file is damaged.
@@ -47,39 +47,39 @@ class NpyMember:
                 count = min(rows, self.shape[0] - first)
                 content = bytearray(file.read(count * of_row))
                 if len(content) < count * of_row:
-                    raise DataError(f"{self.path}: {self.name} ends before its {self.shape[0]} rows do; copy it again")
+                    raise DataError(f"{self.path}: {self.name} ends before its {self.shape[0]} rows; copy it again")
                 yield np.frombuffer(content, self.dtype).reshape(count, *self.shape[1:])
 
     def whole(self) -> npt.NDArray[Any]:
-        """All of it; the caller has looked at the shape."""
+        """Return the whole array; the caller has checked its shape."""
         return next(self.blocks(self.shape[0]))
 
 
 def npz_names(path: Path) -> frozenset[str]:
-    """Names of the arrays in a file of ``np.savez`` or ``np.savez_compressed``.
+    """Return the names of the arrays in a file of ``np.savez`` or ``np.savez_compressed``.
 
     Raises:
-        DataError: It is no such file.
+        DataError: The path is not such a file.
         OSError: It cannot be read.
     """
-    if not path.is_file():  # nor a pipe, which would be waited for
+    if not path.is_file():  # a pipe would block
         raise DataError(f"{path}: it is not a file")
     with _opened(path) as archive:
         return frozenset(name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy"))
 
 
 def npz_member(path: Path, name: str) -> NpyMember:
-    """One array, of which the header is read.
+    """Open one array: read and check its header.
 
     Raises:
-        DataError: The file is damaged, or the array is of Python objects, in Fortran's order, empty, or of another size
-            than what is there.
+        DataError: The file is damaged, or the array holds Python objects, is in Fortran order, is empty, or has another
+            size than its header declares.
         OSError: It cannot be read.
     """
     with _opened(path) as archive:
         entry = archive.getinfo(f"{name}.npy")
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise DataError(f"{path}: {name} is compressed as np.savez never does; write it with np.savez")
+            raise DataError(f"{path}: {name} has a compression that np.savez never uses; write it with np.savez")
         with archive.open(entry) as file:
             shape, fortran, dtype = _read_header(file)
             size = entry.file_size - file.tell()
@@ -95,22 +95,22 @@ def npz_member(path: Path, name: str) -> NpyMember:
 
 
 def _wrong(shape: tuple[int, ...], fortran: bool, dtype: np.dtype[Any], size: int) -> str:
-    """What is wrong with an array of ``size`` bytes, or nothing."""
+    """Describe the problem of an array of ``size`` bytes; empty if there is none."""
     if dtype.hasobject:
         return "holds Python objects (a pickle), which are never loaded"
     if fortran and len(shape) > 1:
-        return "is stored column by column (in Fortran's order)"
+        return "is stored column by column (Fortran order)"
     if not shape or min(shape) < 1:
         return f"has the shape {shape}"
     if math.prod(shape) * dtype.itemsize != size:
-        return f"says that it is {dtype} {shape}, and has {size} bytes"
+        return f"declares {dtype} {shape} and has {size} bytes"
     return ""
 
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether in the order of Fortran, dtype.
+    """Return shape, whether in Fortran order, and dtype.
 
-    Only version 1.0, whose header has at most 64 KiB; np.savez writes another one for structured arrays only.
+    Only version 1.0 is read, whose header has at most 64 KiB; np.savez writes others for structured arrays only.
     """
     if (version := np.lib.format.read_magic(file)) != (1, 0):
         raise ValueError(f"npy format {version}, expected (1, 0)")
@@ -123,31 +123,31 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(path) as archive:
             yield archive
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, TypeError, ValueError, SyntaxError) as error:
-        raise DataError(f"{path} is damaged or no npz file ({error}); expected what np.savez writes") from error
+        raise DataError(f"{path} is damaged or no npz file ({error}); expected a file of np.savez") from error
 
 
 IMAGES, LABELS = "arr_0", "arr_1"
 
 _CHUNK = 2**22
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-"""The first day that a zip can name."""
+"""Earliest date of the zip format."""
 _UNIX = 3
 
 
 def write_npz(
     path: Path, parts: Sequence[Path], shape: tuple[int, ...], labels: npt.NDArray[np.int64] | None, comment: bytes
 ) -> None:
-    """Write the file anew and wait until it is on the disk.
+    """Write an npz of images and sync it to the disk.
 
     Args:
         path: replaced if it is there.
-        parts: files whose bytes, one after another, are the images.
+        parts: files whose concatenated bytes are the images.
         shape: ``(N, H, W, C)``.
         labels: ``[N]``; None: no ``arr_1``.
         comment: of the zip, at most 65,535 bytes.
 
     Raises:
-        OSError: it could not be written, or a part not be read.
+        OSError: the file cannot be written, or a part cannot be read.
     """
     with path.open("wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
@@ -169,7 +169,7 @@ def read_npz(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64] |
     """Return the images ``[N, H, W, C]`` uint8 and their labels ``[N]``, if there are any.
 
     Raises:
-        DataError: the file is missing, damaged, or laid out otherwise.
+        DataError: the file is missing, damaged, or has another layout.
         StorageError: it cannot be read.
     """
     try:
@@ -192,7 +192,7 @@ def read_npz(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64] |
 
 
 def comment_of(path: Path) -> bytes:
-    """The comment of a zip; nothing, if it has none or is no zip.
+    """Return the comment of a zip; empty if it has none or is no zip.
 
     Raises:
         OSError: it cannot be read.

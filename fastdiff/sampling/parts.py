@@ -1,8 +1,8 @@
-"""What the ranks that draw a set of samples leave one another in ``OUT.parts``: there is no other communication.
+"""Finished batches of a sample set in ``OUT.parts``: the only communication between the ranks that draw it.
 
-``plan.json`` says what decides the bytes, ``part-000012`` holds the pixels of a batch. A batch without a file is drawn
-anew, so that the same command goes on after a kill. Whoever sees all parts joins them. The plan is the comment of the
-finished file too, by which that is known again.
+``plan.json`` records everything that determines the bytes, ``part-000012`` holds the pixels of a batch. A batch without
+a file is drawn again, so that the same command continues after a kill. The rank that finds all parts joins them. The
+plan is also the zip comment of the finished file, which identifies it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _PLAN = "plan.json"
 
 
 class SampleParts:
-    """The parts of one npz, and the npz.
+    """Parts of one npz, and the npz itself.
 
     Args:
         out: the npz to write.
-        plan: what decides its bytes, JSON values by name; few, because a zip has room for 64 KiB of them.
+        plan: JSON values by name that determine its bytes; at most 64 KiB, the limit of a zip comment.
         shape: ``(N, H, W, C)``.
         batch: images per part.
-        labels: ``[N]``, if there are any.
+        labels: ``[N]`` classes; None: no labels.
 
     Attributes:
-        complete: whether ``out`` is there, drawn by the same plan.
+        complete: whether ``out`` exists, drawn with the same plan.
 
     Raises:
-        ConfigError: something else is there, or what is there was begun by another plan.
+        ConfigError: the output or its parts exist and have another plan, or are no samples.
         StorageError: from every method: the folder cannot be written.
     """
 
@@ -74,7 +74,7 @@ class SampleParts:
         return math.ceil(self.total / self.batch)
 
     def images(self, batch: int) -> range:
-        """Numbers of the images of a batch; they depend on nothing but the plan."""
+        """Numbers of the images of a batch; a function of the plan alone."""
         return range(batch * self.batch, min((batch + 1) * self.batch, self.total))
 
     def has(self, batch: int) -> bool:
@@ -92,7 +92,7 @@ class SampleParts:
         return sum(len(self.images(batch)) for batch in drawn)
 
     def write(self, batch: int, pixels: npt.NDArray[np.uint8]) -> None:
-        """Keep a batch, ``[n, H, W, C]``; when this returns, a kill does not lose it."""
+        """Write a batch ``[n, H, W, C]`` durably: a kill after the return does not lose it."""
         assert pixels.shape == (len(self.images(batch)), *self._shape[1:])
         with _storage(self.out):
             publish(self._path(batch), pixels.tobytes())
@@ -117,17 +117,17 @@ class SampleParts:
         return 0
 
     def _agree(self) -> None:
-        """Begin, or see that what was begun is the same."""
+        """Record the plan, or check it against the recorded one."""
         path = self._folder / _PLAN
         if path.exists():
-            self._check(json.loads(path.read_bytes()), f"{self._folder} holds samples that were begun otherwise")
+            self._check(json.loads(path.read_bytes()), f"{self._folder} holds samples of another plan")
             return
-        for stray in self._folder.glob("part-*"):  # of a set that was finished, and removed halfway
+        for stray in self._folder.glob("part-*"):  # left by an interrupted removal of a finished set
             stray.unlink()
         publish(path, canonical_json(self._plan))
 
     def _is_complete(self) -> bool:
-        """Whether the npz is there; ConfigError if it is another one."""
+        """Whether the npz exists; ConfigError if it has another plan."""
         if not self.out.exists():
             return False
         try:
@@ -135,8 +135,8 @@ class SampleParts:
             if not isinstance(found, dict):
                 raise ValueError
         except ValueError:
-            raise ConfigError(f"{self.out} exists, and is not ours to replace; choose another --npz") from None
-        self._check(found, f"{self.out} exists, drawn otherwise")
+            raise ConfigError(f"{self.out} exists and was not written by fastdiff; choose another --npz") from None
+        self._check(found, f"{self.out} exists, drawn with another plan")
         self._clear()
         return True
 
@@ -164,9 +164,9 @@ class SampleParts:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Know whether the npz is complete and, if it is not, hold a lock that ends with this process.
+        """Set ``complete`` and, if it is False, hold a lock that ends with this process.
 
-        It needs a file system that has locks between its machines.
+        Several machines need a file system that locks files across them.
         """
         with _storage(self.out):
             self.complete = self._is_complete()
@@ -176,22 +176,22 @@ class SampleParts:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             while True:
                 self._folder.mkdir(exist_ok=True)
-                with suppress(FileNotFoundError):  # one who joined has removed the folder meanwhile
+                with suppress(FileNotFoundError):  # another rank has joined the parts and removed the folder
                     file = (self._folder / "lock").open("wb")
                     break
             with file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                self.complete = self._is_complete()  # by another one, while we waited
+                self.complete = self._is_complete()  # another rank may have finished during the wait
                 yield
 
 
 @contextmanager
 def _storage(out: Path) -> Iterator[None]:
-    """Turn what the file system says into a StorageError."""
+    """Convert an OSError to a StorageError."""
     try:
         yield
     except OSError as error:
         raise StorageError(
-            f"{error.filename or out}: {error.strerror or error}; the samples that are drawn are kept, and the same "
-            "command goes on from them"
+            f"{error.filename or out}: {error.strerror or error}; the finished batches are kept, and the same "
+            "command continues from them"
         ) from None

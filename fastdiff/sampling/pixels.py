@@ -1,4 +1,4 @@
-"""What a run draws, as pixels: an autoencoder decodes latents, and the models of pixels need none."""
+"""Pixels of sampled latents: decoded by an autoencoder, or taken as they are for pixel-space models."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.sampling.text import as_bytes, decode, scale_factor
 
 IDENTITY = "identity"
-"""The autoencoder of models of pixels, which does nothing."""
+"""Name of the no-op autoencoder of pixel-space models."""
 _OF_PIXELS = (1, 3)
-"""Channels of a gray image, and of RGB."""
+"""Channels of gray and RGB images."""
 
 
 class PixelDecoder:
-    """Turns latents into pixels.
+    """Decoder of latents to pixels.
 
     Args:
-        config: the run's.
-        autoencoder: folder or Hugging Face id of a pipeline or of an autoencoder alone, or ``identity``; None: what the
-            run was trained on.
-        device: where the autoencoder computes.
+        config: of the run.
+        autoencoder: folder or Hugging Face id of a pipeline or of an autoencoder alone, or ``identity``; None: the
+            autoencoder of the training data.
+        device: of the autoencoder.
 
     Raises:
-        ConfigError: the run was trained on latents, and their autoencoder is not known or cannot be read.
+        ConfigError: the run was trained on latents, and their autoencoder is unknown or cannot be read.
     """
 
     def __init__(self, config: RunConfig, autoencoder: str | None, device: torch.device) -> None:
@@ -41,8 +41,8 @@ class PixelDecoder:
         model = config.model
         if name is None:
             raise ConfigError(
-                f"{config.output.folder} was trained on latents, and the autoencoder that decodes them is not known; "
-                "name it with --autoencoder FOLDER_OR_ID, or say --autoencoder identity if they are pixels"
+                f"{config.output.folder} was trained on latents, and their autoencoder is not known; "
+                "name it with --autoencoder FOLDER_OR_ID, or use --autoencoder identity if they are pixels"
             )
         if name == IDENTITY and model.channels not in _OF_PIXELS:
             raise ConfigError(
@@ -51,7 +51,7 @@ class PixelDecoder:
             )
         self.name = name
         self.digest: str | None = None
-        """Of the weights of the autoencoder."""
+        """Digest of the autoencoder's weights; None for ``identity``."""
         self._vae: Any = None
         channels, factor = model.channels, 1
         if name != IDENTITY:
@@ -68,16 +68,16 @@ class PixelDecoder:
         """``(H, W, C)`` of an image."""
 
     def __call__(self, latents: Tensor) -> npt.NDArray[np.uint8]:
-        """``[N, c, h, w]`` fp32, finite, to ``[N, H, W, C]``: -1 becomes 0 and 1 becomes 255, rounded and clamped."""
+        """Decode ``[N, c, h, w]`` finite fp32 to ``[N, H, W, C]`` uint8: [-1, 1] to [0, 255], clamped and rounded."""
         pixels = latents if self._vae is None else decode(self._vae, latents)
         return np.ascontiguousarray(as_bytes(pixels).permute(0, 2, 3, 1).numpy())
 
 
 def autoencoder_of(config: RunConfig) -> str | None:
-    """Name of the autoencoder of a run: that of its pipeline, or else what its data were encoded with.
+    """Return the name of a run's autoencoder: that of its pipeline, otherwise the one that encoded its data.
 
     Returns:
-        ``identity`` for models of pixels; None if nothing here tells.
+        ``identity`` for pixel-space models; None if the autoencoder is unknown.
     """
     if config.pretrained.path and not config.pretrained.is_file:
         return config.pretrained.path
@@ -91,5 +91,5 @@ def autoencoder_of(config: RunConfig) -> str | None:
 
 
 def may_be_pixels(made_by: str | None, channels: int) -> bool:
-    """Whether data that this autoencoder made are pixels; identity is also said of some that were never images."""
+    """Whether data of this autoencoder are pixels; ``identity`` is also recorded for data that were never images."""
     return made_by == IDENTITY and channels in _OF_PIXELS

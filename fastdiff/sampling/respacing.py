@@ -1,8 +1,8 @@
-"""Which noise levels sampling visits, of those that the training knew: all lists ascend in noise.
+"""Noise levels that sampling visits, chosen from those of the training; all lists ascend in noise.
 
-* ``trailing``: evenly, from the noisiest level on (Lin et al. 2023, arXiv:2305.08891, table 2). The usual one.
-* ``spaced``: the texts of improved-diffusion and DiT (Nichol & Dhariwal 2021, arXiv:2102.09672, section 4).
-* ``flow_shares`` and ``karras_sigmas``: the same for processes whose time has no steps.
+* ``trailing``: evenly spaced from the noisiest level on (Lin et al. 2023, arXiv:2305.08891, table 2). The default.
+* ``spaced``: the syntax of improved-diffusion and DiT (Nichol & Dhariwal 2021, arXiv:2102.09672, section 4).
+* ``flow_shares`` and ``karras_sigmas``: levels of the continuous-time processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIGMA_MIN, SIGMA_MAX, _RHO = 0.002, 80.0, 7
 
 
 def trailing(timesteps: int, steps: int) -> list[int]:
-    """``steps`` of ``timesteps`` levels, the last of which is ``timesteps - 1``.
+    """Return ``steps`` evenly spaced levels of ``timesteps``; the last one is ``timesteps - 1``.
 
     Raises:
         ConfigError: ``steps`` is not in 1 to ``timesteps``.
@@ -32,23 +32,24 @@ def trailing(timesteps: int, steps: int) -> list[int]:
 
 
 def spaced(timesteps: int, text: str) -> list[int]:
-    """The levels that improved-diffusion's ``timestep_respacing`` chooses, to the last one.
+    """Return exactly the levels that improved-diffusion's ``timestep_respacing`` chooses.
 
     Args:
         timesteps: levels of the training.
-        text: ``250`` takes that many levels evenly, the first and the last among them; ``10,15,20`` so many of each
-            third; ``ddim50`` every 20th of 1000, from the first on (Song et al. 2021, arXiv:2010.02502).
+        text: ``250`` takes 250 evenly spaced levels, the first and the last included; ``10,15,20`` takes 10, 15 and 20
+            from three equal sections; ``ddim50`` takes every 20th of 1000, from the first on (Song et al. 2021,
+            arXiv:2010.02502).
 
     Raises:
-        ConfigError: another text, more levels than there are, or no whole stride that gives so many.
+        ConfigError: a malformed text, more levels than there are, or no integer stride that gives this number.
     """
     number = text.removeprefix("ddim")
     if number != text and number.isdecimal():
         return _strided(timesteps, int(number))
     if not all(part.strip().isdecimal() for part in text.split(",")):
         raise ConfigError(
-            f"--respacing {text}: expected a number of steps as 250, numbers for equal sections as 10,15,20, or a "
-            "whole stride as ddim50"
+            f"--respacing {text}: expected a number of steps like 250, numbers for equal sections like 10,15,20, or "
+            "an integer stride like ddim50"
         )
     counts = [int(part) for part in text.split(",")]
     if not any(counts):
@@ -61,7 +62,7 @@ def spaced(timesteps: int, text: str) -> list[int]:
         if count > end - start:
             raise ConfigError(
                 f"--respacing {text}: {count} steps from levels {start} to {end - 1}; choose at most {end - start}, "
-                "which the training has there"
+                "the training levels there"
             )
         chosen += _section(start, end - 1, count)
         start = end
@@ -69,19 +70,19 @@ def spaced(timesteps: int, text: str) -> list[int]:
 
 
 def flow_shares(steps: int, shift: float) -> Tensor:
-    """``[steps]`` float64 shares of the way to pure noise, evenly up to 1 and then shifted as in the training.
+    """Return ``[steps]`` float64 fractions of the path to noise: evenly spaced up to 1, shifted as in the training.
 
     Raises:
-        ConfigError: no steps.
+        ConfigError: ``steps`` is below 1.
     """
     return densities.shift(torch.arange(1, _some(steps) + 1, dtype=torch.float64) / steps, shift)
 
 
 def karras_sigmas(steps: int) -> Tensor:
-    """``[steps]`` float64 from 0.002 (of one step: 80) to 80 (Karras et al. 2022, eq. 5).
+    """Return ``[steps]`` float64 sigmas from 0.002 to 80, for one step 80 (Karras et al. 2022, eq. 5).
 
     Raises:
-        ConfigError: no steps.
+        ConfigError: ``steps`` is below 1.
     """
     share = torch.arange(_some(steps), dtype=torch.float64) / max(1, steps - 1)
     most, least = math.pow(SIGMA_MAX, 1 / _RHO), math.pow(SIGMA_MIN, 1 / _RHO)
@@ -95,9 +96,9 @@ def _some(steps: int) -> int:
 
 
 def _section(first: int, last: int, count: int) -> list[int]:
-    """``count`` levels evenly from ``first`` to ``last``; one: the first."""
+    """Return ``count`` evenly spaced levels from ``first`` to ``last``; a single one is ``first``."""
     stride = (last - first) / (count - 1) if count > 1 else 1.0
-    # A running sum, as there: a product would be rounded another way now and then.
+    # A running sum, as in improved-diffusion: a product would sometimes round differently.
     return [first + round(offset) for offset in accumulate(repeat(stride, count - 1), initial=0.0)] if count else []
 
 
@@ -107,6 +108,6 @@ def _strided(timesteps: int, count: int) -> list[int]:
         if len(levels) == count:
             return levels
     raise ConfigError(
-        f"--respacing ddim{count}: no whole stride takes {count} of {timesteps} levels; use --respacing {count}, or a "
-        f"divisor of {timesteps}"
+        f"--respacing ddim{count}: no integer stride takes {count} of {timesteps} levels; use --respacing {count}, or "
+        f"a divisor of {timesteps}"
     )

@@ -1,4 +1,4 @@
-"""A finished (or running) run, opened for sampling and evaluation by one process."""
+"""A run opened by one process for sampling and evaluation, finished or still training."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from fastdiff.sampling.solvers import grid_classes, sample
 
 
 class Run:
-    """A checkpoint of a run: the newest intact one, or that of a step.
+    """A checkpoint of a run, ready to draw: the newest intact one, or the one of a given step.
 
     Args:
         folder: ``runs/NAME``.
         ema: decay rate of the average to use.
-        ema_std: relative width of the power-function average to use, its own or made from its snapshots. Without
-            ``ema`` and ``ema_std`` the run's first average, or its weights if it has none.
+        ema_std: relative width of the power-function average to use, stored or reconstructed from snapshots. Without
+            ``ema`` and ``ema_std``: the first average of the run, or the raw weights if there is none.
         step: None: the newest.
-        device: where the model computes; None: the first GPU, or the CPU.
+        device: of the model; None: the first GPU, or the CPU.
 
     Raises:
-        ConfigError: no run, checkpoint or such average in ``folder``, or other weights than its LoRA was trained on.
-        StorageError: there are checkpoints, and none is intact.
+        ConfigError: ``folder`` has no run, checkpoint or such average, or the base weights of its LoRA have changed.
+        StorageError: no checkpoint is intact.
     """
 
     def __init__(
@@ -57,31 +57,31 @@ class Run:
         self.config = config_of(saved)
         self.step = int(saved.manifest["progress"]["steps"])
         self.digest = digest_of(saved.manifest)
-        """Sha256 that decides the configuration and every weight of the checkpoint."""
+        """Sha256 that identifies the configuration and every weight of the checkpoint."""
         self.classes: int | None = saved.manifest["classes"]
-        """Number of classes of the data; None: they had none."""
+        """Number of classes of the data; None: data without classes."""
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         check_base(self.config, saved.manifest.get("base"))
-        # What is forced for the training may not run on this machine.
+        # An attention backend forced for the training may be unavailable on this machine.
         anywhere = replace(self.config, performance=replace(self.config.performance, attention="auto"))
         chosen = select(saved, rate=ema, std=ema_std)
         self.description = f"step {self.step}, {chosen.description}"
-        """Which weights are used, for messages."""
+        """Step and weights in words, for messages."""
         weights = {name: chosen.read(name) for name in saved.manifest["parameters"]}
         self.model = build_network(anywhere, weights).to(device).eval()
 
     @property
     def family(self) -> ModelFamily[ModelConfig]:
-        """The family of its network."""
+        """Family of the network."""
         return family_of(self.config.model)
 
     @property
     def known_classes(self) -> int:
-        """Number of classes that the model can be asked for; 0: none."""
+        """Number of classes that the model can draw; 0: none."""
         return self.classes or 0 if self.config.model.classes else 0
 
     def check_classes(self, classes: Sequence[int]) -> None:
-        """Refuse classes that the model was not trained with; ConfigError."""
+        """Raise ConfigError for classes that the model was not trained with."""
         known = self.known_classes
         wrong = [c for c in classes if not 0 <= c < known]
         if wrong:
@@ -101,7 +101,7 @@ class Run:
             ConfigError: the model was not trained with these classes, or with prompts instead.
         """
         if self.config.model.text_conditional:
-            raise ConfigError(f"{self.folder} was trained with captions; say what to draw with --prompt")
+            raise ConfigError(f"{self.folder} was trained with captions; give prompts with --prompt")
         if self.model.low_res_size:
             raise ConfigError(f"{self.folder} was trained to enlarge images; give them with --low-res, and --npz")
         self.check_classes(classes or ())
@@ -127,7 +127,7 @@ class Run:
         save_grid(path, pixels, rows=per_prompt)
 
     def embedded(self, prompts: Sequence[str], *, negative: str | None) -> tuple[Condition, Condition]:
-        """Return the condition of the prompts, ``[N, ...]`` each, and what guidance starts from; on the CPU.
+        """Return the condition of the prompts, ``[N, ...]`` each, and the unconditional one; both on the CPU.
 
         Raises:
             ConfigError: the model was trained with classes, or without a pipeline.
@@ -137,20 +137,20 @@ class Run:
         if not self.config.model.text_conditional:
             raise ConfigError(f"{self.folder} was trained with classes, not captions; use --classes")
         if not self.config.pretrained.path:
-            raise ConfigError(f"{self.folder} was trained without --pretrained.path: nothing embeds its prompts")
+            raise ConfigError(f"{self.folder} was trained without --pretrained.path: it has no text encoder")
         return encode_prompts(pretrained(self.config), prompts, self.config.model, negative=negative)
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     def decided(self, sampler: SamplerConfig) -> SamplerConfig:
-        """Return ``sampler`` with what is None decided, as far as it counts.
+        """Return ``sampler`` with guidance, clipping and shift resolved.
 
         Raises:
-            ConfigError: guidance towards classes, and there are none, or it has not been learned to do without them;
-                channels to guide, and no guidance.
+            ConfigError: guidance without classes, or without an unconditional prediction; guided channels without
+                guidance.
         """
         usual = self.family.usual_guidance
         if not self.config.model.text_conditional:
@@ -158,11 +158,11 @@ class Run:
             usual = usual if self.known_classes and dropped else 1.0
             if not self.known_classes and sampler.cfg not in (None, 1.0):
                 raise ConfigError(f"--cfg {sampler.cfg:g}: {self.folder} has no classes to guide to; leave it out")
-            # Weights that a fine-tuning started from may have learned it before.
+            # The weights that a fine-tuning started from may have learned the unconditional prediction.
             if not (dropped or self.config.pretrained.weights) and sampler.cfg not in (None, 1.0):
                 raise ConfigError(
                     f"--cfg {sampler.cfg:g}: {self.folder} was trained with --objective.condition_dropout 0, so that "
-                    "it has not learned images without a class, from which guidance starts; leave --cfg out, or train "
+                    "it has not learned the unconditional prediction that guidance needs; leave --cfg out, or train "
                     "with --objective.condition_dropout 0.1"
                 )
         cfg = usual if sampler.cfg is None else sampler.cfg
@@ -190,10 +190,10 @@ class Run:
 
         Args:
             condition: inputs of the model besides noisy latents and time, ``[N, ...]`` each.
-            null: the condition of nothing, one sample of each input that guidance replaces.
-            sampler: how.
-            first_index: number of the first image, where they are part of a larger set.
-            batch: images per forward pass; None: as many as is usual for the network.
+            null: one unconditional sample of each input that guidance replaces.
+            sampler: solver, steps, guidance and seed.
+            first_index: number of the first image within a larger set.
+            batch: images per forward pass; None: the default of the network family.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -217,16 +217,16 @@ class Run:
 
 
 def open_saved(folder: Path, step: int | None = None, *, snapshots: bool = False) -> Checkpoint:
-    """Open the newest intact checkpoint of the run in ``folder``, or that of ``step``.
+    """Open the newest intact checkpoint of the run in ``folder``, or the one of ``step``.
 
     Args:
         folder: ``runs/NAME``.
         step: None: the newest.
-        snapshots: a snapshot of the averages of that step will do.
+        snapshots: accept a snapshot of the averages of ``step`` as well.
 
     Raises:
-        ConfigError: no run, or no such checkpoint, in ``folder``.
-        StorageError: there are checkpoints, and none is intact.
+        ConfigError: ``folder`` has no run or no such checkpoint.
+        StorageError: no checkpoint is intact.
     """
     require_run(folder)
     checkpoints = folder / "checkpoints"
@@ -240,17 +240,17 @@ def open_saved(folder: Path, step: int | None = None, *, snapshots: bool = False
 
 
 def config_of(saved: Checkpoint) -> RunConfig:
-    """The configuration that a checkpoint records."""
+    """Return the configuration recorded in a checkpoint."""
     return from_mapping(saved.manifest["config"], str(saved.folder))
 
 
 def _missing(step: int, checkpoints: Sequence[int], kept: Sequence[int], *, snapshots: bool) -> str:
-    """Why a step cannot be opened, and which could be."""
+    """Explain why a step cannot be opened, and list the steps that can."""
     there = ", ".join(map(str, checkpoints)) or "none"
     if step in kept:
         return (
-            f"step {step} is a snapshot, from which only --ema-std can make an average; a checkpoint, which has all "
-            f"weights, there is of the steps {there}"
+            f"step {step} is a snapshot, which only --ema-std can use; checkpoints, which have all weights, exist of "
+            f"the steps {there}"
         )
     if snapshots:
         of = ", ".join(map(str, kept)) or "none"

@@ -1,9 +1,9 @@
 """``fastdiff sample RUN --npz OUT``: a set of samples of any size, drawn by any number of processes.
 
-The images are drawn in batches of one size, whose borders depend on nothing but the number of images; rank r of W draws
-the batches r, r + W, ... So an image is computed by the same operations on the same numbers whoever draws it, and the
-file is the same, byte by byte, for every W and after every kill, on machines with the same hardware and libraries. The
-ranks neither wait for one another nor talk except through ``sample_parts.SampleParts``.
+The images are drawn in batches of one size, whose borders are a function of the number of images alone; rank r of W
+draws the batches r, r + W, ... Every rank computes an image by the same operations on the same numbers. The file is
+therefore the same, byte by byte, for every W and after every kill, on machines with the same hardware and libraries.
+The ranks do not wait for one another, and communicate only through ``parts.SampleParts``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from fastdiff.sampling.run import Run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetOptions:
-    """Where the set goes, and how it is computed."""
+    """Destination and computation of a sample set."""
 
     out: Path
     """The npz."""
     batch: int = 64
-    """Images per forward pass; it decides how products of matrices round, and so belongs to what is drawn."""
+    """Images per forward pass; part of the plan, because it affects the rounding of matrix products."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the model; the autoencoder has fp32."""
+    """Precision of the model; the autoencoder computes in fp32."""
     autoencoder: str | None = None
     """See ``PixelDecoder``."""
 
@@ -52,27 +52,29 @@ def draw_set(
     rank: Rank | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Draw this rank's batches that are missing, and write the npz if no other is missing then.
+    """Draw the missing batches of this rank, and write the npz if none of any rank is missing then.
+
+    All ranks pass the same ``wish``, ``sampler`` and ``options``.
 
     Args:
         run: opened on the rank's device.
-        wish: what is drawn.
-        sampler: how.
-        options: where to, the same on all ranks like all of these.
-        rank: which process this is; None: what the environment says.
-        say: told in one line what came of it.
+        wish: the requested content.
+        sampler: solver, steps, guidance and seed.
+        options: destination and computation.
+        rank: number of this process; None: from the environment.
+        say: called with the result in one line.
 
     Raises:
-        ConfigError: the model cannot draw that, or something else is in the way.
+        ConfigError: the model does not support the request, or another file is at the destination.
         DataError: the images to enlarge cannot be read.
-        StorageError: what is drawn cannot be kept.
+        StorageError: the images cannot be written.
     """
     rank = rank or Rank.from_environment()
     asked, sampler = sampler.clip, run.decided(sampler)
     decoder = PixelDecoder(run.config, options.autoencoder, run.device)
-    if asked is None:  # whatever the data are said to be: these are drawn as pixels, or not
+    if asked is None:  # the decoder in use decides, not the one of the training data
         sampler = replace(sampler, clip=decoder.name == IDENTITY)
-    with reproducible():  # prompts are embedded
+    with reproducible():  # for the embeddings of prompts
         wished = conditions(run, wish, sampler.seed)
     plan = _plan(run, wished, sampler, options, decoder)
     shape = (wished.count, *decoder.shape)
@@ -86,8 +88,8 @@ def draw_set(
             parts.write(batch, _draw(run, wished, sampler, decoder, parts.images(batch), options))
     if missing := parts.join():
         say(
-            f"rank {rank.number}: its share is done; {missing} images are still missing, other ranks draw them; if "
-            "all have ended, run this command once more"
+            f"rank {rank.number}: its share is done; {missing} images of other ranks are still missing; if all ranks "
+            "have ended, run this command once more"
         )
     else:
         say(f"{options.out}: {wished.count} images, {run.description}")
@@ -96,10 +98,10 @@ def draw_set(
 def _plan(
     run: Run, wished: Conditions, sampler: SamplerConfig, options: SetOptions, decoder: PixelDecoder
 ) -> dict[str, Any]:
-    """Everything that decides the bytes, apart from versions and hardware."""
+    """Collect everything that determines the bytes, except versions and hardware."""
     how = asdict(sampler)
     if sampler.shift == run.config.timesteps.shift:
-        del how["shift"]  # the checkpoint says it
+        del how["shift"]  # the checkpoint determines it
     return {
         "checkpoint": run.digest,
         "weights": run.description,
@@ -113,7 +115,7 @@ def _plan(
 
 
 def _missing(parts: SampleParts, rank: Rank) -> Iterator[int]:
-    """The batches of a rank that have not been drawn, under the first rank's progress bar over all images."""
+    """Yield the missing batches of a rank; rank 0 shows a progress bar over the images of all ranks."""
     hidden = None if rank.number == 0 else True
     with tqdm(desc="sampling", total=parts.total, initial=parts.done(), unit="image", disable=hidden) as bar:
         for batch in range(rank.number, parts.batches, rank.ranks):
@@ -121,7 +123,7 @@ def _missing(parts: SampleParts, rank: Rank) -> Iterator[int]:
                 continue
             yield batch
             if not bar.disable:
-                bar.update(parts.done() - bar.n)  # those of the other ranks too
+                bar.update(parts.done() - bar.n)  # counts the images of all ranks
 
 
 def _draw(
@@ -132,7 +134,7 @@ def _draw(
     index: range,
     options: SetOptions,
 ) -> npt.NDArray[np.uint8]:
-    """``[n, H, W, C]``: the images of one batch."""
+    """Draw the images of one batch, ``[n, H, W, C]``."""
     latents = run.sample(
         wished.of(index), wished.null, sampler, first_index=index.start, batch=options.batch, progress=False
     )

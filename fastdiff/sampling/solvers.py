@@ -1,13 +1,13 @@
-"""Images from a trained model, with the solvers of diffusers.
+"""Sampling from a trained model with the solvers of diffusers.
 
-The schedule is shortened first: of the noise levels of the training only those that the solver visits are kept, and
-the solver runs over every level of that short schedule (Nichol & Dhariwal 2021, arXiv:2102.09672, section 4). DDIM,
-which in diffusers always goes back by ``T // steps``, is thereby exact for any number of steps.
+The schedule is shortened first: it keeps only the noise levels that the solver visits, and the solver runs over every
+level of that short schedule (Nichol & Dhariwal 2021, arXiv:2102.09672, section 4). DDIM, whose stride in diffusers is
+always ``T // steps``, is thereby exact for any number of steps.
 
 One form serves every process. The model sees ``alpha * x0 + sigma * noise``; divided by ``sqrt(alpha^2 + sigma^2)``
-that is variance preserving, with ``abar = alpha^2 / (alpha^2 + sigma^2)``, which is what the solvers know. Their steps
-depend on the SNR alone (Karras et al. 2022, arXiv:2206.00364, section 3), so that nothing is lost by it. What the
-model predicts is turned into x0 by the row of its level (``fastdiff.diffusion.levels``).
+it is variance preserving with ``abar = alpha^2 / (alpha^2 + sigma^2)``, the form that the solvers expect. Nothing is
+lost, because their steps depend on the SNR alone (Karras et al. 2022, arXiv:2206.00364, section 3). The coefficients
+of its level convert a prediction to x0 (``fastdiff.diffusion.levels``).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from fastdiff.errors import ConfigError
 from fastdiff.sampling.respacing import flow_shares, karras_sigmas, spaced, trailing
 
 _NO_SIGNAL = 2.0**-24
-"""Abar that is as good as 0 in fp32."""
+"""Abar that is negligible in fp32."""
 _LABELS = (1,)
-"""What keeps the numbers of the labels apart from those of the images."""
+"""Spawn key that makes the random labels independent of the noise."""
 
 Denoiser = Callable[..., Tensor]
-"""Called with noisy latents ``[B, C, H, W]`` fp32, times ``[B]`` (int64 timesteps or fp32 times) and the condition's
-tensors by name; returns ``[B, C or 2C, H, W]``, of which the first C predict and the others are for the variance."""
+"""Model, called with noisy latents ``[B, C, H, W]`` fp32, times ``[B]`` (int64 timesteps or fp32 times) and the
+condition's tensors by name; returns ``[B, C or 2C, H, W]``: C channels of prediction, then C of a learned variance."""
 
 
 def grid_classes(model: ModelConfig, trained: int | None, most: int = 10) -> Tensor:
-    """Classes for the columns of a grid: the first ones of the data, or the null class if the data had none.
+    """Return the classes of a grid's columns: the first ones of the data, or the null class for data without classes.
 
     Args:
-        model: Knows the null class.
-        trained: Number of classes in the data, None for data without classes.
-        most: Number of columns at the most.
+        model: Configuration of the network; its number of classes is the null class.
+        trained: Number of classes in the data; None: data without classes.
+        most: Largest number of columns.
 
     Returns:
         ``[columns]`` int64.
@@ -67,27 +67,27 @@ def sample(
     first_index: int = 0,
     progress: bool = False,
 ) -> Tensor:
-    """Draws one image per entry of the condition.
+    """Draw one image per entry of the condition.
 
     Image i is a function of the model, its condition, ``sampler`` and ``first_index + i`` alone. It does not depend on
-    ``batch`` or on how the images are shared between ranks, up to the rounding of matrix products.
+    ``batch`` or on the distribution of the images over ranks, up to the rounding of matrix products.
 
     Args:
         model: On the device of the condition.
-        objective: Noise and meaning of the prediction, as in the training, with what was ``auto`` resolved.
+        objective: Process and prediction of the training, with ``auto`` resolved.
         condition: Inputs of the model besides noisy latents and time, ``[N, ...]`` each; at least one.
-        sampler: Solver, levels, guidance and seed; nothing of it is decided here.
+        sampler: Solver, levels, guidance and seed; used as they are.
         shape: ``(C, H, W)`` of an image's latents.
-        null: The condition of nothing, one sample of each input that guidance replaces, as ``Objective`` has it.
+        null: One unconditional sample of each input that guidance replaces, as in ``Objective``.
         batch: Images per forward pass (guidance doubles them inside).
-        first_index: Number of the first image, 0 or above, where the images are part of a larger set.
+        first_index: Number of the first image within a larger set, 0 or above.
         progress: Show a progress bar on standard error.
 
     Returns:
         ``[N, C, H, W]`` fp32 latents on the device of the condition, not clipped.
 
     Raises:
-        ConfigError: Impossible steps or channels, or epsilon prediction from pure noise.
+        ConfigError: Invalid steps or channels, or epsilon prediction from pure noise.
     """
     _check_channels(sampler.cfg_channels, shape[0])
     trajectory = _trajectory(objective, sampler)
@@ -102,7 +102,7 @@ def sample(
             index = range(first_index + start, first_index + min(start + batch, count))
             generators = [_generator(sampler.seed, i) for i in index]
             predict = _guided(model, chosen, null, *guidance)
-            # A new one for each batch: some keep the last predictions.
+            # A new solver for each batch: some keep earlier predictions.
             solver = _diffusers_scheduler(sampler.scheduler, trajectory.alpha_bar, objective.step_variance)
             latents = torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
             parts.append(_solve(predict, solver, trajectory, latents, generators, bar, clamped))
@@ -110,14 +110,14 @@ def sample(
 
 
 def uniform_labels(seed: int, index: range, classes: int) -> Tensor:
-    """Draws a class for each image of a set, every one as probable as the others.
+    """Draw a class for each image of a set, uniformly.
 
     Label i is a function of ``(seed, i)`` alone, and independent of the noise of image i.
 
     Args:
-        seed: That of ``sample``.
-        index: Numbers of the images, N of them.
-        classes: Labels are from 0 to below this.
+        seed: The seed of ``sample``.
+        index: Numbers of the N images.
+        classes: Number of classes; labels are from 0 to ``classes - 1``.
 
     Returns:
         ``[N]`` int64.
@@ -129,24 +129,24 @@ def uniform_labels(seed: int, index: range, classes: int) -> Tensor:
 def _check_channels(cfg_channels: int | None, channels: int) -> None:
     if cfg_channels is not None and not 1 <= cfg_channels <= channels:
         raise ConfigError(
-            f"guidance on {cfg_channels} channels: the model predicts {channels}, so from 1 to {channels}"
+            f"guidance on {cfg_channels} channels: choose 1 to {channels}, the channels that the model predicts"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Trajectory:
-    """The noise levels of a solver, ascending; numbers but the times are float64 on the CPU, ``[steps]`` each."""
+    """Noise levels of a solver, ascending: ``[steps]`` each, float64 on the CPU except for the times."""
 
     time: Tensor
-    """What the model is told: int64 or fp32."""
+    """Time input of the model: int64 or fp32."""
     alpha_bar: Tensor
-    """Of the variance-preserving form."""
+    """Abar of the variance-preserving form."""
     scale: Tensor
-    """The model's input over the latents of that form."""
+    """Ratio of the model's input to the latents of the variance-preserving form."""
     clean: tuple[Tensor, Tensor, Tensor]
-    """(p, q, r), by which x0 is ``(p * prediction - q * input) / r``."""
+    """Coefficients (p, q, r) with ``x0 = (p * prediction - q * input) / r``."""
     predicts_step: list[bool]
-    """Whether the prediction is the mean of ddpm's step from here, of which x0 is no more than another form."""
+    """Whether the prediction is itself the mean of ddpm's step from this level; x0 is then only a change of form."""
 
 
 def _trajectory(objective: ObjectiveConfig, sampler: SamplerConfig) -> _Trajectory:
@@ -157,10 +157,10 @@ def _trajectory(objective: ObjectiveConfig, sampler: SamplerConfig) -> _Trajecto
     alpha, sigma = rows[:, ALPHA], rows[:, SIGMA]
     total, per_x0 = alpha**2 + sigma**2, turn(rows)
     if (per_x0 == 0).any():
-        assert isinstance(objective, DdpmConfig)  # the others leave out such ends
+        assert isinstance(objective, DdpmConfig)  # the other processes exclude such levels
         raise ConfigError(
-            f"the last level of the {objective.schedule} schedule is pure noise, from which a prediction of "
-            f"{objective.predicted} gives no image; use --objective.prediction v or x0"
+            f"the last level of the {objective.schedule} schedule is pure noise, where a prediction of "
+            f"{objective.predicted} does not determine x0; use --objective.prediction v or x0"
         )
     time = levels.time if levels.time.dtype == torch.int64 else levels.time.float()
     gaps = native.diff(prepend=native.new_tensor([-1])).tolist()
@@ -170,14 +170,14 @@ def _trajectory(objective: ObjectiveConfig, sampler: SamplerConfig) -> _Trajecto
 
 
 def _visited(objective: ObjectiveConfig, process: Process, sampler: SamplerConfig) -> Tensor:
-    """Native levels of the process, ``[steps]``."""
+    """Return the visited levels, ``[steps]`` in the native time of the process."""
     steps, respacing = sampler.steps, sampler.respacing
     if isinstance(objective, DdpmConfig):
         timesteps = objective.timesteps
         return torch.tensor(trailing(timesteps, steps) if respacing is None else spaced(timesteps, respacing))
     if respacing is not None:
         raise ConfigError(
-            f"--respacing {respacing} chooses from the timesteps of ddpm; the time of {objective.process} has none, so "
+            f"--respacing {respacing} chooses from the timesteps of ddpm; {objective.process} has continuous time, so "
             "use --steps"
         )
     if isinstance(objective, EdmConfig):
@@ -186,7 +186,7 @@ def _visited(objective: ObjectiveConfig, process: Process, sampler: SamplerConfi
 
 
 def _diffusers_scheduler(name: str, alpha_bar: Tensor, variance: Variance) -> Any:
-    """The diffusers class called ``name`` over every level of ``alpha_bar`` (``[steps]`` float64), for x0."""
+    """Build the diffusers scheduler ``name`` for x0 over every level of ``alpha_bar`` (``[steps]`` float64)."""
     import diffusers
 
     before = torch.cat([alpha_bar.new_ones(1), alpha_bar[:-1]])
@@ -199,15 +199,15 @@ def _diffusers_scheduler(name: str, alpha_bar: Tensor, variance: Variance) -> An
     }
     if name == "dpmsolver++":
         scheduler = diffusers.DPMSolverMultistepScheduler(**options)
-        # A level without any signal is infinitely far away for this solver, which counts in log SNR. What stands for it
-        # has more noise than the level before, however little signal that has.
+        # This solver steps in log SNR, which is infinite at a level without signal. The substitute has more noise than
+        # the level before it, however little signal that level has.
         if alpha_bar[-1] == 0:
             alpha_bar = torch.cat([alpha_bar[:-1], (before[-1:] / 4).clamp(max=_NO_SIGNAL)])
     elif name == "ddim":
         scheduler = diffusers.DDIMScheduler(**options, clip_sample=False)
     else:
         scheduler = diffusers.DDPMScheduler(**options, clip_sample=False, variance_type=variance)
-    # Diffusers multiplies 1 - beta up in fp32, which loses the first levels of edm and the last of a cosine schedule.
+    # Diffusers takes the product of 1 - beta in fp32, which loses the first levels of edm and the last of a cosine.
     scheduler.alphas_cumprod = alpha_bar
     scheduler.set_timesteps(len(alpha_bar))
     return scheduler
@@ -222,15 +222,15 @@ def _solve(
     bar: Any,
     clamped: list[bool],
 ) -> Tensor:
-    """Take all steps from ``latents [B, C, H, W]`` of pure noise; ``clamped [steps]``: whether x0 is."""
+    """Take all steps from ``latents [B, C, H, W]`` of pure noise; ``clamped [steps]``: whether to clamp x0."""
     time = trajectory.time.to(latents.device)
     channels = latents.shape[1]
     for level in scheduler.timesteps.tolist():
         noisy = latents * float(trajectory.scale[level])
         output = predict(noisy, time[level].expand(len(latents))).float()
-        # In this order: near pure noise x0 is the small difference of two large numbers.
+        # In this order, because near pure noise x0 is the small difference of two large numbers.
         p, q, r = (float(factor[level]) for factor in trajectory.clean)
-        clean = (p * output[:, :channels] - q * noisy) / r
+        clean = (p * output[:, :channels] - q * noisy) / r  # [B, C or 2C, H, W] -> [B, C, H, W]
         if clamped[level]:
             clean = clean.clamp(-1, 1)
         estimate = _with_variance(scheduler, clean, output[:, channels:])
@@ -241,10 +241,10 @@ def _solve(
 
 
 def _with_variance(scheduler: Any, clean: Tensor, variance: Tensor) -> Tensor:
-    """What the scheduler is given: x0 and, where it draws with a learned variance, the channels of that, too.
+    """Return the scheduler's input: x0 and, for a sampler with learned variance, the variance channels.
 
-    ``learned_range`` means there what it means in training (Nichol & Dhariwal 2021, eq. 15), over the short schedule.
-    ``learned`` is the logarithm of the variance in training, and the variance itself there.
+    ``learned_range`` means the same in diffusers and in training (Nichol & Dhariwal 2021, eq. 15).
+    ``learned`` is the log variance in training, and the variance itself in diffusers.
     """
     match scheduler.config.get("variance_type"):
         case "learned_range":
@@ -258,9 +258,9 @@ def _with_variance(scheduler: Any, clean: Tensor, variance: Tensor) -> Tensor:
 def _guided(
     model: Denoiser, condition: Condition, null: Condition, scale: float, guided_channels: int
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The prediction of ``model`` under classifier-free guidance; the variance, if there is one, is the conditional's.
+    """Return ``model`` under classifier-free guidance; a learned variance stays that of the conditional prediction.
 
-    So does DiT (Peebles & Xie 2023, ``forward_with_cfg``): extrapolated, it could leave the range that was learned.
+    DiT does the same (Peebles & Xie 2023, ``forward_with_cfg``): an extrapolated variance could leave its range.
     """
     if scale == 1.0:
         return lambda noisy, time: model(noisy, time, **condition)
@@ -271,7 +271,7 @@ def _guided(
 
     def predict(noisy: Tensor, time: Tensor) -> Tensor:
         joined = model(torch.cat([noisy, noisy]), torch.cat([time, time]), **both)
-        conditional, unconditional = joined.float().chunk(2)
+        conditional, unconditional = joined.float().chunk(2)  # [2B, C or 2C, H, W] -> 2 x [B, C or 2C, H, W]
         others, unconditional = conditional[:, guided_channels:], unconditional[:, :guided_channels]
         guided = unconditional + scale * (conditional[:, :guided_channels] - unconditional)
         return torch.cat([guided, others], dim=1)
@@ -280,7 +280,7 @@ def _guided(
 
 
 def _generator(seed: int, index: int) -> torch.Generator:
-    """The random numbers of image ``index``: initial noise and, for ddpm, the noise of each step."""
+    """Return the random numbers of image ``index``: initial noise and, for ddpm, the noise of each step."""
     return torch.Generator().manual_seed(int(_sequence(seed, index).generate_state(1, np.uint64)[0]))
 
 

@@ -1,4 +1,4 @@
-"""What lies around the network of a text-to-image model: prompts before it, pixels after it."""
+"""Text-to-image sampling outside the network: embedding of prompts, decoding of latents."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def encode_prompts(
     """Embed prompts in fp32 on the CPU; the text encoder is loaded for this and freed.
 
     Args:
-        pipeline: whose text encoder is used.
-        prompts: N of them.
-        model: the network; decides the size of the images, which SDXL is told.
-        negative: what guidance leads away from; None: no caption.
+        pipeline: provides the text encoder.
+        prompts: N captions.
+        model: configuration of the network; its image size is an input of SDXL.
+        negative: negative prompt of guidance; None: the unconditional one.
 
     Returns:
-        The condition, ``[N, ...]`` each, and what guidance starts from, one sample of each input.
+        The condition, ``[N, ...]`` each, and the unconditional one, a single sample of each input.
     """
     encoder = pipeline.text()
     condition = encoder(prompts)
@@ -41,18 +41,18 @@ def encode_prompts(
 
 
 def repeated(condition: Condition, times: int) -> Condition:
-    """``[N, ...] -> [times * N, ...]``: row by row of a grid with one column per prompt."""
+    """Repeat ``[N, ...] -> [times * N, ...]``, for the rows of a grid with one column per prompt."""
     return {name: value.repeat(times, *(1 for _ in value.shape[1:])) for name, value in condition.items()}
 
 
 def scale_factor(pipeline: Pretrained) -> int:
-    """Pixels per latent pixel and side."""
+    """Return the pixels per latent pixel along each side."""
     return int(2 ** (len(pipeline.json("vae/config.json")["block_out_channels"]) - 1))
 
 
 @torch.no_grad()
 def decode(vae: Any, latents: Tensor) -> Tensor:
-    """Normalised latents to pixels, image by image, because the last layers of a decoder take much memory.
+    """Decode normalised latents to pixels, image by image, because the last layers of a decoder take much memory.
 
     Args:
         vae: an ``AutoencoderKL``.
@@ -70,11 +70,11 @@ def decode(vae: Any, latents: Tensor) -> Tensor:
 
 
 def as_bytes(pixels: Tensor) -> Tensor:
-    """``[N, C, H, W]`` in [-1, 1] to uint8."""
+    """Convert ``[N, C, H, W]`` in [-1, 1] to uint8."""
     return ((pixels.nan_to_num(0, 0, 0) + 1) / 2 * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 def save_grid(path: Path, pixels: Tensor, *, rows: int) -> None:
-    """Write pixels as one PNG, row by row; its folder is made if it is missing."""
+    """Write pixels as one PNG grid, row by row; create its folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     image_grid(pixels, rows=rows).save(path)

@@ -1,1 +1,1 @@
-"""The engine, and the parts of a run in memory."""
+"""Training: the engine, and the parts of a run in memory."""

@@ -1,4 +1,4 @@
-"""From a configuration to a run in memory: every part is built, checked against the others and restored."""
+"""Construction of a run from its configuration: every part is built, checked against the others and restored."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ from fastdiff_kernels import dispatch
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What precedes the model: it lives as long as the run, whatever is restored."""
+    """Parts that precede the model and live as long as the run, through every rewind."""
 
     config: RunConfig
     launch: Launch
     ds_config: deepspeed_config.DsConfig
     world: World
     ops: str
-    """What computes each op, in words."""
+    """Backend of each op, in words."""
     reader: Data
     order: SampleOrder
     folder: Path
@@ -71,12 +71,12 @@ class _Parts:
 
 
 class Run:
-    """A run in memory: its state and, opened where its data go on, its batches and callbacks.
+    """A run in memory: its state, and the batches and callbacks from its current position on.
 
     Args:
-        parts: what precedes the model.
+        parts: those that precede the model.
         state: new or restored.
-        stack: closes what is opened here.
+        stack: closes everything opened here.
     """
 
     batches: Batches
@@ -89,25 +89,25 @@ class Run:
         self._open()
 
     def go_back(self, rewind: Rewind) -> None:
-        """Go on behind a spike, from the newest intact checkpoint before it; called by all ranks.
+        """Rewind to the newest intact checkpoint before a spike, and continue after the spike; called by all ranks.
 
-        Everything is as if the process had started from that checkpoint, but nothing is built anew.
+        The result equals a process started from that checkpoint, but nothing is built again.
 
         Raises:
-            FastdiffError: there is no such checkpoint, it cannot be read, or the state behind the spike not be saved.
+            FastdiffError: there is no such checkpoint, it cannot be read, or the state after the spike cannot be saved.
         """
         state, parts = self.state, self._parts
         state.heart.beat(state.progress.steps, "start")
         self._opened.close()
-        self.callbacks = Callbacks([])  # the step of the spike is not to be saved
+        self.callbacks = Callbacks([])  # the step of the spike must not be saved
         parts.background.wait_for_all(ANY_NUMBER)
         state.progress = return_to(rewind.find(parts.checkpoints), state)
         rewind.go_behind(state)
-        parts.checkpoints.save(state)  # so that a kill does not repeat it
+        parts.checkpoints.save(state)  # so that a kill does not repeat the rewind
         self._open()
 
     def _open(self) -> None:
-        """Open what depends on where the run stands."""
+        """Open the parts that depend on the position of the run."""
         self.batches = self._opened.enter_context(_open_batches(self.state))
         _announce(self.state, self._parts, self.batches)
         self.callbacks = _open_callbacks(self.state, self._parts, self._opened)
@@ -117,11 +117,11 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     """Build the run, or restore it from its newest intact checkpoint; called by all ranks.
 
     Args:
-        config: what to train.
-        launch: the DeepSpeed JSON, and how to treat a run that is in the folder already.
+        config: of the run.
+        launch: the DeepSpeed JSON, and how to treat an existing run in the folder.
         world: the ranks.
-        stack: closes what is opened here.
-        stop: requests to save and end, which reach this rank.
+        stack: closes everything opened here.
+        stop: requests to save and end that reach this rank.
 
     Raises:
         FastdiffError: a part does not fit the others, the folder is in use, or the data are damaged.
@@ -166,9 +166,9 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
 
 
 def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | None) -> TrainState:
-    """Build the model with the weights of a checkpoint, the engine, and what works on its weights."""
+    """Build the model with the weights of a checkpoint, the engine, and the parts that use its weights."""
     config, world = parts.config, parts.world
-    # The restored weights before DeepSpeed casts and shards them: so the working copies are those of the masters.
+    # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
     model = world.together(lambda: _build_model(config, world, saved))
     engine = Engine(model, config, parts.ds_config, world, blocks=model.block_classes)
     spikes = Spikes(config.divergence, config.batch.samples, world)
@@ -200,7 +200,7 @@ def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Prog
 
 
 def _announce(state: TrainState, parts: _Parts, batches: Batches) -> None:
-    """Say what runs, and record it in the run folder."""
+    """Log a summary of the run, and record it in the run folder."""
     if state.world.is_first:
         log.info(_summary(state, batches, parts.ops))
     device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
@@ -250,11 +250,11 @@ def _build_objective(config: RunConfig, reader: Data, model: Model, world: World
 
 
 def _callbacks(state: TrainState, checkpoints: Checkpoints, background: AsyncSaves, boards: Trackers) -> list[Callback]:
-    """The checkpoint before the validations: a failure in one must not cost the steps since the last one."""
+    """Build the callbacks; checkpoints precede validations, so that a failed validation loses no steps."""
     found: list[Callback] = [NonFiniteGuard(state), Log(state, boards)]
     if state.config.data.damaged == "skip":
         found.append(DamagedSamples(state))
-    found.append(SpikeGuard(state))  # behind what is to be recorded also of a step that is undone
+    found.append(SpikeGuard(state))  # after the callbacks that also record undone steps
     checkpointing = Checkpointing(state, checkpoints, background)
     found += [Snapshots(state, background), checkpointing, Preempt()]
     if state.config.validation.data:
@@ -267,14 +267,14 @@ def _callbacks(state: TrainState, checkpoints: Checkpoints, background: AsyncSav
 
 
 def _resolve(config: RunConfig) -> RunConfig:
-    """Fill in what the pretrained pipeline decides, and download it: one rank does, the others find it in the cache."""
+    """Resolve the fields that depend on the pretrained pipeline, and download it into the cache of all ranks."""
     resolved = load.resolve(config)
     load.download(resolved)
     return resolved
 
 
 def _choose_backends(config: RunConfig, ds_config: deepspeed_config.DsConfig, world: World) -> str:
-    """Say what computes each op; refuse on all ranks what is forced and cannot run on one of them."""
+    """Report the backend of each op; fail on all ranks if a forced backend is unavailable on any."""
     optimizer_device = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
     return kernel_choice.in_words(
         world.together(lambda: kernel_choice.choices(config, world.device, optimizer_device=optimizer_device))
@@ -296,7 +296,7 @@ def _build_model(config: RunConfig, world: World, saved: Checkpoint | None) -> M
 
 
 def _summary(state: TrainState, batches: Batches, chosen: str) -> str:
-    """Say what runs, above all what was chosen automatically."""
+    """Summarize the run, above all the automatic choices."""
     config, world, engine = state.config, state.world, state.engine
     parameters = sum(math.prod(shape) for shape in engine.shapes.values())
     micro, accumulation = config.batch.per_rank(world.size), config.batch.accumulation(world.size)

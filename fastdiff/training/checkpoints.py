@@ -1,7 +1,7 @@
-"""Checkpoints: the whole state of a run, and its way back.
+"""Saving and restoring the whole state of a run.
 
-They are committed as ``fastdiff.checkpoint.step_folders`` describes, and only then old ones are pruned. There
-is no ``latest`` file to go stale: the newest one that is intact counts.
+Checkpoints are committed as described in ``fastdiff.checkpoint.step_folders``; old ones are pruned only afterwards.
+There is no ``latest`` file to go stale: the newest intact checkpoint counts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Checkpoints:
 
     Args:
         folder: ``runs/NAME/checkpoints``.
-        keep: how many to keep; never fewer than two remain that this process committed or verified.
-        world: the ranks; every method is called by all of them. Over a process group of its own, if anything is
-            committed beside the training.
+        keep: number to keep; pruning leaves at least two that this process committed or verified.
+        world: the ranks; all of them call every method. It has a separate process group if commits run beside the
+            training.
     """
 
     def __init__(self, folder: Path, keep: int, world: World) -> None:
@@ -46,10 +46,9 @@ class Checkpoints:
         self._verified: set[Path] = set()
 
     def newest(self, before: int | None = None) -> Checkpoint | None:
-        """Return the newest checkpoint that verifies, of a step below ``before``; None if there is none at all.
+        """Return the newest intact checkpoint of a step below ``before``; None if there are no checkpoints.
 
-        Damaged ones are passed over with a warning. StorageError if there are some and none is intact: starting
-        again from nothing would look like a resume.
+        Damaged ones are skipped with a warning. StorageError if all are damaged: a new start would look like a resume.
         """
         folders = self._world.on_first(lambda: committed(self._folder))
         folders = [folder for folder in folders if before is None or step_of(folder) < before]
@@ -72,18 +71,18 @@ class Checkpoints:
         return None
 
     def save(self, state: TrainState) -> None:
-        """Write and commit ``state``, then prune; when it returns, that is done.
+        """Write and commit ``state``, then prune; the return means that all is done.
 
         Raises:
-            StorageError: on every rank, if any rank could not write. Earlier checkpoints are as they were.
+            StorageError: on every rank, if any rank could not write. Earlier checkpoints are unchanged.
         """
         self.commit(self.draft(state))
 
     def draft(self, state: TrainState) -> Draft:
-        """Copy ``state`` for ``commit``, in the thread that trains; the draft before must be committed, or given up.
+        """Copy ``state`` for ``commit``, in the training thread; the previous draft must be committed or discarded.
 
         Raises:
-            StorageError: on every rank, if the host of any has no memory for the copy.
+            StorageError: on every rank, if any host has no memory for the copy.
         """
         tensors, starts = _tensors(state)
         return self._folders.draft(state.world, state.progress.steps, tensors, starts, _manifest(state))
@@ -92,15 +91,15 @@ class Checkpoints:
         """Write and commit a draft, then prune; from any thread.
 
         Raises:
-            StorageError: on every rank, if any rank could not write. Earlier checkpoints are as they were.
+            StorageError: on every rank, if any rank could not write. Earlier checkpoints are unchanged.
         """
         self._verified.add(self._folders.commit(draft))
         self._world.on_first(self._prune)
 
     def _prune(self) -> None:
-        """Delete what is older than the ``keep`` newest, once two of the kept ones are known to be intact.
+        """Delete all but the ``keep`` newest checkpoints, once two of the kept ones are known to be intact.
 
-        Known are those committed by this process, which are not read back, and those verified.
+        Intact are those committed by this process, which are not read back, and those that verify.
         """
         folders = committed(self._folder)
         kept, old = folders[: self._keep], folders[self._keep :]
@@ -121,16 +120,15 @@ class Checkpoints:
 def restore(saved: Checkpoint, state: TrainState) -> Progress:
     """Copy a checkpoint into a state whose module has the saved weights and whose optimizer has taken no step.
 
-    Both are so after a start (``training.build``) and after ``return_to``.
+    Both hold after a start (``training.build``) and after ``return_to``.
 
-    Optimizer state goes to any number of ranks and any ZeRO stage (``optimizer_state``).
-    What the checkpoint does not have starts anew: an added average of constant rate at the weights, another optimizer
-    without state, another density of timesteps without losses. A power-function average cannot: it is one of the whole
-    course of the weights.
+    Optimizer state is converted to any number of ranks and any ZeRO stage (``optimizer_state``). Missing parts start
+    anew: an added average of constant rate at the weights, another optimizer without state, another density of
+    timesteps without losses. An added power-function average cannot: it needs the whole training history.
 
     Raises:
-        ConfigError: on every rank, for an added power-function average, or bitsandbytes' state of another layout that
-            does not tell its own.
+        ConfigError: on every rank, for an added power-function average, or for bitsandbytes' state of another layout
+            that does not record its own.
     """
     manifest, engine = saved.manifest, state.engine
     progress = Progress(**manifest["progress"])
@@ -156,10 +154,10 @@ def restore(saved: Checkpoint, state: TrainState) -> Progress:
 
 
 def return_to(saved: Checkpoint, state: TrainState) -> Progress:
-    """Put a state that has trained where a start from ``saved`` would put it, bit for bit; called by all ranks.
+    """Reset a trained state to that of a start from ``saved``, bit for bit; called by all ranks.
 
     Raises:
-        StorageError: on every rank: any could not read it.
+        StorageError: on every rank, if any cannot read the checkpoint.
     """
     state.world.together(lambda: state.engine.return_to(partial(saved.slice, "master")))
     return restore(saved, state)
@@ -175,7 +173,7 @@ def _check_widths(saved: Checkpoint, wanted: Sequence[float]) -> None:
 
 
 def common_manifest(state: TrainState) -> dict[str, Any]:
-    """What the manifests of checkpoints and of snapshots record."""
+    """Return the manifest fields that checkpoints and snapshots share."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -215,7 +213,7 @@ def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
 def sliced(
     flats: Sequence[Flat], kinds: Mapping[str, Sequence[Tensor | None]]
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Cut what stands for the flats, by kind, into this rank's ``<kind>/<parameter>`` and their starts."""
+    """Slice flat tensors, by kind, into this rank's ``<kind>/<parameter>``; return the slices and their starts."""
     tensors, starts = {}, {}
     for kind, flat_tensors in kinds.items():
         for fragment, values in _slices(flats, kind, flat_tensors):

@@ -1,7 +1,7 @@
 """Exponential moving averages of the weights, on this rank's fp32 fragments.
 
-No gather and 1/W of the memory: each rank averages what its optimizer updates (``Flat``), or, under ZeRO-0, the
-parameters it owns. Averaging ``module.parameters()`` under ZeRO-3 would average empty tensors.
+No gather and 1/W of the memory: each rank averages the fragments that its optimizer updates (``Flat``), or, under
+ZeRO-0, the parameters that it owns. Averaging ``module.parameters()`` under ZeRO-3 would average empty tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ class Ema:
     Args:
         flats: this rank's flat fp32 weights; the averages start as copies of them.
         rates: decay rates in (0, 1) of averages of constant rate, whose share is 1 - rate; may be empty.
-        power_stds: relative widths of power-function averages (``power_profile``); may be empty.
-        warmup: let the rate of step n, counted from 0, be at most (1 + n) / (10 + n), and that of the first one 0, as
-            diffusers' ``EMAModel`` does: so that the average of a short run is not mostly what it started from.
+        power_stds: relative widths of power-function averages (``checkpoint.power_function``); may be empty.
+        warmup: limit the rate of step n, counted from 0, to (1 + n) / (10 + n), and that of the first step to 0, as in
+            diffusers' ``EMAModel``, so that the initial weights do not dominate the average of a short run.
+            Power-function averages contain no part of the initial weights.
             Of power-function averages no part is what they started from.
     """
 

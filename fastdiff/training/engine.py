@@ -1,4 +1,4 @@
-"""Everything fastdiff needs from DeepSpeed, and the only file that imports it."""
+"""DeepSpeed engine and all access to DeepSpeed's internals; the only file that imports DeepSpeed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Engine:
     Args:
         model: on any device, fp32 weights; the engine moves and casts it.
         config: the run.
-        ds_config: the resolved DeepSpeed JSON (``deepspeed_config.resolve``).
+        ds_config: the resolved DeepSpeed JSON (``config.deepspeed.resolve``).
         world: the ranks.
         blocks: module classes that ZeRO-3 gathers as one unit, so that a block can be compiled whole.
 
@@ -73,16 +73,17 @@ class Engine:
             (p for p in model.parameters() if p.requires_grad), config.optim, skip_non_finite=guard
         )
         names = {id(p): name for name, p in model.named_parameters()}
-        # DeepSpeed makes its fp32 masters of the cast weights; these are the ones that were not rounded.
+        # DeepSpeed makes its fp32 masters from the cast weights; these are the weights before rounding.
         exact = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and precision != "fp32"}
-        # Some of DeepSpeed's wrappers take a step with zero gradients to create the state: without a learning rate
-        # it moves nothing, and the state it leaves is thrown away.
+        # Some of DeepSpeed's wrappers create the state by a step with zero gradients. At learning rate 0 it moves
+        # nothing, and its state is cleared below.
         _set_lr(optimizer, 0.0)
         ds_config = {**ds_config, **({"gradient_clipping": 0.0} if guard else {})}
-        with without_prints():  # of every rank, that an operator was built
+        with without_prints():  # every rank prints that an operator was built
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
         if guard and world.size == 1:
-            # It would join all gradients, send them to itself and copy them back. (In bf16 it then sends a flag.)
+            # A single rank would join all gradients, send them to itself and copy them back. (In bf16 it then sends a
+            # flag.)
             self._engine.enable_backward_allreduce = False
         if self.stage == 3 and config.objective.takes_two_passes:
             _plan_two_passes_as_one(self._engine)
@@ -109,8 +110,8 @@ class Engine:
 
         Args:
             loss: of this rank.
-            discard: let ``step`` skip the step, as one whose gradient is not finite, whatever the micro-batches before
-                gave; the same on all ranks.
+            discard: make ``step`` skip the step as if its gradient were not finite, whatever earlier micro-batches
+                gave; equal on all ranks.
         """
         self._discarding = discard
         self._engine.backward(loss * math.nan if discard else loss)
@@ -118,7 +119,7 @@ class Engine:
             self._engine.step()  # only counts the micro-batch
 
     def step(self) -> bool:
-        """Take the optimizer step; False, and nothing moves, if a gradient is not finite on any rank.
+        """Take the optimizer step; return False and change nothing if a gradient is not finite on any rank.
 
         Raises:
             DivergedError: under fp16, when the loss scale is at its minimum and the gradient still overflows.
@@ -141,7 +142,7 @@ class Engine:
         return applied
 
     def grad_norm(self) -> Tensor | float | None:
-        """Return the norm of the last gradient before clipping, unread on its device; None before the first step."""
+        """Return the norm of the last gradient before clipping, left on its device; None before the first step."""
         return self._engine.get_global_grad_norm()  # type: ignore[no-any-return]
 
     @property
@@ -153,16 +154,16 @@ class Engine:
         return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
 
     def restore(self, applied: int, loss_scale: dict[str, float]) -> None:
-        """Put learning rate and, under fp16, loss scale where they stood after ``applied`` steps."""
+        """Restore the learning rate and, under fp16, the loss scale after ``applied`` steps."""
         set_lr_step(self._schedule, applied)
         self._set_loss_scale({**self._first_scale, **loss_scale} if self._precision == "fp16" else {})
 
     @torch.no_grad()
     def return_to(self, read: Callable[[Fragment], Tensor]) -> None:
-        """Take the weights of a checkpoint as those with which an engine is built, between two steps.
+        """Load the weights of a checkpoint between two steps, as if the engine were built with them.
 
-        The optimizer is as before its first step afterwards, in the memory that it has; the masters are left to
-        ``checkpoint.restore``, as after a start.
+        The optimizer state is reset in place to that before the first step; ``checkpoints.restore`` sets the masters,
+        as after a start.
 
         Args:
             read: returns a fragment of the weights, ``[numel]`` fp32 on the CPU.
@@ -174,7 +175,7 @@ class Engine:
             forget(flat.state)
 
     def _lift_loss_scale(self) -> dict[str, float]:
-        """Make room for the loss scale to fall, and return its state to go back to: a discarded step is no overflow."""
+        """Double the loss scale and return its previous state for ``step``: a discarded step is not an overflow."""
         before = self.loss_scale
         self._set_loss_scale({"cur_scale": 2.0 * before["cur_scale"]} if before else {})
         return before
@@ -185,13 +186,13 @@ class Engine:
 
 
 def build_operators() -> None:
-    """Let DeepSpeed compile or load what its ranks compile or load when they start on this machine."""
+    """Compile or load the DeepSpeed operators that ranks need at their start on this machine."""
     with without_prints():
         build_shm_op()
 
 
 def wait_for_builds() -> None:
-    """Wait until no other process builds the operators that this one needs.
+    """Wait while another process builds the operators that this one needs.
 
     Raises:
         ConfigError: a build that was killed left its lock.
@@ -201,10 +202,10 @@ def wait_for_builds() -> None:
 
 
 def _require_input_gradients(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
-    """Let a block behind frozen parameters alone (LoRA) have an input with a gradient.
+    """Give a block that follows only frozen parameters (LoRA) an input with a gradient.
 
-    ZeRO-3 reduces the gradients of a leaf module once those of its inputs are there; if no input has one, it does so
-    before the backward pass of the module, whose gradients then are lost.
+    ZeRO-3 reduces the gradients of a leaf module once the gradients of its inputs exist. If no input has one, it does
+    so before the backward pass of the module, and the gradients are lost.
     """
     for module in model.modules():
         if isinstance(module, blocks) and any(p.requires_grad for p in module.parameters()):
@@ -218,9 +219,9 @@ def _require_input_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
 
 
 def _unname_shared_memory() -> None:
-    """Remove the names of the buffers through which DeepSpeed's CPU ranks talk: nobody else would, 66 MiB per rank.
+    """Unlink the shared-memory buffers of DeepSpeed's CPU ranks, 66 MiB per rank, which nothing else removes.
 
-    Every rank has mapped them when all ranks have come here; the memory itself ends with the processes.
+    All ranks have mapped them at this point; the memory itself ends with the processes.
     """
     job = f"{os.getuid()}_{os.environ.get('MASTER_ADDR')}_{os.environ.get('MASTER_PORT')}"
     for name in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{job}_*"):
@@ -228,10 +229,10 @@ def _unname_shared_memory() -> None:
 
 
 def _plan_two_passes_as_one(engine: Any) -> None:
-    """Let ZeRO-3 take a forward pass without a gradient, and the one with a gradient that follows it, for one step.
+    """Make ZeRO-3 treat a forward pass without a gradient and the following one with a gradient as one step.
 
-    It gathers parameters ahead by the order of the modules in the step before, which it takes to begin with every
-    forward pass. Two orders in turn would be recorded, compared between all ranks and thrown away in every step.
+    It prefetches parameters in the module order of the previous step, and assumes that every forward pass starts a
+    step. Two alternating orders would be recorded, compared between all ranks and discarded in every step.
     """
     offload = engine.optimizer.parameter_offload
     offload.fwd_pre_hook.remove()
@@ -243,7 +244,7 @@ def _plan_two_passes_as_one(engine: Any) -> None:
             offload.get_param_coordinator().reset_step()
         is_second = not torch.is_grad_enabled()
 
-    # Before the hooks that gather, as the one that it replaces.
+    # Before the hooks that gather, like the hook that it replaces.
     offload.fwd_pre_hook = engine.module.register_forward_pre_hook(start, prepend=True)
 
 
@@ -254,7 +255,7 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def _set_masters(flats: Iterable[Flat], weights: Mapping[str, Tensor]) -> None:
-    """Copy fp32 parameters into the masters, as far as they are given; the cast copies are their roundings already."""
+    """Copy the given fp32 parameters into the masters; the cast copies are already their roundings."""
     for flat in flats:
         for fragment in flat.fragments:
             if fragment.name in weights:
@@ -273,7 +274,7 @@ def _overwrite(parameter: Any, name: str, rank: int, read: Callable[[Fragment], 
 
 
 def _flats(engine: Any, optimizer: torch.optim.Optimizer, names: dict[int, str], world: World) -> Iterator[Flat]:
-    """Yield this rank's flat fp32 tensors, whatever DeepSpeed wrapped the optimizer in."""
+    """Yield this rank's flat fp32 tensors, for each of DeepSpeed's optimizer wrappers."""
     wrapper = engine.optimizer
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         for key, parameters in zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True):
@@ -299,7 +300,7 @@ def _flats(engine: Any, optimizer: torch.optim.Optimizer, names: dict[int, str],
 
 
 def _stage3_fragments(parameters: Iterable[Any], names: dict[int, str], rank: int) -> Iterator[Fragment]:
-    """ZeRO-3 cuts every parameter into W equal, zero-padded parts and joins this rank's parts."""
+    """Yield this rank's fragments: ZeRO-3 cuts every parameter into W equal, zero-padded parts and joins them."""
     parameters = list(parameters)
     sizes = [p.partition_numel() for p in parameters]
     for parameter, size, end in zip(parameters, sizes, accumulate(sizes), strict=True):
@@ -310,7 +311,7 @@ def _stage3_fragments(parameters: Iterable[Any], names: dict[int, str], rank: in
 
 
 def _stage12_fragments(parameters: Iterable[Any], names: dict[int, str]) -> Iterator[Fragment]:
-    """ZeRO-1 and 2 join all parameters and cut the whole into W parts, across the borders of parameters."""
+    """Yield this rank's fragments: ZeRO-1 and 2 join all parameters and cut the whole into W parts, across borders."""
     for parameter in parameters:
         mapping = parameter._hp_mapping
         if mapping is not None:
@@ -321,7 +322,7 @@ def _stage12_fragments(parameters: Iterable[Any], names: dict[int, str]) -> Iter
 def _whole_parameters(
     pairs: list[tuple[Tensor, str]], optimizer: torch.optim.Optimizer, world: World
 ) -> Iterator[Flat]:
-    """ZeRO-0: whole parameters, equal on all ranks; the ranks share their ownership evenly, largest first."""
+    """Yield the whole parameters of ZeRO-0, equal on all ranks; their ownership is spread evenly, largest first."""
     load = [0] * world.size
     owner = {}
     for key, name in sorted(pairs, key=lambda pair: (-pair[0].numel(), pair[1])):

@@ -1,4 +1,4 @@
-"""The guard of a step: the heartbeat, spikes of the loss, and what all ranks must know at the same step."""
+"""Guard of the optimizer step: heartbeat, loss spikes, and the votes of the ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fastdiff.training.spikes import Spikes
 
 
 class StepGuard:
-    """Watches every optimizer step, on every rank alike.
+    """Guard of every optimizer step, the same on every rank.
 
     Args:
         votes: of this rank.
-        spikes: the losses of the steps before.
+        spikes: the losses of earlier steps.
         heart: of this rank.
         accumulation: micro-batches of a step.
     """
@@ -23,9 +23,9 @@ class StepGuard:
     def __init__(self, votes: Consensus, spikes: Spikes, heart: Heartbeat, accumulation: int) -> None:
         self.votes, self.spikes = votes, spikes
         self.failed_save = False
-        """True if this rank could not write its part of the save that runs beside the steps."""
+        """True if this rank could not write its part of a background save."""
         self.tally = StepFlags()
-        """What the ranks voted in the last step."""
+        """Votes of the ranks in the last step."""
         self._heart = heart
         self._accumulation = accumulation
         self._losses: list[Tensor] = []
@@ -36,20 +36,20 @@ class StepGuard:
         return self.spikes.discarded
 
     def observe(self, losses: Tensor) -> bool:
-        """Take in the losses of a micro-batch before its backward pass; called by all ranks.
+        """Record the losses of a micro-batch before its backward pass; called by all ranks.
 
         Args:
             losses: ``[micro]`` fp32, of this rank.
 
         Returns:
-            Whether the step is to be discarded as a spike (``Engine.backward``), which the last micro-batch decides.
+            Whether the step is to be discarded as a spike (``Engine.backward``); decided at the last micro-batch.
         """
         self._heart.enter("backward")
         self._losses.append(losses.detach())
         return len(self._losses) == self._accumulation and self.spikes.discards(self._losses)
 
     def take_step(self, engine: Engine) -> bool:
-        """Take the optimizer step, and learn meanwhile what the ranks voted; called by all ranks.
+        """Take the optimizer step and meanwhile exchange the votes of the ranks; called by all ranks.
 
         Returns:
             False if the step moved nothing: a gradient was not finite, or the step is discarded.

@@ -1,4 +1,4 @@
-"""Numbers of a run: gathered on the device during the steps, read when a callback is due, written to files."""
+"""Metrics of a run: accumulated on the device, read when a callback is due, written to files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Record = dict[str, Any]
 
 QUARTILES = 4
 BY_LEVEL = (*(f"loss_q{n}" for n in range(QUARTILES)), *(f"loss_snr_{n:02d}" for n in range(BINS)))
-"""Names of the losses by noise level: by quartile of the depth, and by bin of the log SNR (``noise_bins``)."""
+"""Names of the losses by noise level: by quartile of the depth, and by bin of the log SNR (``diffusion.snr_bins``)."""
 
 
 class Meters:
@@ -33,7 +33,7 @@ class Meters:
 
     Args:
         world: the ranks.
-        heart: of this rank, which ``phase`` beats; None: outside of a training nobody listens.
+        heart: heartbeat of this rank, driven by ``phase``; None outside of training.
     """
 
     def __init__(self, world: World, heart: Heartbeat | None = None) -> None:
@@ -41,8 +41,8 @@ class Meters:
         self._heart = heart
         self._taken = 0
         self.sums = torch.zeros(2, 1 + len(BY_LEVEL), dtype=torch.float64, device=world.device)
-        """Of the finite losses since the last read, on this rank: their sums (row 0) and weights (row 1), over all
-        samples (column 0: their number) and by noise level (``BY_LEVEL``); part of a checkpoint."""
+        """``[2, 1 + levels]`` float64 of this rank's finite losses since the last read: their sums (row 0) and weights
+        (row 1), over all samples (column 0: their number) and by noise level (``BY_LEVEL``); part of a checkpoint."""
         self._edges = torch.tensor(SNR_EDGES, device=world.device)
         self._groups = torch.tensor([*range(QUARTILES), *range(BINS)], device=world.device)
         self._reset_times()
@@ -50,7 +50,7 @@ class Meters:
         """(position, loss), both ``[micro]``, of each micro-batch of the current step on this rank."""
 
     def add(self, losses: Tensor, position: Tensor, levels: Levels, importance: Tensor | None = None) -> None:
-        """Take in the losses of one micro-batch.
+        """Add the losses of one micro-batch.
 
         Args:
             losses: ``[B]``, weighted by ``importance``.
@@ -63,26 +63,26 @@ class Meters:
         values = torch.where(finite, losses, 0.0).double()
         self.sums[:, 0] += torch.stack([values.sum(), finite.sum()])
         weights = finite.double() if importance is None else finite * importance.double()
-        # Sums over one-hot rows: of a fixed shape, and in a fixed order, which scattered additions have not on a GPU.
+        # Sums over one-hot rows have a fixed shape and a fixed order, unlike scattered additions on a GPU.
         member = self._members(levels).double()
-        self.sums[:, 1:] += (torch.stack([values, weights]).unsqueeze(2) * member).sum(1)
+        self.sums[:, 1:] += (torch.stack([values, weights]).unsqueeze(2) * member).sum(1)  # [2, B, L] -> [2, L]
         self.step.append((position, losses))
 
     def _members(self, levels: Levels) -> Tensor:
-        """``[B, len(BY_LEVEL)]``: whether a sample belongs to a group."""
+        """Return ``[B, len(BY_LEVEL)]`` bool: whether a sample belongs to a group."""
         quartile = (QUARTILES * levels.depth[levels.row]).long().clamp(max=QUARTILES - 1).unsqueeze(1)
         bin_ = torch.bucketize(levels.log_snr[levels.row], self._edges, right=True).unsqueeze(1)
         return torch.cat([quartile == self._groups[:QUARTILES], bin_ == self._groups[QUARTILES:]], dim=1)
 
     def start_step(self, taken: int) -> None:
-        """Begin the next optimizer step, after ``taken`` of them."""
+        """Begin the optimizer step after ``taken`` steps."""
         self._taken = taken
         self.step.clear()
         self._steps += 1
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """Tell the heart of a phase that begins; the time in ``data`` counts as waiting for data."""
+        """Report the start of a phase to the heartbeat; the time in ``data`` counts as waiting for data."""
         if self._heart is not None:
             self._heart.beat(self._taken, name)
         before = time.perf_counter()
@@ -93,7 +93,7 @@ class Meters:
     def read(self) -> Record:
         """Return ``loss`` (mean over all ranks' samples since the last read) and times; start anew.
 
-        ``BY_LEVEL`` are the means over samples of like noise, None where there were none.
+        ``BY_LEVEL`` are the means by noise level, None without samples.
         """
         (total, *totals), (samples, *weights) = self._world.sum_(self.sums.clone()).tolist()
         elapsed = time.perf_counter() - self._since
@@ -110,19 +110,19 @@ class Meters:
         return record
 
     def restore(self, sums: Tensor) -> None:
-        """Go on with sums from a checkpoint; anew, if it is older than the sums by noise level."""
+        """Continue with the sums of a checkpoint; ignore those of an older format without noise levels."""
         if sums.shape == self.sums.shape:
             self.sums.copy_(sums)
 
     def reset(self) -> None:
-        """Start anew: what was gathered is of steps that are undone."""
+        """Discard everything accumulated, which belongs to undone steps."""
         self.sums.zero_()
         self.step.clear()
         self._reset_times()
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
-        """Leave the time inside (samples, checkpoints) out of the step times."""
+        """Exclude the enclosed time (previews, checkpoints) from the step times."""
         before = time.perf_counter()
         yield
         self._since += time.perf_counter() - max(before, self._since)
@@ -143,7 +143,7 @@ def peak_gib(device: torch.device) -> float:
 def peak_resident_bytes() -> int:
     """Return the high-water mark of this process's resident memory.
 
-    ``ru_maxrss`` only where the kernel does not tell: a process inherits it from the one that started it.
+    ``ru_maxrss`` is used only if the kernel does not report it: a process inherits it from its parent.
     """
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text() if status.exists() else "")
@@ -158,7 +158,7 @@ class JsonLines:
         self._file = path.open("a")
 
     def write(self, record: Record) -> None:
-        """Append one record; NaN and infinity become null, which is what JSON has."""
+        """Append one record; NaN and infinity, which JSON lacks, become null."""
         clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in record.items()}
         self._file.write(json.dumps(clean) + "\n")
         self._file.flush()

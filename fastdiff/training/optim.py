@@ -20,15 +20,15 @@ PER_ELEMENT = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_sq_codes")
 PER_BLOCK = ("exp_avg_scales", "exp_avg_sq_scales")
 """Optimizer state with one entry per block of a parameter (AdamW8bit)."""
 _TABLES = "qmap"
-"""Prefix of what bitsandbytes keeps beside its moments, the same at every step."""
+"""Prefix of the constant quantization tables of bitsandbytes."""
 _MOMENTS_8BIT = {"adamw8bit": ("exp_avg_codes", "exp_avg_sq_codes"), "adamw8bit-bnb": ("state1", "state2")}
 
 
 class SkipNonFinite:
-    """Clips the gradient and skips the step if it is not finite: what ZeRO's wrappers do, for plain ZeRO-0.
+    """Mixin that clips the gradient and skips non-finite steps: the work of ZeRO's wrappers, for plain ZeRO-0.
 
-    Mixed in before a ``torch.optim.Optimizer``. It reports as ZeRO's wrappers report, through ``overflow`` and
-    ``_global_grad_norm``, and like them it reads one flag from the device per step.
+    It precedes a ``torch.optim.Optimizer`` in the bases. Like ZeRO's wrappers it reports through ``overflow`` and
+    ``_global_grad_norm``, and reads one flag from the device per step.
     """
 
     param_groups: list[dict[str, Any]]
@@ -59,7 +59,7 @@ def build_optimizer(
     """Return the optimizer that ``config`` names.
 
     Args:
-        parameters: what to optimize.
+        parameters: the trainable ones.
         config: name, learning rate, betas, eps, weight decay, clip.
         skip_non_finite: clip and check for finite gradients in the optimizer itself (ZeRO-0 in fp32).
     """
@@ -77,7 +77,7 @@ def build_optimizer(
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     if name != "adamw8bit-bnb":
         return {"adamw": torch.optim.AdamW, "adamw8bit": AdamW8bit}[name]
-    import bitsandbytes  # only where it is asked for: it looks for CUDA libraries on import
+    import bitsandbytes  # only on request: it looks for CUDA libraries on import
 
     return bitsandbytes.optim.AdamW8bit  # type: ignore[no-any-return]
 
@@ -93,7 +93,7 @@ def build_lr_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, ste
 
 
 def set_lr_step(schedule: LambdaLR, applied: int) -> None:
-    """Put ``schedule`` where it stands after ``applied`` steps."""
+    """Set ``schedule`` and the learning rate to their state after ``applied`` steps."""
     schedule.last_epoch = applied
     for group, factor, base in zip(
         schedule.optimizer.param_groups, schedule.lr_lambdas, schedule.base_lrs, strict=True
@@ -115,9 +115,9 @@ def step_count(name: str, applied: int, device: torch.device) -> Tensor | int:
 
 
 def forget(state: dict[str, Any]) -> None:
-    """Make the state of one tensor that of an optimizer before its first step, in place.
+    """Reset the optimizer state of one tensor to that before the first step, in place.
 
-    In place, because DeepSpeed keeps views of it: new tensors would leave the old ones in memory.
+    DeepSpeed keeps views of the state: new tensors would leave the old ones in memory.
     """
     for key, value in state.items():
         if key == "step":
@@ -127,13 +127,13 @@ def forget(state: dict[str, Any]) -> None:
 
 
 def create_8bit_state(optimizer: torch.optim.Optimizer, name: str, flats: Sequence[Flat], world: World) -> None:
-    """Let the optimizer called ``name`` create its state if it is an 8-bit one, on all ranks, and check that it is.
+    """Create the state of an 8-bit optimizer on all ranks, and check that it is 8-bit; others are left alone.
 
     Raises:
         ConfigError: see ``check_is_8bit``.
     """
     if isinstance(optimizer, AdamW8bit):
-        # NCCL does not reach into host memory, where ZeRO's offload keeps the state.
+        # NCCL cannot access host memory, where ZeRO's offload keeps the state.
         offloaded = world.device.type == "cuda" and any(flat.key.device.type == "cpu" for flat in flats)
         group = torch.distributed.new_group(backend="gloo") if offloaded else None
         optimizer.cut({flat.key: flat.fragments for flat in flats}, group)
@@ -141,7 +141,7 @@ def create_8bit_state(optimizer: torch.optim.Optimizer, name: str, flats: Sequen
         options = optimizer.param_groups[0]
         parameters = options["params"]
         for flat in flats:
-            options["params"] = [flat.key]  # bitsandbytes looks it up there, where ZeRO-3 has it during a step only
+            options["params"] = [flat.key]  # bitsandbytes looks it up there; ZeRO-3 has it only during a step
             optimizer.init_state(options, flat.key, 0, 0)  # type: ignore[attr-defined]
         options["params"] = parameters
     check_is_8bit(name, flats)
@@ -150,7 +150,7 @@ def create_8bit_state(optimizer: torch.optim.Optimizer, name: str, flats: Sequen
 def check_is_8bit(name: str, flats: Iterable[Flat]) -> None:
     """Raise ConfigError unless every moment of the optimizer called ``name`` has one byte per element.
 
-    Libraries fall back to fp32 state in silence (odd sizes, unsupported devices); then the memory plan is wrong.
+    Libraries silently fall back to fp32 state (odd sizes, unsupported devices); then the memory plan is wrong.
     bitsandbytes keeps tensors below 4096 elements in fp32 when they are optimized one by one (ZeRO-0), by design.
     An optimizer that is not 8-bit passes.
     """

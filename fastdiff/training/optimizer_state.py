@@ -1,8 +1,8 @@
-"""The optimizer's part of a checkpoint: what is saved of its state, and how it comes to other ranks and ZeRO stages.
+"""Optimizer state in checkpoints: saving, and restoring to other numbers of ranks and ZeRO stages.
 
-State with one entry per element or block of a parameter is saved in slices of parameters, which any layout reads. That
-of bitsandbytes is saved as it lies in memory (raw) and copied back where the layout is the same; where it is another
-one, it is rounded anew (``blockwise_state``).
+State with one entry per element or block of a parameter is saved in slices of parameters, which any layout reads. The
+state of bitsandbytes is saved as raw memory and copied back into an equal layout; for another layout it is requantized
+(``checkpoint.bitsandbytes_state``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sliced_keys(flats: Sequence[Flat]) -> list[str]:
 
 
 def raw_state(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's state that cannot be sliced, and which parameters lie where in it."""
+    """Yield this rank's state that cannot be sliced, and the places of the parameters in it."""
     for index, flat in enumerate(engine.flats):
         raw = {
             key: value
@@ -43,7 +43,7 @@ def raw_state(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 
 
 def manifest(state: TrainState) -> dict[str, Any]:
-    """What a manifest records of the optimizer's state; called by all ranks."""
+    """Return the manifest fields of the optimizer state; called by all ranks."""
     world, engine = state.world, state.engine
     return {
         "layout": layout_digest(world, engine.flats),
@@ -54,21 +54,19 @@ def manifest(state: TrainState) -> dict[str, Any]:
 
 
 def _steps(flats: Sequence[Flat]) -> int:
-    """What the optimizer has counted; AdamW the same for every tensor, so that one is read from the device."""
+    """Return the step count of the optimizer; AdamW's is equal for all tensors, so that only one is read."""
     counts = [flat.state["step"] for flat in flats if "step" in flat.state]
     return int(counts[0]) if counts and isinstance(counts[0], Tensor) else max(counts, default=0)
 
 
 def restore(saved: Checkpoint, state: TrainState) -> None:
-    """Copy the optimizer's state, of at least one step, into an optimizer that has none (``optim.forget``), in place.
+    """Copy saved state of at least one step into an optimizer without state (``optim.forget``), in place.
 
-    Called by all ranks.
-
-    Bit for bit, but for that of bitsandbytes of other ranks or another stage.
+    Called by all ranks. Exact to the bit, except for bitsandbytes' state of another number of ranks or ZeRO stage.
 
     Raises:
-        ConfigError: on every rank, for the latter from a checkpoint that does not tell which parameters lie where.
-        StorageError: the checkpoint does not hold all of a parameter's state.
+        ConfigError: on every rank, for such state without a record of the places of its parameters.
+        StorageError: the checkpoint lacks a part of a parameter's state.
     """
     flats, world = state.engine.flats, state.world
     anew = saved.manifest["has_raw_state"] and layout_digest(world, flats) != saved.manifest["layout"]
@@ -94,8 +92,8 @@ def _blockwise(saved: Checkpoint) -> BlockwiseState:
     if not any(True for _ in saved.keys(FRAGMENTS)):
         raise ConfigError(
             f"{saved.folder} holds the state of bitsandbytes of {saved.manifest['world_size']} ranks at ZeRO stage "
-            f"{saved.manifest['zero_stage']}, and does not tell which parameters lie where in it (it is of fastdiff "
-            "before that was recorded); resume with the same ranks and stage, and save once"
+            f"{saved.manifest['zero_stage']}, and does not record which parameters lie where in it (an older fastdiff "
+            "wrote it); resume with the same ranks and stage, and save once"
         )
     return BlockwiseState(saved)
 
@@ -114,9 +112,9 @@ def _sliced(saved: Checkpoint, flat: Flat, keys: Sequence[str]) -> dict[str, Ten
 
 
 def check_groups(optimizer: torch.optim.Optimizer, config: OptimConfig, steps: int, applied: int) -> None:
-    """Check that every parameter group is what the configuration says, after ``applied`` of ``steps`` steps.
+    """Check that every parameter group matches the configuration, after ``applied`` of ``steps`` steps.
 
-    Groups are never restored, they are built from the configuration; this finds whatever changes them on the way.
+    Groups are built from the configuration and never restored; this finds anything that changes them in between.
 
     Raises:
         ConfigError: a group has another learning rate, betas, eps or weight decay.

@@ -1,4 +1,4 @@
-"""Is the run in the folder the one that is asked for?"""
+"""Resuming a run: comparison with the requested configuration, and continuation of a published training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FREE = (
     "divergence.limit",
     "performance.recompute",
 )
-"""Fields, or parts that end with a dot, that do not change what is computed, and so may differ at a resume."""
+"""Fields, or sections that end with a dot, that do not affect the computation and may differ at a resume."""
 _OBJECTIVE = {f"objective.{name}": value for name, value in DEFAULTS.items()}
 
 
@@ -51,8 +51,8 @@ def find(checkpoints: Checkpoints, launch: Launch, facts: Facts, folder: Path) -
     """Return the checkpoint to continue from, or None for a new run; called by all ranks.
 
     Raises:
-        ConfigError: ``--resume`` forbids what is there, or the run was started with another configuration.
-        StorageError: there are checkpoints, and none is intact.
+        ConfigError: ``--resume`` excludes the state of the folder, or the run was started with another configuration.
+        StorageError: no checkpoint is intact.
     """
     if launch.resume == "never":
         if (folder / "run.json").exists():
@@ -67,7 +67,7 @@ def find(checkpoints: Checkpoints, launch: Launch, facts: Facts, folder: Path) -
 
 
 def check_unchanged(saved: Checkpoint, facts: Facts, allowed: Sequence[str]) -> None:
-    """Raise ConfigError with a diff if the configuration, the data set or the base of a LoRA is not the saved one."""
+    """Raise ConfigError with a diff if the configuration, the data set or the base of a LoRA has changed."""
     _check_known(allowed, facts["config"])
     changes = config_changes(saved.manifest["config"], facts["config"], allowed)
     if saved.manifest["dataset"] != facts["dataset"] and "dataset" not in allowed:
@@ -86,14 +86,14 @@ def check_unchanged(saved: Checkpoint, facts: Facts, allowed: Sequence[str]) -> 
 
 
 def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence[str]) -> dict[str, str]:
-    """Return the fields that differ between two configurations and would make it another run.
+    """Return the differing fields that make two configurations different runs.
 
-    Not ``FREE`` or ``allowed`` ones, nor the length of the run while no learning-rate schedule depends on it.
+    ``FREE`` and ``allowed`` fields do not count, nor does the length of the run under a constant learning rate.
     """
     free = (*FREE, "samples") if str(now["optim"]["schedule"]).startswith("constant") else FREE
     defaults = flatten(as_json(with_kind(RunConfig(), saved, "the checkpoint")))
     new = _OBJECTIVE | flatten(now)
-    # A field that is newer than the run had its default; so has one that the process of the run does not have.
+    # Fields newer than the run, and fields that its process lacks, have their defaults.
     old = _OBJECTIVE | {key: value for key, value in defaults.items() if key in new} | flatten(saved)
     return {
         key: f"{json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
@@ -126,22 +126,22 @@ def _check_known(allowed: Sequence[str], config: dict[str, Any]) -> None:
 def continue_from(path: Path, state: TrainState) -> Progress:
     """Copy a published training into a freshly built state, whose module already has its weights.
 
-    What it does not have starts anew, and is told: an average of another rate at the weights, an optimizer that is not
-    AdamW, or was not saved, without state. What the draw of timesteps has learned is in no such file.
+    Missing parts start anew and are reported: an average of another rate at the weights, an optimizer that is not AdamW
+    or was not saved without state. No such file has the learned density of timesteps.
 
-    The schedule counts the steps of the training. AdamW may have counted fewer, if it began later or left out steps in
-    16 bits, and its bias correction goes by its own count. Its options are those of the configuration; where the file
-    has others, that is told.
+    The schedule counts the steps of the training. AdamW may have counted fewer, if it began later or skipped steps in
+    16 bits; its bias correction uses its own count. Its options are those of the configuration; differing options of
+    the file are reported.
 
     Args:
         path: of the training, see ``read_published_training``.
         state: called by all ranks; every one reads the files.
 
     Returns:
-        Where the run goes on: behind all samples of the steps that were taken.
+        Progress of the run: after all samples of the steps that were taken.
 
     Raises:
-        ConfigError: the training cannot be read, is one of other weights, or has been longer than the run is to be.
+        ConfigError: the training cannot be read, has other weights, or is longer than the run.
     """
     training, config, first = read_published_training(path), state.config, state.world.is_first
     require(
@@ -168,7 +168,7 @@ def continue_from(path: Path, state: TrainState) -> Progress:
 
 
 def _report_differences(path: Path, training: PublishedTraining, optim: OptimConfig) -> None:
-    """Say what of the state of AdamW is not what the run goes on with."""
+    """Report where the saved AdamW differs from that of the run."""
     saved, step = training.optimizer, training.step
     assert saved is not None
     if saved.applied != step:
@@ -181,13 +181,13 @@ def _report_differences(path: Path, training: PublishedTraining, optim: OptimCon
         del theirs["lr"]  # it follows from the step
     if differing := [name for name in theirs if theirs[name] != ours[name]]:
         log.warning(
-            f"{path}: its AdamW had {', '.join(f'{name} {theirs[name]}' for name in differing)}; the run goes on with "
+            f"{path}: its AdamW had {', '.join(f'{name} {theirs[name]}' for name in differing)}; the run continues with "
             + ", ".join(f"--optim.{name} {ours[name]}" for name in differing)
         )
 
 
 def _options(given: AdamState | OptimConfig) -> dict[str, str]:
-    """As the flags are written."""
+    """Format options as their flags are written."""
     numbers = {"lr": (given.lr,), "betas": given.betas, "eps": (given.eps,), "weight_decay": (given.weight_decay,)}
     return {name: " ".join(str(float(number)) for number in values) for name, values in numbers.items()}
 
@@ -200,7 +200,7 @@ def _adamw(flat: Flat, saved: AdamState) -> dict[str, Tensor | int]:
 
 
 def _fill(flat: Flat, target: Tensor | None, source: Mapping[str, Tensor]) -> None:
-    """Copy this rank's fragments of whole tensors."""
+    """Copy this rank's fragments from whole tensors."""
     if target is None:
         return
     for fragment in flat.fragments:

@@ -1,8 +1,8 @@
-"""Spikes of the loss, found by the rule of MaxText and OLMo-core: above mean + 6 sigma of the last 128 steps.
+"""Loss spikes by the rule of MaxText and OLMo-core: above mean + 6 sigma of the last 128 steps.
 
 https://github.com/AI-Hypercomputer/maxtext, ``skip_step_on_spikes`` (mean and sample deviation of the losses, decided
-once half of the window is there). Unlike theirs, spikes are not taken into the window: the second of two would else
-be judged by the first.
+once half of the window is filled). Unlike there, spikes do not enter the window, where the first of two would raise the
+threshold of the second.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Spike:
     """Mean over the samples of all ranks."""
     threshold: float
     in_a_row: int
-    """How many spikes there were since the last step that was none, this one included."""
+    """Number of consecutive spikes, this one included."""
 
 
 class Spikes:
-    """The losses of the steps so far, and the verdict on the last one; the same on every rank.
+    """Losses of the steps so far, and the verdict on the last one; the same on every rank.
 
     Args:
         config: what counts as a spike.
@@ -55,7 +55,7 @@ class Spikes:
     def discards(self, step: Sequence[Tensor]) -> bool:
         """Decide before the last backward pass of a step whether the step is to be discarded; called by all ranks.
 
-        Only the policy skip does, and only it waits here: for the losses of all ranks.
+        Only the policy skip discards steps, and only it waits here for the losses of all ranks.
 
         Args:
             step: the losses of this rank, ``[micro]`` of each micro-batch of the step.
@@ -70,19 +70,19 @@ class Spikes:
         return self.last is not None
 
     def see(self, loss_sum: float, count: float, *, applied: bool) -> Spike | None:
-        """Take in a step, and return it if it was a spike.
+        """Record a step, and return it if it was a spike.
 
         Args:
             loss_sum: sum of the finite losses of all ranks.
             count: their number.
-            applied: False for a step that moved nothing, which is not judged; under skip the verdict is there already.
+            applied: False for a skipped step, which is not judged; the policy skip has judged it already.
         """
         if self._config.policy != "skip":
             self._judge(loss_sum, count if applied else 0.0)
         return self.last
 
     def is_spike(self, loss_sum: float, count: float, *, applied: bool) -> bool:
-        """Whether ``see`` of this step, if asked next, would find a spike that was not discarded."""
+        """Return whether ``see`` would find this step to be a spike that was not discarded."""
         return self._config.policy != "skip" and applied and self._is_above(loss_sum, count)
 
     def _is_above(self, loss_sum: float, count: float) -> bool:
@@ -90,7 +90,7 @@ class Spikes:
         return count == self._samples and threshold is not None and loss_sum / count > threshold
 
     def _judge(self, loss_sum: float, count: float) -> None:
-        """Set ``last``. A step with losses that are not finite is another matter (``divergence.NonFiniteGuard``)."""
+        """Set ``last``; ``divergence.NonFiniteGuard`` handles steps with non-finite losses."""
         self.last = None
         if count != self._samples:
             return
@@ -110,18 +110,18 @@ class Spikes:
         return mean + self._config.sigmas * math.sqrt(variance)
 
     def forget(self) -> None:
-        """Begin anew, at another level of the loss."""
+        """Discard the history, at another level of the loss."""
         self._accepted, self._in_a_row = [], 0
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, the same on every rank."""
+        """Return the state for a checkpoint, the same on every rank."""
         return {
             "accepted": torch.tensor(self._accepted, dtype=torch.float64),
             "in_a_row": torch.tensor([self._in_a_row], dtype=torch.int64),
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with the state of a checkpoint; an empty one, of an older version, starts anew."""
+        """Restore the state of a checkpoint; an empty one, of an older version, starts anew."""
         self.forget()
         self.last = None
         if state:

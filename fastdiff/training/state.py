@@ -1,4 +1,4 @@
-"""A run in memory."""
+"""State of a run in memory, shared by the loop, the callbacks and the checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TrainState:
     reader: Data
     order: SampleOrder
     facts: dict[str, Any]
-    """What every manifest records of the run: configuration, data set, versions."""
+    """Facts of the run in every manifest: configuration, data set, versions."""
     progress: Progress
     heart: Heartbeat
     guard: StepGuard

@@ -219,7 +219,7 @@ def test_the_commands_take_a_width(of_two: Path, tmp_path: Path, capsys: pytest.
     for wish in (["--ema", "0.9"], ["--raw"], []):
         plain = ["export", str(of_two), str(tmp_path / "none"), "--format", "safetensors", *wish]
         assert main([*plain, "--step", "12"]) == 2
-        assert "step 12 is a snapshot, from which only --ema-std can make an average" in capsys.readouterr().err
+        assert "step 12 is a snapshot, which only --ema-std can use" in capsys.readouterr().err
 
 
 def test_two_ranks_at_zero3_write_the_snapshots_of_one(

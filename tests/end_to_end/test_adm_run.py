@@ -194,7 +194,7 @@ def test_a_run_that_enlarges_digits_is_measured_on_scans_that_it_has_not_seen(
         trained(adm(data, tmp_path / name, steps=2, low_res_size=4))
         found[name] = main(["evaluate", str(tmp_path / name)])
     assert found == {"seen": 2, "unseen": 0}
-    assert "also on the scans that its enlargements are measured on" in capsys.readouterr().err
+    assert "which includes the scans of the evaluation" in capsys.readouterr().err
     result = json.loads((tmp_path / "unseen" / "evaluation.json").read_text())
     assert (result["images"], result["draws"]) == (382, 8)
     assert result["psnr_of_mean"] < result["psnr_of_bicubic"] < 14, "two steps are too few"

@@ -92,7 +92,7 @@ def test_other_noise_levels_are_compared_bin_by_bin() -> None:
     assert found.total.difference == pytest.approx(np.mean([row.difference for row in common]))
     assert found.total.error == pytest.approx(math.sqrt(sum(row.error**2 for row in common)) / len(common))
     assert "unpaired, as their noise levels differ: each bin has the samples that fall into it" in table(found)
-    assert "mean of bins: of those with at least 8 samples of each run." in table(found)
+    assert "mean of bins: over the bins with at least 8 samples of each run." in table(found)
 
 
 def test_a_bin_that_one_run_hardly_has_is_not_in_the_mean_of_bins() -> None:

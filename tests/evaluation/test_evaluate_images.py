@@ -206,7 +206,7 @@ def test_the_result_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixt
         ("def f(images): return images[:1].reshape(1, -1)", "expected numbers"),
         ("def f(images): return images.reshape(len(images), -1)[:, :len(images)]", "gave 4 features, then 2"),
         ("import numpy\ndef f(images): return numpy.zeros((len(images), 20000))", "20000 features .* at most 16384"),
-        ("import torch\ndef f(images): return torch.zeros(4, 2, requires_grad=True)", "Tensor, which is no array"),
+        ("import torch\ndef f(images): return torch.zeros(4, 2, requires_grad=True)", "Tensor, not an array"),
     ],
 )
 def test_wrong_extractors_are_explained(tmp_path: Path, source: str, message: str) -> None:
@@ -223,7 +223,7 @@ def test_features_that_are_not_finite_name_their_image(tmp_path: Path, value: st
     images = pictures(9, 1)
     images[6, 0, 1] = 7
     opened = open_images(npz(tmp_path / "a.npz", images))
-    with pytest.raises(DataError, match=r"a\.npz, image 6: .*f\.py:f gives features not finite"):
+    with pytest.raises(DataError, match=r"a\.npz, image 6: .*f\.py:f gives non-finite features"):
         features_of(opened, open_extractor(f"{tmp_path / 'f.py'}:f"), 4, "features")
 
 

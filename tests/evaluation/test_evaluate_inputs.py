@@ -94,7 +94,7 @@ def test_roundings_of_a_covariance_are_not_refused(tmp_path: Path) -> None:
 
 def test_statistics_of_another_extractor_are_refused(tmp_path: Path) -> None:
     statistics = npz(tmp_path / "s.npz", mu=np.zeros(2048), sigma=np.eye(2048, dtype=np.float32))
-    with pytest.raises(ConfigError, match="are of 2048 features, pixels gives 36: they were made with another"):
+    with pytest.raises(ConfigError, match="are of 2048 features, pixels gives 36: they were computed with another"):
         evaluate_images(npz(tmp_path / "a.npz", pictures(3)), statistics, PIXELS)
 
 
@@ -102,10 +102,10 @@ def test_bad_images_of_a_folder_are_named(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "images", pictures(4))
     other = folder / "class 1" / "001.png"
     Image.fromarray(pictures(1, size=(4, 4))[0]).save(other)
-    with pytest.raises(DataError, match=r"001\.png has 4x4 pixels, .*000\.png 3x4; features are of images of one size"):
+    with pytest.raises(DataError, match=r"001\.png has 4x4 pixels, .*000\.png 3x4; all images must have one size"):
         list(open_images(folder).batches(4))
     other.write_bytes(other.read_bytes()[:60])
-    with pytest.raises(DataError, match=r"001\.png: .*; mend or remove it"):
+    with pytest.raises(DataError, match=r"001\.png: .*; repair or remove it"):
         list(open_images(folder).batches(4))
 
 
@@ -154,11 +154,11 @@ def test_sizes_are_not_believed(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "b.npz", "w") as archive:
         archive.writestr("arr_0.npy", np.lib.format.magic(1, 0) + struct.pack("<H", len(text)) + text + bytes(1))
     refused_without_memory(tmp_path / "b.npz", "is damaged or no npz file")
-    refused_without_memory(zipped(path, header(2, 2, 2, 1, fortran=True), bytes(8)), "in Fortran's order")
+    refused_without_memory(zipped(path, header(2, 2, 2, 1, fortran=True), bytes(8)), r"\(Fortran order\)")
     bomb = zipped(path, header(80, 1024, 1024, 1), bytes(80 << 20), zipfile.ZIP_DEFLATED)
     assert bomb.stat().st_size < 1 << 20
     refused_without_memory(bomb, rf"has {80 << 20} bytes by its header and \d+ in the file")
-    refused_without_memory(zipped(path, header(8, 2, 2, 1), bytes(32), zipfile.ZIP_LZMA), "compressed as np.savez")
+    refused_without_memory(zipped(path, header(8, 2, 2, 1), bytes(32), zipfile.ZIP_LZMA), "that np.savez never uses")
 
 
 def test_a_directory_that_lies_is_not_believed(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_other_noise_and_other_data(run: Path, tmp_path: Path, capsys: pytest.Ca
     info = DatasetInfo.read(tmp_path)
     replace(info, normalisation=Normalisation(shift=(0.0,), scale=(2.0,))).write(tmp_path)
     assert main(["evaluate", str(run), "--nll", "--data", str(tmp_path)]) == 2
-    assert "encoded otherwise" in capsys.readouterr().err
+    assert "encoded differently" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

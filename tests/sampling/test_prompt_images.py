@@ -64,8 +64,8 @@ def test_images_while_training_are_those_of_the_averaged_weights(
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("text", [], "say what to draw with --prompt"),
-        ("text", ["--classes", "0-3"], "say what to draw with --prompt"),
+        ("text", [], "give prompts with --prompt"),
+        ("text", ["--classes", "0-3"], "give prompts with --prompt"),
         ("text", ["--prompt", "a cat", "--per-class", "2"], "--classes and --per-class are for models of classes"),
         ("digits", ["--prompt", "a cat"], "was trained with classes"),
         ("digits", ["--per-prompt", "3"], "need --prompt"),

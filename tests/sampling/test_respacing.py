@@ -93,13 +93,13 @@ def test_ddim_has_a_whole_stride_or_is_refused(timesteps: int, count: int) -> No
     if possible:
         assert spaced(timesteps, f"ddim{count}") == list(range(0, timesteps, possible[0]))
     else:
-        with pytest.raises(ConfigError, match=f"ddim{count}: no whole stride takes {count} of {timesteps} levels"):
+        with pytest.raises(ConfigError, match=f"ddim{count}: no integer stride takes {count} of {timesteps} levels"):
             spaced(timesteps, f"ddim{count}")
 
 
 @pytest.mark.parametrize("text", ["", "ddim", "ddim5,5", "ddim-5", "-5", "10,,20", "2.5", "fast", "ddim 50", "٣x", "²"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--respacing .*expected a number of steps as 250.*10,15,20.*ddim50"):
+    with pytest.raises(ConfigError, match=r"--respacing .*expected a number of steps like 250.*10,15,20.*ddim50"):
         spaced(1000, text)
 
 
@@ -110,7 +110,7 @@ def test_other_texts_are_refused(text: str) -> None:
         ("10,600", r"600 steps from levels 500 to 999; choose at most 500"),
         ("0", "no steps at all"),
         ("0,0", "no steps at all"),
-        ("ddim0", "no whole stride takes 0"),
+        ("ddim0", "no integer stride takes 0"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(text: str, message: str) -> None:

@@ -187,7 +187,7 @@ def test_small_images_that_do_not_fit_are_refused(
     assert "was not trained to enlarge" in refused(
         [unconditional, "--npz", tmp_path / "out.npz", "--low-res", good], capsys
     )
-    assert "do not go with --low-res" in refused([*run, "--low-res", good, "--classes", "3"], capsys)
+    assert "cannot be combined with --low-res" in refused([*run, "--low-res", good, "--classes", "3"], capsys)
     assert "has 10 images; leave it out" in refused([*run, "--low-res", good, "--num", "11"], capsys)
     bad = [
         (base(tmp_path / "large.npz", side=5), "has images of (5, 5, 1), the model enlarges (4, 4, 1)"),
@@ -212,7 +212,7 @@ def test_other_small_images_do_not_go_on(enlarging: Path, tmp_path: Path, capsys
     command: list[str | Path] = [enlarging, "--low-res", small, "--steps", "1", "--npz", out]
     assert main(["sample", *map(str, command)]) == 0
     base(small, labels=[3] * 10)
-    assert "exists, drawn otherwise (low_res: " in refused(command, capsys)
+    assert "exists, drawn with another plan (low_res: " in refused(command, capsys)
 
 
 # ---- latents -------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_latents_are_decoded(latents: Path, pipeline: Path, tmp_path: Path) -> N
 def test_latents_without_an_autoencoder_are_no_images(latents: Path, tmp_path: Path, capsys: Any) -> None:
     command = [latents, "--num", "3", "--npz", tmp_path / "out.npz"]
     error = refused(command, capsys)
-    assert "the autoencoder that decodes them is not known; name it with --autoencoder" in error
+    assert "their autoencoder is not known; name it with --autoencoder" in error
     assert "trained on 4 channels, and pixels have 1 or 3" in refused([*command, "--autoencoder", "identity"], capsys)
     assert list(tmp_path.iterdir()) == []
 
@@ -303,9 +303,9 @@ def test_prompts(world: World, pipeline: Path, tmp_path: Path, capsys: Any) -> N
     expected = channels_last(decode(Pretrained(str(pipeline)).vae(), drawn))
     assert images.shape == expected.shape == (4, IMAGE_SIZE, IMAGE_SIZE, 3)
     assert abs(images.astype(int) - expected).max() <= 1
-    assert "--num is not for models of text; say with --per-prompt" in refused([*command, "--num", "7"], capsys)
+    assert "--num is not for text-to-image models; set" in refused([*command, "--num", "7"], capsys)
     npz = ["--npz", tmp_path / "more.npz"]
-    assert "trained with captions; say what to draw with --prompt" in refused(
+    assert "trained with captions; give prompts with --prompt" in refused(
         [tmp_path / "run", "--num", "7", *npz], capsys
     )
 

@@ -189,8 +189,8 @@ def test_parts_that_nobody_saw_in_time_are_joined_by_the_same_command(trained: P
     options = SetOptions(out=out, batch=10)
     draw_set(Run(trained), Wish(num=40), SamplerConfig(steps=4), options, Rank(1, 2), say=said.append)
     assert said == [
-        "rank 1: its share is done; 20 images are still missing, other ranks draw them; if all have ended, run this "
-        "command once more"
+        "rank 1: its share is done; 20 images of other ranks are still missing; if all ranks have ended, run "
+        "this command once more"
     ]
     assert not out.exists()
     for part in unseen.iterdir():
@@ -251,7 +251,8 @@ def test_other_settings_do_not_go_on(
         shutil.copyfile(undisturbed, out)
     assert main([*flags(trained, out), *changed]) == 2
     error = capsys.readouterr().err
-    assert re.search(rf"{'begun otherwise' if begun else 'exists, drawn otherwise'} \({message}\)", error), error
+    conflict = "samples of another plan" if begun else "exists, drawn with another plan"
+    assert re.search(rf"{conflict} \({message}\)", error), error
     assert "choose another --npz" in error
     assert begun or [path.name for path in tmp_path.iterdir()] == ["out.npz"]
 
@@ -277,7 +278,7 @@ def test_an_average_made_from_other_snapshots_does_not_go_on(
     snapshots[2].rename(tmp_path / "lost")
     assert main(command) == 2
     made_from = r"made from 8 of digest \w{12}\) there, .* made from 6 of digest \w{12}\) now"
-    assert re.search(rf"begun otherwise \(weights: .*{made_from}", capsys.readouterr().err)
+    assert re.search(rf"samples of another plan \(weights: .*{made_from}", capsys.readouterr().err)
     (tmp_path / "lost").rename(snapshots[2])
     assert main(command) == 0
     assert len(read_npz(out)[0]) == 40
@@ -291,7 +292,7 @@ def test_a_foreign_file_is_not_replaced(trained: Path, tmp_path: Path, content: 
     else:
         out.write_bytes(content)
     before = out.read_bytes()
-    with pytest.raises(ConfigError, match="exists, and is not ours to replace; choose another --npz"):
+    with pytest.raises(ConfigError, match="exists and was not written by fastdiff; choose another --npz"):
         draw(trained, out, Rank())
     assert out.read_bytes() == before
 
@@ -302,11 +303,11 @@ def test_a_foreign_file_is_not_replaced(trained: Path, tmp_path: Path, content: 
         (["--npz", "out.npz"], "--npz: give the number of images by --num, --per-class, --prompt or --low-res"),
         (["--num", "5"], "--num is for --npz FILE, which is missing"),
         (["--autoencoder", "identity"], "--autoencoder is for --npz FILE, which is missing"),
-        (["--npz", "out.npz", "--num", "5", "--per-class", "5"], "--num and --per-class both say how many"),
+        (["--npz", "out.npz", "--num", "5", "--per-class", "5"], "--num and --per-class both set the number"),
         (["--npz", "out.npz", "--num", "5", "--classes", "8-11"], "the model was trained with classes 0-9"),
         (["--npz", "out.npz", "--prompt", "a cat"], "trained with classes, not captions"),
         (["--npz", "out.npz", "--low-res", "base.npz"], "was not trained to enlarge images; leave it out"),
-        (["--npz", "out.npz", "--num", "5", "--cfg-channels", "2"], "the model predicts 1, so from 1 to 1"),
+        (["--npz", "out.npz", "--num", "5", "--cfg-channels", "2"], "choose 1 to 1, the channels"),
         (["--npz", "out.npz", "--num", "5", "--cfg", "1", "--cfg-channels", "1"], "no guidance with --cfg 1; give"),
         (["--npz", "out.npz", "--num", "5", "--step", "1"], "no checkpoint of step 1; there are 2"),
         (["--npz", "out.npz", "--num", "5", "--autoencoder", "nowhere/at-all"], "nowhere/at-all"),

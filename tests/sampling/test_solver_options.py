@@ -55,7 +55,7 @@ def test_guidance_of_the_first_channels_only(scheduler: SchedulerName, guided: i
 
 @pytest.mark.parametrize("channels", [0, 5])
 def test_channels_that_are_not_there_cannot_be_guided(channels: int) -> None:
-    with pytest.raises(ConfigError, match=f"guidance on {channels} channels: the model predicts 4, so from 1 to 4"):
+    with pytest.raises(ConfigError, match=f"guidance on {channels} channels: choose 1 to 4, the channels"):
         draw(network, DdpmConfig(variance="learned_range"), cfg=2.0, cfg_channels=channels)
 
 

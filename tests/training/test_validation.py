@@ -278,7 +278,7 @@ def test_the_training_data_are_refused(world: World, digits: Path, tmp_path: Pat
     (tmp_path / "copy").mkdir()
     for path in digits.iterdir():
         (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(ConfigError, match=r"--validation\.data .*copy is the training data: .* folder of their own"):
+    with pytest.raises(ConfigError, match=r"--validation\.data .*copy is the training data: .* separate folder"):
         train(
             tiny(digits, tmp_path / "run", validation=ValidationConfig(data=str(tmp_path / "copy"))), launch(0), world
         )

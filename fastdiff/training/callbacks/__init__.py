@@ -1,1 +1,1 @@
-"""Everything periodic: log, checkpoints, previews, validation, divergence."""
+"""Callbacks after every step: log, checkpoints, previews, validation, divergence."""

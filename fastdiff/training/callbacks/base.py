@@ -1,4 +1,4 @@
-"""Everything periodic: the log, sample grids and checkpoints."""
+"""Interface of callbacks, their sequence, and the callback that ends a preempted run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fastdiff.training.state import TrainState
 
 
 class Callback:
-    """Something that is called after every optimizer step, and once at the end of a run that ended well."""
+    """Hook that is called after every optimizer step, and once at the end of a successful run."""
 
     def on_step(self, state: TrainState) -> None:
-        """Act after a step, if due. Reads from the device only then."""
+        """Act after a step if due; read from the device only then."""
 
     def on_end(self, state: TrainState) -> None:
         """Act at the end."""
@@ -31,7 +31,7 @@ class Callbacks:
         self._callbacks = callbacks
 
     def on_step(self, state: TrainState) -> None:
-        """Call every callback, off the clock of the step times."""
+        """Call every callback; the step times exclude it."""
         with state.meters.off_the_clock():
             for callback in self._callbacks:
                 callback.on_step(state)
@@ -48,10 +48,10 @@ class Callbacks:
 
 
 class Preempt(Callback):
-    """Ends the run when any rank was asked to stop (``preemption``)."""
+    """End of the run on all ranks when any rank was asked to stop (``parallel.preemption``)."""
 
     def on_step(self, state: TrainState) -> None:
-        """Raise if the ranks voted so.
+        """Raise if the ranks voted to stop.
 
         Raises:
             Preempted: on every rank, after the same step.

@@ -1,4 +1,4 @@
-"""``--data.damaged skip``: which samples were replaced, in ``damaged.jsonl``, and the end of a run of too many."""
+"""Record of replaced samples in ``damaged.jsonl``, and the limit of their number (``--data.damaged skip``)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fastdiff.training.metrics import JsonLines, drop_records_after
 from fastdiff.training.state import TrainState
 
 SHARE, LEAST = 0.001, 10
-"""So many of the samples seen may be replaced, and at least so many."""
+"""Limit of replaced samples: a share of the samples seen, and at least this number."""
 
 
 class DamagedSamples(Callback):
-    """Counts over all ranks, and over all starts of the run.
+    """Counter of replaced samples over all ranks and all starts of the run.
 
-    It looks where the log is written, before every save and before a rewind, so that what a checkpoint has seen is on
-    the record: a resume counts the same, and the run ends at the same step, whatever the number of ranks.
+    It counts when the log is written, before every save and before a rewind, so that the record covers all samples that
+    a checkpoint has seen. A resumed run therefore has the same count, and ends at the same step on any number of ranks.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -30,7 +30,7 @@ class DamagedSamples(Callback):
         self._total = self._recorded(state)
 
     def on_step(self, state: TrainState) -> None:
-        """Record and count when due; DataError above the limit."""
+        """Record and count when due; raise DataError above the limit."""
         tally = state.guard.tally
         rewinds = state.config.divergence.policy == "rewind" and state.guard.spikes.is_spike(
             tally.loss_sum, tally.loss_count, applied=state.applied
@@ -67,7 +67,7 @@ class DamagedSamples(Callback):
         )
 
     def _recorded(self, state: TrainState) -> int:
-        """Number of the records so far; later ones are removed."""
+        """Count the records so far, and remove later ones."""
 
         def count() -> int:
             drop_records_after(self._path, state.progress.steps)
@@ -77,7 +77,7 @@ class DamagedSamples(Callback):
 
 
 def _replaced(state: TrainState) -> list[tuple[int, Substitution]]:
-    """What this rank replaced in the steps that are behind us; batches of later ones may have been read already."""
+    """Return the replacements of this rank in finished steps; batches of later steps may have been read already."""
     assert isinstance(state.reader, LatentReader)
     pending = state.reader.substituted
     behind = [position for position in list(pending) if position < state.progress.samples]

@@ -1,4 +1,4 @@
-"""What is done when a training leaves its course: steps that are not finite, and losses that jump."""
+"""Handling of divergence: non-finite steps and loss spikes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _SPIKES = "spikes.jsonl"
 
 
 class NonFiniteGuard(Callback):
-    """Tells which samples made a step non-finite, and stops the run after three skipped steps in a row.
+    """Report of the samples that made a step non-finite; it ends the run after three skipped steps in a row.
 
-    The engine has skipped the step already; here it is only explained. Under fp16 a skipped step whose losses are all
-    finite is the loss scale finding its value: it is reported, and the engine stops the run at the smallest scale.
+    The engine has already skipped the step. Under fp16 a skipped step with finite losses is part of the search for the
+    loss scale: it is only reported, and the engine stops the run at the smallest scale.
     """
 
     limit = 3
@@ -38,7 +38,7 @@ class NonFiniteGuard(Callback):
         state.world.on_first(lambda: drop_records_after(self._path, state.progress.steps))
 
     def on_step(self, state: TrainState) -> None:
-        """Log a skipped step with the keys of its non-finite samples; DivergedError at the third in a row."""
+        """Log a skipped step with the keys of its non-finite samples; raise DivergedError at the third in a row."""
         if state.applied or state.guard.discarded:
             return
         bad = [position for share in state.world.gather(_non_finite(state)) for position in share]
@@ -60,19 +60,19 @@ class NonFiniteGuard(Callback):
 
 
 def _non_finite(state: TrainState) -> list[int]:
-    """Positions of this rank's non-finite samples of the last step."""
+    """Return the positions of this rank's non-finite samples in the last step."""
     bad = torch.cat([position[~torch.isfinite(losses)] for position, losses in state.meters.step])
     return bad.tolist()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """The way back from a spike."""
+    """Return to a checkpoint before a spike, and continuation after the spike."""
 
     spiked: Progress
-    """The progress of the run after the spike."""
+    """Progress of the run after the spike."""
     spike: str
-    """What there is to say about it."""
+    """Description of the spike for messages."""
 
     def find(self, checkpoints: Checkpoints) -> Checkpoint:
         """Return the newest intact checkpoint before the spike; called by all ranks.
@@ -85,19 +85,19 @@ class Rewind:
             raise DivergedError(
                 f"{self.spike}, and there is no checkpoint before it to go back to; write the first one earlier, with "
                 "a lower --output.checkpoint_every, or use --divergence.policy skip or log; as nothing is saved, the "
-                "same --output.folder will do, where the run starts anew"
+                "run starts anew in the same --output.folder"
             )
         return saved
 
     def go_behind(self, state: TrainState) -> None:
-        """Let ``state``, once it has returned to that checkpoint, go on behind the spike; called by all ranks.
+        """Advance ``state``, restored from that checkpoint, past the spike; called by all ranks.
 
         Noise, order and schedules need nothing else: they are functions of the position and of the applied steps.
-        The snapshots of the steps that are left go: averages of other widths are made of one course of the weights.
+        Snapshots of the abandoned steps are deleted: post-hoc averages need a single history of the weights.
         """
         before = state.progress
         state.progress = before.behind(self.spiked)
-        state.meters.reset()  # of steps that are left out: the log keeps what it has of them
+        state.meters.reset()  # of abandoned steps; their log records stay
         remove_after(state, before.steps)
         state.world.on_first(lambda: self._log(state, before))
 
@@ -105,15 +105,15 @@ class Rewind:
         ends = [before.samples, self.spiked.samples - 1]
         first, last = state.reader.keys(state.order.samples(ends))
         log.warning(
-            f"rewind {state.progress.rewinds} of {state.config.divergence.limit}: {self.spike}; going on from the "
-            f"weights of step {before.steps}, without the {self.spiked.samples - before.samples} samples from there on"
+            f"rewind {state.progress.rewinds} of {state.config.divergence.limit}: {self.spike}; continuing from the "
+            f"weights of step {before.steps}, without the {self.spiked.samples - before.samples} samples after it"
         )
         record = {"step": self.spiked.steps, "rewound_to": before.steps, "rewinds": state.progress.rewinds}
         _append(state.folder / _SPIKES, {**record, "positions": ends, "first_key": first, "last_key": last})
 
 
 class RewindRequest(Exception):
-    """A spike asks for a rewind; raised by all ranks after the same step."""
+    """Request for a rewind after a spike; raised by all ranks after the same step."""
 
     def __init__(self, rewind: Rewind) -> None:
         super().__init__(rewind.spike)
@@ -121,21 +121,21 @@ class RewindRequest(Exception):
 
 
 class SpikeGuard(Callback):
-    """Tells which samples were in a spike of the loss, and does what ``config.divergence`` says."""
+    """Report of the samples of a loss spike, and its handling according to ``config.divergence``."""
 
     def __init__(self, state: TrainState) -> None:
         self._path = state.folder / _SPIKES
         state.world.on_first(lambda: drop_records_after(self._path, state.progress.steps))
 
     def on_preempted(self, state: TrainState) -> None:
-        """Keep a step that is to be undone from being saved.
+        """Prevent the save of a step that a rewind would undo.
 
         Raises:
             Preempted: on all ranks, if the step was a spike under the policy rewind.
         """
         if state.guard.spikes.last is not None and state.config.divergence.policy == "rewind":
             raise Preempted(
-                f"asked to stop at step {state.progress.steps}, a spike, which is not saved; the same command goes on "
+                f"asked to stop at step {state.progress.steps}, a spike, which is not saved; the same command resumes "
                 "from the newest checkpoint before it"
             )
 
@@ -144,8 +144,8 @@ class SpikeGuard(Callback):
 
         Raises:
             RewindRequest: on all ranks, under the policy rewind.
-            Preempted: the same, if the run is to stop: the next start comes to the spike again.
-            DivergedError: on all ranks, at one spike more than the limit.
+            Preempted: likewise, if the run was asked to stop; the next start meets the spike again.
+            DivergedError: on all ranks, when the spikes exceed the limit.
         """
         tally = state.guard.tally
         spike = state.guard.spikes.see(tally.loss_sum, tally.loss_count, applied=state.applied)
@@ -167,7 +167,7 @@ def _act(state: TrainState, spike: Spike, what: str) -> None:
         if spike.in_a_row == limit:
             state.guard.spikes.forget()
             if state.world.is_first:
-                log.warning(f"{limit} spikes in a row: what is normal is measured anew")
+                log.warning(f"{limit} spikes in a row: the statistics of the loss start anew")
         return
     done = spike.in_a_row - 1 if policy == "skip" else state.progress.rewinds
     if done >= limit:
@@ -185,7 +185,7 @@ def _act(state: TrainState, spike: Spike, what: str) -> None:
 
 
 def _largest_keys(state: TrainState) -> list[str]:
-    """Names of the samples with the largest losses of the last step, largest first; called by all ranks."""
+    """Return the names of the samples with the largest losses of the last step, largest first; called by all ranks."""
     positions = torch.cat([position for position, _ in state.meters.step])
     losses = torch.cat([losses for _, losses in state.meters.step])
     top = losses.topk(min(_KEYS, len(losses)))
@@ -197,7 +197,7 @@ def _largest_keys(state: TrainState) -> list[str]:
 
 
 def _keys(state: TrainState, positions: Sequence[int]) -> list[str]:
-    """Names of the first few of these samples, the same positions on every rank; called by all ranks."""
+    """Return the names of the first samples at ``positions``, equal on every rank; called by all ranks."""
     chosen = positions[:_KEYS]
     return state.world.on_first(lambda: state.reader.keys(state.order.samples(chosen))) if chosen else []
 

@@ -1,4 +1,4 @@
-"""Everything periodic: the log, sample grids and checkpoints."""
+"""Log of a training: progress bar, ``metrics.jsonl`` and trackers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastdiff.training.state import TrainState
 
 
 class Log(Callback):
-    """Progress bar, ``metrics.jsonl`` and the boards, on rank 0."""
+    """Progress bar, ``metrics.jsonl`` and the trackers, on rank 0."""
 
     def __init__(self, state: TrainState, boards: Trackers) -> None:
         self._boards = boards
@@ -75,18 +75,18 @@ class Log(Callback):
         """Close the file and leave the bar as it stands."""
         if self._is_first:
             self._bar.close()
-            with suppress(OSError):  # what could not be written has been reported when it was tried
+            with suppress(OSError):  # a failed write was reported when it happened
                 self._lines.close()
 
 
 def _on_boards(name: str) -> str:
-    """What boards call a number: the losses by noise level stand together, in two sections."""
+    """Return the name of a number in the trackers, with the losses by noise level in two sections."""
     section = "log_snr/" if name.startswith("loss_snr_") else "depth/" if name in BY_LEVEL else ""
     return section + name
 
 
 def _flops(state: TrainState) -> float:
-    """Operations of a training step per sample, on average over the sizes of the latents."""
+    """Return the floating-point operations of a training step per sample, averaged over the latent sizes."""
     config, info = state.config, state.reader.info
     total = 0.0
     for shard in info.shards:

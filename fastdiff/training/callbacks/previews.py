@@ -1,4 +1,4 @@
-"""Images of the prompts of a run, drawn while it trains."""
+"""Previews drawn during training with the averaged weights: images of prompts, or a grid of classes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fastdiff.training.state import TrainState
 
 
 class PromptImages(Callback):
-    """Draws ``samples/step-N.png`` with the averaged weights: one column per prompt, on all ranks together.
+    """Images of prompts in ``samples/step-N.png``, one column per prompt, drawn by all ranks with the averaged weights.
 
-    What it costs: between drawings the autoencoder on the CPU of rank 0 and the embeddings of the prompts; while
-    drawing, on each rank's device, a copy of the whole network in the precision of the training, under any ZeRO stage,
-    and the activations of one forward pass of at most ``--batch.micro`` samples; then, on rank 0's, the autoencoder in
-    fp32 and the decoding of one image. The text encoder is in memory once, at the start, on the CPU of rank 0.
+    Memory between previews: the autoencoder and the embeddings of the prompts on the CPU of rank 0. During a preview,
+    on each rank's device: a copy of the whole network in the training precision, under any ZeRO stage, and the
+    activations of one forward pass of at most ``--batch.micro`` samples. Then on the device of rank 0: the autoencoder
+    in fp32 and the decoding of one image. The text encoder is in memory once, at the start, on the CPU of rank 0.
 
     Args:
-        state: a run of a network of captions with a pretrained pipeline; all ranks make this together.
-        boards: show the images too.
+        state: a run of a text-to-image network with a pretrained pipeline; all ranks construct this together.
+        boards: trackers that show the images too.
 
     Raises:
         FastdiffError: on every rank: the pipeline cannot be read.
@@ -57,7 +57,7 @@ class PromptImages(Callback):
             self._draw(state)
 
     def on_end(self, state: TrainState) -> None:
-        """Draw the last images, unless they are drawn."""
+        """Draw the last images, unless they exist."""
         if self._drawn != state.progress.steps:
             self._draw(state)
 
@@ -99,7 +99,7 @@ class PromptImages(Callback):
 
 
 class SampleGrid(Callback):
-    """Draws a grid of images with the averaged weights: one column per class, on all ranks together."""
+    """Grid of images, one column per class, drawn by all ranks with the averaged weights."""
 
     rows = 8
 
@@ -130,7 +130,7 @@ class SampleGrid(Callback):
                 scheduler="dpmsolver++",
                 steps=config.output.sample_steps,
                 shift=config.timesteps.shift,
-                # What was never trained without a class is not guided away from it.
+                # Guidance needs an unconditional prediction, learned by condition dropout.
                 cfg=config.output.sample_cfg if classes and config.objective.condition_dropout else None,
                 clip=may_be_pixels(state.reader.info.provenance.autoencoder, config.model.channels),
                 seed=config.seed,
@@ -154,7 +154,7 @@ def draw_together(
     shape: tuple[int, int, int],
     batch: int = 256,
 ) -> Tensor:
-    """Draw one image per entry of ``condition`` (``[N, ...]`` each), every rank its share; called by all ranks.
+    """Draw one image per entry of ``condition`` (``[N, ...]`` each), shared between the ranks; called by all ranks.
 
     The options are those of ``fastdiff.sampling.solvers.sample``.
 
@@ -189,7 +189,7 @@ def draw_together(
 
 @contextmanager
 def memory_beside_training(device: torch.device) -> Iterator[None]:
-    """Say what to do if the averaged model, or what is done with it, does not fit beside the training."""
+    """Convert an out-of-memory error of the averaged model or its use to advice."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -217,7 +217,7 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
         with memory_beside_training(device):
             return Room.reserve(shapes, dtype, device)
 
-    # Before the ranks add up: one that ran out of memory there would leave the others waiting for it.
+    # Before the collective: a rank that ran out of memory in it would leave the other ranks waiting.
     room = state.world.together(reserve)
     weights = assemble(state.world, flats, averages, shapes, room)
 
@@ -228,10 +228,10 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
     model = state.world.together(build)
 
     def before_forward(*_: object) -> None:
-        state.heart.again()  # a validation may take longer than a rank may be silent
+        state.heart.again()  # a validation may outlast the hang timeout
         reason = state.guard.votes.reason
         if reason is not None:
-            raise preempted(reason, state)  # which the ranks agree on, like any error in a validation
+            raise preempted(reason, state)  # the ranks agree on it, as on any error in a validation
 
     model.register_forward_pre_hook(before_forward)
     return model

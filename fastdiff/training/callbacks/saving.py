@@ -1,4 +1,4 @@
-"""When checkpoints are made: beside the training when due, and for certain at its end."""
+"""Callbacks that save checkpoints and snapshots: in the background when due, and synchronously at the end."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _CHECKPOINT = "checkpoint"
 
 
 class Checkpointing(Callback):
-    """Begins a checkpoint when due, and commits one at the end.
+    """Periodic checkpoints in the background, and one at the end.
 
     Args:
         state: the run.
         checkpoints: over the ranks of ``background``.
-        background: writes them, and snapshots.
+        background: writes checkpoints and snapshots.
     """
 
     def __init__(self, state: TrainState, checkpoints: Checkpoints, background: AsyncSaves) -> None:
@@ -50,7 +50,7 @@ class Checkpointing(Callback):
         state.guard.failed_save = self._background.failed
 
     def on_end(self, state: TrainState) -> None:
-        """Save the last step, unless it is saved.
+        """Save the last step, unless already saved.
 
         Raises:
             StorageError: on every rank: this step, or a snapshot that was being written, could not be saved.
@@ -59,7 +59,7 @@ class Checkpointing(Callback):
         self._background.wait_for_all(0)
 
     def on_preempted(self, state: TrainState) -> None:
-        """Save this step, unless it is saved; a snapshot that fails meanwhile only leads to a warning.
+        """Save this step, unless already saved; a failed snapshot only causes a warning.
 
         Raises:
             StorageError: on every rank: this step could not be saved.
@@ -68,7 +68,7 @@ class Checkpointing(Callback):
         self._background.wait_for_all(ANY_NUMBER)
 
     def _save_now(self, state: TrainState) -> None:
-        self._background.wait(_CHECKPOINT, ANY_NUMBER)  # what failed may succeed now
+        self._background.wait(_CHECKPOINT, ANY_NUMBER)  # a failed save is tried again
         if state.progress.steps != max(self._background.committed(_CHECKPOINT) or 0, self._restored):
             self._begin(state)
         self._background.wait(_CHECKPOINT, 0)
@@ -80,20 +80,20 @@ class Checkpointing(Callback):
 
 _SNAPSHOT = "snapshot"
 DTYPE = torch.float16
-"""Half the room of fp32, as in EDM2. The coefficients of a reconstruction add up to 1 and are small for widths between
-those that are there, so that its rounding is about that of an export in fp16: 2^-12 of each weight on average."""
+"""Half the size of fp32, as in EDM2. The coefficients of a reconstruction add up to 1 and are small for widths between
+the stored ones, so that its rounding is about that of an export in fp16: 2^-12 of each weight on average."""
 
 
 class Snapshots(Callback):
-    """Begins ``RUN/ema/step-N`` when due; none is ever pruned.
+    """Periodic snapshots of the averages in ``RUN/ema/step-N``; none is ever pruned.
 
-    Those of steps that a resumed run takes again are removed with the first of these, so that all that are there belong
-    to one course of the weights, and a start that fails loses none. (A snapshot goes before the checkpoint of its step:
-    a kill between the two loses neither.)
+    A resumed run deletes newer snapshots at its first step, so that all of them belong to one history of the weights,
+    and a failed start loses none. (The snapshot of a step precedes its checkpoint: a kill between the two loses
+    neither.)
 
     Args:
         state: the run.
-        background: writes them, and checkpoints; ``Checkpointing`` tells of failures, and waits for the last.
+        background: writes snapshots and checkpoints; ``Checkpointing`` reports failures, and waits for the last save.
     """
 
     def __init__(self, state: TrainState, background: AsyncSaves) -> None:
@@ -101,7 +101,7 @@ class Snapshots(Callback):
         self._background = background
         self._folders = _folders(state.folder, background.world)
         self._start: int | None = state.progress.steps
-        """Step after which this process goes on; None once a step is taken."""
+        """Step at which this process started; None after its first step."""
 
     def on_step(self, state: TrainState) -> None:
         """Save when due.
@@ -125,7 +125,7 @@ class Snapshots(Callback):
 
 
 def remove_after(state: TrainState, step: int) -> None:
-    """Delete the snapshots of a run that are of later steps than ``step``; called by all ranks, while none is written.
+    """Delete the snapshots of steps after ``step``; called by all ranks, while none is being written.
 
     Raises:
         StorageError: on every rank: one could not be deleted.

@@ -1,4 +1,4 @@
-"""Where the numbers and images of a run are shown while it goes on: TensorBoard and Weights & Biases."""
+"""Experiment trackers that show numbers and images during a run: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from fastdiff.sanitize import escape
 from fastdiff.training.state import TrainState
 
 INIT_S, FINISH_S = 30.0, 60.0
-"""Seconds that a server may take to answer at the start, and to take what is left at the end."""
+"""Timeouts in seconds for the first answer of a server, and for the remaining uploads at the end."""
 BROKEN_OFF_S = 5.0
-"""The same at the end by an error or a preemption: others wait for this rank, or a scheduler is about to kill it."""
+"""Timeout in seconds at the end by an error or a preemption: other ranks wait, or a scheduler is about to kill."""
 _WAITING = 256
-"""Calls that a board may be behind."""
+"""Largest number of queued calls of a tracker."""
 _GRACE_S = 5.0
 _UNANSWERED = re.compile(
     "timed out|timeout|deadline exceeded|giving up|connection refused|unreachable|no such host", re.IGNORECASE
 )
-"""What wandb's errors say of a server that is slow or away; they are all of one class."""
+"""Messages of wandb about a slow or unreachable server; all its errors have one class."""
 
 WANDB_ID = "wandb-id"
-"""File of the run folder with the run's id, under which wandb goes on after a resume."""
+"""File of the run folder with the wandb id that a resumed run continues."""
 
 
 class Tracker(Protocol):
-    """One place to look at."""
+    """An experiment tracker."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Show numbers by name."""
@@ -50,16 +50,16 @@ class Tracker(Protocol):
         """Show uint8 images ``[N, 3, H, W]`` by caption."""
 
     def close(self, *, failed: bool, patience_s: float) -> None:
-        """Write what is left within so many seconds, and whether the run ended in an error."""
+        """Write the rest within ``patience_s`` seconds, and whether the run ended in an error."""
 
 
 class Trackers:
-    """All boards of a run, open on rank 0; on the other ranks there is none and nothing is shown.
+    """All trackers of a run, open on rank 0 and absent on the other ranks.
 
     Leaving the context closes them.
 
     Args:
-        state: the run; all ranks make this together.
+        state: the run; all ranks construct this together.
 
     Raises:
         ConfigError: on every rank: wandb refuses the run.
@@ -87,7 +87,7 @@ class Trackers:
     ) -> None:
         failed = kind is not None and not issubclass(kind, Preempted)
         for board in self._boards:
-            with suppress(OSError):  # what could not be written has been reported when it was tried
+            with suppress(OSError):  # a failed write was reported when it happened
                 board.close(failed=failed, patience_s=FINISH_S if kind is None else BROKEN_OFF_S)
 
     def _open(self, state: TrainState) -> None:
@@ -96,7 +96,7 @@ class Trackers:
 
 
 def require_installed(report_to: Sequence[str]) -> None:
-    """Refuse a board whose package is missing.
+    """Check that the packages of the trackers are installed.
 
     Raises:
         ConfigError: with the command that installs it.
@@ -109,9 +109,9 @@ def require_installed(report_to: Sequence[str]) -> None:
 
 
 class Unhurried:
-    """Shows in a thread of its own, so that a board whose server is slow or away never holds up the training.
+    """Tracker in a separate thread, so that a slow or unreachable server never delays the training.
 
-    What a board cannot take is left out of it, with one warning; ``metrics.jsonl`` has all numbers.
+    Calls that do not fit into the queue are dropped with one warning; ``metrics.jsonl`` has all numbers.
 
     Args:
         board: used by that thread alone from now on.
@@ -125,15 +125,15 @@ class Unhurried:
         self._thread.start()
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Show numbers by name, some time."""
+        """Queue numbers by name."""
         self._put(partial(self._board.scalars, dict(values), step))
 
     def images(self, images: Mapping[str, Tensor], step: int) -> None:
-        """Show uint8 images ``[N, 3, H, W]`` by caption, some time."""
+        """Queue uint8 images ``[N, 3, H, W]`` by caption."""
         self._put(partial(self._board.images, dict(images), step))
 
     def close(self, *, failed: bool, patience_s: float) -> None:
-        """Show what is left, as long as the board's server takes it in that time."""
+        """Send the queued calls, as far as the server accepts them within ``patience_s`` seconds."""
         end = time.monotonic() + patience_s
         for last in (partial(self._board.close, failed=failed, patience_s=patience_s), None):
             with suppress(queue.Full):
@@ -152,7 +152,7 @@ class Unhurried:
         while (action := self._waiting.get()) is not None:
             try:
                 action()
-            except Exception as error:  # of the board's own kind
+            except Exception as error:  # trackers raise errors of their own classes
                 self._warn(f"failed ({escape(sanitize.line(str(error)) or type(error).__name__)})")
 
     def _warn(self, what: str) -> None:
@@ -162,7 +162,7 @@ class Unhurried:
 
 
 class _TensorBoard:
-    """Events in ``tensorboard/`` of the run folder; what was shown after the step of a resume is hidden."""
+    """Events in ``tensorboard/`` of the run folder; events after the step of a resume are hidden."""
 
     def __init__(self, state: TrainState) -> None:
         from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it, and it takes a second
@@ -183,9 +183,9 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run in wandb, called as the run folder, with its files there.
+    """A wandb run named after the run folder, with its files there.
 
-    wandb takes no step twice: after a resume it shows the first values of the steps that were done again.
+    wandb accepts each step once: after a resume it keeps the first values of repeated steps.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -214,13 +214,13 @@ class _Wandb:
         try:
             return self._wandb.init(**options)
         except self._wandb.errors.CommError as error:
-            if not _UNANSWERED.search(str(error)):  # it has answered, and refuses
+            if not _UNANSWERED.search(str(error)):  # the server has answered and refuses
                 raise
         log.warning(
             f"wandb's server does not answer within {INIT_S:g} s; the run is recorded in "
             f"{options['dir']}/wandb, from where `wandb sync` uploads it"
         )
-        self._wandb.teardown()  # or the run that did not begin would still be in use
+        self._wandb.teardown()  # otherwise the failed run would still be active
         return self._wandb.init(**options, mode="offline")
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -239,7 +239,7 @@ class _Wandb:
 
 
 def _wandb_id(folder: Path) -> str:
-    """The id that the run has in wandb, new for a new folder."""
+    """Return the wandb id of the run; create it for a new folder."""
     path = folder / WANDB_ID
     if not path.exists():
         path.write_text(secrets.token_hex(8))

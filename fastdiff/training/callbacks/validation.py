@@ -1,4 +1,4 @@
-"""The loss on samples that are not trained on, under noise that is the same in every run."""
+"""Validation loss: held-out samples under noise that is the same in every run."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from fastdiff.training.metrics import JsonLines, Record, drop_records_after
 from fastdiff.training.state import TrainState
 
 LINES = "validation.jsonl"
-"""In the run folder: one line per validation; the losses of every sample are in ``validation_files``."""
+"""File of the run folder with one line per validation; ``evaluation.validation_files`` has every sample's loss."""
 
 _SEED = 20_260_101
-"""Of the noise and of the samples of a posterior: part of the definition of the validation loss, never changed."""
+"""Seed of the noise and of the samples of a posterior: part of the definition of the validation loss, never changed."""
 
 
 class ValidationLoss(Callback):
-    """Measures the loss of the averaged weights on ``--validation.data``, on all ranks together.
+    """Loss of the averaged weights on ``--validation.data``, measured by all ranks together.
 
-    Sample i always meets the same noise at the same noise level; the levels are spread evenly over the plain density of
-    the process, whatever the training draws, and the noise is plain too. So two runs on the same process and data are
-    compared pair by pair, and equal weights give equal losses, whatever the seed, the batch and the ranks. (Weights
-    that were trained on other ranks or in other micro-batches are equal only to the rounding of the precision, and so
-    are their losses.) The loss is the run's own, without drops of the condition, offset and multi-resolution noise,
-    input perturbation and DREAM, in the precision of the training.
+    Sample i always meets the same noise at the same noise level. The levels are spread evenly over the plain density of
+    the process, and the noise is plain, whatever the training draws. Two runs on the same process and data are
+    therefore compared pair by pair, and equal weights give equal losses for any seed, batch and number of ranks.
+    (Weights trained on other ranks or in other micro-batches are equal only to rounding, and so are their losses.) The
+    loss is that of the run in the training precision, without condition dropout, offset and multi-resolution noise,
+    input perturbation and DREAM.
 
-    It writes a line of ``validation.jsonl`` and ``validation/step-N.npz`` (``validation_files``).
+    It writes a line of ``validation.jsonl`` and ``validation/step-N.npz`` (``evaluation.validation_files``).
 
     Args:
-        state: all ranks make this together.
-        boards: show the losses too.
+        state: the run; all ranks construct this together.
+        boards: trackers that show the losses too.
 
     Raises:
-        FastdiffError: on every rank: the data cannot be read, or are not made for the model.
+        FastdiffError: on every rank: the data cannot be read, or do not fit the model.
     """
 
     def __init__(self, state: TrainState, boards: Trackers) -> None:
@@ -73,7 +73,7 @@ class ValidationLoss(Callback):
             seed=_SEED,
             null={},
             device=world.device,
-            # Without the position, which would key a dropout.
+            # Without the position, the key of a dropout.
             inputs=None if state.objective.inputs is None else {*state.objective.inputs} - {"position"},
             posterior=reader.info.kind == "posterior",
             dtype=state.objective.dtype,
@@ -92,7 +92,7 @@ class ValidationLoss(Callback):
             self._validate(state)
 
     def on_end(self, state: TrainState) -> None:
-        """Validate the last step, unless it is validated."""
+        """Validate the last step, unless already validated."""
         if self._done != state.progress.steps:
             self._validate(state)
 
@@ -101,7 +101,7 @@ class ValidationLoss(Callback):
         self._reader.close()
 
     def _go_on(self, state: TrainState) -> int:
-        """Forget what a resumed run will do again; return the last step that was validated like now, or -1."""
+        """Remove the records that a resumed run repeats; return the last comparable validated step, or -1."""
         lines = state.folder / LINES
         drop_records_after(lines, state.progress.steps)
         validation_files.drop_after(state.folder, state.progress.steps)
@@ -113,7 +113,7 @@ class ValidationLoss(Callback):
         changes = [f"{name} {last.get(name)} -> {value}" for name, value in now.items() if last.get(name) != value]
         if changes:
             log.warning(
-                f"{lines} goes on with a loss that is not comparable with that up to step {last['step']}: "
+                f"{lines} continues with a loss that is not comparable with that up to step {last['step']}: "
                 f"{', '.join(changes)}"
             )
         return -1 if changes else int(last["step"])
@@ -122,13 +122,13 @@ class ValidationLoss(Callback):
         self._done = state.progress.steps
         model = averaged_model(state, DTYPES[state.config.performance.precision])
         found = state.world.together(lambda: self._measure(state, model))
-        # Each rank has filled its part of a tensor of zeros: adding up is exact.
+        # Each rank has filled its part of a tensor of zeros: the sum is exact.
         losses = state.world.sum_(found).cpu().numpy()
         state.world.on_first(lambda: self._write(state, losses))
 
     @torch.no_grad()
     def _measure(self, state: TrainState, model: Model) -> Tensor:
-        """Loss and squared error of x0 of this rank's share of the samples: ``[2, N]`` float64, 0 for the others."""
+        """Measure loss and squared error of x0 of this rank's samples: ``[2, N]`` float64, 0 for the rest."""
         world = state.world
         found = torch.zeros(2, len(self._index), dtype=torch.float64, device=world.device)
         with memory_beside_training(world.device):
@@ -144,7 +144,7 @@ class ValidationLoss(Callback):
         return found
 
     def _write(self, state: TrainState, losses: npt.NDArray[np.float64]) -> None:
-        """Write the file of all samples, then the line, then show it."""
+        """Write the file of all samples, then the line, then the numbers in the trackers."""
         levels, step = self._objective.process.levels(self._levels), state.progress.steps
         log_snr = levels.log_snr[levels.row].cpu().numpy()
         loss, x0_mse = losses
@@ -173,14 +173,14 @@ class ValidationLoss(Callback):
 
 
 def validated(objective: ObjectiveConfig) -> ObjectiveConfig:
-    """The objective as it is validated: without what only the training does to input, noise and target."""
+    """Return the objective without the training-only changes of input, noise and target."""
     changes: dict[str, Any] = {
         "prediction": objective.predicted,
         "weighting": objective.weighted,
         "condition_dropout": 0.0,
         "noise_offset": 0.0,
         "multires_noise_iterations": 0,
-        "multires_noise_discount": 0.3,  # that of none
+        "multires_noise_discount": 0.3,  # the value without iterations
         "low_res_noise": 0.0,
         "input_perturbation": 0.0,
     }
@@ -190,7 +190,7 @@ def validated(objective: ObjectiveConfig) -> ObjectiveConfig:
 
 
 def unit(objective: ObjectiveConfig) -> str:
-    """What the loss is, in words."""
+    """Describe the loss in words."""
     if isinstance(objective, DdpmConfig) and objective.is_bound:
         return "bits per dimension" if objective.loss == "kl" else f"bits per dimension times {objective.timesteps}"
     weight = "" if objective.weighted == "none" else f", weighted by {objective.weighted}"
