@@ -115,7 +115,7 @@ def test_entries_may_be_left_out_or_be_one_number() -> None:
     ("fields", "message"),
     [
         ({"attention_heads": (8, 8)}, "one entry of 1 or more for each of the 4"),
-        ({"block_out_channels": (320, 640, 1280, 1270)}, "1270 must divide"),
+        ({"block_out_channels": (320, 640, 1280, 1270)}, "1270 must be divisible"),
         ({"transformer_layers": (1, 1, 1, 2)}, "mid_transformer_layers"),
         ({"mid_transformer_layers": 0}, "mid_transformer_layers 0"),
         ({"size": 60}, "size 60"),

@@ -149,7 +149,7 @@ def test_a_checkpoint_that_does_not_tell_its_layout_is_refused(
         manifest["files"][name] = {"bytes": (folder / name).stat().st_size, "sha256": file_digest(folder / name)}
     (folder / MANIFEST).write_text(json.dumps(manifest))
     reseal(folder / MANIFEST)
-    with pytest.raises(ConfigError, match=r"2 ranks at ZeRO stage 3.*does not tell.*resume with the same ranks"):
+    with pytest.raises(ConfigError, match=r"2 ranks at ZeRO stage 3.*does not record.*resume with the same ranks"):
         build_at(world, blockwise_config(digits, tmp_path / "run"), 3)
 
 

@@ -286,7 +286,7 @@ def test_other_options_are_refused(tmp_path: Path, source: Path, sd: Path, monke
     monkeypatch.setenv("RANK", "0")
     encode(source, tmp_path / "out", sd)
     before = files(tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"begun otherwise \(batch: 3 there, 2 now; flip: False there, True now\)"):
+    with pytest.raises(ConfigError, match=r"other options \(batch was 3, is 2; flip was False, is True\)"):
         encode(source, tmp_path / "out", sd, batch=2, flip=True)
     assert files(tmp_path / "out") == before
     monkeypatch.undo()

@@ -113,7 +113,7 @@ BOMBS = {
 CHILD = """
 import resource, sys
 from pathlib import Path
-from fastdiff.data.image_decode import BadImage, Decoded, ImageTransform, open_decoder
+from fastdiff.data.images.decode import BadImage, Decoded, ImageTransform, open_decoder
 
 decoder = open_decoder(sys.argv[1], ImageTransform(64, "center", "bicubic"), threads=2)
 folder = Path(sys.argv[2])
