@@ -181,8 +181,8 @@ def _report_differences(path: Path, training: PublishedTraining, optim: OptimCon
         del theirs["lr"]  # it follows from the step
     if differing := [name for name in theirs if theirs[name] != ours[name]]:
         log.warning(
-            f"{path}: its AdamW had {', '.join(f'{name} {theirs[name]}' for name in differing)}; the run "
-            "continues with " + ", ".join(f"--optim.{name} {ours[name]}" for name in differing)
+            f"{path}: its AdamW had {', '.join(f'{name} {theirs[name]}' for name in differing)}; the run uses "
+            + ", ".join(f"--optim.{name} {ours[name]}" for name in differing)
         )
 
 

@@ -239,7 +239,7 @@ def test_what_adamw_was_and_the_run_is_not_is_told(
     told = next(line for line in capsys.readouterr().err.splitlines() if "its AdamW" in line)
     theirs, ours = ("lr 0.01, ", "--optim.lr 0.5, ") if schedule == "constant" else ("", "")
     assert told.partition(" WARNING ")[2] == (
-        f"{file}: its AdamW had {theirs}betas 0.9 0.999, weight_decay 0.0; the run continues with {ours}"
+        f"{file}: its AdamW had {theirs}betas 0.9 0.999, weight_decay 0.0; the run uses {ours}"
         "--optim.betas 0.8 0.99, --optim.weight_decay 0.1"
     )
 
