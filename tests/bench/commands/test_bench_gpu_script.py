@@ -106,7 +106,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     subparsers = parser.add_subparsers(required=True)
     for name in COMMANDS:
-        import_module(f"bench.{name}").add(subparsers)
+        import_module(f"bench.commands.{name}").add(subparsers)
     return parser.parse_args(arguments)
 
 
@@ -146,7 +146,9 @@ def test_readers_and_tests_that_are_named_exist(tmp_path: Path) -> None:
     assert found["ops"][-1] == "tests/ops"
     files = {word for word in found["gpu"] if word.startswith("tests/")}
     marked = {
-        str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py") if re.search(r"mark[.]gpu\b", p.read_text())
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("tests/**/test_*.py")
+        if path.parent.name != "ops" and re.search(r"mark[.]gpu\b", path.read_text())
     }
     assert "tests/training/test_step.py" in marked <= files
     assert "not dali" not in found["gpu"]

@@ -21,8 +21,17 @@ from bench.records import readme, record
 from bench.records.fingerprint import ROOT
 from bench.records.record import Log, Record
 from fastdiff.config.command_line import parse
-from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.objective import FlowPath, LossName, Prediction, Process, ScheduleName, Variance, Weighting
+from fastdiff.config.networks.registry import networks
+from fastdiff.config.objective import (
+    PROCESSES,
+    FlowPath,
+    LossName,
+    Prediction,
+    Process,
+    ScheduleName,
+    Variance,
+    Weighting,
+)
 from fastdiff.config.run import RunConfig
 from fastdiff.config.timesteps import Density
 
@@ -116,7 +125,8 @@ def test_every_choice_is_documented() -> None:
 
 
 def test_every_flag_that_is_named_exists() -> None:
-    flags = {f"model.{field.name}" for kind in get_args(ModelConfig) for field in dataclasses.fields(kind)}
+    flags = {f"model.{field.name}" for kind in networks().values() for field in dataclasses.fields(kind)}
+    flags |= {f"objective.{field.name}" for kind in PROCESSES.values() for field in dataclasses.fields(kind)}
     for group in dataclasses.fields(RunConfig):
         if group.default_factory is not dataclasses.MISSING:
             flags |= {f"{group.name}.{field.name}" for field in dataclasses.fields(group.default_factory())}

@@ -152,7 +152,8 @@ def test_the_caption_is_chosen_in_fp64_as_from_shards(
     # Just below 5/6; times six, fp32 rounds it to five.
     shares = np.full(1, 13981013 / 2**24, np.float32)
     assert (int(shares[0] * np.float32(6)), int(float(shares[0]) * 6)) == (5, 4)
-    items = [ImageItem("0", "0", b"", tuple(f"picture {n}" for n in range(6)))]
+    captions = ("nothing", "a", "two moons", "the third", "more than four", "q")  # no two embeddings round alike
+    items = [ImageItem("0", "0", b"", captions)]
     data = config(images)
     with open_images(data, pipeline) as online:
         order = build_order(online.info, seed=5, window_shards=16, global_batch=MICRO)
@@ -163,9 +164,9 @@ def test_the_caption_is_chosen_in_fp64_as_from_shards(
             assert isinstance(batches, OnlineBatches)
             monkeypatch.setattr(batches, "uniform", lambda stream, position: shares)
             found = batches._embed(items, torch.zeros(1, dtype=torch.int64))["pooled"]
-            expected = online.encoder.embed(["picture 4"])["pooled"].to(torch.float16)
+            expected = online.encoder.embed([captions[4]])["pooled"].to(torch.float16)
             assert torch.equal(found, expected)
-            assert not torch.equal(found, online.encoder.embed(["picture 5"])["pooled"].to(torch.float16))
+            assert not torch.equal(found, online.encoder.embed([captions[5]])["pooled"].to(torch.float16))
 
 
 def test_messages_name_the_source_as_it_was_given(images: Path, pipeline: Path) -> None:
