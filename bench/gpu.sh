@@ -200,7 +200,7 @@ trap interrupted INT TERM
 has() { python3 -c "import $1" >/dev/null 2>&1; }
 ! has xdist || workers=(-n auto)
 has nvidia.dali || without_dali=(-k "not dali")
-mapfile -t on_gpu_files < <(grep -l 'pytest\.mark\.gpu' tests/test_*.py)
+mapfile -t on_gpu_files < <(grep -rl --include='test_*.py' --exclude-dir=ops 'pytest\.mark\.gpu' tests)
 python3 -c 'from bench.records.fingerprint import Fingerprint; print(Fingerprint.here())' | tee "$out/environment.txt"
 each_part
 
