@@ -23,6 +23,8 @@ from tests.support.inputs.encoding import captioned, files
 from tests.support.processes import BIN, run, start, stop
 
 IMAGES, PER_SHARD = 24, 2
+CALLS = 13
+"""Calls of one unit that make something durable or visible."""
 TIMEOUT_S = 120
 
 
@@ -104,9 +106,10 @@ def until(condition: Callable[[], bool], alive: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def written(out: Path) -> int:
-    """Files that are there, finished or not."""
-    return sum(1 for path in out.rglob("*") if path.suffix != ".lock")
+def killed_main(argv: list[str], number: int, rank: int = 0, ranks: int = 1) -> None:
+    """Encode until the call number ``number`` that makes something durable or visible, and die before it."""
+    with dying_at(number, DURABLE):
+        rank_main(argv, rank, ranks)
 
 
 @pytest.mark.fault(9)
@@ -114,28 +117,22 @@ def written(out: Path) -> int:
 def test_killed_again_and_again_it_writes_the_same_bytes(
     tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes], count: int, nightly: bool
 ) -> None:
+    """At random calls, a different one on each rank: in the first unit of a start, and once in its second one."""
     for trial in range(6 if nightly else 1):
-        out, moments = tmp_path / f"out{trial}", random.Random(count + 2 * trial)
-        for _ in range(5 if nightly else 3):
-            target = (written(out) if out.exists() else 0) + moments.randrange(1, 5)
-            processes = begin(ranks, command, out, count)
-            until(lambda: written(out) >= target, lambda: any(process.is_alive() for process in processes))  # noqa: B023
-            time.sleep(moments.uniform(0, 0.02))
+        out, calls = tmp_path / f"out{trial}", random.Random(count + 2 * trial)
+        for low, high in ((1, CALLS), (CALLS + 2, 2 * CALLS), (1, CALLS)):
+            numbers = [calls.randrange(low, high) for _ in range(count)]
+            arguments = [([*command, str(out)], number, rank, count) for rank, number in enumerate(numbers)]
+            processes = [ranks.Process(target=killed_main, args=given, daemon=True) for given in arguments]
             for process in processes:
-                process.kill()
-            assert -9 in finish(processes), "one was at work"
+                process.start()
+            assert finish(processes) == [-9] * count
             assert not (out / "dataset.json").exists()
         kept = len(list((out / ".encoding").glob("unit-*.json")))
         assert 0 < kept < IMAGES // PER_SHARD
         assert finish(begin(ranks, command, out, count)) == [0] * count
         assert files(out) == undisturbed
     assert "bad_images.jsonl" in undisturbed
-
-
-def killed_main(argv: list[str], number: int) -> None:
-    """Encode until the call number ``number`` that makes something durable or visible, and die before it."""
-    with dying_at(number, DURABLE):
-        rank_main(argv, 0, 1)
 
 
 @pytest.mark.fault(9)
