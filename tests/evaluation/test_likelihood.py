@@ -265,8 +265,8 @@ def test_wrong_options_are_refused(
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ({"process": "flow"}, "ddpm only"),
-        ({"process": "edm"}, "ddpm only"),
+        ({"process": "flow"}, "only ddpm"),
+        ({"process": "edm"}, "only ddpm"),
         ({"zero_terminal_snr": True}, r"pure noise \(zero_terminal_snr\): .* infinite"),
         ({"schedule": "jsd"}, r"pure noise \(jsd\): .* infinite; measure a run with --objective.prediction v or x0"),
     ],
