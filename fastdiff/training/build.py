@@ -31,14 +31,13 @@ from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
 from fastdiff.training import resume
-from fastdiff.training.callbacks import trackers as tracker_module
 from fastdiff.training.callbacks.base import Callback, Callbacks, Preempt
 from fastdiff.training.callbacks.damaged_samples import DamagedSamples
 from fastdiff.training.callbacks.divergence import NonFiniteGuard, Rewind, SpikeGuard
 from fastdiff.training.callbacks.log import Log
 from fastdiff.training.callbacks.previews import PromptImages, SampleGrid
 from fastdiff.training.callbacks.saving import Checkpointing, Snapshots
-from fastdiff.training.callbacks.trackers import Trackers
+from fastdiff.training.callbacks.trackers import Trackers, require_installed
 from fastdiff.training.callbacks.validation import ValidationLoss
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
@@ -138,7 +137,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     config = world.on_first(lambda: _resolve(config))
     ds_config = deepspeed_config.resolve(launch.deepspeed, config, world.size)
     loader_name(config.data)  # refuses a missing loader before anything is built
-    world.on_first(lambda: tracker_module.require_installed(config.output.report_to))
+    world.on_first(lambda: require_installed(config.output.report_to))
     ops = _choose_backends(config, ds_config, world)
     stack.enter_context(dispatch.forced(**config.performance.kernel_backends()))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
@@ -249,20 +248,22 @@ def _build_objective(config: RunConfig, reader: Data, model: Model, world: World
     )
 
 
-def _callbacks(state: TrainState, checkpoints: Checkpoints, background: AsyncSaves, boards: Trackers) -> list[Callback]:
+def _callbacks(
+    state: TrainState, checkpoints: Checkpoints, background: AsyncSaves, trackers: Trackers
+) -> list[Callback]:
     """Build the callbacks; checkpoints precede validations, so that a failed validation loses no steps."""
-    found: list[Callback] = [NonFiniteGuard(state), Log(state, boards)]
+    found: list[Callback] = [NonFiniteGuard(state), Log(state, trackers)]
     if state.config.data.damaged == "skip":
         found.append(DamagedSamples(state))
     found.append(SpikeGuard(state))  # after the callbacks that also record undone steps
     checkpointing = Checkpointing(state, checkpoints, background)
     found += [Snapshots(state, background), checkpointing, Preempt()]
     if state.config.validation.data:
-        found.append(ValidationLoss(state, boards))
+        found.append(ValidationLoss(state, trackers))
     if not state.config.model.text_conditional:
         found.append(SampleGrid(state))
     elif state.config.validation.prompts and state.config.validation.every:
-        found.append(PromptImages(state, boards))
+        found.append(PromptImages(state, trackers))
     return found
 
 

@@ -173,6 +173,6 @@ def test_a_port_that_is_in_use_is_a_clear_error() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"MASTER_PORT {port}: another program, perhaps another job") as caught:
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT {port}: used by another program") as caught:
             meet(0, "127.0.0.1", port, 5.0)
     assert caught.value.exit_code == 2

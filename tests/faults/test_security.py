@@ -47,10 +47,10 @@ MESSAGES = {
     "tar_with_path": "there is no txt member",
     "tar_that_lies": "unexpected end of data",
     "tar_of_long_header": "at most 1048576",
-    "long_caption": "10485760 bytes; at most 100000",
+    "long_caption": "10485760 bytes, expected at most 100000",
     "image_bomb": "50000x50000 pixels",
     "rows_that_point_elsewhere": "outside the data set",
-    "yaml_of_aliases": "an alias",
+    "yaml_of_aliases": "aliases .* are not supported",
     "yaml_with_code": "could not determine a constructor",
     "large_deepspeed_json": "at most 1048576 are read",
 }  # fmt: skip

@@ -18,7 +18,7 @@ from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel import fragments
 from fastdiff.parallel.world import World
 from fastdiff.train import train
-from fastdiff.training.callbacks import base
+from fastdiff.training.callbacks import previews
 from tests.support.processes import run_ranks
 from tests.support.runs import intact, launch, tiny
 from tests.support.text_runs import encode, text_run
@@ -94,7 +94,7 @@ def _train_without_memory(world: World, config: RunConfig, start: Launch, where:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     if world.rank == 1:
-        setattr(base if where == "sample" else fragments.Room, where, full)
+        setattr(previews if where == "sample" else fragments.Room, where, full)
     try:
         train(config, start, world)
     except ConfigError as error:

@@ -20,7 +20,7 @@ from fastdiff.errors import ConfigError, FastdiffError, Preempted
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.train import train
-from fastdiff.training.callbacks import trackers as of_boards
+from fastdiff.training import callbacks
 from fastdiff.training.callbacks.trackers import Trackers, Unhurried, require_installed
 from tests.support.runs import launch, losses, records, tiny
 
@@ -40,12 +40,19 @@ def test_tensorboard_hides_the_steps_after_a_resume(world: World, digits: Path, 
     run = tmp_path / "run"
     train(tiny(digits, run, steps=3, output__checkpoint_every=2), launch(0), world)
     (run / "checkpoints" / "step-00000003").rename(tmp_path / "lost")
+    _next_second()  # TensorBoard orders files by second and process; both starts are this process
     train(tiny(digits, run, steps=4, output__checkpoint_every=2), launch(0, allow_change=("samples",)), world)
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
 
 
-def test_no_board_is_asked_for(world: World, digits: Path, tmp_path: Path) -> None:
+def _next_second() -> None:
+    second = int(time.time())
+    while int(time.time()) == second:
+        time.sleep(0.01)
+
+
+def test_no_tracker_is_asked_for(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", steps=1, output__report_to=()), launch(0), world)
     assert len(records(tmp_path / "run")) == 1
     assert not (tmp_path / "run" / "tensorboard").exists()
@@ -73,9 +80,9 @@ def test_wandb_gets_numbers_and_images(world: World, tmp_path: Path, monkeypatch
     state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
     state.folder.mkdir()
     pixels = torch.arange(2 * 3 * 64, dtype=torch.uint8).view(2, 3, 8, 8)
-    with Trackers(state) as boards:  # type: ignore[arg-type]
-        boards.scalars({"loss": 0.25, "lr": 1e-4}, 7)
-        boards.images({"a red cat": pixels}, 7)
+    with Trackers(state) as trackers:  # type: ignore[arg-type]
+        trackers.scalars({"loss": 0.25, "lr": 1e-4}, 7)
+        trackers.images({"a red cat": pixels}, 7)
     wandb.teardown()  # waits until its process has written all
     found = _wandb_history(state.folder)
     assert found["loss"] == 0.25
@@ -98,8 +105,8 @@ def test_wandb_is_told_how_a_run_ended(
     monkeypatch.setenv("WANDB_SILENT", "true")
     state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
     state.folder.mkdir()
-    with suppress(FastdiffError), Trackers(state) as boards:  # type: ignore[arg-type]
-        boards.scalars({"loss": 0.25}, 1)
+    with suppress(FastdiffError), Trackers(state) as trackers:  # type: ignore[arg-type]
+        trackers.scalars({"loss": 0.25}, 1)
         if error is not None:
             raise error
     wandb.teardown()
@@ -108,7 +115,7 @@ def test_wandb_is_told_how_a_run_ended(
 
 
 @contextmanager
-def tracker() -> Iterator[tuple[str, threading.Event, threading.Event]]:
+def wandb_server() -> Iterator[tuple[str, threading.Event, threading.Event]]:
     """A server that wandb takes for its own: its address; set it to stall; whether it was asked while it stalled."""
     stalls, asked, end = threading.Event(), threading.Event(), threading.Event()
     bucket = {"id": "b", "name": "x", "displayName": "x", "config": "{}", "sweepName": None, "historyLineCount": 0}
@@ -152,11 +159,11 @@ def tracker() -> Iterator[tuple[str, threading.Event, threading.Event]]:
             server.shutdown()
 
 
-def to_tracker(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def to_server(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     for name, value in (("BASE_URL", address), ("API_KEY", "0" * 40), ("SILENT", "true"), ("MODE", "online")):
         monkeypatch.setenv(f"WANDB_{name}", value)
-    monkeypatch.setattr(of_boards, "INIT_S", 20.0)
-    monkeypatch.setattr(of_boards, "FINISH_S", 2.0)
+    monkeypatch.setattr(callbacks.trackers, "INIT_S", 20.0)
+    monkeypatch.setattr(callbacks.trackers, "FINISH_S", 2.0)
 
 
 @pytest.mark.fault(29)
@@ -167,9 +174,9 @@ def test_a_tracker_that_stalls_does_not_hold_up_the_steps(
     import wandb
 
     done_while_it_stalls = []
-    with tracker() as (address, stalls, asked):
-        to_tracker(monkeypatch, address)
-        begin, log = of_boards._Wandb._begin, of_boards._Wandb.scalars
+    with wandb_server() as (address, stalls, asked):
+        to_server(monkeypatch, address)
+        begin, log = callbacks.trackers._Wandb._begin, callbacks.trackers._Wandb.scalars
 
         def begun(self: Any, options: dict[str, Any]) -> Any:
             try:
@@ -181,8 +188,8 @@ def test_a_tracker_that_stalls_does_not_hold_up_the_steps(
             log(self, values, step)
             done_while_it_stalls.append(step)
 
-        monkeypatch.setattr(of_boards._Wandb, "_begin", begun)
-        monkeypatch.setattr(of_boards._Wandb, "scalars", logged)
+        monkeypatch.setattr(callbacks.trackers._Wandb, "_begin", begun)
+        monkeypatch.setattr(callbacks.trackers._Wandb, "scalars", logged)
         train(tiny(digits, tmp_path / "run", steps=6, output__report_to=("wandb",)), launch(0), world)
         assert asked.is_set(), "the server was asked, and did not answer"
     wandb.teardown()
@@ -199,18 +206,18 @@ def test_a_tracker_that_stalls_does_not_hold_up_a_preemption(
     import wandb
 
     stop = StopRequest()
-    with tracker() as (address, stalls, _):
-        to_tracker(monkeypatch, address)
-        monkeypatch.setattr(of_boards, "FINISH_S", 60.0)
-        monkeypatch.setattr(of_boards, "BROKEN_OFF_S", 1.0)
-        log = of_boards._Wandb.scalars
+    with wandb_server() as (address, stalls, _):
+        to_server(monkeypatch, address)
+        monkeypatch.setattr(callbacks.trackers, "FINISH_S", 60.0)
+        monkeypatch.setattr(callbacks.trackers, "BROKEN_OFF_S", 1.0)
+        log = callbacks.trackers._Wandb.scalars
 
         def logged(self: Any, values: Any, step: int) -> None:
             stalls.set()
             log(self, values, step)
             stop.make("a test")
 
-        monkeypatch.setattr(of_boards._Wandb, "scalars", logged)
+        monkeypatch.setattr(callbacks.trackers._Wandb, "scalars", logged)
         began = time.monotonic()
         with pytest.raises(Preempted):
             train(tiny(digits, tmp_path / "run", steps=10_000, output__report_to=("wandb",)), launch(0), world, stop)
@@ -226,21 +233,21 @@ def test_a_tracker_that_is_away_at_the_start_is_done_without(
 ) -> None:
     import wandb
 
-    with tracker() as (address, stalls, asked):
+    with wandb_server() as (address, stalls, asked):
         stalls.set()
-        to_tracker(monkeypatch, address)
+        to_server(monkeypatch, address)
         state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
         state.folder.mkdir()
-        with Trackers(state) as boards:  # type: ignore[arg-type]
+        with Trackers(state) as trackers:  # type: ignore[arg-type]
             assert asked.is_set()
-            boards.scalars({"loss": 0.25}, 1)
+            trackers.scalars({"loss": 0.25}, 1)
     wandb.teardown()
     assert "does not answer within 20 s" in "".join(capsys.readouterr())
     assert _wandb_history(state.folder)["loss"] == 0.25
 
 
 class _Stuck:
-    """A board that takes nothing until it is told to."""
+    """A tracker that takes nothing until it is told to."""
 
     def __init__(self) -> None:
         self.go, self.shown, self.closed = threading.Event(), list[int](), list[bool]()
@@ -263,12 +270,12 @@ def test_a_board_that_is_stuck_is_left_behind_with_one_warning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     stuck = _Stuck()
-    board = Unhurried(stuck)
+    tracker = Unhurried(stuck)
     for step in range(1000):
-        board.scalars({"loss": 1.0}, step)
-    board.close(failed=False, patience_s=0.1)
+        tracker.scalars({"loss": 1.0}, step)
+    tracker.close(failed=False, patience_s=0.1)
     assert not stuck.shown
-    assert "".join(capsys.readouterr()).count("WARNING a board") == 1
+    assert "".join(capsys.readouterr()).count("WARNING a tracker") == 1
     stuck.go.set()
 
 
@@ -276,16 +283,16 @@ def test_a_board_that_is_stuck_is_left_behind_with_one_warning(
 def test_a_board_that_fails_goes_on_with_the_next_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     stuck = _Stuck()
     stuck.go.set()
-    board = Unhurried(stuck)
+    tracker = Unhurried(stuck)
     for step in range(5):
-        board.scalars({"loss": 1.0}, step)
-    board.close(failed=True, patience_s=60.0)
+        tracker.scalars({"loss": 1.0}, step)
+    tracker.close(failed=True, patience_s=60.0)
     assert (stuck.shown, stuck.closed) == ([0, 1, 2, 3, 4], [True])
     assert "failed (what https://server/ says)" in "".join(capsys.readouterr())
 
 
 class _State:
-    """What the boards read of a run."""
+    """What the trackers read of a run."""
 
     def __init__(self, config: Any, world: World) -> None:
         self.config, self.world = config, world

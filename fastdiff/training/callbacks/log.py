@@ -18,8 +18,8 @@ from fastdiff.training.state import TrainState
 class Log(Callback):
     """Progress bar, ``metrics.jsonl`` and the trackers, on rank 0."""
 
-    def __init__(self, state: TrainState, boards: Trackers) -> None:
-        self._boards = boards
+    def __init__(self, state: TrainState, trackers: Trackers) -> None:
+        self._trackers = trackers
         self._every = Every(state.config.output.log_every)
         self._is_first = state.world.is_first
         self._flops = _flops(state)
@@ -47,8 +47,8 @@ class Log(Callback):
         record = self._record(state)
         if self._is_first:
             self._lines.write(record)
-            numbers = {_on_boards(name): value for name, value in record.items() if isinstance(value, float)}
-            self._boards.scalars(numbers, state.progress.steps)
+            numbers = {_tracker_name(name): value for name, value in record.items() if isinstance(value, float)}
+            self._trackers.scalars(numbers, state.progress.steps)
             self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}")
 
     def _record(self, state: TrainState) -> Record:
@@ -79,7 +79,7 @@ class Log(Callback):
                 self._lines.close()
 
 
-def _on_boards(name: str) -> str:
+def _tracker_name(name: str) -> str:
     """Return the name of a number in the trackers, with the losses by noise level in two sections."""
     section = "log_snr/" if name.startswith("loss_snr_") else "depth/" if name in BY_LEVEL else ""
     return section + name

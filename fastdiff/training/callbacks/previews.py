@@ -35,15 +35,15 @@ class PromptImages(Callback):
 
     Args:
         state: a run of a text-to-image network with a pretrained pipeline; all ranks construct this together.
-        boards: trackers that show the images too.
+        trackers: trackers that show the images too.
 
     Raises:
         FastdiffError: on every rank: the pipeline cannot be read.
     """
 
-    def __init__(self, state: TrainState, boards: Trackers) -> None:
+    def __init__(self, state: TrainState, trackers: Trackers) -> None:
         self._every = Every(state.config.validation.every)
-        self._boards = boards
+        self._trackers = trackers
         self._drawn = -1
         self._pipeline = pretrained(state.config)
         self._condition, self._null = state.world.on_first(
@@ -95,7 +95,7 @@ class PromptImages(Callback):
         rows = state.config.validation.images_per_prompt
         save_grid(state.folder / "samples" / f"step-{state.progress.steps:08d}.png", pixels, rows=rows)
         shown = {prompt: as_bytes(pixels[column :: len(prompts)]) for column, prompt in enumerate(prompts)}
-        self._boards.images(shown, state.progress.steps)
+        self._trackers.images(shown, state.progress.steps)
 
 
 class SampleGrid(Callback):

@@ -66,18 +66,18 @@ class Trackers:
     """
 
     def __init__(self, state: TrainState) -> None:
-        self._boards: list[Tracker] = []
+        self._trackers: list[Tracker] = []
         state.world.on_first(lambda: self._open(state))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Show numbers by name."""
-        for board in self._boards:
-            board.scalars(values, step)
+        for tracker in self._trackers:
+            tracker.scalars(values, step)
 
     def images(self, images: Mapping[str, Tensor], step: int) -> None:
         """Show uint8 images ``[N, 3, H, W]`` by caption."""
-        for board in self._boards:
-            board.images(images, step)
+        for tracker in self._trackers:
+            tracker.images(images, step)
 
     def __enter__(self) -> Self:
         return self
@@ -86,13 +86,13 @@ class Trackers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failed = kind is not None and not issubclass(kind, Preempted)
-        for board in self._boards:
+        for tracker in self._trackers:
             with suppress(OSError):  # a failed write was reported when it happened
-                board.close(failed=failed, patience_s=FINISH_S if kind is None else BROKEN_OFF_S)
+                tracker.close(failed=failed, patience_s=FINISH_S if kind is None else BROKEN_OFF_S)
 
     def _open(self, state: TrainState) -> None:
         for name in state.config.output.report_to:
-            self._boards.append(_TensorBoard(state) if name == "tensorboard" else Unhurried(_Wandb(state)))
+            self._trackers.append(_TensorBoard(state) if name == "tensorboard" else Unhurried(_Wandb(state)))
 
 
 def require_installed(report_to: Sequence[str]) -> None:
@@ -114,28 +114,28 @@ class Unhurried:
     Calls that do not fit into the queue are dropped with one warning; ``metrics.jsonl`` has all numbers.
 
     Args:
-        board: used by that thread alone from now on.
+        tracker: used by that thread alone from now on.
     """
 
-    def __init__(self, board: Tracker) -> None:
-        self._board = board
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_WAITING)
         self._warned = False
-        self._thread = threading.Thread(target=self._show, name="fastdiff-board", daemon=True)
+        self._thread = threading.Thread(target=self._show, name="fastdiff-tracker", daemon=True)
         self._thread.start()
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Queue numbers by name."""
-        self._put(partial(self._board.scalars, dict(values), step))
+        self._put(partial(self._tracker.scalars, dict(values), step))
 
     def images(self, images: Mapping[str, Tensor], step: int) -> None:
         """Queue uint8 images ``[N, 3, H, W]`` by caption."""
-        self._put(partial(self._board.images, dict(images), step))
+        self._put(partial(self._tracker.images, dict(images), step))
 
     def close(self, *, failed: bool, patience_s: float) -> None:
         """Send the queued calls, as far as the server accepts them within ``patience_s`` seconds."""
         end = time.monotonic() + patience_s
-        for last in (partial(self._board.close, failed=failed, patience_s=patience_s), None):
+        for last in (partial(self._tracker.close, failed=failed, patience_s=patience_s), None):
             with suppress(queue.Full):
                 self._waiting.put(last, timeout=max(0.0, end - time.monotonic()))
         self._thread.join(max(0.0, end - time.monotonic()) + min(_GRACE_S, patience_s))
@@ -158,7 +158,7 @@ class Unhurried:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            log.warning(f"a board of --output.report_to {what}; all numbers are in metrics.jsonl")
+            log.warning(f"a tracker of --output.report_to {what}; all numbers are in metrics.jsonl")
 
 
 class _TensorBoard:

@@ -54,15 +54,15 @@ class ValidationLoss(Callback):
 
     Args:
         state: the run; all ranks construct this together.
-        boards: trackers that show the losses too.
+        trackers: trackers that show the losses too.
 
     Raises:
         FastdiffError: on every rank: the data cannot be read, or do not fit the model.
     """
 
-    def __init__(self, state: TrainState, boards: Trackers) -> None:
+    def __init__(self, state: TrainState, trackers: Trackers) -> None:
         world, config = state.world, state.config
-        self._boards = boards
+        self._trackers = trackers
         self._every = Every(config.validation.every)
         self._reader = reader = world.together(lambda: open_validation(config, state.reader.info))
         self._data = reader.info.digest[:12]
@@ -157,7 +157,7 @@ class ValidationLoss(Callback):
         lines.close()
         shown = {"val_loss": total.mean, "val_loss_se": total.error}
         shown |= {f"log_snr/val_loss_snr_{n:02d}": found.mean for n, found in enumerate(bins) if found.count}
-        self._boards.scalars(shown, step)
+        self._trackers.scalars(shown, step)
 
     def _about(self, state: TrainState) -> dict[str, Any]:
         average = next(iter(state.ema.averages), None)

@@ -264,7 +264,7 @@ def test_what_makes_the_figures_worse_is_named() -> None:
         ("--sweep precision=fp32,fp17", "performance.precision: Input should be 'fp32', 'bf16' or 'fp16'"),
         ("--sweep preset=digit", "did you mean digits?"),
         ("--batch 0", "--batch.samples 0: at least 1"),
-        ("--batch 8 --micro 3", "does not divide"),
+        ("--batch 8 --micro 3", "8 is not divisible by 3"),
         ("--kernels fast", "'fast' is none of auto"),
         ("--deepspeed-config zero9", "zero9.json: no such file; did you mean"),
         ("--find-batch --batch 8", "leave out batch and micro"),

@@ -44,7 +44,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("digits", ["--flip"], "--flip is for images"),
         ("digits", ["--samples", "7"], "--samples is for the source synthetic, and the source is digits; leave it out"),
         ("synthetic", ["--max-samples", "7"], "--max-samples is for images, and synthetic is none"),
-        ("synthetic", ["--bucket-step", "8"], "say ./synthetic"),
+        ("synthetic", ["--bucket-step", "8"], "as ./synthetic"),
         ("synthetic", ["--split", "train"], "--split is for images"),
         ("digits", ["--split", "dev"], "--split dev: the digits have the splits all, train, test"),
     ],

@@ -345,7 +345,7 @@ def test_after_a_full_disk_the_same_command_goes_on(tmp_path: Path, source: Path
         ({"buckets": True, "bucket_step": 64}, "aspect-ratio buckets of resolution 32, step 64"),
         ({"bucket_step": 8}, "--bucket-step needs --buckets"),
         ({"pretrained": "no/such-pipeline-anywhere"}, "no/such-pipeline-anywhere"),
-        ({"caption_column": "nothing"}, "no column 'nothing'"),
+        ({"caption_column": "nothing"}, "no caption column 'nothing'"),
     ],
 )
 def test_options_that_do_not_fit(

@@ -53,8 +53,10 @@ def latents(tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
+    before = threading.enumerate()
     yield
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("fastdiff-")]
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not [name for name in left if name.startswith("fastdiff-")]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -297,7 +297,7 @@ def test_a_flip_needs_pixels_or_flipped_latents(digits: Path, encoded: Path) -> 
             "shift 127.5 and scale 1 / 127",
         ),
         ({"flipped": True}, "pixels, which are mirrored at reading"),
-        ({"class_names": ("one",)}, "1 names of 4 classes"),
+        ({"class_names": ("one",)}, "1 class names for 4 classes"),
     ],
 )
 def test_a_description_that_contradicts_itself_is_refused(
