@@ -259,7 +259,7 @@ def test_a_full_disk_leaves_nothing(world: World, digits: Path, tmp_path: Path) 
     weights = sum(value.numel() * 4 / 2**20 for value in newest(tmp_path / "run").weights().values())
     for name, room in (("safetensors", 0.5), ("dit", 0.5), ("dit", 1.5), ("dit-training", 5.0)):
         with tiny_disk(tmp_path / f"{name}-{room}", room * weights) as disk:
-            with pytest.raises(StorageError, match="free some space|free twice the size"):
+            with pytest.raises(StorageError, match=r"free some space|free twice the size"):
                 export(tmp_path / "run", disk / "out", Choice(format=name))  # type: ignore[arg-type]
             assert list(disk.iterdir()) == []
 
