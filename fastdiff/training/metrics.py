@@ -7,7 +7,7 @@ import re
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,12 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def append_record(path: Path, record: Record) -> None:
+    """Append one record to a file of JSON lines."""
+    with closing(JsonLines(path)) as lines:
+        lines.write(record)
 
 
 def drop_records_after(path: Path, steps: int) -> None:

@@ -19,7 +19,7 @@ from fastdiff.train import train
 from tests.support.runs import launch, records, tiny
 
 OURS = str(Path(fastdiff.__file__).parent)
-VOTES = str(Path(fastdiff.__file__).parent / "parallel" / "consensus.py")
+CONSENSUS = str(Path(fastdiff.__file__).parent / "parallel" / "consensus.py")
 READS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
 
 
@@ -33,7 +33,7 @@ def counted_reads() -> Iterator[Counter[str]]:
         def read(self: Tensor, *args: object, **options: object) -> object:
             caller = sys._getframe(1).f_code.co_filename
             if threading.current_thread() is threading.main_thread():
-                found["votes" if caller == VOTES else "fastdiff" if caller.startswith(OURS) else "other"] += 1
+                found["consensus" if caller == CONSENSUS else "fastdiff" if caller.startswith(OURS) else "other"] += 1
             return originals[name](self, *args, **options)
 
         return read
@@ -48,11 +48,11 @@ def counted_reads() -> Iterator[Counter[str]]:
 
 
 def reads_of_a_run(world: World, digits: Path, folder: Path, steps: int, stage: int, log_every: int) -> int:
-    """Reads by our own files in a whole run, start and end included; not the votes, which a GPU has sent by then."""
+    """Reads by our own files in a whole run, start and end included; those of the consensus, already sent, are apart."""
     config = tiny(digits, folder, steps=steps, output__log_every=log_every)
     with counted_reads() as found:
         train(config, launch(stage), world)
-    assert found["votes"] == steps, "once per step"
+    assert found["consensus"] == steps, "once per step"
     return found["fastdiff"]
 
 

@@ -21,7 +21,7 @@ from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training import callbacks
-from fastdiff.training.callbacks.trackers import Trackers, Unhurried, require_installed
+from fastdiff.training.callbacks.trackers import BackgroundTracker, Trackers, require_installed
 from tests.support.runs import launch, losses, records, tiny
 
 
@@ -270,7 +270,7 @@ def test_a_board_that_is_stuck_is_left_behind_with_one_warning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     stuck = _Stuck()
-    tracker = Unhurried(stuck)
+    tracker = BackgroundTracker(stuck)
     for step in range(1000):
         tracker.scalars({"loss": 1.0}, step)
     tracker.close(failed=False, patience_s=0.1)
@@ -283,7 +283,7 @@ def test_a_board_that_is_stuck_is_left_behind_with_one_warning(
 def test_a_board_that_fails_goes_on_with_the_next_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     stuck = _Stuck()
     stuck.go.set()
-    tracker = Unhurried(stuck)
+    tracker = BackgroundTracker(stuck)
     for step in range(5):
         tracker.scalars({"loss": 1.0}, step)
     tracker.close(failed=True, patience_s=60.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from fastdiff.progress import Progress
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.saving import remove_after
 from fastdiff.training.checkpoints import Checkpoints
-from fastdiff.training.metrics import JsonLines, Record, drop_records_after
+from fastdiff.training.metrics import Record, append_record, drop_records_after
 from fastdiff.training.spikes import Spike
 from fastdiff.training.state import TrainState
 
@@ -109,7 +108,7 @@ class Rewind:
             f"weights of step {before.steps}, without the {self.spiked.samples - before.samples} samples after it"
         )
         record = {"step": self.spiked.steps, "rewound_to": before.steps, "rewinds": state.progress.rewinds}
-        _append(state.folder / _SPIKES, {**record, "positions": ends, "first_key": first, "last_key": last})
+        append_record(state.folder / _SPIKES, {**record, "positions": ends, "first_key": first, "last_key": last})
 
 
 class RewindRequest(Exception):
@@ -134,10 +133,7 @@ class SpikeGuard(Callback):
             Preempted: on all ranks, if the step was a spike under the policy rewind.
         """
         if state.guard.spikes.last is not None and state.config.divergence.policy == "rewind":
-            raise Preempted(
-                f"asked to stop at step {state.progress.steps}, a spike, which is not saved; the same command resumes "
-                "from the newest checkpoint before it"
-            )
+            raise _stopped_at_spike(state)
 
     def on_step(self, state: TrainState) -> None:
         """Judge the step.
@@ -147,8 +143,8 @@ class SpikeGuard(Callback):
             Preempted: likewise, if the run was asked to stop; the next start meets the spike again.
             DivergedError: on all ranks, when the spikes exceed the limit.
         """
-        tally = state.guard.tally
-        spike = state.guard.spikes.see(tally.loss_sum, tally.loss_count, applied=state.applied)
+        flags = state.guard.flags
+        spike = state.guard.spikes.see(flags.loss_sum, flags.loss_count, applied=state.applied)
         if spike is None:
             return
         keys = _largest_keys(state)
@@ -179,9 +175,16 @@ def _act(state: TrainState, spike: Spike, what: str) -> None:
             "newest"
         )
     if policy == "rewind":
-        if state.guard.tally.stop:
-            raise Preempted(f"asked to stop at {what}")
+        if state.guard.flags.stop:
+            raise _stopped_at_spike(state)
         raise RewindRequest(Rewind(state.progress, what))
+
+
+def _stopped_at_spike(state: TrainState) -> Preempted:
+    return Preempted(
+        f"asked to stop at step {state.progress.steps}, a spike, which is not saved; the same command resumes from the "
+        "newest checkpoint before it"
+    )
 
 
 def _largest_keys(state: TrainState) -> list[str]:
@@ -204,9 +207,4 @@ def _keys(state: TrainState, positions: Sequence[int]) -> list[str]:
 
 def _note(warning: str, path: Path, record: Record) -> None:
     log.warning(warning)
-    _append(path, record)
-
-
-def _append(path: Path, record: Record) -> None:
-    with closing(JsonLines(path)) as lines:
-        lines.write(record)
+    append_record(path, record)

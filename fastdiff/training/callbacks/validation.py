@@ -30,7 +30,7 @@ from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.previews import averaged_model, memory_beside_training
 from fastdiff.training.callbacks.trackers import Trackers
-from fastdiff.training.metrics import JsonLines, Record, drop_records_after
+from fastdiff.training.metrics import Record, append_record, drop_records_after
 from fastdiff.training.state import TrainState
 
 LINES = "validation.jsonl"
@@ -82,7 +82,7 @@ class ValidationLoss(Callback):
         self._index = spread(len(reader), config.validation.samples)
         self._levels = self._objective.process.draw(even_shares(len(self._index)).to(world.device))
         self._batches = batches_of(reader.info, self._index)
-        self._done = world.on_first(lambda: self._go_on(state))
+        self._done = world.on_first(lambda: self._resume_records(state))
         if self._every.due(state.progress) and 0 < state.progress.steps != self._done:
             self._validate(state)  # the run was killed between its checkpoint and its validation
 
@@ -100,7 +100,7 @@ class ValidationLoss(Callback):
         """Close the data."""
         self._reader.close()
 
-    def _go_on(self, state: TrainState) -> int:
+    def _resume_records(self, state: TrainState) -> int:
         """Remove the records that a resumed run repeats; return the last comparable validated step, or -1."""
         lines = state.folder / LINES
         drop_records_after(lines, state.progress.steps)
@@ -152,9 +152,7 @@ class ValidationLoss(Callback):
         total, bins = by_log_snr(log_snr, loss)
         record = {"step": step, "samples": state.progress.samples, **_record(total, bins)}
         record |= {"unit": unit(self._config), "data": self._data}
-        lines = JsonLines(state.folder / LINES)
-        lines.write(record)
-        lines.close()
+        append_record(state.folder / LINES, record)
         shown = {"val_loss": total.mean, "val_loss_se": total.error}
         shown |= {f"log_snr/val_loss_snr_{n:02d}": found.mean for n, found in enumerate(bins) if found.count}
         self._trackers.scalars(shown, step)
