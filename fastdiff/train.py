@@ -34,7 +34,7 @@ from fastdiff.training.callbacks.divergence import RewindRequest
 from fastdiff.training.state import TrainState
 
 _GRACE_S = 10.0
-"""Seconds for a launcher to see which rank ended first, and to end the ranks that lost it."""
+"""Seconds for a launcher to find the rank that ended first, and to end the ranks that lost the connection to it."""
 
 
 def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | None = None) -> Progress:

@@ -4,8 +4,9 @@ Every rank's file holds tensors named ``<kind>/<parameter>``. Kinds are ``master
 those of the optimizer, such as ``exp_avg``. The tensors are slices of flattened parameters; the file's metadata holds
 their starts. The scales of 8-bit moments (``exp_avg_scales``) are slices counted in blocks of the parameter instead of
 elements. State that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is stored whole as
-``raw/<flat>/<key>``, and ``fragments/<flat>`` lists its parameters (``bitsandbytes_state``). The file of rank 0 holds
-the learned state of timestep sampling as ``timesteps/<key>``. There is no pickle.
+``raw/<flat>/<key>``, and ``fragments/<flat>`` lists its parameters (``bitsandbytes_state``). ``meters`` are the loss
+sums of the rank since the last log record. The file of rank 0 also holds the learned state of timestep sampling as
+``timesteps/<key>``, and the recent losses for spike detection as ``spikes/<key>``. There is no pickle.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fastdiff.errors import ConfigError, StorageError
 from fastdiff.parallel.fragments import Fragment
 
 METERS = "meters"
+"""Name of the loss sums of a rank (``training.metrics.Meters``)."""
 TIMESTEPS = "timesteps/"
 """Prefix of the learned state of timestep sampling, in the file of rank 0."""
 SPIKES = "spikes/"
@@ -78,9 +80,8 @@ class Checkpoint:
     @property
     def optimizer_steps(self) -> int:
         """Steps counted by the optimizer; fewer than were applied if it started later."""
-        progress = self.manifest[
-            "progress"
-        ]  # older checkpoints have no such entry: the optimizer counted all applied steps
+        # Older checkpoints have no such entry: the optimizer counted all applied steps.
+        progress = self.manifest["progress"]
         return int(self.manifest.get("optimizer_steps", progress["steps"] - progress["skipped"]))
 
     @property
@@ -127,8 +128,8 @@ class Checkpoint:
         assert result is not None
         return result
 
-    def raw(self, flat: int, rank: int) -> dict[str, Tensor]:
-        """Return the unsliceable state of a flat tensor, from the file of ``rank`` or else of its owner."""
+    def unsliced_state(self, flat: int, rank: int) -> dict[str, Tensor]:
+        """Return the state of a flat tensor that cannot be sliced, from the file of ``rank``, or that of its owner."""
         prefix, own = f"{RAW}{flat}/", f"rank-{rank:05d}.safetensors"
         for name in sorted(self.manifest["files"], key=lambda name: (name != own, name)):
             found = self._with_prefix(name, prefix)

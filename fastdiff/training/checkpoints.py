@@ -207,7 +207,7 @@ def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
     if state.world.is_first:  # the same on every rank
         tensors |= {TIMESTEPS + name: values for name, values in state.objective.timesteps.state().items()}
         tensors |= {SPIKES + name: values for name, values in state.guard.spikes.state().items()}
-    return tensors | dict(optimizer_state.raw_state(state.engine)), starts
+    return tensors | dict(optimizer_state.unsliced_state(state.engine)), starts
 
 
 def sliced(

@@ -48,7 +48,7 @@ def counted_reads() -> Iterator[Counter[str]]:
 
 
 def reads_of_a_run(world: World, digits: Path, folder: Path, steps: int, stage: int, log_every: int) -> int:
-    """Reads by our own files in a whole run, start and end included; those of the consensus, already sent, are apart."""
+    """Reads by our own files in a whole run, start and end included; those of the consensus are counted apart."""
     config = tiny(digits, folder, steps=steps, output__log_every=log_every)
     with counted_reads() as found:
         train(config, launch(stage), world)

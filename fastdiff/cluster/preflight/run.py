@@ -128,7 +128,7 @@ def _meet(keys: Store, report: NodeReport, nodes: int, deadline: float) -> None:
 
 
 def _silent(keys: Store, node: int) -> Problem:
-    return Problem(node, keys.get(f"name/{node}").decode(), 2, "arrived but sent no report")
+    return Problem(node, keys.get(f"name/{node}").decode(), ConfigError.exit_code, "arrived but sent no report")
 
 
 def _apart(report: NodeReport) -> Problem:
