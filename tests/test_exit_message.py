@@ -124,6 +124,8 @@ _FAULTS: dict[str, Callable[[World], None]] = {
     "storage of rank 1": _raise_in_a_step(1, lambda: OSError(28, "No space left on device", "file")),
     "bug of all": _raise_in_a_step(None, lambda: ZeroDivisionError("a bug")),
     "bug of rank 1": _raise_in_a_step(1, lambda: RuntimeError("a bug of the shapes")),
+    "Ctrl-C": _raise_in_a_step(None, KeyboardInterrupt),
+    "rank 1 hangs": _raise_in_a_step(1, lambda: time.sleep(600)),  # type: ignore[arg-type,return-value]
     "rank 1 is killed": _raise_in_a_step(1, _Killed),
     "signals in a step": _signal_in_a_step,
     "signals at the start": _signal_at_the_start,
@@ -161,6 +163,8 @@ CASES = {
     "no folder": (74, "none", {"output.folder": "/dev/null/run"}, "Not a directory"),
     "a request to stop": (75, "signals in a step", {}, "the same command resumes from there"),
     "an early request to stop": (75, "signals at the start", {}, "SIGTERM before the first step"),
+    "an interrupt": (130, "Ctrl-C", {}, "interrupted, not saved"),
+    "a hang": (1, "rank 1 hangs", {"hang-timeout": "5"}, "no progress for"),
     "a bug": (1, "bug of all", {}, "ZeroDivisionError: a bug"),
     "a bug of one rank": (1, "bug of rank 1", {}, "RuntimeError: a bug of the shapes"),
 }
