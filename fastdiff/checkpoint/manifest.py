@@ -77,7 +77,7 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
     except StorageError as error:
         return [str(error)]
     if manifest.get("sha256") not in (None, digest_of(manifest)):  # None: written before manifests had a digest
-        return [f"{folder / MANIFEST}: its content is not what was written"]
+        return [f"{folder / MANIFEST}: its content differs from its sha256"]
     files = sorted(manifest["files"].items())
     found = (_problem_of(folder / name, entry) for name, entry in files[share::shares])
     return [problem for problem in found if problem is not None]

@@ -168,7 +168,7 @@ def _check_widths(saved: Checkpoint, wanted: Sequence[float]) -> None:
     require(
         not added,
         f"{saved.folder} has averages of the widths {list(saved.ema_stds)}; --ema.power_stds {' '.join(added)} would "
-        "miss all steps before it. Drop what is added, or start a new run in another --output.folder",
+        "miss all steps before it. Leave them out, or start a new run in another --output.folder",
     )
 
 

@@ -92,8 +92,8 @@ def _blockwise(saved: Checkpoint) -> BlockwiseState:
     if not any(True for _ in saved.keys(FRAGMENTS)):
         raise ConfigError(
             f"{saved.folder} holds the state of bitsandbytes of {saved.manifest['world_size']} ranks at ZeRO stage "
-            f"{saved.manifest['zero_stage']}, and does not record which parameters lie where in it (an older fastdiff "
-            "wrote it); resume with the same ranks and stage, and save once"
+            f"{saved.manifest['zero_stage']}, and does not record the places of its parameters (written by an older "
+            "fastdiff); resume with the same ranks and stage, and save once"
         )
     return BlockwiseState(saved)
 

@@ -19,7 +19,7 @@ from fastdiff.checkpoint.manifest import committed, verify
 from fastdiff.cluster.supervisor.environment import request_nccl_dumps
 from fastdiff.cluster.supervisor.main import main
 from fastdiff.cluster.supervisor.outcome import UNAVAILABLE, of_hang
-from fastdiff.cluster.supervisor.ranks import Sight
+from fastdiff.cluster.supervisor.ranks import RankStatus
 from fastdiff.cluster.supervisor.signals import Signals
 from fastdiff.parallel.world import free_port
 from tests.support.processes import ROOT
@@ -284,9 +284,9 @@ def test_a_child_dies_with_the_process_that_started_it() -> None:
     assert gone == [child]
 
 
-def sight(rank: int, **changes: object) -> Sight:
+def status(rank: int, **changes: object) -> RankStatus:
     values: dict[str, object] = {"process": 100 + rank, "state": "S", "step": 7, "phase": "backward", "age_s": 15.0}
-    return Sight(rank=rank, **{**values, **changes})  # type: ignore[arg-type]
+    return RankStatus(rank=rank, **{**values, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -295,14 +295,14 @@ def sight(rank: int, **changes: object) -> Sight:
         ({"state": "T", "step": 9, "age_s": 15.0}, "stopped, though ahead"),
         ({"step": 6, "phase": "end"}, "a step behind"),
         ({"phase": "forward"}, "a phase behind"),
-        ({"age_s": 15.5}, "mute for longest"),
+        ({"age_s": 15.5}, "silent for longest"),
         ({"step": -1, "phase": "start"}, "no beat yet"),
     ],
 )
 def test_who_holds_up_the_others(culprit: dict[str, object], why: str) -> None:
-    sights = {"node 0 on a": [sight(0), sight(1)], "node 1 on b": [sight(2), sight(3, **culprit)]}
-    outcome = of_hang(sights, [], 15.0, Path("runs/x"))
+    statuses = {"node 0 on a": [status(0), status(1)], "node 1 on b": [status(2), status(3, **culprit)]}
+    outcome = of_hang(statuses, [], 15.0, Path("runs/x"))
     assert "rank 3 (node 1 on b, process 103) failed first" in outcome.line, why
     assert "runs/x/stacks" in outcome.line
-    mute = of_hang(sights, ["node 2 on c"], 15.0, Path("runs/x"))
+    mute = of_hang(statuses, ["node 2 on c"], 15.0, Path("runs/x"))
     assert mute.line == "fastdiff: node 2 on c failed first: it does not answer"

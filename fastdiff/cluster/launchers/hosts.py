@@ -133,10 +133,10 @@ def _watch(connections: Sequence[_Connection], stops: Sequence[int]) -> int:
         if now >= kill_at or len(stops) > 1:
             return first_bad or 128 + (stops[-1] if stops else signal.SIGKILL)
         time.sleep(0.1)
-    return _together([code or 0 for code in codes])
+    return _exit_code([code or 0 for code in codes])
 
 
-def _together(codes: Sequence[int]) -> int:
+def _exit_code(codes: Sequence[int]) -> int:
     """Return the exit code of the job: that of the first failure, otherwise 75 if any host stopped on request."""
     wrong = [code for code in codes if code not in (0, Preempted.exit_code)]
     return wrong[0] if wrong else max(codes)
