@@ -36,6 +36,7 @@ STACKS = "stacks"
 START_TIMEOUT_S = 600.0
 """Lower limit of the time-out of the start, which reads whole files and compiles."""
 
+_POLL_S = 1.0
 _GIL_S = 5.0
 """Seconds after which the thread in C ends a rank whose Python thread could not."""
 
@@ -102,8 +103,9 @@ class Heartbeat:
         self._path = stacks_path(run, rank)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = self._path.open("w")
+        self._timeout_s = hang_timeout_s
         # The supervisor can name the rank that hangs, so it acts first; this time-out holds in case it is gone.
-        self._timeout_s = hang_timeout_s * (2 if node_folder else 1)
+        self._factor = 2 if node_folder else 1
         self._write: Callable[[bytes], None] | None = None
         self._last: tuple[int, Phase] = (0, "start")
         self.at_s = 0.0
@@ -126,6 +128,7 @@ class Heartbeat:
             self._write(_BEAT.pack(step, PHASES.index(phase), self.at_s))
         if self._timeout_s > 0 and phase in ("start", "data", "callbacks", "end"):  # not in each: it starts a thread
             limit_s = max(START_TIMEOUT_S, self._timeout_s) if phase == "start" else self._timeout_s
+            limit_s *= self._factor
             self._due_s = self.at_s + limit_s
             faulthandler.dump_traceback_later(limit_s + _GIL_S, exit=True, file=self._stacks)
 
@@ -140,7 +143,7 @@ class Heartbeat:
     def _watch(self) -> None:
         """End this process at the hang time-out, with the stacks of its threads and one message per job."""
         while (left_s := self._due_s - time.monotonic()) > 0:
-            if self._closed.wait(left_s):
+            if self._closed.wait(min(left_s, _POLL_S)):  # the next beat may bring a shorter time-out
                 return
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         step, phase = self._last
