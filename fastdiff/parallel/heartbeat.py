@@ -151,6 +151,7 @@ class Heartbeat:
             f"no progress for {time.monotonic() - self.at_s:.0f} s (--hang-timeout), in {phase} after step {step}; the "
             f"stacks of the threads are in {self._path.parent}; the same command resumes from the newest checkpoint"
         )
+        note_failure(error.exit_code, str(error))
         os._exit(report(error))
 
     def close(self) -> None:
