@@ -1,7 +1,7 @@
 """Heartbeat of a rank: its phase and its last progress.
 
 Under a supervisor (``fastdiff.cluster``) a rank writes its step and phase into shared memory, so that the supervisor
-finds the rank that hangs. A rank also watches itself: after the hang time-out without a beat (twice as long under a
+finds the rank that hangs. A rank also watches itself: after the hang timeout without a beat (twice as long under a
 supervisor) a thread writes the stacks of all threads, prints the error and ends the process. Should that thread not get
 the GIL, a thread in C writes the stacks and ends the process, without a message.
 """
@@ -34,7 +34,7 @@ STACKS = "stacks"
 """Folder in the run folder: one file per rank with the stacks of a hang."""
 
 START_TIMEOUT_S = 600.0
-"""Lower limit of the time-out of the start, which reads whole files and compiles."""
+"""Lower limit of the timeout of the start, which reads whole files and compiles."""
 
 _POLL_S = 1.0
 _GIL_S = 5.0
@@ -44,7 +44,7 @@ _BEAT = struct.Struct("<qqd")
 
 
 class HangError(FastdiffError):
-    """This rank made no progress within the hang time-out."""
+    """This rank made no progress within the hang timeout."""
 
     exit_code = 1
 
@@ -104,7 +104,7 @@ class Heartbeat:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = self._path.open("w")
         self._timeout_s = hang_timeout_s
-        # The supervisor can name the rank that hangs, so it acts first; this time-out holds in case it is gone.
+        # The supervisor can name the rank that hangs, so it acts first; this timeout holds in case it is gone.
         self._factor = 2 if node_folder else 1
         self._write: Callable[[bytes], None] | None = None
         self._last: tuple[int, Phase] = (0, "start")
@@ -141,9 +141,9 @@ class Heartbeat:
         self.beat(*self._last)
 
     def _watch(self) -> None:
-        """End this process at the hang time-out, with the stacks of its threads and one message per job."""
+        """End this process at the hang timeout, with the stacks of its threads and one message per job."""
         while (left_s := self._due_s - time.monotonic()) > 0:
-            if self._closed.wait(min(left_s, _POLL_S)):  # the next beat may bring a shorter time-out
+            if self._closed.wait(min(left_s, _POLL_S)):  # the next beat may bring a shorter timeout
                 return
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         step, phase = self._last

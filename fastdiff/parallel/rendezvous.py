@@ -24,7 +24,7 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> Store:
             to it.
         host: name or address of rank 0's machine.
         port: a free port there.
-        timeout_s: time-out of the connection.
+        timeout_s: timeout of the connection.
 
     Raises:
         ConfigError: the port is taken, or the host is unknown (rank 0 only).

@@ -128,7 +128,7 @@ def start_world(timeout_s: float = 1800.0) -> World:
 
 
 def _record_collectives() -> None:
-    """Let NCCL record its last collectives and write them to a file at a time-out (PyTorch's flight recorder)."""
+    """Let NCCL record its last collectives and write them to a file at a timeout (PyTorch's flight recorder)."""
     for name, value in (("TORCH_FR_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")):
         os.environ.setdefault(name, value)
     dump = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")

@@ -1,4 +1,4 @@
-"""The time-outs of a rank that watches itself; hangs themselves are in test_exit_message and test_supervisor."""
+"""The timeouts of a rank that watches itself; hangs themselves are in test_exit_message and test_supervisor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastdiff.parallel.heartbeat import NODE_FOLDER, START_TIMEOUT_S, Heartbeat,
 
 
 def _limits_s(folder: Path, hang_timeout_s: float, phases: Sequence[Phase]) -> list[float]:
-    """Return the time-outs that are set in these phases, in seconds."""
+    """Return the timeouts that are set in these phases, in seconds."""
     found: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(faulthandler, "dump_traceback_later", lambda timeout, **_: found.append(timeout))
@@ -25,7 +25,7 @@ def _limits_s(folder: Path, hang_timeout_s: float, phases: Sequence[Phase]) -> l
 
 @pytest.mark.parametrize("hang_timeout_s", [100.0, 900.0])
 def test_a_supervisor_always_acts_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_timeout_s: float) -> None:
-    """Also at the start, whose time-out has a lower limit: a rank that ends itself then hides which one hangs."""
+    """Also at the start, whose timeout has a lower limit: a rank that ends itself then hides which one hangs."""
     phases: list[Phase] = ["start", "data", "forward", "callbacks", "end"]
     alone = _limits_s(tmp_path / "alone", hang_timeout_s, phases)
     assert [round(limit_s, -1) for limit_s in alone] == [max(START_TIMEOUT_S, hang_timeout_s), *3 * [hang_timeout_s]]

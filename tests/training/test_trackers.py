@@ -266,7 +266,7 @@ class _Stuck:
 
 
 @pytest.mark.fault(29)
-def test_a_board_that_is_stuck_is_left_behind_with_one_warning(
+def test_a_tracker_that_is_stuck_is_left_behind_with_one_warning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     stuck = _Stuck()
@@ -280,7 +280,7 @@ def test_a_board_that_is_stuck_is_left_behind_with_one_warning(
 
 
 @pytest.mark.fault(29)
-def test_a_board_that_fails_goes_on_with_the_next_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker_that_fails_goes_on_with_the_next_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     stuck = _Stuck()
     stuck.go.set()
     tracker = BackgroundTracker(stuck)

@@ -47,7 +47,7 @@ def of_rank(
             already bound, so no other program can take it.
         node_folder: private folder of the supervisor on this node.
         extensions: folder of the compiled operators.
-        run: the run folder; NCCL's flight recorder writes to ``nccl/`` in it at a time-out.
+        run: the run folder; NCCL's flight recorder writes to ``nccl/`` in it at a timeout.
     """
     return {
         **base,
@@ -71,7 +71,7 @@ def of_rank(
 def request_nccl_dumps(node_folder: Path, run: Path) -> None:
     """Let NCCL's flight recorder write the records of every rank of this node; a no-op without NCCL.
 
-    By itself it writes only at its time-out, which is later than the detection of the hang.
+    By itself it writes only at its timeout, which is later than the detection of the hang.
     """
     pipes = list(node_folder.glob(f"{_NCCL}-*.pipe"))
     if pipes:

@@ -32,9 +32,9 @@ from fastdiff.console import ignoring_closed_output, log, write_line
 from fastdiff.errors import FastdiffError, Preempted, as_storage_error, report, require
 
 _CONTACT_S = 60.0
-"""Time without contact after which a node is lost; the hang time-out if that is shorter."""
+"""Time without contact after which a node is lost; the hang timeout if that is shorter."""
 _START_S = 600.0
-"""Time for a rank to build, restore and take its first batch; the hang time-out if that is longer."""
+"""Time for a rank to build, restore and take its first batch; the hang timeout if that is longer."""
 
 
 @ignoring_closed_output()

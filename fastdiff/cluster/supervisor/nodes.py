@@ -93,7 +93,7 @@ class Nodes:
         count: number of nodes.
         name: name of this node in messages.
         limit_s: time without contact after which a node is lost.
-        hang_timeout_s: hang time-out of the ranks, for messages.
+        hang_timeout_s: hang timeout of the ranks, for messages.
         run: the run folder, for messages.
         notify: called from another thread when ``outcome``, ``hang`` or ``broken`` has changed.
     """

@@ -66,7 +66,7 @@ def of_hang(
     Args:
         statuses: state of the ranks, by name of the node.
         silent_nodes: nodes that do not answer.
-        hang_timeout_s: the hang time-out.
+        hang_timeout_s: the hang timeout.
         run: the run folder.
     """
     for node in silent_nodes:
