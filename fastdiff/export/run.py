@@ -83,7 +83,7 @@ def _checked(choice: Choice, config: RunConfig) -> ExportFormat:
     """Return the format; ConfigError if it does not support the run or the other choices."""
     name = choice.format
     if name == "lora":
-        instead = next(iter(formats_of(config.model)))
+        instead = next(known for known in formats_of(config.model) if known != "lora")
         require(config.lora.rank > 0, f"--format lora: the run trained all weights and has no adapter; use {instead}")
     found = format_of(config.model, name)
     if found.training:
