@@ -193,7 +193,8 @@ def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tu
         require(len(index) >= 2, f"{len(index)} samples have no standard error; at least 2")
         total = len(index) * objective.timesteps
         with tqdm(total=total, disable=not progress, desc="nll", unit="step", leave=False) as bar:
-            batches = read_clean(reader, index, run.model.inputs, run.device, options.seed, run.model.low_res_size)
+            low_res_size = run.config.model.low_res_size
+            batches = read_clean(reader, index, run.model.inputs, run.device, options.seed, low_res_size)
             found = measure(run.model, objective, batches, options, bar)
     result = found.summary() | {
         "samples": len(index),

@@ -76,7 +76,7 @@ def conditions(run: Run, wish: Wish, seed: int) -> Conditions:
         return _of_prompts(run, wish)
     require(not wish.prompts, f"{run.folder} was trained with classes, not captions; use --classes")
     require(wish.num is None or wish.per_class is None, "--num and --per-class both set the number of images; give one")
-    if wish.low_res is not None or run.model.low_res_size:
+    if wish.low_res is not None or run.config.model.low_res_size:
         return _of_small_images(run, wish)
     run.check_classes(wish.classes or ())
     known = run.known_classes
@@ -109,7 +109,7 @@ def _of_labels(run: Run, count: int, labels: Tensor | None, how: str) -> Conditi
 
 
 def _of_small_images(run: Run, wish: Wish) -> Conditions:
-    side = run.model.low_res_size
+    side = run.config.model.low_res_size
     if wish.low_res is None:
         raise ConfigError(
             f"{run.folder} was trained to enlarge images of {side} x {side}; give them with --low-res NPZ"

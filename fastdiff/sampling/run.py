@@ -102,7 +102,7 @@ class Run:
         """
         if self.config.model.text_conditional:
             raise ConfigError(f"{self.folder} was trained with captions; give prompts with --prompt")
-        if self.model.low_res_size:
+        if self.config.model.low_res_size:
             raise ConfigError(f"{self.folder} was trained to enlarge images; give them with --low-res, and --npz")
         self.check_classes(classes or ())
         columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.known_classes or None)

@@ -57,7 +57,7 @@ class AdmUNet(BlockwiseModel):
         self, config: AdmConfig, *, recompute: bool = False, attention: AttentionBackend = "auto", dropout_seed: int = 0
     ) -> None:
         super().__init__()
-        self.config, self.low_res_size = config, config.low_res_size
+        self.config = config
         parts = _Parts(config, recompute, attention, dropout_seed)
         self.time_embed = nn.Sequential(
             nn.Linear(config.width, parts.time_dim), nn.SiLU(), nn.Linear(parts.time_dim, parts.time_dim)
