@@ -128,8 +128,8 @@ class _OfEveryProcess:
         return False
 
     @property
-    def tells_x0(self) -> bool:
-        """Whether x0 follows from the prediction at every noise level."""
+    def determines_x0(self) -> bool:
+        """Whether the prediction determines x0 at every noise level."""
         return True
 
     @property
@@ -187,7 +187,7 @@ class DdpmConfig(_OfEveryProcess):
         return self.variance in ("learned", "learned_range")
 
     @property
-    def tells_x0(self) -> bool:
+    def determines_x0(self) -> bool:
         """False for epsilon prediction with a schedule that ends in pure noise."""
         return not self.ends_in_noise or self.predicted != "epsilon"
 
@@ -240,7 +240,7 @@ class DdpmConfig(_OfEveryProcess):
     def _check_bound(self) -> None:
         chosen = f"--objective.loss {self.loss} and --objective.variance {self.variance}"
         require(
-            self.tells_x0,
+            self.determines_x0,
             f"{chosen} with a schedule that ends in pure noise (jsd, or zero_terminal_snr): at zero terminal SNR the "
             "KL of epsilon prediction is infinite; use --objective.prediction v or x0",
         )

@@ -52,7 +52,7 @@ class Run:
         step: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        saved = open_saved(folder, step)
+        saved = open_checkpoint(folder, step)
         self.folder = folder
         self.config = config_of(saved)
         self.step = int(saved.manifest["progress"]["steps"])
@@ -216,7 +216,7 @@ class Run:
         ).cpu()
 
 
-def open_saved(folder: Path, step: int | None = None, *, snapshots: bool = False) -> Checkpoint:
+def open_checkpoint(folder: Path, step: int | None = None, *, snapshots: bool = False) -> Checkpoint:
     """Open the newest intact checkpoint of the run in ``folder``, or the one of ``step``.
 
     Args:
