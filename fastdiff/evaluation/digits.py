@@ -53,7 +53,7 @@ def evaluate_run(run: Run) -> dict[str, Any]:
 def _evaluate_drawn(run: Run) -> dict[str, Any]:
     if not run.known_classes:
         raise ConfigError(
-            f"{run.folder}: a model without classes cannot be asked for digits; measure its samples with `fastdiff "
+            f"{run.folder}: a model without classes cannot draw a given digit; measure its samples with `fastdiff "
             "evaluate SAMPLES --reference REAL`"
         )
     labels = evaluation_labels()

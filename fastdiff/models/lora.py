@@ -105,8 +105,8 @@ def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             raise ConfigError(
-                f"--lora.targets {target}: no name of a linear layer or convolution of this network ends so; "
-                f"the ends of the names are {', '.join(sorted({_end(name) for name in names}))}"
+                f"--lora.targets {target}: no linear layer or convolution of this network has a name with this end; "
+                f"the names end in {', '.join(sorted({_end(name) for name in names}))}"
             )
 
 

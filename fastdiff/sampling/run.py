@@ -249,8 +249,8 @@ def _missing(step: int, checkpoints: Sequence[int], kept: Sequence[int], *, snap
     there = ", ".join(map(str, checkpoints)) or "none"
     if step in kept:
         return (
-            f"step {step} is a snapshot, which only --ema-std can use; checkpoints, which have all weights, exist of "
-            f"the steps {there}"
+            f"step {step} is a snapshot, which only --ema-std can use; steps with a checkpoint, which has all weights: "
+            f"{there}"
         )
     if snapshots:
         of = ", ".join(map(str, kept)) or "none"

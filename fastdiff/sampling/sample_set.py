@@ -52,7 +52,7 @@ def draw_set(
     rank: Rank | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Draw the missing batches of this rank, and write the npz if none of any rank is missing then.
+    """Draw the missing batches of this rank; the rank that completes the set writes the npz.
 
     All ranks pass the same ``request``, ``sampler`` and ``options``.
 
