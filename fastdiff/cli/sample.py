@@ -154,7 +154,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig) -> None:
     from fastdiff.data.encoding.options import Rank
-    from fastdiff.sampling.conditions import Wish
+    from fastdiff.sampling.conditions import SampleRequest
     from fastdiff.sampling.run import Run
     from fastdiff.sampling.sample_set import SetOptions, draw_set
 
@@ -166,7 +166,7 @@ def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig) -> None:
         step=arguments.step,
         device=rank.device(),
     )
-    wish = Wish(
+    request = SampleRequest(
         num=arguments.num,
         classes=arguments.classes,
         per_class=arguments.per_class,
@@ -177,4 +177,4 @@ def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig) -> None:
     )
     names = "batch", "precision", "autoencoder"
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    draw_set(run, wish, sampler, SetOptions(out=arguments.npz, **given), rank)
+    draw_set(run, request, sampler, SetOptions(out=arguments.npz, **given), rank)

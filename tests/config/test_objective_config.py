@@ -213,6 +213,16 @@ def test_a_record_of_all_fields_is_read_and_continued(objective: Any, tmp_path: 
     assert config_changes(record, as_json(config), ()) == {}
 
 
+def test_a_value_without_effect_was_taken_by_every_process() -> None:
+    """DREAM's exponent, without DREAM: records and commands of flow and edm may have it."""
+    config = replace(preset("digits"), objective=EdmConfig())
+    record = recorded(config)
+    record["objective"]["dream_detail_preservation"] = 2.0
+    assert from_mapping(record, "a checkpoint") == config
+    flags = ["--preset", "digits", "--objective.process", "edm", "--objective.dream-detail-preservation", "2"]
+    assert parse(flags)[1] == config
+
+
 def test_a_record_with_a_value_of_another_process_is_refused() -> None:
     record = recorded(replace(preset("digits"), objective=FlowConfig()))
     record["objective"]["schedule"] = "cosine"

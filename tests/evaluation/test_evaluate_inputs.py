@@ -17,13 +17,13 @@ import pytest
 from PIL import Image
 
 from fastdiff.errors import ConfigError, DataError
-from fastdiff.evaluation.image_comparison import FidelityOptions, evaluate_images
+from fastdiff.evaluation.image_comparison import ImageComparisonOptions, evaluate_images
 from fastdiff.evaluation.image_sets import open_images, open_reference
 from fastdiff.sampling.npz import npz_member
 from tests.support.injected.hostile_files import Payload
 from tests.support.inputs.image_sets import folder_of, npz, pictures
 
-PIXELS = FidelityOptions(features="pixels", batch=7)
+PIXELS = ImageComparisonOptions(features="pixels", batch=7)
 
 
 def test_a_run_is_no_set_of_images(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from fastdiff.models.load import null_label
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import IMAGE_SIZE, build
 from fastdiff.parallel.world import World
-from fastdiff.sampling.conditions import Wish
+from fastdiff.sampling.conditions import SampleRequest
 from fastdiff.sampling.npz import comment_of, read_npz
 from fastdiff.sampling.pixels import PixelDecoder, autoencoder_of
 from fastdiff.sampling.run import Run
@@ -238,7 +238,7 @@ def test_latents_are_decoded(latents: Path, pipeline: Path, tmp_path: Path) -> N
     run = Run(latents)
     options = SetOptions(out=out, batch=3, autoencoder=str(pipeline))
     for rank in range(2):
-        draw_set(run, Wish(num=5), SamplerConfig(steps=2, cfg=1.0), options, Rank(rank, 2))
+        draw_set(run, SampleRequest(num=5), SamplerConfig(steps=2, cfg=1.0), options, Rank(rank, 2))
     images, labels = read_npz(out)
     assert images.shape == (5, IMAGE_SIZE, IMAGE_SIZE, 3)
     assert labels is not None
@@ -280,7 +280,9 @@ def test_the_decoder_decides_whether_a_set_is_clamped(unconditional: Path, tmp_p
     assert run.decided(SamplerConfig()).clip is False
     for name, asked, clamped in (("default", None, True), ("off", False, False)):
         out = tmp_path / f"{name}.npz"
-        draw_set(run, Wish(num=2), SamplerConfig(steps=2, clip=asked), SetOptions(out=out, autoencoder="identity"))
+        draw_set(
+            run, SampleRequest(num=2), SamplerConfig(steps=2, clip=asked), SetOptions(out=out, autoencoder="identity")
+        )
         assert json.loads(comment_of(out))["clip"] is clamped
 
 

@@ -23,7 +23,7 @@ from fastdiff.data.encoding.options import Rank
 from fastdiff.errors import ConfigError
 from fastdiff.models.load import null_label
 from fastdiff.parallel.world import World
-from fastdiff.sampling.conditions import Wish
+from fastdiff.sampling.conditions import SampleRequest
 from fastdiff.sampling.npz import read_npz
 from fastdiff.sampling.parts import SampleParts
 from fastdiff.sampling.run import Run
@@ -50,7 +50,9 @@ def trained(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory
 def draw(folder: Path, out: Path, rank: Rank, num: int = IMAGES, batch: int = BATCH) -> None:
     """What the command does, in four steps of DDIM."""
     run = Run(folder)
-    draw_set(run, Wish(num=num), SamplerConfig(steps=4), SetOptions(out=out, batch=batch), rank, say=lambda _: None)
+    draw_set(
+        run, SampleRequest(num=num), SamplerConfig(steps=4), SetOptions(out=out, batch=batch), rank, say=lambda _: None
+    )
 
 
 def flags(folder: Path, out: Path) -> list[str]:
@@ -76,7 +78,7 @@ def drawn_by(world: World, folder: Path, out: Path) -> bool:
 def drawn_in_bf16(world: World, folder: Path, out: Path) -> torch.dtype:
     run = Run(folder)
     options = SetOptions(out=out, batch=8, precision="bf16")
-    draw_set(run, Wish(num=40), SamplerConfig(steps=4), options, Rank.from_environment(), say=lambda _: None)
+    draw_set(run, SampleRequest(num=40), SamplerConfig(steps=4), options, Rank.from_environment(), say=lambda _: None)
     return next(run.model.parameters()).dtype
 
 
@@ -187,7 +189,7 @@ def test_parts_that_nobody_saw_in_time_are_joined_by_the_same_command(trained: P
     for part in parts.glob("part-*"):
         part.rename(unseen / part.name)
     options = SetOptions(out=out, batch=10)
-    draw_set(Run(trained), Wish(num=40), SamplerConfig(steps=4), options, Rank(1, 2), say=said.append)
+    draw_set(Run(trained), SampleRequest(num=40), SamplerConfig(steps=4), options, Rank(1, 2), say=said.append)
     assert said == [
         "rank 1: its share is done; 20 images of other ranks are still missing; if all ranks have ended, run "
         "this command once more"
@@ -198,7 +200,7 @@ def test_parts_that_nobody_saw_in_time_are_joined_by_the_same_command(trained: P
     run = Run(trained)
     with torch.no_grad():
         next(run.model.parameters()).fill_(float("nan"))  # what it drew now would be refused
-    draw_set(run, Wish(num=40), SamplerConfig(steps=4), options, Rank(), say=said.append)
+    draw_set(run, SampleRequest(num=40), SamplerConfig(steps=4), options, Rank(), say=said.append)
     assert said[1] == f"{out}: 40 images, {run.description}"
     assert out.read_bytes() == (tmp_path / "undisturbed.npz").read_bytes()
     assert not parts.exists()
@@ -210,7 +212,7 @@ def test_what_is_complete_is_not_drawn_again(trained: Path, undisturbed: Path, t
     before, said = out.stat().st_mtime_ns, []
     draw_set(
         Run(trained),
-        Wish(num=IMAGES),
+        SampleRequest(num=IMAGES),
         SamplerConfig(steps=4),
         SetOptions(out=out, batch=BATCH),
         Rank(1, 2),
@@ -269,7 +271,14 @@ def test_an_average_made_from_other_snapshots_does_not_go_on(
     for path in snapshots[4:]:
         path.rename(tmp_path / path.name)
     begun = Run(folder, ema_std=0.07, step=8)
-    draw_set(begun, Wish(num=40), SamplerConfig(steps=4), SetOptions(out=out, batch=16), Rank(0, 2), say=lambda _: None)
+    draw_set(
+        begun,
+        SampleRequest(num=40),
+        SamplerConfig(steps=4),
+        SetOptions(out=out, batch=16),
+        Rank(0, 2),
+        say=lambda _: None,
+    )
     for path in snapshots[4:]:
         (tmp_path / path.name).rename(path)
     assert Run(folder, ema_std=0.07, step=8).description == begun.description
@@ -384,7 +393,7 @@ def test_an_image_that_is_not_finite_is_no_sample(trained: Path, tmp_path: Path)
     with torch.no_grad():
         next(run.model.parameters()).fill_(float("nan"))
     with pytest.raises(ConfigError, match="image 0 is not finite, with the weights of step 2"):
-        draw_set(run, Wish(num=4), SamplerConfig(steps=2), SetOptions(out=tmp_path / "out.npz"), Rank())
+        draw_set(run, SampleRequest(num=4), SamplerConfig(steps=2), SetOptions(out=tmp_path / "out.npz"), Rank())
 
 
 def test_the_command_is_told_to_all_ranks_by_a_launcher(trained: Path, tmp_path: Path) -> None:
