@@ -34,7 +34,7 @@ def providers(case: Case, device: str) -> dict[str, Prepare]:
         kernel = found.pop("triton")
         if launch.INTERPRETED:
             found["triton (interpreter)"] = kernel
-    return found | dict(case.rivals)
+    return found | dict(case.other_libraries)
 
 
 def right(
@@ -56,7 +56,7 @@ def right(
             failures[name] = error
             continue
         try:
-            if got or name not in case.rivals:
+            if got or name not in case.other_libraries:
                 assert_no_worse(got, eager, oracle)
         except AssertionError as error:
             failures[name] = error

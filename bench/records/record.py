@@ -257,7 +257,7 @@ def read_all(paths: Sequence[Path]) -> list[Record]:
     return sorted((read(file) for path in paths for file in files(path)), key=lambda one: one.fingerprint.date)
 
 
-def by_contestant(measurements: Iterable[Measurement]) -> dict[tuple[str, str], dict[str, Measurement]]:
+def by_provider(measurements: Iterable[Measurement]) -> dict[tuple[str, str], dict[str, Measurement]]:
     """Group the measurements of one bench by case and provider, then by quantity; of duplicates the last counts."""
     found: dict[tuple[str, str], dict[str, Measurement]] = {}
     for one in measurements:

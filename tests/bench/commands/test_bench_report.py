@@ -297,7 +297,7 @@ def test_the_tables_of_a_readme_are_rewritten(tmp_path: Path) -> None:
         line for line in TABLES.splitlines() if line and line != "| old |"
     ]
     assert "| old |" not in text
-    found = record.by_contestant(m for one in record.read_all([tmp_path]) for m in one.measurements)
+    found = record.by_provider(m for one in record.read_all([tmp_path]) for m in one.measurements)
     case = "digits-t2i, 4x8x8, batch 8, fp32, online"
     ratio = found[case, "fastdiff ddp over diffusers"]["speed-up"]
     ours, theirs = (found[case, name]["step time"] for name in ("fastdiff ddp", "diffusers"))
