@@ -31,7 +31,7 @@ PYTHON = """
 case "$*" in
     -|"- --smoke") cat >/dev/null; echo nvidia-h200 ;;
     *Fingerprint*) echo "device NVIDIA H200" ;;
-    *find_spec*|*import*) ;;
+    *find_spec*|*"import "*) ;;
     *"tests/ops"*) echo "one test failed"; exit 3 ;;
     *"bench data"*) exit 5 ;;
     *) printf 'ran'; printf ' %q' "$@"; echo ;;
