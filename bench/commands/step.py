@@ -62,7 +62,10 @@ def add(commands: Commands) -> None:
         help="memory for --find-batch; default: 95 %% of the free GPU memory, or 80 %% of the available RAM",
     )
     parser.add_argument(
-        "--peer", nargs="+", metavar="NAME", help="compare with these baselines, measured interleaved with fastdiff"
+        "--peer",
+        nargs="+",
+        metavar="NAME",
+        help="compare with these baselines, measured interleaved with fastdiff: plain, dit, diffusers",
     )
     add_measuring(parser)
     parser.set_defaults(run=_run)
