@@ -43,7 +43,9 @@ def add(commands: Subcommands) -> None:
 def _add_solver(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scheduler", default=_USUAL.scheduler, help=" or ".join(get_args(SchedulerName)))
     levels = parser.add_mutually_exclusive_group()
-    levels.add_argument("--steps", type=count, default=_USUAL.steps, help="denoising steps, evenly spaced; default: %(default)s")
+    levels.add_argument(
+        "--steps", type=count, default=_USUAL.steps, help="denoising steps, evenly spaced; default: %(default)s"
+    )
     levels.add_argument(
         "--respacing", default=None, metavar="TEXT", help="steps as in improved-diffusion: 250, 10,15,20 or ddim50"
     )
