@@ -72,10 +72,10 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def measure(case: Case, rounds: int, log: Log, *, smoke: bool = False) -> bool:
-    """Let all readers of a case read in turns; write and print what they did.
+    """Let all readers of a case read in turns; write and print the results.
 
     Returns:
-        Whether all readers that are installed read to the end, from a page cache as the case has it.
+        True if all installed readers read to the end, with the page cache in the state of the case.
     """
     files, cold = case.samples.files, case.heat == "cold"
     cached: list[float] = []
@@ -88,9 +88,8 @@ def measure(case: Case, rounds: int, log: Log, *, smoke: bool = False) -> bool:
         return max(cached) if cold else min(cached)
 
     def impossible() -> bool:
-        tolerated = (
-            5 * _TOLERATED if smoke else _TOLERATED
-        )  # with few files, evictions by other processes are a larger share
+        # With few files, evictions by other processes are a larger share.
+        tolerated = 5 * _TOLERATED if smoke else _TOLERATED
         return worst() > tolerated if cold else worst() < 1 - tolerated
 
     before_session()

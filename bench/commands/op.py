@@ -177,14 +177,14 @@ def _run(case: Case, device: str, stopwatch: Stopwatch, large: bool) -> Iterator
         torch.manual_seed(0)
         return (case.build_large if large and case.build_large else case.build)(device)
 
-    right, failures = check.right(case, inputs, check.providers(case, device))
+    passed, failures = check.run_checks(case, inputs, check.providers(case, device))
     for name, error in failures.items():
-        reason = check.reason(error) + (_TIMED_ALL_THE_SAME if name in right else "")
+        reason = check.reason(error) + (_TIMED_ALL_THE_SAME if name in passed else "")
         yield Failure(bench=BENCH, case=str(case), provider=name, reason=reason)
-    if not right:
+    if not passed:
         return
     given = inputs()
-    timings, moved = _timings(case, given, right, stopwatch)
+    timings, moved = _timings(case, given, passed, stopwatch)
     counts = {"forward": case.forward_operations, "backward": case.backward_operations}
     default = _default(case, given)
     for direction, times in timings.items():

@@ -37,7 +37,7 @@ def providers(case: Case, device: str) -> dict[str, Prepare]:
     return found | dict(case.other_libraries)
 
 
-def right(
+def run_checks(
     case: Case, inputs: Callable[[], Inputs], providers: Mapping[str, Prepare]
 ) -> tuple[dict[str, Prepare], dict[str, Exception]]:
     """Return the implementations to time, and the error of each that fails.

@@ -20,8 +20,8 @@ from bench.records import record
 from bench.records.record import Fact, Measurement, measured
 from bench.records.tables import progress, table
 from bench.trainers import dit, images, plain, text_to_image
+from bench.trainers.encoders import FACTOR, Shares
 from bench.trainers.plain_torch import FLAGS, untrained
-from bench.trainers.text_encoders import FACTOR, Shares
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig

@@ -61,7 +61,7 @@ class Measurement:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """``p20`` and ``p80``; twice the value itself if not repeated."""
+        """``p20`` and ``p80``; both equal the value if it was not repeated."""
         return (
             self.value if self.p20 is None else self.p20,
             self.value if self.p80 is None else self.p80,

@@ -22,7 +22,7 @@ from torch import Tensor
 from bench import BenchError
 from bench.measure.session import Fact, StepTimer
 from bench.measure.workload import Workload
-from bench.trainers import images, text_encoders
+from bench.trainers import encoders, images
 from bench.trainers.plain_network import compiled, network
 from bench.trainers.plain_torch import Samples, of_steps, train, untrained
 from fastdiff.batch import Condition
@@ -152,11 +152,11 @@ class Online:
 
     def __init__(self, timer: StepTimer, accelerator: Any, config: RunConfig, folder: Path) -> None:
         assert isinstance(config.model, UNetConfig)
-        tokenizer = text_encoders.tokenizer()
+        tokenizer = encoders.tokenizer()
         self._dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
-        parts = text_encoders.autoencoder(config.model), text_encoders.text_encoder(config.model, len(tokenizer))
+        parts = encoders.autoencoder(config.model), encoders.text_encoder(config.model, len(tokenizer))
         self._vae, self._text = (part.to(accelerator.device, self._dtype).requires_grad_(False) for part in parts)
-        loader = images.loader(folder, text_encoders.FACTOR * config.model.size, config.batch.samples, tokenizer)
+        loader = images.loader(folder, encoders.FACTOR * config.model.size, config.batch.samples, tokenizer)
         self._batches = _endless(accelerator.prepare(loader))
         self._timer = timer
 

@@ -22,7 +22,7 @@ from bench.measure import peers, synthetic
 from bench.measure.interleaved import Effort
 from bench.measure.workload import Workload
 from bench.records import record
-from bench.trainers import images, text_encoders
+from bench.trainers import encoders, images
 from bench.trainers.dit import Dit
 from bench.trainers.plain import Plain
 from bench.trainers.plain_torch import Noise, Samples, of_steps, untrained
@@ -260,7 +260,7 @@ def test_posteriors_in_memory_are_sampled_anew(tmp_path: Path) -> None:
 def test_online_images_are_decoded_cropped_and_normalised_with_their_captions(tmp_path: Path) -> None:
     folder = images.write(tmp_path / "images", 2 * BATCH, 64)
     assert Image.open(folder / "000000.jpg").size == (96, 80)
-    loader = images.loader(folder, 64, BATCH, text_encoders.tokenizer())
+    loader = images.loader(folder, 64, BATCH, encoders.tokenizer())
     assert len(loader) == 2
     batch = next(iter(loader))
     assert batch["pixel_values"].shape == (BATCH, 3, 64, 64)
@@ -272,13 +272,13 @@ def test_online_images_are_decoded_cropped_and_normalised_with_their_captions(tm
 
 
 def test_the_frozen_parts_are_in_stable_diffusions_proportions() -> None:
-    published = text_encoders.Shares.of(SD15_UNET)
+    published = encoders.Shares.of(SD15_UNET)
     # 1.117 and 0.0133 TFLOP over three times 0.803, by torch's counter on the published pipeline.
     assert published.autoencoder == pytest.approx(1.1167 / (3 * 0.8033), rel=0.01)
     assert published.text_encoder == pytest.approx(0.013299 / (3 * 0.8033), rel=0.01)
     model = config("digits-t2i").model
     assert isinstance(model, UNetConfig)
-    here = text_encoders.Shares.of(model)
+    here = encoders.Shares.of(model)
     assert here.autoencoder == pytest.approx(published.autoencoder, rel=0.1)
     assert here.text_encoder < 0.03
 
