@@ -44,7 +44,7 @@ def test_everything_runs(torch_extensions: Path, tmp_path: Path, capsys: pytest.
     assert not list(storage.iterdir()), "the checkpoints are gone"
 
 
-def test_a_contestant_that_fails_is_recorded(torch_extensions: Path, tmp_path: Path) -> None:
+def test_a_program_that_fails_is_recorded(torch_extensions: Path, tmp_path: Path) -> None:
     given = ["--smoke", "--device", "cpu", "--folder", str(tmp_path / "missing"), "--out", str(tmp_path / "out")]
     assert main(["checkpoint", *given]) == 1
     (failure,) = record.read(tmp_path / "out" / "checkpoint.jsonl").failures

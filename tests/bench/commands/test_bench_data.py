@@ -186,7 +186,7 @@ def _burn() -> None:
         pass
 
 
-def test_processor_time_counts_the_processes_of_a_contestant() -> None:
+def test_processor_time_counts_the_processes_of_a_program() -> None:
     rounds: list[float] = []
     effort = interleaved.Effort(rounds=2, steps=4, warm_up=1)
     result = interleaved.run_interleaved(

@@ -107,7 +107,7 @@ def test_every_value_is_in_a_table(written: tuple[Path, str]) -> None:
     assert "apex (adaln dit-xl-256 bfloat16): not installed:" in texts
 
 
-def test_contestants_come_best_first_and_a_sweep_in_its_order() -> None:
+def test_providers_come_best_first_and_a_sweep_in_its_order() -> None:
     op = next(table for table in report.tables(rows("op")) if table.title == "Measured")
     times = [[float(row.cells[0][0].replace(",", "")) for row in group] for _, group in op.groups]
     assert all(of_case == sorted(of_case) for of_case in times)

@@ -290,7 +290,7 @@ def test_a_mistake_is_one_clear_error(
     assert not (tmp_path / "out").exists(), "nothing was begun"
 
 
-def test_a_subject_takes_the_batch_of_its_preset_or_the_given_one() -> None:
+def test_a_workload_takes_the_batch_of_its_preset_or_the_given_one() -> None:
     """And does not accumulate a batch that was not the preset's."""
     assert Workload(preset="sd2-512").case == "sd2-512, 4x64x64, batch 2048, bf16, micro 16"
     assert Workload(preset="sd2-512", batch=8).case == "sd2-512, 4x64x64, batch 8, bf16"
@@ -302,7 +302,7 @@ def test_a_subject_takes_the_batch_of_its_preset_or_the_given_one() -> None:
     assert (of_path["deepspeed"], of_path["deepspeed_file"]) == ("zero2", os.path.relpath(file))
 
 
-def test_a_subject_runs_under_what_a_run_without_a_file_does() -> None:
+def test_a_workload_runs_under_what_a_run_without_a_file_does() -> None:
     workload = Workload(preset="digits")
     config = workload.config(Path(), Path())
     assert deepspeed_config.resolve(workload.deepspeed_json(), config, 1) == deepspeed_config.resolve(

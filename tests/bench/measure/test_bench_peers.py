@@ -297,7 +297,7 @@ def test_the_frozen_parts_are_in_stable_diffusions_proportions() -> None:
         (Workload(preset="digits", precision="fp16"), ["plain"], "--precision fp16: .*use one of them"),
     ],
 )
-def test_a_peer_that_cannot_train_the_subject_is_refused(
+def test_a_peer_that_cannot_train_the_workload_is_refused(
     workload: Workload, names: list[str], message: str, tmp_path: Path
 ) -> None:
     with record.Log(tmp_path / "peer.jsonl") as log, pytest.raises(BenchError, match=message):
@@ -355,7 +355,7 @@ def test_an_objective_that_a_peer_would_train_otherwise_is_refused(
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("torch_extensions")
-def test_a_race_with_diffusers_is_recorded_with_its_speed_ups(
+def test_a_comparison_with_diffusers_is_recorded_with_its_speed_ups(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workload = Workload(preset="digits-t2i", batch=2, precision="bf16", deepspeed="zero1")
@@ -389,7 +389,7 @@ def test_a_race_with_diffusers_is_recorded_with_its_speed_ups(
 
 @pytest.mark.parametrize("names", [["dit"], pytest.param(["plain", "dit"], marks=pytest.mark.nightly)], ids="-".join)
 @pytest.mark.usefixtures("torch_extensions")
-def test_a_race_of_dits_from_the_command_line_states_how_each_computes(tmp_path: Path, names: list[str]) -> None:
+def test_a_comparison_of_dits_from_the_command_line_states_how_each_computes(tmp_path: Path, names: list[str]) -> None:
     arguments = ["--smoke", "--preset", "digits", "--precision", "bf16", "--batch", "2", "--device", "cpu"]
     arguments += ["--rounds", "2", "--steps", "1", "--out", str(tmp_path), "--peer", *names]
     assert main(["step", *arguments]) == 0

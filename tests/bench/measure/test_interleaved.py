@@ -27,7 +27,7 @@ def interleaved(
     return list(run_interleaved(programs, effort, device=device).values())
 
 
-def test_contestants_step_in_turns_and_the_failed_one_is_left_out(
+def test_programs_step_in_turns_and_the_failed_one_is_left_out(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "steps"
@@ -178,7 +178,7 @@ def test_times_on_a_gpu_are_those_of_the_gpu() -> None:
     assert float(result.facts["host"] or 0) < 0.1 * result.phase("long").median
 
 
-def test_the_first_steps_of_a_turn_may_be_left_out(tmp_path: Path) -> None:
+def test_the_first_steps_of_a_session_may_be_left_out(tmp_path: Path) -> None:
     file = tmp_path / "steps"
     effort = Effort(rounds=2, steps=2, warm_up=1, settling=3)
     (result,) = run_interleaved([Program("a", programs.writing, (file, "a"))], effort, device="cpu").values()
