@@ -4,9 +4,10 @@ Every rank's file holds tensors named ``<kind>/<parameter>``. Kinds are ``master
 those of the optimizer, such as ``exp_avg``. The tensors are slices of flattened parameters; the file's metadata holds
 their starts. The scales of 8-bit moments (``exp_avg_scales``) are slices counted in blocks of the parameter instead of
 elements. State that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is stored whole as
-``raw/<flat>/<key>``, and ``fragments/<flat>`` lists its parameters (``bitsandbytes_state``). ``meters`` are the loss
-sums of the rank since the last log record. The file of rank 0 also holds the learned state of timestep sampling as
-``timesteps/<key>``, and the recent losses for spike detection as ``spikes/<key>``. There is no pickle.
+``raw/<flat>/<key>``, and ``fragments/<flat>`` lists its parameters (``bitsandbytes_state``). ``meters`` holds the loss
+sums of the rank for the log. The file of rank 0 also holds the learned state of timestep sampling (``timesteps/<key>``)
+and the losses that spikes are compared with (``spikes/<key>``). There is no pickle. The manifest has all other state:
+progress, configuration, digests, parameter shapes, optimizer groups and loss scale (``training.checkpoints``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fastdiff.errors import ConfigError, StorageError
 from fastdiff.parallel.fragments import Fragment
 
 METERS = "meters"
-"""Name of the loss sums of a rank (``training.metrics.Meters``)."""
+"""Name of the loss sums, in the file of every rank."""
 TIMESTEPS = "timesteps/"
 """Prefix of the learned state of timestep sampling, in the file of rank 0."""
 SPIKES = "spikes/"

@@ -66,14 +66,14 @@ def test_only_what_is_right_is_timed_and_each_failure_is_named(
     def refusing(inputs: Any) -> Callable[[], Any]:
         raise ValueError("groups of 7\nand more")
 
-    rivals = {
+    other_libraries = {
         "double": lambda inputs: lambda: inputs["x"] * inputs["x"],
         "wrong": lambda inputs: lambda: inputs["x"] * inputs["x"].bfloat16(),
         "elsewhere": lambda inputs: lambda: (square_reference(inputs["x"].detach()), ())[1],
         "missing": missing,
         "refusing": refusing,
     }
-    found = timed(tmp_path, squaring(rivals))
+    found = timed(tmp_path, squaring(other_libraries))
     right = {"eager", "compile", KERNEL, "double"}
     rows = {name: row for name, row in by_name(found).items() if row.case != "limits"}
     assert {name[:2] for name in rows} == {(n, d) for n in right for d in DIRECTIONS} | {("elsewhere", "forward")}
@@ -155,9 +155,9 @@ def test_a_time_that_may_be_that_of_launching_is_marked() -> None:
 
 
 def test_optimizers_of_others_get_gradients_only_of_their_dtype() -> None:
-    raced = [case for case in cases(("adamw8bit",)) if case.rivals]
-    assert raced
-    for case in raced:
+    compared = [case for case in cases(("adamw8bit",)) if case.other_libraries]
+    assert compared
+    for case in compared:
         inputs = case.build("cpu")
         assert inputs["grad"].dtype == inputs["param"].dtype
 

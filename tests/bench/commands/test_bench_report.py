@@ -107,7 +107,7 @@ def test_every_value_is_in_a_table(written: tuple[Path, str]) -> None:
     assert "apex (adaln dit-xl-256 bfloat16): not installed:" in texts
 
 
-def test_contestants_come_best_first_and_a_sweep_in_its_order() -> None:
+def test_providers_come_best_first_and_a_sweep_in_its_order() -> None:
     op = next(table for table in report.tables(rows("op")) if table.title == "Measured")
     times = [[float(row.cells[0][0].replace(",", "")) for row in group] for _, group in op.groups]
     assert all(of_case == sorted(of_case) for of_case in times)
@@ -297,7 +297,7 @@ def test_the_tables_of_a_readme_are_rewritten(tmp_path: Path) -> None:
         line for line in TABLES.splitlines() if line and line != "| old |"
     ]
     assert "| old |" not in text
-    found = record.by_contestant(m for one in record.read_all([tmp_path]) for m in one.measurements)
+    found = record.by_provider(m for one in record.read_all([tmp_path]) for m in one.measurements)
     case = "digits-t2i, 4x8x8, batch 8, fp32, online"
     ratio = found[case, "fastdiff ddp over diffusers"]["speed-up"]
     ours, theirs = (found[case, name]["step time"] for name in ("fastdiff ddp", "diffusers"))

@@ -116,7 +116,7 @@ def test_of_a_measurement_made_twice_the_last_counts(tmp_path: Path) -> None:
         path.write_text("\n".join([json.dumps(head), *lines[1:]]))
     read = record.read_all([tmp_path])
     assert [one.path for one in read] == paths
-    assert record.by_contestant(m for one in read for m in one.measurements)["adaln", "triton"]["time"].value == 2
+    assert record.by_provider(m for one in read for m in one.measurements)["adaln", "triton"]["time"].value == 2
 
 
 def test_a_timing_becomes_a_measurement_in_another_unit() -> None:

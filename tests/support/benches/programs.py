@@ -1,4 +1,4 @@
-"""Contestants for the tests of the harness: what they do in a step, and each way to fail."""
+"""Programs for the tests of the harness: what they do in a step, and each way to fail."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from bench.measure.session import Enough, Turn
-from bench.measure.workload import Subject
+from bench.measure.session import Enough, StepTimer
+from bench.measure.workload import Workload
 
 BROKEN_BATCH = 24
 BALLAST = 2**28
@@ -25,135 +25,135 @@ WATCHED = "FASTDIFF_TESTS_WATCHED"
 """Variable with the name of a file."""
 
 
-def writing(turn: Turn, file: Path, word: str) -> None:
+def writing(timer: StepTimer, file: Path, word: str) -> None:
     """Append a word to a file in every step."""
-    turn.ready(word=word, given=os.environ.get("GIVEN"))
+    timer.ready(word=word, given=os.environ.get("GIVEN"))
     while True:
-        with turn.phase("sleep"):
+        with timer.phase("sleep"):
             time.sleep(0.01)
         with file.open("a") as lines:
             lines.write(word)
-        turn.after_step()
+        timer.after_step()
 
 
-def failing(turn: Turn, step: int) -> None:
+def failing(timer: StepTimer, step: int) -> None:
     """Fail in a step, counted from 1."""
-    turn.ready()
+    timer.ready()
     for number in range(1, step + 1):
         if number == step:
             raise ValueError(f"step {step}\nand more")
-        turn.after_step()
+        timer.after_step()
 
 
-def ending(turn: Turn) -> None:
-    """Return, which no contestant should."""
-    turn.ready()
-    turn.after_step()
+def ending(timer: StepTimer) -> None:
+    """Return, which no program should."""
+    timer.ready()
+    timer.after_step()
 
 
-def waiting_on_the_gpu(turn: Turn, cycles: int) -> None:
+def waiting_on_the_gpu(timer: StepTimer, cycles: int) -> None:
     """Give the GPU work in one of two phases, and say how long the host took for it."""
-    turn.ready()
+    timer.ready()
     while True:
         begin = time.perf_counter()
-        with turn.phase("long"):
+        with timer.phase("long"):
             torch.cuda._sleep(cycles)
-        turn.facts["host"] = time.perf_counter() - begin
-        with turn.phase("short"):
+        timer.facts["host"] = time.perf_counter() - begin
+        with timer.phase("short"):
             torch.cuda._sleep(1)
-        turn.after_step()
+        timer.after_step()
 
 
-def leaving(turn: Turn) -> None:
+def leaving(timer: StepTimer) -> None:
     """Leave a file and a semaphore behind, and say where its files go."""
-    turn.ready(folder=str(turn.folder))
-    assert turn.folder is not None
-    (turn.folder / "left").write_text("left")
+    timer.ready(folder=str(timer.folder))
+    assert timer.folder is not None
+    (timer.folder / "left").write_text("left")
     _KEPT.append(multiprocessing.get_context("spawn").Lock())
     while True:
-        turn.after_step()
+        timer.after_step()
 
 
-def out_of_memory(turn: Turn) -> None:
-    turn.ready()
+def out_of_memory(timer: StepTimer) -> None:
+    timer.ready()
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def killed(turn: Turn, number: int) -> None:
-    turn.ready()
+def killed(timer: StepTimer, number: int) -> None:
+    timer.ready()
     os.kill(os.getpid(), number)
 
 
-def hanging(turn: Turn, file: Path) -> None:
+def hanging(timer: StepTimer, file: Path) -> None:
     file.write_text(str(os.getpid()))
-    turn.ready()
+    timer.ready()
     time.sleep(3600)
 
 
-def second_rank_fails(turn: Turn) -> None:
+def second_rank_fails(timer: StepTimer) -> None:
     """While the first waits for it."""
-    turn.ready(rank=os.environ["RANK"], ranks=os.environ["WORLD_SIZE"])
+    timer.ready(rank=os.environ["RANK"], ranks=os.environ["WORLD_SIZE"])
     if os.environ["RANK"] == "1":
         raise ValueError("I am the second")
     time.sleep(3600)
 
 
-def allocating(turn: Turn) -> None:
+def allocating(timer: StepTimer) -> None:
     """Hold a lot of memory in one step only, and say what the process itself knows of its use."""
-    turn.ready(before=_high_water())
-    turn.after_step()
-    ballast = torch.ones(BALLAST // 4, device=turn.device)
+    timer.ready(before=_high_water())
+    timer.after_step()
+    ballast = torch.ones(BALLAST // 4, device=timer.device)
     del ballast
     while True:
         try:
-            turn.after_step()
+            timer.after_step()
         except Enough:
-            turn.facts["high_water"] = _high_water()
-            if turn.device.type == "cuda":
+            timer.facts["high_water"] = _high_water()
+            if timer.device.type == "cuda":
                 statistics = torch.cuda.memory_stats()
-                turn.facts["allocated"] = statistics["allocated_bytes.all.peak"]
-                turn.facts["reserved"] = statistics["reserved_bytes.all.peak"]
+                timer.facts["allocated"] = statistics["allocated_bytes.all.peak"]
+                timer.facts["reserved"] = statistics["reserved_bytes.all.peak"]
             raise
 
 
-def ours_watched(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
+def ours_watched(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
     """fastdiff's own loop, its memory watched from another thread; for one batch there is not enough."""
-    if subject.batch == BROKEN_BATCH:
+    if workload.batch == BROKEN_BATCH:
         raise torch.OutOfMemoryError("CUDA out of memory")
     from bench.trainers import ours
 
     seen = [0]
     threading.Thread(target=_watch, args=(seen,), daemon=True).start()
     try:
-        ours.run(turn, subject, data, phases, launched=phases)
+        ours.run(timer, workload, data, phases, launched=phases)
     except Enough:
         if not phases:
             Path(os.environ[WATCHED]).write_text(json.dumps([_high_water(), seen[0]]))
         raise
 
 
-def growing(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
+def growing(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
     """Hold so much memory per sample of the batch in every step."""
     from bench.measure.stepping import PHASES
 
-    turn.ready(parameters=1, device="cpu", graph_breaks=0, compilations=0, last_compilation=0, launches=1, launched="")
+    timer.ready(parameters=1, device="cpu", graph_breaks=0, compilations=0, last_compilation=0, launches=1, launched="")
     while True:
-        held = torch.ones(subject.samples * PER_SAMPLE // 4)
+        held = torch.ones(workload.samples * PER_SAMPLE // 4)
         for name in PHASES[:-1]:
-            with turn.phase(name):
+            with timer.phase(name):
                 held[:1] += 1
         del held
-        turn.after_step()
+        timer.after_step()
 
 
-def failing_with_marks(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
+def failing_with_marks(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
     """Step well as long as nothing is marked."""
     if phases:
         raise ValueError("marked")
-    growing(turn, subject, data, phases)
+    growing(timer, workload, data, phases)
 
 
-def wrong(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
+def wrong(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
     """Fail, but not for memory."""
     raise ValueError("wrong")
 
