@@ -54,10 +54,8 @@ def test_a_killed_run_goes_on_with_its_losses(world: World, digits: Path, tmp_pa
     """
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     same = Launch(deepspeed=deepspeed_config.DEFAULT)
-    process = Ranks(train_losses, config_of(digits, killed), same, ranks=1)
-    try:
+    with Ranks(train_losses, config_of(digits, killed), same, ranks=1) as process:
         wait_for_step(killed / "metrics.jsonl", KILL_AFTER)
-    finally:
         process.kill()
         assert process.wait()[0].code == -signal.SIGKILL
     assert lines(killed / "metrics.jsonl") < STEPS, "killed too late to prove anything"

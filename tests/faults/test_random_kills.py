@@ -121,10 +121,10 @@ def kill_again_and_again(torch_extensions: Path, config: RunConfig, kills: int, 
     newest = 0
     for number, moment in enumerate(moments(kills, config.steps - AFTER, step_s)):
         old_log = log_file(folder)
-        ranks = Ranks(train_noting_the_port, config, launch(3), note)
-        wait_for(ranks, folder, moment, old_log)
-        ranks.kill()
-        ended = ranks.wait()
+        with Ranks(train_noting_the_port, config, launch(3), note) as ranks:
+            wait_for(ranks, folder, moment, old_log)
+            ranks.kill()
+            ended = ranks.wait()
         remove_leftovers(note, torch_extensions)
         committed = intact(folder) if folder.exists() else []
         left = [path.name for path in folder.glob("checkpoints/*.tmp*")]

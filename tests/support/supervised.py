@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from fastdiff.cluster.supervisor import operators
-from tests.support.processes import ROOT
+from tests.support.processes import DIE_WITH_TESTS, ROOT
 
 START_S = 200
 """Hard limit of a start on a busy machine; a quiet one takes a few seconds."""
@@ -51,17 +51,22 @@ class Supervised:
         with self._log.open("wb") as log:
             target = log if output is None else output
             self.process = subprocess.Popen(
-                [*command, "--", *flags], cwd=ROOT, env=env, stdout=target, stderr=target, start_new_session=True
+                [*DIE_WITH_TESTS, *command, "--", *flags],
+                cwd=ROOT,
+                env=env,
+                stdout=target,
+                stderr=target,
+                start_new_session=True,
             )
 
     @property
     def output(self) -> str:
-        """What it and its ranks printed."""
+        """The output of the supervisor and its ranks."""
         return self._log.read_text(errors="replace")
 
     @property
     def last_line(self) -> str:
-        """The very last line of that."""
+        """The last line of the output."""
         return self.output.rstrip("\n").splitlines()[-1]
 
     def rank(self, number: int) -> psutil.Process:
@@ -71,8 +76,8 @@ class Supervised:
                 return process
         raise AssertionError(f"no rank {number}; the output:\n{self.output}")
 
-    def wait(self, timeout_s: float) -> int:
-        """Its exit code; kills it and fails after ``timeout_s``."""
+    def wait(self, timeout_s: float = START_S) -> int:
+        """Return its exit code; fail after ``timeout_s``."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
