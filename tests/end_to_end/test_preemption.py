@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +19,9 @@ import pytest
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.preemption import listening
 from fastdiff.parallel.world import World
+from fastdiff.sampling.solvers import sample
 from fastdiff.train import main
+from fastdiff.training.callbacks import previews
 from tests.support.forked import forked_ranks, values
 from tests.support.processes import Finished, deepspeed_command, run, start, stop
 from tests.support.runs import flags, hexes, intact, losses, tiny
@@ -37,18 +40,27 @@ def _main(world: World, argv: list[str]) -> int:
     return main(argv)
 
 
-def _main_signalled(
-    world: World, argv: list[str], rank: int, number: signal.Signals, folder: Path, step: int, delay_s: float = 0
-) -> int:
-    """Run the command; one rank gets a signal behind a step, from a thread: a machine that is busy delays both."""
+def _main_signalled(world: World, argv: list[str], rank: int, number: signal.Signals, folder: Path, step: int) -> int:
+    """Run the command; one rank gets a signal after a step, from a thread: a machine that is busy delays both."""
 
     def send() -> None:
         wait_for_steps(folder, step)
-        time.sleep(delay_s)
         os.kill(os.getpid(), number)
 
     if world.rank == rank:
         threading.Thread(target=send, daemon=True).start()
+    return main(argv)
+
+
+def _main_signalled_as_it_draws(world: World, argv: list[str], rank: int, number: signal.Signals) -> int:
+    """Run the command; one rank gets a signal when it begins to draw images."""
+
+    def draw(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return sample(*arguments, **options)
+
+    if world.rank == rank:
+        previews.sample = draw  # type: ignore[assignment]
     return main(argv)
 
 
@@ -133,10 +145,10 @@ def test_the_command_itself_exits_with_75(whole: list[float], digits: Path, tmp_
 def test_a_signal_during_the_images_saves_the_step_before_them(
     whole: list[float], digits: Path, tmp_path: Path
 ) -> None:
-    """Which take longer than any notice: the ranks agree to break off, as they agree on an error."""
+    """The images take longer than any notice: the ranks agree to break off, as they agree on an error."""
     changes = {"output__sample_every": 3, "output__sample_steps": 1000}
     argv = [*flags(tiny(digits, tmp_path / "run", STEPS, batch__micro=8, **changes)), *ZERO3]
-    assert values(forked_ranks(_main_signalled, argv, 1, signal.SIGTERM, tmp_path / "run", 3, 0.5)) == [75, 75]
+    assert values(forked_ranks(_main_signalled_as_it_draws, argv, 1, signal.SIGTERM)) == [75, 75]
     assert intact(tmp_path / "run") == [3]
     assert hexes(losses(tmp_path / "run")) == hexes(whole[:3])
 

@@ -372,12 +372,12 @@ def test_slow_storage_delays_and_does_not_end_a_run(torch_extensions: Path, digi
 
 def wait_longer_than_a_hang(world: World, folder: Path) -> None:
     """Wait for a save, and at the end for another; a rank that hangs ends itself."""
-    heart = Heartbeat(folder, world.rank, hang_timeout_s=2.5)
+    heart = Heartbeat(folder, world.rank, hang_timeout_s=4)
     heart.beat(2, "callbacks")
     with AsyncSaves(world, 0, heart.again) as background:
-        background.begin("checkpoint", 2, lambda: time.sleep(4))
+        background.begin("checkpoint", 2, lambda: time.sleep(6))
         background.wait("checkpoint")
-        background.begin("checkpoint", 3, lambda: time.sleep(4))
+        background.begin("checkpoint", 3, lambda: time.sleep(6))
     heart.close()
 
 

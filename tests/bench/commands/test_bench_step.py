@@ -84,7 +84,7 @@ def test_the_record_of_a_configuration_is_whole(found: dict[str, Measurement]) -
 
 
 def test_phases_add_up_to_the_step(found: dict[str, Measurement]) -> None:
-    """Of two micro-batches: what were not marked, or only of one of them, would be "other"."""
+    """A step has two micro-batches; a phase that is not marked, or only in one of them, would count as "other"."""
     phases = {name: row.value for name, row in found.items() if name.startswith("phase")}
     marked = found["marked step time"].value
     assert found["phase other"].facts["marked_step_ms"] == marked

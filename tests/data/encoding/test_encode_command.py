@@ -101,7 +101,8 @@ def test_a_rank_says_that_it_waits_for_the_count_of_captions(images: Path, pipel
             said.append(text)
             fcntl.flock(other, fcntl.LOCK_UN)
 
-        deadline = threading.Timer(30, lambda: say("nobody has said anything"))
+        deadline = threading.Timer(240, lambda: say("nobody has said anything"))
+        deadline.daemon = True
         deadline.start()
         encode_images(
             EncodeOptions(

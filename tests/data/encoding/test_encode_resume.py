@@ -17,7 +17,7 @@ from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.shards.verify import verify
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.tiny_pipeline import build
-from tests.support.forked import stop_server
+from tests.support.forked import end_with_the_tests, stop_server
 from tests.support.injected.durable_calls import DURABLE, dying_at
 from tests.support.inputs.encoding import captioned, files
 from tests.support.processes import BIN, run, start, stop
@@ -78,6 +78,7 @@ def rank_main(argv: list[str], rank: int, ranks: int) -> None:
     import os
     import sys
 
+    end_with_the_tests()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     sys.exit(main(argv))
 
@@ -175,7 +176,7 @@ def test_the_real_command_is_killed_and_goes_on(
     out = tmp_path / "out"
     process = start([BIN / "fastdiff", *command, out])
     try:
-        until(lambda: (out / ".encoding" / "unit-000003.json").exists(), lambda: process.poll() is None)
+        until(lambda: (out / ".encoding" / "unit-000000.json").exists(), lambda: process.poll() is None)
     finally:
         stop(process)
     assert process.returncode == -9

@@ -267,10 +267,10 @@ def test_two_processes_share_a_cache(digits: Path, tmp_path: Path) -> None:
         folder = ShardCache(server.url, tmp_path).folder
         leftover = folder / "train-000000.tar.1-dead.tmp"
         leftover.write_bytes(b"half of a shard")
-        users = [context.Process(target=use_cache, args=(server.url, tmp_path, queue)) for _ in range(2)]
+        users = [context.Process(target=use_cache, args=(server.url, tmp_path, queue), daemon=True) for _ in range(2)]
         for user in users:
             user.start()
-        found = [queue.get(timeout=120) for _ in users]
+        found = [queue.get(timeout=240) for _ in users]
         for user in users:
             user.join()
     assert found == [LatentReader(digits).read(np.arange(1797))["latent"].tobytes()] * 2

@@ -3,9 +3,7 @@
 import hashlib
 import io
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -28,6 +26,7 @@ from fastdiff.data.shards.verify import verify
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.errors import ConfigError, DataError, StorageError
 from tests.support.injected.tiny_disk import tiny_disk
+from tests.support.processes import start, stop
 
 TEMPLATE = pixels_template((1, 2, 2), 3, Provenance(source="test", transform="none"))
 
@@ -310,12 +309,15 @@ def test_an_interrupted_encode_is_no_data_set_and_can_be_repeated(tmp_path):
 def test_a_killed_encode_leaves_nothing_that_counts(tmp_path):
     out = tmp_path / "out"
     code = "import sys, fastdiff.data.encoding.builtin as e; e.encode_synthetic(sys.argv[1], (4, 32, 32), 10**6)"
-    process = subprocess.Popen([sys.executable, "-c", code, str(out)], env=os.environ | {"PYTHONPATH": os.getcwd()})
-    until = time.monotonic() + 60
-    while not list(out.glob("*.tar.*.tmp")) and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process = start([sys.executable, "-c", code, out])
+    try:
+        until = time.monotonic() + 120
+        while not list(out.glob("*.tar.*.tmp")):
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        stop(process)
     assert list(out.glob("*.tar.*.tmp"))
     with pytest.raises(DataError, match=r"fastdiff encode"):
         LatentReader(out)

@@ -21,6 +21,7 @@ from fastdiff.data.shards.tar_writer import ShardTar
 from fastdiff.data.shards.verify import verify
 from fastdiff.errors import DataError
 from tests.support.inputs.captioned import ARRAYS, CAPTIONS, EMPTY, SIZES, encode, samples, template
+from tests.support.processes import start, stop
 
 SAMPLES = 40
 
@@ -314,17 +315,19 @@ def test_two_processes_that_write_the_same_shard_do_not_meet(tmp_path):
         "import sys, time; from pathlib import Path; from tests.support.inputs.captioned import samples, template\n"
         "from fastdiff.data.shards.sample_files import components\n"
         "from fastdiff.data.shards.tar_writer import ShardTar\n"
-        "tar, begin = ShardTar(Path(sys.argv[1]) / template().shard_name(0, 1), 1), time.time()\n"
+        "tar = ShardTar(Path(sys.argv[1]) / template().shard_name(0, 1), 1)\n"
         "for s in samples(40):\n"
         "    if s.bucket == 1: tar.add(s.key, components(template(), 1, s.key, s.arrays, captions=s.captions))\n"
         "Path(sys.argv[1], f'ready{sys.argv[2]}').touch()\n"
-        "while len(list(Path(sys.argv[1]).glob('ready*'))) < 2 and time.time() < begin + 60: time.sleep(0.01)\n"
+        "while len(list(Path(sys.argv[1]).glob('ready*'))) < 2: time.sleep(0.01)\n"
         "print(tar.publish().sha256)"
     )
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", code, tmp_path / "both"]
-    both = [subprocess.Popen([*command, n], env=environment, stdout=subprocess.PIPE, text=True) for n in "01"]
-    found = {process.communicate(timeout=90)[0].strip() for process in both}
+    both = [start([sys.executable, "-c", code, tmp_path / "both", n]) for n in "01"]
+    try:
+        found = {process.communicate(timeout=240)[0].split()[-1] for process in both}
+    finally:
+        for process in both:
+            stop(process)
     [shard] = (s for s in DatasetInfo.read(tmp_path / "alone").shards if s.bucket == 1)
     assert found == {shard.sha256}
     written = {path.name: path.read_bytes() for path in (tmp_path / "both").iterdir() if "ready" not in path.name}

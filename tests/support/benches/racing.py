@@ -1,4 +1,4 @@
-"""Contestants for the tests of the harness: what they do in a step, and each way to fail."""
+"""Contestants for tests of interleaved runs: programs that step well, and one for each way to fail."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def failing(turn: Turn, step: int) -> None:
 
 
 def ending(turn: Turn) -> None:
-    """Return, which no contestant should."""
+    """Return after a step; contestants should step without end."""
     turn.ready()
     turn.after_step()
 
@@ -91,7 +91,7 @@ def hanging(turn: Turn, file: Path) -> None:
 
 
 def second_rank_fails(turn: Turn) -> None:
-    """While the first waits for it."""
+    """Fail on the second rank while the first waits for it."""
     turn.ready(rank=os.environ["RANK"], ranks=os.environ["WORLD_SIZE"])
     if os.environ["RANK"] == "1":
         raise ValueError("I am the second")
@@ -117,7 +117,11 @@ def allocating(turn: Turn) -> None:
 
 
 def ours_watched(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
-    """fastdiff's own loop, its memory watched from another thread; for one batch there is not enough."""
+    """fastdiff's own loop, its memory watched from another thread; it has too little for one batch size.
+
+    Its times are those of the processor, which other processes on the machine do not stretch.
+    """
+    turn._mark = time.process_time
     if subject.batch == BROKEN_BATCH:
         raise torch.OutOfMemoryError("CUDA out of memory")
     from bench.trainers import ours
