@@ -1,4 +1,4 @@
-"""What a process says while it runs: with time, rank and level, once, and not into a progress bar."""
+"""Log lines of a run: with time, rank and level, without duplicates, and apart from the progress bar."""
 
 from __future__ import annotations
 

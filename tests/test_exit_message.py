@@ -1,4 +1,4 @@
-"""Every way out of a job leaves one message, whichever rank is the slowest, before a launcher kills the others."""
+"""Every exit of a job prints one message, whichever rank is the slowest, before a launcher kills the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, how many are kept, and that one of an older version goes on."""
+"""Checkpoints: their contents, how many are kept, and resumes from older versions."""
 
 from __future__ import annotations
 

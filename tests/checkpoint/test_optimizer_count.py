@@ -1,4 +1,4 @@
-"""What an optimizer has counted, which a resume needs: all steps, or those since it began."""
+"""The step count of an optimizer in a checkpoint: all steps, or those since it began."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Power-function averages: as the paper defines them, and any width from snapshots after the training."""
+"""Power-function averages: the paper's definition, and any width from snapshots after the training."""
 
 from __future__ import annotations
 

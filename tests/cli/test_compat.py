@@ -1,4 +1,4 @@
-"""Command lines of other scripts become runs of fastdiff, flag by flag."""
+"""Command lines of other trainers become runs of fastdiff, flag by flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command lines of improved-diffusion become runs of fastdiff: its README's word by word, and every flag."""
+"""Command lines of improved-diffusion become runs of fastdiff: those of its README, and every flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fastdiff launch``: what it writes is run by real shells, with stand-ins only for what needs a cluster.
+"""``fastdiff launch``: real shells run its scripts, with stand-ins only for commands of a cluster.
 
 A stand-in records the arguments that it was given, so nothing is believed of how a shell reads a line.
 """
@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from fastdiff.cluster.launchers.job import Job
 from fastdiff.errors import ConfigError
 from tests.support.processes import BIN, ROOT, Finished, fastdiff, start, stop
 from tests.support.supervised import cache_with
+from tests.support.waiting import wait_until
 
 HOSTILE = (
     "$(touch pwned)", "`touch pwned`", "; touch pwned", "| touch pwned", "&& touch pwned", "it's", 'say "x"', "$HOME",
@@ -188,7 +188,7 @@ def test_the_batch_step_passes_signals_on_and_requeues_only_what_still_runs(
     environment = stand_ins | {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "x", "STATE": state, "SRUN_SLEEP": "600"}
     process = start(["bash", script], tmp_path, **environment)
     try:
-        wait_for(Path(stand_ins["RECORD"]) / "srun-ready")
+        wait_until((Path(stand_ins["RECORD"]) / "srun-ready").exists, "srun to start its tasks")
         process.send_signal(number)
         output, _ = process.communicate(timeout=120)
     finally:
@@ -206,13 +206,6 @@ def test_a_run_that_failed_is_not_requeued(tmp_path: Path, work: Path, stand_ins
     script.write_text(slurm.script(JOB, batch()))
     assert run_script(script, tmp_path, stand_ins, SRUN_EXIT=str(code)).code == code
     assert [given["argv"][0] for given in recorded(stand_ins, "scontrol")] == ["show"]
-
-
-def wait_for(path: Path, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.05)
 
 
 BAD_NAMES = ["", "a b", "a\nb", "$(touch pwned)", "a;b", "-a", "a'b", 'a"b', "ü", "a#b"]

@@ -1,4 +1,4 @@
-"""Compiled operators: one build per job folder, a cache that is whole or absent, and locks that nobody holds."""
+"""Compiled operators: one build per job folder, a cache that is whole or absent, and stale locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pre-flight on real nodes, each a process: what is wrong with one of them is said on all, with its name."""
+"""The pre-flight on real nodes, each a process: every node reports the problems of all nodes by name."""
 
 from __future__ import annotations
 

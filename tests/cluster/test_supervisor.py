@@ -1,4 +1,4 @@
-"""The supervisor of a node, with real ranks: who failed first is named, nobody hangs, nobody is left behind."""
+"""The supervisor of a node with real ranks: it names the first failure, and no rank hangs or is left behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -25,7 +24,8 @@ from fastdiff.cluster.supervisor.signals import Signals
 from tests.support.ports import reserved_port
 from tests.support.processes import ROOT
 from tests.support.runs import flags, tiny
-from tests.support.supervised import START_S, Supervised, all_gone, cache_with, end, processes_of
+from tests.support.supervised import Supervised, cache_with, end, processes_of
+from tests.support.waiting import wait_until
 
 STEPS = 100_000
 """More than any test lets it take."""
@@ -154,10 +154,7 @@ def test_a_signal_reaches_all_ranks_which_save_one_step(start: Start, number: si
 
 def test_a_signal_before_the_ranks_have_begun_ends_them_too(start: Start) -> None:
     supervised = start()
-    deadline = time.monotonic() + START_S
-    while not psutil.Process(supervised.process.pid).children():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: bool(psutil.Process(supervised.process.pid).children()), "the ranks to start")
     supervised.process.send_signal(signal.SIGTERM)
     assert supervised.wait() == 75
     assert not (supervised.run / "metrics.jsonl").exists()
@@ -172,7 +169,7 @@ def test_ranks_of_a_killed_supervisor_save_and_end(start: Start, victim: int | N
     nodes[victim or 0].process.send_signal(signal.SIGKILL)
     if victim is not None:
         assert nodes[1 - victim].wait() == 75
-    assert all_gone(nodes[0].run, START_S)
+    wait_until(lambda: not processes_of(nodes[0].run), "all ranks to end")
     [step] = committed(nodes[0].run / "checkpoints")
     assert not verify(step)
 

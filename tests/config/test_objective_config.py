@@ -1,4 +1,4 @@
-"""Objectives that make no sense cannot be said, or are refused with the reason; those of published recipes are not."""
+"""Nonsensical objectives cannot be expressed or are refused with the reason; published recipes are accepted."""
 
 from __future__ import annotations
 

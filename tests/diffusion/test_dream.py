@@ -1,4 +1,4 @@
-"""DREAM: input and target follow the model's own estimate of the noise, for one more forward pass and no gradient."""
+"""DREAM: input and target follow the model's own estimate of the noise, at the cost of one forward pass."""
 
 from __future__ import annotations
 

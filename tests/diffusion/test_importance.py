@@ -1,4 +1,4 @@
-"""Importance sampling by the second moment of the loss: unbiased, the same on any ranks, and part of a checkpoint."""
+"""Importance sampling by the second moment of the loss: unbiased, equal for any number of ranks, resumable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of the loss by timestep: against what each does to the error of x0, and at their limits."""
+"""Loss weights by timestep: their effect on the error of x0, and their limits."""
 
 import math
 from typing import get_args

@@ -1,4 +1,4 @@
-"""Multi-resolution noise: its distribution, what it depends on, and its place in input and target."""
+"""Multi-resolution noise: its distribution, its dependence on seed and position, its use in input and target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves one step on all ranks, exits with 75 and leaves nobody behind; then it goes on."""
+"""Preemption: all ranks save one step, exit with 75 and leave no process; then the run resumes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from fastdiff.training.callbacks import previews
 from tests.support.forked import forked_ranks, values
 from tests.support.processes import Finished, deepspeed_command, run, start, stop
 from tests.support.runs import flags, hexes, intact, losses, tiny
+from tests.support.waiting import wait_for_steps
 
 STEPS = 40
 ZERO3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
@@ -71,13 +71,6 @@ def whole(torch_extensions: Path, digits: Path, tmp_path_factory: pytest.TempPat
     return losses(folder)
 
 
-def wait_for_steps(folder: Path, steps: int, timeout_s: float = 120) -> None:
-    path, deadline = folder / "metrics.jsonl", time.monotonic() + timeout_s
-    while not path.exists() or len(path.read_text().splitlines()) < steps:
-        assert time.monotonic() < deadline, f"not {steps} steps in {timeout_s} s"
-        time.sleep(0.01)
-
-
 @pytest.mark.fault(12)
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGUSR1)])
 def test_a_signal_to_one_rank_stops_all_at_one_step(
@@ -109,7 +102,7 @@ def running(whole: list[float], digits: Path, tmp_path: Path) -> Iterator[Tree]:
     command = deepspeed_command(*flags(config_of(digits, tmp_path / "run", 100_000)), *ZERO3, ranks=2)
     process = start(command)
     try:
-        wait_for_steps(tmp_path / "run", 3)
+        wait_for_steps(tmp_path / "run", 3, process)
         yield Tree(process, [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)])
     finally:
         stop(process)

@@ -1,4 +1,4 @@
-"""Two runs compared: the arithmetic on arrays with known answers, the refusals, and the command on real runs."""
+"""Comparisons of two runs: the arithmetic on arrays with known answers, the refusals, the command on real runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fastdiff evaluate SAMPLES --reference REAL``: which inputs are taken, what is refused, and what comes out."""
+"""``fastdiff evaluate SAMPLES --reference REAL``: its inputs, refusals and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images and statistics that ``fastdiff evaluate`` does not take: each has a reason, and none is run or believed."""
+"""Image sets and statistics that ``fastdiff evaluate`` refuses: each with a reason, and none is executed."""
 
 from __future__ import annotations
 

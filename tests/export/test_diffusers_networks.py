@@ -1,4 +1,4 @@
-"""Networks as classes of diffusers: the same outputs, and why not where there is no equal class."""
+"""Networks as classes of diffusers: equal outputs, or the reason why no class is equal."""
 
 from __future__ import annotations
 

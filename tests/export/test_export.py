@@ -1,4 +1,4 @@
-"""Exports: what other programs read of a run, and what is left when one fails."""
+"""Exports: other programs read them, and a failed export leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the card of an exported model says of its objective; the rest of it is in test_export."""
+"""The objective in the model card of an export; test_export has the other parts of the card."""
 
 from __future__ import annotations
 

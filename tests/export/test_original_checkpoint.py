@@ -1,4 +1,4 @@
-"""Trainings in the files of improved-diffusion and DiT: written, read back, and gone on with by PyTorch's AdamW."""
+"""Trainings in the files of improved-diffusion and DiT: written, read back and continued with PyTorch's AdamW."""
 
 from __future__ import annotations
 

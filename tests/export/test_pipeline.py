@@ -1,4 +1,4 @@
-"""What ``--format diffusers`` makes of the other parts of a pipeline."""
+"""The parts of a pipeline other than the network under ``--format diffusers``."""
 
 from __future__ import annotations
 

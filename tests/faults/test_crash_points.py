@@ -1,4 +1,4 @@
-"""A kill at every file operation of a save, on each of two ranks under ZeRO-3: the run goes on as if nothing was."""
+"""A kill at every file operation of a save, on each of two ranks under ZeRO-3: the resumed run is equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kills at random moments: the run goes on each time, and ends with every bit that it would have had.
+"""Kills at random moments: the run resumes each time and ends with equal bits.
 
 Two gloo ranks under ZeRO-3, both with SIGKILL. The moments are spread evenly over the steps of the run, and within a
 step over its time; every third comes while the run starts again. By night: if none of 300 kills does harm, fewer than

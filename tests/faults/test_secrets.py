@@ -1,4 +1,4 @@
-"""No secret is written or shown, nothing in a checkpoint can be run, and nobody listens beyond the job's address."""
+"""No secret is written or shown, and the ranks listen on the address of the job alone."""
 
 from __future__ import annotations
 

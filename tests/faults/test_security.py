@@ -1,4 +1,4 @@
-"""What SECURITY.md promises about inputs from elsewhere: nothing in them is run, and their sizes are not believed."""
+"""The promises of SECURITY.md about foreign inputs: nothing in them is executed, and claimed sizes are not trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storage that is full, slow, failing or lying: the run survives it or says so, and earlier checkpoints stay intact."""
+"""Full, slow, failing or lying storage: the run survives or reports it, and earlier checkpoints stay intact."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.processes import Finished
 from tests.support.runs import flags, hexes, intact, launch, losses, tiny
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 LAST = 4
@@ -134,15 +135,8 @@ class Freeing(Callback):
 
     def on_step(self, state: TrainState) -> None:
         if state.progress.steps == 5:
-            wait_until(lambda: self.file.exists() and not temporaries(self.folder))
+            wait_until(lambda: self.file.exists() and not temporaries(self.folder), "the save to fail")
             self.file.unlink()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def train_with(world: World, config: RunConfig, *more: Callback, request: StopRequest | None = None) -> None:
@@ -271,7 +265,7 @@ def main_under_strace(world: World, injection: str, config: RunConfig, output: P
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     tracer = subprocess.Popen([*strace(injection), "-p", str(os.getpid())])
-    wait_until(lambda: all(_traced(thread) for thread in Path("/proc/self/task").iterdir()))
+    wait_until(lambda: all(_traced(thread) for thread in Path("/proc/self/task").iterdir()), "strace")
     try:
         return main(flags(config))
     finally:

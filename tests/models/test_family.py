@@ -1,4 +1,4 @@
-"""Networks are asked through their family: nobody asks for their type, and another package can bring one."""
+"""Code outside the models asks the family of a network, never its type; another package can add a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which implementation a run uses: forced by flags, refused at the start, shown in one line and in a table."""
+"""The implementation of each op in a run: forced by flags, refused at the start, shown in a line and a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""adaLN: accuracy of the three forms, what is compiled and what is a kernel, bytes, and what is refused."""
+"""adaLN: accuracy of its three forms, compilation, bytes and refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Attention: every backend against fp64, what runs where, and what is refused."""
+"""Attention: every backend against fp64, the choice of the backend, and refusals."""
 
 from __future__ import annotations
 

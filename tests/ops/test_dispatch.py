@@ -1,4 +1,4 @@
-"""Which implementation an op gets: argument, then what is forced, then the default; and how it is told."""
+"""The implementation of an op: by argument, then by the forced choice, then by default."""
 
 from __future__ import annotations
 

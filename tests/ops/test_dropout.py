@@ -1,4 +1,4 @@
-"""Dropout: what its mask depends on, how often it drops, its gradient, bytes, and what is refused."""
+"""Dropout: its mask and share, its gradient, bytes and refusals."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Weighted squared error: accuracy of the loss and its gradient, what it reads, and what is refused."""
+"""Weighted squared error: accuracy of the loss and its gradient, the memory that it reads, and refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``docs/objectives.md``: what becomes of the flags of other trainers is accepted, and is what these compute."""
+"""``docs/objectives.md``: its translations of other trainers' flags are accepted and compute the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which noise levels sampling visits."""
+"""The noise levels that sampling visits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of samples of every kind of model: without classes, of small images, of prompts, and of latents."""
+"""Sample sets of every kind of model: without classes, of small images, of prompts and of latents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large sets of samples: the same file from any number of ranks and after any kill, and what is refused."""
+"""Large sample sets: the same file from any number of ranks and after any kill; refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import re
 import shutil
 import signal
-import time
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -35,6 +34,7 @@ from tests.support.forked import forked_ranks, values
 from tests.support.injected.durable_calls import DURABLE, REMOVING, dying_at
 from tests.support.processes import BIN, run, start, stop
 from tests.support.runs import launch, tiny
+from tests.support.waiting import wait_until
 
 IMAGES, BATCH = 1000, 64
 TIMEOUT_S = 120
@@ -134,11 +134,9 @@ def test_the_file_is_laid_out_as_adm_reads_it(undisturbed: Path) -> None:
 def test_the_real_command_is_killed_and_goes_on(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     process = start([BIN / "fastdiff", *flags(trained, out)])
-    parts, deadline = tmp_path / "out.npz.parts", time.monotonic() + TIMEOUT_S
+    parts = tmp_path / "out.npz.parts"
     try:
-        while not (parts / "part-000003").exists() and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: (parts / "part-000003").exists() or process.poll() is not None, "the fourth part")
     finally:
         stop(process)
     assert process.returncode == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""A hub on the loopback interface that serves one repository, as far as a download needs it."""
+"""A local server of the hub with one repository, for downloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small runs on the real digits, for tests: configurations, and what a run left behind."""
+"""Small runs on the real digits: their configurations and the files that they leave."""
 
 from __future__ import annotations
 

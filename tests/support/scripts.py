@@ -1,4 +1,4 @@
-"""A script in a process of the fork server, which has imported everything: an exit code and output, in two seconds."""
+"""Scripts in processes of the fork server, which has imported everything: exit code and output in two seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8-bit moments are those of the parameters: no number of ranks and no ZeRO stage changes a bit of them."""
+"""8-bit moments: no number of ranks and no ZeRO stage changes a bit of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss spikes and non-finite steps: found, named, and answered as ``--divergence.policy`` says."""
+"""Loss spikes and non-finite steps: detected, named, and handled as ``--divergence.policy`` says."""
 
 from __future__ import annotations
 
@@ -278,12 +278,6 @@ def test_a_skipped_spike_moves_nothing(
         else:
             name = next(name for name in after if name.startswith("master/"))
             assert not torch.equal(before[name], after[name])
-
-
-@pytest.fixture
-def cpu_with_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch computes in fp16 on any CPU, only slowly; DeepSpeed asks for fast instructions."""
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
 
 
 @pytest.mark.fault(21)

@@ -1,4 +1,4 @@
-"""The losses by noise level in the log: quartiles of the depth, and bins of the log SNR."""
+"""Losses by noise level in the log: quartiles of the depth, and bins of the log SNR."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a resume restores of the optimizer: bitsandbytes' state in other blocks, and what parameter groups must be."""
+"""Optimizer state at a resume: bitsandbytes' blocks on other ranks, and checks of the parameter groups."""
 
 from __future__ import annotations
 

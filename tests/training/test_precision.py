@@ -1,4 +1,4 @@
-"""fp16 with its loss scale, on a CPU that DeepSpeed is told can do it; 8-bit state that really is 8-bit."""
+"""fp16 with its loss scale, on a CPU that DeepSpeed takes for capable of it; 8-bit state that really is 8-bit."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ from fastdiff.training.optim import check_is_8bit
 from fastdiff_kernels.adamw8bit import AdamW8bit
 from tests.end_to_end.test_train import check_clipping
 from tests.support.runs import hexes, launch, losses, newest, tiny, train_losses
-
-
-@pytest.fixture
-def cpu_with_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch computes in fp16 on any CPU, only slowly; DeepSpeed asks for fast instructions."""
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
 
 
 def test_fp16_without_fp16_arithmetic_is_refused(

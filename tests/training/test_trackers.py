@@ -23,6 +23,7 @@ from fastdiff.train import train
 from fastdiff.training import callbacks
 from fastdiff.training.callbacks.trackers import Trackers, Unhurried, require_installed
 from tests.support.runs import launch, losses, records, tiny
+from tests.support.waiting import wait_until
 
 
 def test_tensorboard_shows_the_numbers_of_the_log(world: World, digits: Path, tmp_path: Path) -> None:
@@ -196,10 +197,7 @@ def test_a_tracker_that_stalls_does_not_hold_up_the_steps(
         monkeypatch.setattr(callbacks.trackers._Wandb, "scalars", logged)
         train(tiny(digits, tmp_path / "run", steps=6, output__report_to=("wandb",)), launch(0), world)
         assert asked.wait(120), "the server was asked, and did not answer"
-        deadline = time.monotonic() + 120
-        while done_while_it_stalls != [1, 2, 3, 4, 5, 6]:
-            assert time.monotonic() < deadline, done_while_it_stalls
-            time.sleep(0.01)
+        wait_until(lambda: done_while_it_stalls == [1, 2, 3, 4, 5, 6], "all steps to be logged")
     wandb.teardown()
     assert len(losses(tmp_path / "run")) == 6
     assert list((tmp_path / "run").glob("wandb/run-*/run-*.wandb")), "kept, for `wandb sync`"

@@ -1,4 +1,4 @@
-"""``bench aot``: what is compiled is what a GPU would launch, faults are seen, and so is what got worse."""
+"""``bench aot``: it compiles the code that a GPU would launch, and it finds faults and regressions."""
 
 from __future__ import annotations
 

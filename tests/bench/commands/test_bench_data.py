@@ -1,4 +1,4 @@
-"""The benchmark of readers: every one gives each sample once per pass, and what they did is recorded."""
+"""``bench data``: every reader gives each sample once per pass, and the record has their figures."""
 
 from __future__ import annotations
 

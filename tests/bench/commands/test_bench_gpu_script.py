@@ -1,4 +1,4 @@
-"""``bench/gpu.sh``: every part is a command that exists and runs within its time, and what failed is named."""
+"""``bench/gpu.sh``: every part is a command that exists, keeps to its time, and is named when it fails."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from bench.__main__ import COMMANDS
 from bench.measure import peers, sweep
 from bench.records.fingerprint import ROOT
 from tests.support.processes import DIE_WITH_TESTS, stop
+from tests.support.waiting import wait_until
 
 PARTS = [
     "ops", "gpu", "op-philox", "op-loss", "op-noising", "op-adamw8bit", "op-attention", "op-adaln", "op-group_norm",
@@ -217,10 +218,7 @@ def test_an_interrupt_ends_the_script_and_the_part_that_runs(tmp_path: Path) -> 
     out = tmp_path / "out"
     process = begin(tmp_path, ENDLESS, str(out), "report", "step")
     try:
-        until = time.monotonic() + 120
-        while not (out / "step-dit.log").exists():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_until((out / "step-dit.log").exists, "the part to start")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=120)
         assert process.returncode == 130

@@ -1,4 +1,4 @@
-"""``bench objectives``: real runs, a strict record, the table of the documentation, and that what it names exists."""
+"""``bench objectives``: real runs, a strict record and the table of the documentation, whose names exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bench op``: only what is right is timed, every failure is named, and records say what was seen."""
+"""``bench op``: it times correct kernels only, names every failure and records the figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page shows what the records hold and needs nothing but itself; the documents have the tables of the records."""
+"""``bench report``: one self-contained page of the records, and tables of the records in the documents."""
 
 from __future__ import annotations
 

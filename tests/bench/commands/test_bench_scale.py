@@ -1,4 +1,4 @@
-"""``bench scale``: what ranks really send is what the model says, and the command's records."""
+"""``bench scale``: ranks send exactly the bytes of the model, and the records of the command."""
 
 from __future__ import annotations
 

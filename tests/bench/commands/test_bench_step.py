@@ -1,4 +1,4 @@
-"""``bench step``: the loop that is timed is the real one, its figures add up, and the largest batch is found."""
+"""``bench step``: it times the real loop, its figures add up, and it finds the largest batch."""
 
 from __future__ import annotations
 

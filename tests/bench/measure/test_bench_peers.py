@@ -1,4 +1,4 @@
-"""The peers compute what fastdiff computes, and train; the race between them is recorded."""
+"""The peers compute the same as fastdiff and train; races between them are recorded."""
 
 from __future__ import annotations
 

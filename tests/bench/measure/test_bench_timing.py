@@ -1,4 +1,4 @@
-"""How calls are timed, and what a machine can do at most."""
+"""Timing of calls, and the measured limits of a machine."""
 
 from __future__ import annotations
 

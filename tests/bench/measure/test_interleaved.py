@@ -1,4 +1,4 @@
-"""Contestants step in turns, each in its own processes; what fails is left out and told."""
+"""Contestants step in turns, each in its own processes; one that fails is left out and reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: messages and tables."""
+"""Messages and tables that all benchmarks share."""
 
 from __future__ import annotations
 

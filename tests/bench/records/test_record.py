@@ -1,4 +1,4 @@
-"""Records: what is written can be read, what is damaged is found out, and the schema says the same as the types."""
+"""Records: written and read back, damage is found, and the schema agrees with the types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of the communication: formulas by hand, limits, and a fit that finds what was put in."""
+"""The model of the communication: formulas by hand, limits, and a fit that recovers known parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of an encode, and what its processes say and blame."""
+"""``fastdiff encode``: its command line, and the messages of its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into the autoencoder, and what is kept of the text encoder while a unit is encoded."""
+"""The encoder of a unit: rounding of its pixels, and the embeddings that it keeps."""
 
 from __future__ import annotations
 

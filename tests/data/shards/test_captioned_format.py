@@ -1,4 +1,4 @@
-"""dataset.json and the empty prompt of data with captions: what is refused, and what names a data set."""
+"""dataset.json and the empty prompt of captioned data: refusals, and the digest of a data set."""
 
 import json
 import shutil

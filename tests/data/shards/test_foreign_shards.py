@@ -1,4 +1,4 @@
-"""Shards that a faulty or hostile encoder wrote, with right digests, and shards that change while they are open."""
+"""Shards of a faulty or hostile encoder with correct digests, and shards that change while they are open."""
 
 from __future__ import annotations
 

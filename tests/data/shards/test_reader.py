@@ -1,5 +1,4 @@
-"""Reading and verifying: exact samples, or an error that names shard, key and offset; never another
-tensor."""
+"""Reading and verifying: exact samples, or an error that names shard, key and offset; never another sample."""
 
 import hashlib
 import json

@@ -1,3 +1,5 @@
+"""Files over http and S3: retries, checks and the cache of shards."""
+
 from __future__ import annotations
 
 import gzip

@@ -1,4 +1,4 @@
-"""The format: what WebDataset, DALI and wds2idx make of our shards, and how they are written."""
+"""The shard format: WebDataset, DALI and wds2idx read it; how shards are written."""
 
 import hashlib
 import io
@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.errors import ConfigError, DataError, StorageError
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.processes import start, stop
+from tests.support.waiting import wait_until
 
 TEMPLATE = pixels_template((1, 2, 2), 3, Provenance(source="test", transform="none"))
 
@@ -311,11 +311,7 @@ def test_a_killed_encode_leaves_nothing_that_counts(tmp_path):
     code = "import sys, fastdiff.data.encoding.builtin as e; e.encode_synthetic(sys.argv[1], (4, 32, 32), 10**6)"
     process = start([sys.executable, "-c", code, out])
     try:
-        until = time.monotonic() + 120
-        while not list(out.glob("*.tar.*.tmp")):
-            assert process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: bool(list(out.glob("*.tar.*.tmp"))) or process.poll() is not None, "a file")
     finally:
         stop(process)
     assert list(out.glob("*.tar.*.tmp"))

@@ -1,4 +1,4 @@
-"""Posteriors, flips, captions, hard links: exact, in every reader, or an error with a name."""
+"""Posteriors, flips, captions and hard links: exact in every reader, or an error that names the sample."""
 
 import io
 import os

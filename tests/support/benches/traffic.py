@@ -1,4 +1,4 @@
-"""Counts the bytes that kernels load and store, in Triton's interpreter."""
+"""Counter of the bytes that kernels load and store in Triton's interpreter."""
 
 from __future__ import annotations
 

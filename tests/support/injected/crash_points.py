@@ -1,4 +1,4 @@
-"""A process that dies at a chosen file operation, and what a power cut then leaves of what it wrote."""
+"""A process that dies at a chosen file operation, and the state of the disk after a power cut at that moment."""
 
 from __future__ import annotations
 

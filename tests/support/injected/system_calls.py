@@ -1,4 +1,4 @@
-"""System calls that fail or are slow, in real processes: strace's injections."""
+"""System calls that fail or are slow in real processes, by strace's injections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small data set with everything that the format knows: posteriors, buckets, flips, captions and the empty prompt."""
+"""A small data set with every feature of the format: posteriors, buckets, flips, captions and the empty prompt."""
 
 from __future__ import annotations
 
