@@ -166,7 +166,7 @@ def test_the_batch_script_gives_every_word_literally_to_every_node(
     assert not [given for given in recorded(stand_ins, "scontrol") if given["argv"][0] == "requeue"]
 
 
-def test_what_sbatch_reads_of_the_script(work: Path) -> None:
+def test_the_directives_of_the_batch_script(work: Path) -> None:
     lines = slurm.script(JOB, batch(time="1-12:00:00", partition="gpu,big", account="team.a", signal_before_s=300,
                                     options={"gpus-per-node": "8", "exclusive": ""})).splitlines()  # fmt: skip
     directives = [line.removeprefix("#SBATCH --") for line in lines[1 : lines.index("set -u") - 1]]

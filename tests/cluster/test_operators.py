@@ -101,7 +101,7 @@ def test_a_build_that_goes_on_is_waited_for(root: Path) -> None:
     assert said == [f"waiting for process {process.pid}, which compiles {OPERATOR} ({root / OPERATOR / 'lock'})"]
 
 
-def test_the_lock_of_another_extension_is_no_matter(root: Path) -> None:
+def test_the_lock_of_another_extension_does_not_matter(root: Path) -> None:
     (root / "other").mkdir()
     (root / "other" / "lock").touch()
     extension_locks.wait(root, OPERATOR, lambda _: None)
@@ -176,7 +176,7 @@ def test_a_shared_folder_may_be_in_use_elsewhere(root: Path, monkeypatch: pytest
         extension_locks.wait(root, OPERATOR, said.append)
 
 
-def test_what_comes_from_the_cache_is_not_built_again(torch_extensions: Path, tmp_path: Path, caches: Path) -> None:
+def test_cached_operators_are_not_built_again(torch_extensions: Path, tmp_path: Path, caches: Path) -> None:
     """ninja finds nothing to do: the object files stay as they are."""
     operators.publish(torch_extensions, operators.cache_folder())
     job = tmp_path / "job"
@@ -187,7 +187,7 @@ def test_what_comes_from_the_cache_is_not_built_again(torch_extensions: Path, tm
     assert {path.name: path.stat().st_mtime_ns for path in (job / OPERATOR).glob("*.*o")} == before
 
 
-def test_who_publishes_second_changes_nothing(torch_extensions: Path, tmp_path: Path, caches: Path) -> None:
+def test_a_second_publisher_changes_nothing(torch_extensions: Path, tmp_path: Path, caches: Path) -> None:
     cached = operators.cache_folder()
     operators.publish(torch_extensions, cached)
     (tmp_path / "other" / "thing").mkdir(parents=True)

@@ -309,7 +309,7 @@ def sight(rank: int, **changes: object) -> Sight:
         ({"step": -1, "phase": "start"}, "no beat yet"),
     ],
 )
-def test_who_holds_up_the_others(culprit: dict[str, object], why: str) -> None:
+def test_the_culprit_of_a_hang(culprit: dict[str, object], why: str) -> None:
     sights = {"node 0 on a": [sight(0), sight(1)], "node 1 on b": [sight(2), sight(3, **culprit)]}
     outcome = of_hang(sights, [], 15.0, Path("runs/x"))
     assert "rank 3 (node 1 on b, process 103) failed first" in outcome.line, why

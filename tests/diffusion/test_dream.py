@@ -145,7 +145,7 @@ def test_a_perfect_model_is_corrected_by_nothing() -> None:
 
 
 @pytest.mark.parametrize("prediction", ["v", "x0"])
-def test_only_the_prediction_of_noise_has_it(prediction: Any) -> None:
+def test_dream_needs_the_prediction_of_noise(prediction: Any) -> None:
     message = rf"--objective\.dream needs --objective\.prediction epsilon, given {prediction}"
     with pytest.raises(ConfigError, match=message):
         DdpmConfig(dream=True, prediction=prediction)

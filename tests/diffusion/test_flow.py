@@ -260,7 +260,7 @@ def test_weightings_of_the_linear_velocity_are_refused_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_bf16_network_is_told_the_exact_time(world: World, digits: Path, tmp_path: Path, stage: int) -> None:
+def test_a_bf16_network_gets_the_exact_time(world: World, digits: Path, tmp_path: Path, stage: int) -> None:
     """bf16 knows 128 times between 500 and 1000; DeepSpeed casts the weights, and must not cast this."""
     given: list[Tensor] = []
     told: list[tuple[Tensor, Tensor]] = []

@@ -79,7 +79,7 @@ def test_a_weighting_means_the_same_for_every_prediction(kind, prediction, gamma
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_where_there_is_no_signal_a_weight_is_its_limit(kind, prediction):
+def test_the_weight_without_signal_is_its_limit(kind, prediction):
     snr = torch.tensor([0.0, 1e-30], dtype=torch.float64)
     weight, close = loss_weights(kind, snr, noise_per_error(prediction, snr)).tolist()
     if (kind, prediction) == ("debiased", "epsilon"):

@@ -48,7 +48,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_killed_run_goes_on_with_its_losses(world: World, digits: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_with_its_losses(world: World, digits: Path, tmp_path: Path) -> None:
     """SIGKILL at about step 13, then the same configuration; and once more without a kill. The latter two in this
     process, which has been started already; ``test_resume`` gives the same command again.
     """
@@ -70,7 +70,7 @@ def test_a_killed_run_goes_on_with_its_losses(world: World, digits: Path, tmp_pa
     assert state["count"].sum() == STEPS * 16
 
 
-def test_two_ranks_go_the_way_of_one(world: World, digits: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one(world: World, digits: Path, tmp_path: Path) -> None:
     """With accumulation: from the beginning, and from a checkpoint of one rank, under ZeRO-3."""
 
     def config(name: str, steps: int) -> RunConfig:

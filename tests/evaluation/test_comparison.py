@@ -110,7 +110,7 @@ def test_a_bin_that_one_run_hardly_has_is_not_in_the_mean_of_bins() -> None:
     assert table(nothing)
 
 
-def test_what_is_not_finite_is_left_out() -> None:
+def test_values_that_are_not_finite_are_left_out() -> None:
     a, b = 1 + np.abs(NOISE)
     a[3], b[4] = np.inf, np.nan
     found = compare(run("a", a), run("b", b))

@@ -223,7 +223,7 @@ def test_an_adamw_that_began_later_keeps_its_count_in_a_resume(
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_what_adamw_was_and_the_run_is_not_is_told(
+def test_differences_from_the_published_adamw_are_reported(
     world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: Any
 ) -> None:
     """improved-diffusion goes on with what is in the file, but for the learning rate of its --lr_anneal_steps."""
@@ -385,7 +385,7 @@ def test_the_steps_of_files_that_are_numbered_from_0(world: World, digits: Path,
         ("dit", ["--format", "dit-training", "--dtype", "bf16"], "--dtype bf16: the files of --format dit-training"),
     ],
 )  # fmt: skip
-def test_what_a_training_cannot_be_written_as_is_refused(
+def test_impossible_formats_of_a_training_are_refused(
     world: World, digits: Path, tmp_path: Path, capsys: Any, kind: str, options: list[str], message: str
 ) -> None:
     changes = {"model": ADM} if kind == "adm" else {}

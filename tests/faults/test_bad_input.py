@@ -207,7 +207,7 @@ def with_nans(folder: Path, every: int) -> Path:
 @pytest.mark.parametrize(
     ("stage", "optimizer"), [(0, "adamw"), (1, "adamw"), (2, "adamw"), (3, "adamw"), (0, "adamw8bit")]
 )
-def test_a_nan_sample_skips_its_step_and_moves_nothing(
+def test_a_nan_sample_skips_its_step_and_changes_nothing(
     world: World, some_nan: Path, tmp_path: Path, stage: int, optimizer: str
 ) -> None:
     config = tiny(
@@ -306,7 +306,7 @@ def test_a_changed_configuration_is_refused_with_a_diff(world: World, trained: R
         ({"model__hidden": 64}, ("model.hidden",), r"another network: size mismatch .*\(and \d+ more\)$"),
     ],
 )
-def test_what_cannot_be_allowed_is_explained(
+def test_changes_that_cannot_be_allowed_are_explained(
     world: World, trained: RunConfig, changes: dict[str, int], allowed: tuple[str, ...], message: str
 ) -> None:
     config = tiny(Path(trained.data.path), Path(trained.output.folder), steps=6, **changes)

@@ -147,7 +147,7 @@ def test_weights_of_a_file_give_the_same_network(kind: str) -> None:
         ({"low_res_size": 64}, "low_res_size 64: smaller than --model.size 64"),
     ],
 )
-def test_configurations_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+def test_impossible_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AdmConfig(**fields)
 

@@ -70,7 +70,7 @@ def test_weights_go_both_ways_and_begin_alike(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "count"), [("sd15", 859_520_964), ("sd2", 865_910_724), ("sdxl", 2_567_463_684)])
-def test_published_sizes(kind: str, count: int) -> None:
+def test_parameter_counts_of_published_sizes(kind: str, count: int) -> None:
     config = PUBLISHED[kind]
     with torch.device("meta"):
         ours, theirs = UNet(config), diffusers_unet(config)
@@ -123,7 +123,7 @@ def test_entries_may_be_left_out_or_be_one_number() -> None:
         ({"block_out_channels": (321, 640, 1280, 1280), "norm_num_groups": 1, "attention_heads": (1,) * 4}, "even"),
     ],
 )
-def test_configurations_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+def test_impossible_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         UNetConfig(**fields)
 

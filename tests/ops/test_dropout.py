@@ -183,7 +183,7 @@ def test_upstream_gradients_of_any_strides(gradient, device):
 
 
 @backends
-def test_what_is_dropped_is_0_whatever_it_was(backend, device):
+def test_dropped_elements_are_zero_whatever_they_were(backend, device):
     x, position = channels_last(torch.full((2, 6, 3, 3), torch.nan, device=device)), places(2, device)
     kept = mask(x.shape, position, backend=backend)
     y = dropout(x, 0.25, position=position, backend=backend, **KEY)

@@ -202,7 +202,7 @@ def test_parts_that_nobody_saw_in_time_are_joined_by_the_same_command(trained: P
     assert not parts.exists()
 
 
-def test_what_is_complete_is_not_drawn_again(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_complete_set_is_not_drawn_again(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     shutil.copyfile(undisturbed, out)
     before, said = out.stat().st_mtime_ns, []
@@ -311,7 +311,7 @@ def test_a_foreign_file_is_not_replaced(trained: Path, tmp_path: Path, content: 
         (["--npz", "out.npz", "--num", "5", "--autoencoder", "nowhere/at-all"], "nowhere/at-all"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_options_that_do_not_fit_are_refused(
     trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, options: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -324,7 +324,7 @@ def test_what_does_not_fit_is_refused(
 # ---- classes, numbers and memory -----------------------------------------------------------------------
 
 
-def test_so_many_of_each_class(trained: Path, tmp_path: Path) -> None:
+def test_the_number_of_images_of_each_class(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     assert (
         main(["sample", str(trained), "--classes", "7,2", "--per-class", "3", "--steps", "2", "--npz", str(out)]) == 0

@@ -430,7 +430,7 @@ def test_a_spike_before_the_first_checkpoint_is_explained(world: World, two_spik
     assert intact(tmp_path / "run") == [], "nothing is saved with the spike in it"
 
 
-def test_the_way_back_passes_over_damage(world: World, digits: Path, tmp_path: Path) -> None:
+def test_a_rewind_skips_damaged_checkpoints(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", output__checkpoint_every=2, output__keep=9), launch(), world)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 2, world)
     found = checkpoints.newest(before=6)
@@ -508,7 +508,7 @@ ON_HOST = {"device": "cpu"}
     ],
     ids=lambda value: str(value["stage"]) + "-offload" * (len(value) > 2) if isinstance(value, dict) else str(value),
 )
-def test_the_way_back_in_the_engine_is_that_of_a_new_start(
+def test_a_rewind_in_the_engine_equals_a_new_start(
     torch_extensions: Path, two_spikes: Path, tmp_path: Path, zero: Any, precision: str, optimizer: str, ranks: int
 ) -> None:
     """To the bit, and in the memory that it has."""

@@ -35,7 +35,7 @@ def test_fp16_without_fp16_arithmetic_is_refused(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fp16_clips_the_true_gradient(
+def test_fp16_clips_the_unscaled_gradient(
     world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
 ) -> None:
     """Adam does not see the scale of a gradient, so only its first moment tells that the loss scale is taken out."""

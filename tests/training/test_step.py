@@ -109,7 +109,7 @@ def test_recomputing_activations_changes_no_loss(world: World, digits: Path, tmp
     assert kept == again
 
 
-def test_a_record_has_what_people_plot(world: World, digits: Path, tmp_path: Path) -> None:
+def test_a_record_has_the_usual_fields(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", optim__schedule="linear"), launch(1), world)
     found = records(tmp_path / "run")
     assert [r["samples"] for r in found] == [16, 32, 48, 64, 80, 96]

@@ -233,7 +233,7 @@ def test_smoke(
     assert warm in capsys.readouterr().out
 
 
-def test_when_it_is_told_to_end_nothing_of_it_stays(tmp_path: Path) -> None:
+def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench", "data", "--smoke", "--device", "cpu", "--out", tmp_path / "out"]
     process = start(command, TMPDIR=str(tmp_path))
     try:
@@ -261,7 +261,7 @@ def contestants_of(process: int) -> list[psutil.Process]:
     return found
 
 
-def test_what_cannot_be_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_options_are_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--batch", "0"], "--samples, --batch and --workers must be at least 1"),
         (["--samples", "0"], "--samples, --batch and --workers must be at least 1"),

@@ -181,7 +181,7 @@ def limits(folder: Path, *arguments: str) -> list[int]:
     return [int(line) for line in file.read_text().split()]
 
 
-def test_the_time_is_shared_and_what_a_part_leaves_is_for_the_next_ones(tmp_path: Path) -> None:
+def test_the_time_is_shared_and_unused_time_goes_to_the_next_parts(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     few, given = limits(tmp_path, out, "op-loss", "op-adaln"), limits(tmp_path, "--seconds", "5000", out)
     assert len(few) == 2
@@ -228,7 +228,7 @@ def test_an_interrupt_ends_the_script_and_the_part_that_runs(tmp_path: Path) -> 
     assert gone(tmp_path)
 
 
-def test_what_a_part_leaves_running_does_not_keep_the_script_waiting(tmp_path: Path) -> None:
+def test_the_script_does_not_wait_for_processes_that_a_part_leaves(tmp_path: Path) -> None:
     left = tmp_path / "left"
     leaving = PYTHON.replace("*) printf", f"*) setsid sleep 3600 & echo $! >{left}; printf")
     try:

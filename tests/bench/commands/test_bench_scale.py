@@ -254,7 +254,7 @@ def test_a_slower_link_costs_time_and_overlap_saves_it(tmp_path: Path) -> None:
         (["--device", "cpu", "--stages", "zero9"], "zero9.json: no such file"),
     ],
 )
-def test_what_cannot_be_asked_is_one_message(
+def test_impossible_requests_are_one_message(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("lora", "accumulated", "gpu"):

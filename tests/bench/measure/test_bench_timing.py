@@ -95,7 +95,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         Stopwatch("cuda", timing.QUICK)
 
 
-def test_limits_are_what_was_moved_and_computed_over_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_bytes_and_operations_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of the clock is a millisecond after the one before, so that every repetition takes one."""
     clock = iter(range(10**6))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock) * 1e-3)

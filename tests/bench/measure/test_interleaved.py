@@ -127,7 +127,7 @@ def raise_on_top(error: BaseException) -> None:
         raise KeyError("while it was handled")  # noqa: B904
 
 
-def test_one_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contestant_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the lock is named that it may have waited for."""
     file, lock = tmp_path / "pid", tmp_path / "extensions" / "operator" / "lock"
     lock.parent.mkdir(parents=True)

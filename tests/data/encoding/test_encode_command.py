@@ -84,7 +84,7 @@ def _names(folder: Path) -> list[str]:
     return names
 
 
-def test_synthetic_takes_its_own(tmp_path: Path) -> None:
+def test_the_options_of_synthetic_data(tmp_path: Path) -> None:
     options = ["--shape", "2,4,4", "--samples", "5", "--classes", "3"]
     assert main(["encode", "synthetic", str(tmp_path / "out"), *options]) == 0
     info = DatasetInfo.read(tmp_path / "out")

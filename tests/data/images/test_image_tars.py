@@ -276,7 +276,7 @@ def test_a_damaged_tar_gives_what_was_before_the_damage(tmp_path: Path, content:
         len(found)
 
 
-def test_what_is_no_tar(tmp_path: Path) -> None:
+def test_files_that_are_no_tar_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "page.tar"
     for content in (b"<html>not found</html>" * 100, b""):
         path.write_bytes(content)

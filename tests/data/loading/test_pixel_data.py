@@ -167,7 +167,7 @@ def test_options_of_a_pipeline_are_refused(images: Path, tmp_path: Path, options
         encode(images, tmp_path / "out", **options)
 
 
-def test_sources_that_say_nothing_of_classes(images: Path, tmp_path: Path) -> None:
+def test_sources_without_classes(images: Path, tmp_path: Path) -> None:
     picture(0).save(tmp_path / "plain.png")
     with pytest.raises(DataError, match=r"plain\.png.*--classes-from prefix"):
         encode(tmp_path, tmp_path.with_name("out"))

@@ -482,7 +482,7 @@ def declare(folder, **changes):
 
 
 @pytest.mark.fault(18)
-def test_what_contradicts_dataset_json_is_refused_though_its_digests_fit(folder):
+def test_contradictions_to_dataset_json_are_refused_although_digests_fit(folder):
     place = index_of(folder).place("cls", 0)
     declare(folder, classes=1)
     with LatentReader(folder) as reader, pytest.raises(DataError, match=r"none of the 1 classes"):

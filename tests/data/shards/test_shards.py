@@ -277,7 +277,7 @@ def test_shards_of_someone_else_are_not_replaced(tmp_path):
 
 
 @pytest.mark.fault(27)
-def test_two_encodes_do_not_meet_in_one_folder(tmp_path):
+def test_a_second_encode_into_one_folder_is_refused(tmp_path):
     with ShardWriter(tmp_path, TEMPLATE, samples_per_shard=1) as writer:
         writer.add("0", {"latent": np.zeros((1, 2, 2), np.float16)}, 0)
         with pytest.raises(ConfigError, match=r"another `fastdiff encode`"):

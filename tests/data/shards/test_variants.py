@@ -58,7 +58,7 @@ def each_shard(folder, truth):
         start += shard.samples
 
 
-def of_bucket(truth, bucket):
+def bucket_ids(truth, bucket):
     return np.array([number for number, sample in enumerate(truth) if sample.bucket == bucket])
 
 
@@ -79,7 +79,7 @@ def test_dataset_json_has_the_buckets_in_the_names_of_the_shards(intact):
 @pytest.mark.parametrize("bucket", [0, 1, 2])
 def test_every_variant_comes_back(intact, bucket):
     folder, truth = intact
-    ids = of_bucket(truth, bucket)
+    ids = bucket_ids(truth, bucket)
     generator = np.random.default_rng(bucket)
     chosen = {"latent": generator.integers(0, 2, len(ids)), "caption": generator.random(len(ids), np.float32)}
     with LatentReader(folder) as reader:
@@ -132,7 +132,7 @@ def test_samples_of_two_buckets_are_no_batch(intact):
         with pytest.raises(IndexError, match=r"sample -1"):
             reader.keys([-1])
         with pytest.raises(ValueError, match=r"contiguous float16"):
-            reader.read(of_bucket(truth, 1)[:2], reader.empty(2, 0))
+            reader.read(bucket_ids(truth, 1)[:2], reader.empty(2, 0))
 
 
 def test_shards_are_fetched_before_they_are_opened(intact, tmp_path):
@@ -148,7 +148,7 @@ def test_shards_are_fetched_before_they_are_opened(intact, tmp_path):
 
     with pytest.raises(DataError, match=r"the file is missing"):
         LatentReader(tmp_path)
-    ids = of_bucket(truth, 1)
+    ids = bucket_ids(truth, 1)
     with LatentReader(tmp_path, fetch=fetch) as reader, LatentReader(folder) as local:
         assert fetched == []
         names = [shard.name for shard in reader.info.shards if shard.bucket == 1]
@@ -158,7 +158,7 @@ def test_shards_are_fetched_before_they_are_opened(intact, tmp_path):
         assert reader.null().keys() == EMPTY.keys()
     with LatentReader(tmp_path, open_shards=1, fetch=fetch) as reader:
         for bucket in (0, 1, 2, 0, 1, 2):  # with one shard of each bucket open
-            reader.read(of_bucket(truth, bucket)[:1])
+            reader.read(bucket_ids(truth, bucket)[:1])
     assert len(fetched) == len(names) + 3
 
 
@@ -308,7 +308,7 @@ def test_a_shard_of_another_bucket_is_refused(folder):
     assert of_1.name not in str(verify(folder))
 
 
-def test_two_processes_that_write_the_same_shard_do_not_meet(tmp_path):
+def test_two_processes_write_the_same_shard_without_a_conflict(tmp_path):
     encode(tmp_path / "alone", SAMPLES, per_shard=SAMPLES)
     (tmp_path / "both").mkdir()
     code = (

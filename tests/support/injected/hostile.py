@@ -21,9 +21,9 @@ import torch
 from tests.support.injected.hostile_files import (
     HUGE,
     Payload,
+    bytearray_pickle,
     member,
     named_from_the_stack,
-    of_bytearray,
     png,
     repeated,
     sparse,
@@ -57,7 +57,7 @@ def repeated_weights(folder: Path) -> None:
 
 
 def weights_of_bytearray(folder: Path) -> None:
-    zip_of(folder / "dit.pt", of_bytearray)
+    zip_of(folder / "dit.pt", bytearray_pickle)
     open_weights(folder / "dit.pt")
 
 

@@ -40,7 +40,7 @@ def zip_of(path: Path, data_pkl: Callable[[bytes], bytes], compression: int = zi
                 made.writestr("bomb", bytes(400 << 20))
 
 
-def of_bytearray(content: bytes) -> bytes:
+def bytearray_pickle(content: bytes) -> bytes:
     """A pickle that asks for a ``bytearray`` of 400 MiB, which no file holds."""
     return b"\x80\x02}U\x01acbuiltins\nbytearray\nJ" + (400 << 20).to_bytes(4, "little") + b"\x85Rs."
 
