@@ -42,7 +42,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def nightly(request: pytest.FixtureRequest) -> bool:
-    """Whether there is time for many trials."""
+    """True in a nightly run, which has time for many trials."""
     return bool(request.config.getoption("--nightly"))
 
 
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def select_trials(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked ``nightly``; with --nightly also mark those that then have more trials."""
+    """Deselect the tests marked ``nightly``; with --nightly, also mark tests that have more trials by night."""
     if config.getoption("--nightly"):
         for item in items:
             if "nightly" in getattr(item, "fixturenames", ()):
@@ -76,7 +76,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A test that is skipped proves nothing: only those marked ``gpu`` may be, on a GPU those of the interpreter."""
+    """Fail if a test was skipped, which proves nothing, except tests marked ``gpu`` on a machine without one."""
     if _skipped_without_reason:
         session.exitstatus = 1
 

@@ -24,7 +24,7 @@ from tests.support.processes import ROOT
 from tests.support.runs import flags, tiny
 
 _DELAY_S = 1.0
-"""How long a rank is held up that the others wait for: what must not happen, has time to happen."""
+"""Delay of a rank that the others wait for, long enough for a second message to appear."""
 
 
 # --- ranks that end, one of them late ---------------------------------------------------------------------------

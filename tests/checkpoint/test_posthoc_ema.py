@@ -30,7 +30,7 @@ from fastdiff.training.ema import Ema
 from tests.support.forked import forked_ranks
 from tests.support.injected.crash_points import LOSSES, CrashPoints, cut_power, operations
 from tests.support.processes import run_ranks
-from tests.support.runs import assert_same_checkpoint, launch, newest, reseal, tiny, train_losses
+from tests.support.runs import assert_same_checkpoint, launch, newest, renew_digest, tiny, train_losses
 from tests.training.test_divergence import in_step, lines, marred, spiky
 from tests.training.test_ema import flat_of
 
@@ -157,7 +157,7 @@ def two_widths(run: Path, tmp_path: Path) -> Path:
     for path in copy.rglob("MANIFEST.json"):
         path.write_text(path.read_text().replace(json.dumps(list(STDS), indent=1).replace("\n", "\n "), "[0.05, 0.1]"))
         assert json.loads(path.read_text())["ema_stds"] == [0.05, 0.1]
-        reseal(path)
+        renew_digest(path)
     return copy
 
 

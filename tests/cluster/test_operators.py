@@ -110,7 +110,7 @@ def test_the_lock_of_another_extension_does_not_matter(root: Path) -> None:
 
 @pytest.mark.fault(16)
 def test_a_plain_start_explains_a_stale_lock(digits: Path, tmp_path: Path, root: Path) -> None:
-    """Where DeepSpeed alone would wait on it for ever, on both ranks."""
+    """DeepSpeed alone would wait for it for ever, on both ranks."""
     lock = root / OPERATOR / "lock"
     lock.touch()
     os.utime(lock, (time.time() - 3600, time.time() - 3600))
@@ -156,7 +156,7 @@ def test_a_cache_that_cannot_be_read_or_written_is_only_a_cache(
 
 
 def test_a_shared_folder_may_be_in_use_elsewhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What to do is said at once; the lock of a machine that this one cannot see is waited for."""
+    """The remedy is printed at once; a machine that this one cannot see may hold the lock, so it is waited for."""
     monkeypatch.setattr(extension_locks, "is_shared", lambda _: True)
     lock = root / OPERATOR / "lock"
     lock.touch()

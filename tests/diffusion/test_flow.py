@@ -88,7 +88,7 @@ def squared(error: np.ndarray) -> np.ndarray:
 def sit_losses(
     path: str, prediction: str, weighting: str, t: np.ndarray, clean: np.ndarray, noise: np.ndarray, guess: np.ndarray
 ) -> np.ndarray:
-    """What SiT's transport computes of a model that says ``guess`` (a velocity: towards the data, so reversed)."""
+    """Loss of SiT's transport for a model that predicts ``guess`` (its velocity points to the data: reversed)."""
     alpha, alpha_slope, sigma, sigma_slope = plan(path, t[:, None, None, None])
     if prediction == "flow":
         return squared(-guess - (alpha_slope * clean + sigma_slope * noise))

@@ -138,7 +138,7 @@ def test_the_loss_is_that_of_the_papers(kind, prediction, zero_terminal):
 
 
 def weight_of(kind, prediction, snr):
-    """That of x0 over the factor between the errors; where there is no signal, its limit."""
+    """The weight of x0 divided by the factor between the errors; without signal, its limit."""
     if snr == 0 and prediction == "epsilon":
         return 0.0 if kind == "debiased" else 1.0
     return OF_X0[kind](snr, USUAL.get(kind)) / {"epsilon": snr, "v": snr + 1, "x0": 1.0}[prediction]

@@ -256,7 +256,7 @@ def test_a_seed_out_of_range_is_refused():
 
 
 def _step(objective, batch, guess):
-    """What the loop does besides model and optimizer."""
+    """The part of a step besides model and optimizer."""
     corruption = objective.corrupt(batch, lambda noisy, time, label: guess)
     return objective.loss(guess, batch, corruption), corruption.levels
 

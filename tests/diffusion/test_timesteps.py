@@ -33,7 +33,7 @@ def sampler(objective: ObjectiveConfig = DDPM, batch_samples: int = 256, **confi
 
 
 def biases(density: str) -> dict[str, float]:
-    """What the densities that bias are refused without."""
+    """The options that biased densities require."""
     return {"bias_multiplier": 3.0} if density in ("earlier", "later", "range") else {}
 
 

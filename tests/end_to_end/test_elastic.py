@@ -55,7 +55,7 @@ SHORT = Length(24, (9, 15), warmup=11)
 
 @dataclass
 class Seen:
-    """What one rank saw of a run, or of a part of it."""
+    """Observations of one rank in a run or in a part of it."""
 
     content: dict[int, int] = field(default_factory=dict)
     """By position: a checksum of latents and label."""

@@ -46,7 +46,7 @@ def inside(number: int) -> np.ndarray[Any, Any]:
 
 
 def test_paired_differences_are_those_of_the_samples() -> None:
-    """What both runs find hard cancels: a difference of a hundredth of the spread of the losses is seen."""
+    """Samples that are hard for both runs cancel: a hundredth of the spread of the losses is seen."""
     a = 1 + np.abs(NOISE[0])
     b = a + 0.004 * NOISE[1]
     b[inside(5)] += 0.01

@@ -129,7 +129,7 @@ def called(model: AdmConfig) -> tuple[str, str, dict[str, Any]]:
 
 
 def test_the_published_class_takes_its_arguments_as_integers() -> None:
-    """What a checkpoint records has multiples as floats, with which improved-diffusion's class fails."""
+    """A checkpoint records multiples as floats, with which improved-diffusion's class fails."""
     model = AdmConfig(size=32, width=64, channel_mult=(1, 2, 4), attention_resolutions=(16, 8), heads=2)
     whose, class_, given = called(model)
     assert (whose, class_) == ("improved-diffusion", "UNetModel")

@@ -335,7 +335,7 @@ def test_moments_of_8_bits_are_those_of_fp32_but_for_their_rounding(
 def test_an_optimizer_that_is_not_there_is_left_out(
     world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That of an adapter is not that of the weights that it is merged into; here it was trained on such a file."""
+    """The optimizer of an adapter does not fit the merged weights; here it was trained on such a file."""
     first = two_steps(world, digits, tmp_path / "first", "dit")
     export(tmp_path / "first", tmp_path / "base", Choice(format="dit-training"))
     start = PretrainedConfig(path=str(tmp_path / "base" / "0000002.pt"), weights=True)

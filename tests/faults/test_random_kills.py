@@ -105,7 +105,7 @@ def train_noting_the_port(world: World, config: RunConfig, start: Launch, note: 
 
 
 def remove_leftovers(note: Path, torch_extensions: Path) -> None:
-    """What nobody but the supervisor removes after a kill: DeepSpeed's named buffers, and the lock of its operators."""
+    """Remove DeepSpeed's named buffers and the locks of its operators, as a supervisor does after a kill."""
     if note.exists():
         for name in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{note.read_text()}_*"):
             name.unlink()

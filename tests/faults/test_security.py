@@ -55,7 +55,7 @@ MESSAGES = {
     "large_deepspeed_json": "at most 1048576 are read",
 }  # fmt: skip
 HARMLESS = {"tar_with_pickles"}
-"""What in these is hostile is passed over."""
+"""Inputs whose hostile part is skipped."""
 
 
 def opened(kind: str, folder: Path) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def temporaries(folder: Path) -> list[Path]:
 
 @dataclass
 class Neighbour:
-    """Takes the room on a disk, but for ``left`` bytes, when the file of a checkpoint is made: after the look at it."""
+    """Fills a disk up to ``left`` bytes when the file of a checkpoint is created, after the check of the free space."""
 
     disk: Path
     left: int
@@ -178,7 +178,7 @@ def test_room_is_reserved_without_a_size(tmp_path: Path) -> None:
 
 @dataclass
 class Noting(Callback):
-    """Notes the steps; in one of them this rank is asked to stop."""
+    """Notes the steps; at one of them this rank is asked to stop."""
 
     steps: list[int]
     request: StopRequest
@@ -231,7 +231,7 @@ def test_all_ranks_stop_after_the_same_step_when_too_many_saves_fail(
 def test_a_run_that_is_preempted_saves_or_fails(
     torch_extensions: Path, digits: Path, tmp_path: Path, fails_in: tuple[int, ...]
 ) -> None:
-    """However many failures it would survive: what failed at step 2 may be tried again, what fails now may not."""
+    """However many failed saves it survives: the failure at step 2 may be made good, the one at the end may not."""
     config = config_of(digits, tmp_path / "run", steps=40, output__failed_saves=9)
     ended = forked_ranks(fail_on_rank_1, config, (2, *fails_in), 2)
     if fails_in:
@@ -247,7 +247,7 @@ def test_a_run_that_is_preempted_saves_or_fails(
 
 @pytest.mark.fault(10)
 def test_a_snapshot_that_fails_does_not_cost_a_preemption(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
-    """That of step 3, at which the run ends; its checkpoint is what matters."""
+    """The snapshot of step 3, at which the run ends, fails; its checkpoint matters more."""
     averages = EmaConfig(rates=(), power_stds=(0.05,), snapshot_every=3)
     config = config_of(digits, tmp_path / "run", steps=40, ema=averages)
     ended = forked_ranks(fail_on_rank_1, config, (3,), 2, "ema")
@@ -288,7 +288,7 @@ def run_under_strace(injection: str, config: RunConfig) -> Finished:
 def test_an_fsync_that_fails_costs_one_checkpoint(
     torch_extensions: Path, digits: Path, tmp_path: Path, nightly: bool
 ) -> None:
-    """Of a file, or the parent after the rename; nightly also of the run folder, manifest and folder.
+    """The fsync of a file, or of the parent after the rename; nightly also of run folder, manifest and folder.
 
     The run goes on, and the next save works.
     """

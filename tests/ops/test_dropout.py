@@ -45,7 +45,7 @@ def places(count, device):
 
 
 def mask(shape, position, p=0.25, backend="triton", **key):
-    """What is kept of a map of ones."""
+    """Dropout of a map of ones."""
     ones = channels_last(torch.ones(shape, device=position.device))
     return dropout(ones, p, position=position, backend=backend, **{**KEY, **key}) > 0
 

@@ -199,7 +199,7 @@ def test_a_prediction_with_other_strides_gives_the_same(kind, device):
 
 
 def test_nothing_is_allocated_for_the_backward_pass(device):
-    """What is saved are the arguments themselves."""
+    """The saved tensors are the arguments themselves."""
     inputs = inputs_of((2, 3, 4, 4), 3, device)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor), tensor)[1], lambda kept: kept):

@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_images_while_training_are_those_of_the_averaged_weights(
     world: World, made: Path, tmp_path: Path, kind: Any
 ) -> None:
-    """What the finished run draws from the same seed, through the command and from the checkpoint."""
+    """The finished run draws the same from the same seed, through the command and from the checkpoint."""
     run = tmp_path / "run"
     train(
         text_run(made / f"{kind}-data", made / kind, run, kind=kind, validation=DRAWN, optim__lr=0.05), launch(3), world

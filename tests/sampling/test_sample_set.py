@@ -48,7 +48,7 @@ def trained(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def draw(folder: Path, out: Path, rank: Rank, num: int = IMAGES, batch: int = BATCH) -> None:
-    """What the command does, in four steps of DDIM."""
+    """Draw as the command does, in four steps of DDIM."""
     run = Run(folder)
     draw_set(run, Wish(num=num), SamplerConfig(steps=4), SetOptions(out=out, batch=batch), rank, say=lambda _: None)
 

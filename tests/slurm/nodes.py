@@ -37,7 +37,7 @@ class Node:
     name: str
     address: str
     pid: int
-    """Of its first process, as the kernel's first namespace counts."""
+    """Of its first process, in the namespace of the tests."""
 
     def command(self, *command: str | Path, cwd: Path = ROOT) -> list[str | Path]:
         """Return the command line that runs ``command`` on this machine."""
@@ -63,7 +63,7 @@ class Node:
         subprocess.run([str(part) for part in install], input=content, text=True, check=True, timeout=10)
 
     def read(self, path: str) -> str:
-        """Read such a file."""
+        """Read a file in one of the folders that only this machine has."""
         return self.must("cat", path)
 
     def commands(self, pattern: str) -> list[str]:
@@ -90,7 +90,7 @@ class Cluster:
         self.head.must("ip", "link", "set", node.name, "down")
 
     def plug(self, node: Node) -> None:
-        """Put it back."""
+        """Put the cable back."""
         self.head.must("ip", "link", "set", node.name, "up")
 
 

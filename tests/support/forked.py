@@ -29,14 +29,14 @@ _IMPORTED = f"{__package__}.imported"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended."""
+    """The end of a rank."""
 
     code: int
     """Exit code, or minus the number of the signal that killed it."""
     value: Any = None
-    """What the function returned; None if it did not."""
+    """Value of the function; None if it did not return."""
     trace: str | None = None
-    """The traceback of what it raised."""
+    """Traceback of the exception; None if there was none."""
 
 
 def fork_server() -> ForkServerContext:

@@ -63,14 +63,14 @@ def marred(folder: Path, factors: Mapping[int, float]) -> Path:
 
 
 def key_at(data: Path, position: int) -> str:
-    """What a run calls the sample at a position."""
+    """Return the key of the sample at a position."""
     with LatentReader(data) as reader:
         assert list(reader.shard_sizes) == SHARDS
         return reader.keys(Order(0, reader.shard_sizes, 16).samples([position]))[0]
 
 
 def in_step(step: int, sample: int = 3) -> int:
-    """The position of a sample of an optimizer step, which count from 1."""
+    """Return the position of a sample in an optimizer step, counted from 1."""
     return (step - 1) * BATCH + sample
 
 
@@ -85,7 +85,7 @@ def lines(folder: Path, name: str = "spikes.jsonl") -> list[dict[str, Any]]:
 
 
 def weights(folder: Path, step: int, rank: int = 0) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of the training itself: weights, moments, averages."""
+    """Return the weights, moments and averages in a checkpoint."""
     found = load_file(folder / "checkpoints" / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors")
     return {name: value for name, value in found.items() if name.startswith(("master/", "ema/", "exp_avg"))}
 

@@ -27,7 +27,7 @@ _STEPS = 2
 
 @dataclass(frozen=True)
 class Learned:
-    """What a run of a few steps came to."""
+    """Results of a run of a few steps."""
 
     losses: list[float]
     weights: dict[str, Any]

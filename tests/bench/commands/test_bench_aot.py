@@ -34,7 +34,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def compiled(*names: str) -> list[dict[str, Any]]:
-    """What ``bench aot`` finds out about small kernels on sm_90."""
+    """Findings of ``bench aot`` about small kernels on sm_90."""
     code = f"""
 import json
 from bench.commands.aot import compile_all

@@ -73,13 +73,13 @@ def script(folder: Path, python: str, *arguments: str, timeout: str = "") -> sub
 
 
 def summary(out: Path) -> dict[str, str]:
-    """How each part ended, without the seconds."""
+    """Return the result of each part, without the seconds."""
     lines = (line.split(": ", 1) for line in (out / "summary.txt").read_text().splitlines())
     return {name: re.sub(r", \d+ s$", "", result) for name, result in lines}
 
 
 def commands(out: Path) -> dict[str, list[str]]:
-    """What the parts ran as Python's arguments."""
+    """Return the arguments of Python in each part."""
     logs = {path.stem: path.read_text() for path in out.glob("*.log")}
     return {name: shlex.split(text)[1:] for name, text in logs.items() if text.startswith("ran ")}
 

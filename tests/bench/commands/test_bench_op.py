@@ -38,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def timed(folder: Path, *given: Case, code: int = 0) -> Record:
-    """What ``bench op --smoke`` writes of these cases."""
+    """The record of ``bench op --smoke`` for these cases."""
     with Log(folder / "op.jsonl") as log:
         assert op.main(given, DEVICE, log, smoke=True) == code
     return record.read(log.path)

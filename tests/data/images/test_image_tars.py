@@ -28,7 +28,7 @@ def tar(members: Members, format: int = tarfile.PAX_FORMAT) -> bytes:
 
 
 def img2dataset(shard: int, samples: int) -> Members:
-    """What img2dataset writes."""
+    """Return the files that img2dataset writes."""
     members: Members = []
     for number in range(samples):
         key = f"{shard:05d}{number:04d}"

@@ -38,7 +38,7 @@ def folder(intact, tmp_path):
 
 
 def own(sample, array):
-    """What the sample has for an array of the data set: captions in turn."""
+    """Return the sample's array for an array of the data set: captions in turn."""
     column = array.rstrip("12")
     if column in EMPTY:
         number = int(array[len(column) :] or 0) % sample.captions

@@ -65,7 +65,7 @@ def waiting_on_the_gpu(turn: Turn, cycles: int) -> None:
 
 
 def leaving(turn: Turn) -> None:
-    """Leave a file and a semaphore behind, and say where its files go."""
+    """Leave a file and a semaphore behind, and report its folder."""
     turn.ready(folder=str(turn.folder))
     assert turn.folder is not None
     (turn.folder / "left").write_text("left")
@@ -99,7 +99,7 @@ def second_rank_fails(turn: Turn) -> None:
 
 
 def allocating(turn: Turn) -> None:
-    """Hold a lot of memory in one step only, and say what the process itself knows of its use."""
+    """Hold much memory in one step only, and report the peak that the process measured itself."""
     turn.ready(before=_high_water())
     turn.after_step()
     ballast = torch.ones(BALLAST // 4, device=turn.device)

@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 @dataclass
 class Traffic:
-    """Bytes of the elements that were addressed, masked ones left out."""
+    """Bytes of the addressed elements, without masked ones."""
 
     loaded: int = 0
     stored: int = 0

@@ -249,7 +249,7 @@ def images(folder: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
 
 
 def tar_with_pickles(folder: Path) -> None:
-    """What webdataset would unpickle; nothing of it is a sample here."""
+    """A pickle that webdataset would load; here it is no part of a sample."""
     content = pickle.dumps(Payload(folder.parent / "executed"))
     kinds = ("pyd", "pkl", "pickle", "pth", "pt", "npy")
     images(folder, [(member(f"1.{kind}", len(content)), content) for kind in kinds])

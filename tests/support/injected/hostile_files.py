@@ -1,4 +1,4 @@
-"""Files that lie, link, or would run code, for ``hostile.py``."""
+"""Files for ``hostile.py`` that lie, link elsewhere or would run code."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def tar_of(path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
 
 
 def member(name: str, size: int, **fields: Any) -> tarfile.TarInfo:
-    """A header that says this size."""
+    """A header that claims this size."""
     header = tarfile.TarInfo(name)
     header.size = size
     for field, value in fields.items():

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastdiff.config.networks.adm import AdmConfig
 
 Drop = Callable[[int, Tensor], Tensor]
-"""What dropout makes of the map of one residual block, counted from 0."""
+"""Dropout of the map of a residual block, given the number of the block from 0."""
 
 
 def silu(x: Tensor) -> Tensor:
