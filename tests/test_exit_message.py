@@ -1,4 +1,4 @@
-"""Every way out of a job leaves one message, whichever rank is the slowest, before a launcher kills the others."""
+"""Every exit of a job prints one message, whichever rank is the slowest, before a launcher kills the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.processes import ROOT
 from tests.support.runs import flags, tiny
 
 _DELAY_S = 1.0
-"""How long a rank is held up that the others wait for: what must not happen, has time to happen."""
+"""Delay of a rank that the others wait for, long enough for a second message to appear."""
 
 
 # --- ranks that end, one of them late ---------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _signal_at_the_start(world: World) -> None:
     def build_run(*arguments: Any) -> Any:
         world.gather(0)  # all ranks are there
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        time.sleep(600)
         return original(*arguments)
 
     trainer.build = build_run
@@ -139,18 +139,17 @@ def ends(folder: Path, argv: list[str], fault: str, slow: int, where: str, ranks
 
     As from DeepSpeed's launcher, the others get SIGTERM at once; after a kill they come to their own end.
     """
-    running = Ranks(_rank, argv, fault, slow, where, folder, ranks=ranks)
-    deadline = time.monotonic() + 120
-    while not (codes := [p.exitcode for p in running.processes if p.exitcode]):
-        assert time.monotonic() < deadline, "no rank has ended"
-        assert any(p.is_alive() for p in running.processes), "all ended well"
-        time.sleep(0.005)
-    if codes != [-signal.SIGKILL]:
-        running.kill(signal.SIGTERM)
-    for process in running.processes:
-        process.join(60)
-    by_themselves = {p.exitcode for p in running.processes if p.exitcode is not None and p.exitcode >= 0}
-    running.wait()
+    with Ranks(_rank, argv, fault, slow, where, folder, ranks=ranks) as running:
+        deadline = time.monotonic() + 240
+        while not (codes := [p.exitcode for p in running.processes if p.exitcode]):
+            assert time.monotonic() < deadline, "no rank has ended"
+            assert any(p.is_alive() for p in running.processes), "all ended well"
+            time.sleep(0.005)
+        if codes != [-signal.SIGKILL]:
+            running.kill(signal.SIGTERM)
+        for process in running.processes:
+            process.join(120)
+        by_themselves = {p.exitcode for p in running.processes if p.exitcode is not None and p.exitcode >= 0}
     return codes[0] or 0, by_themselves, (folder / "log").read_text()
 
 

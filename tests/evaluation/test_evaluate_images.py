@@ -1,4 +1,4 @@
-"""``fastdiff evaluate SAMPLES --reference REAL``: which inputs are taken, what is refused, and what comes out."""
+"""``fastdiff evaluate SAMPLES --reference REAL``: its inputs, refusals and results."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_features_of_a_tensor_and_of_the_batch_size(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found[0], found[2])
 
 
-def test_inception_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_of_inception_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether its package is missing or its weights: where they come from, where they go to, and what goes without."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     path = tmp_path / "hub" / "checkpoints" / "weights-inception-2015-12-05-6726825d.pth"

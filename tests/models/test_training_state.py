@@ -1,4 +1,4 @@
-"""Files of published trainings as others write them, and files that hold something else."""
+"""Training states in published files, and files with other contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of samples of every kind of model: without classes, of small images, of prompts, and of latents."""
+"""Sample sets of every kind of model: without classes, of small images, of prompts and of latents."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_model_without_classes_draws_numbers_of_images(unconditional: Path, tm
     assert abs(images.astype(int) - channels_last(latents)).max() <= 1
 
 
-def test_what_a_model_without_classes_is_not_asked(unconditional: Path, tmp_path: Path, capsys: Any) -> None:
+def test_options_of_classes_are_refused_without_classes(unconditional: Path, tmp_path: Path, capsys: Any) -> None:
     npz = [unconditional, "--npz", tmp_path / "out.npz"]
     assert "--cfg 2: " in (error := refused([*npz, "--num", "2", "--cfg", "2"], capsys))
     assert "has no classes to guide to" in error
@@ -94,7 +94,7 @@ def test_what_a_model_without_classes_is_not_asked(unconditional: Path, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_its_grid(unconditional: Path, tmp_path: Path) -> None:
+def test_the_grid_of_a_model_without_classes(unconditional: Path, tmp_path: Path) -> None:
     assert main(["sample", str(unconditional), "--steps", "2", "--grid", str(tmp_path / "grid.png")]) == 0
     assert (tmp_path / "grid.png").exists()
 

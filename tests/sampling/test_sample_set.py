@@ -1,4 +1,4 @@
-"""Large sets of samples: the same file from any number of ranks and after any kill, and what is refused."""
+"""Large sample sets: the same file from any number of ranks and after any kill; refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import re
 import shutil
 import signal
-import time
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -35,6 +34,7 @@ from tests.support.forked import forked_ranks, values
 from tests.support.injected.durable_calls import DURABLE, REMOVING, dying_at
 from tests.support.processes import BIN, run, start, stop
 from tests.support.runs import launch, tiny
+from tests.support.waiting import wait_until
 
 IMAGES, BATCH = 1000, 64
 TIMEOUT_S = 120
@@ -48,7 +48,7 @@ def trained(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def draw(folder: Path, out: Path, rank: Rank, num: int = IMAGES, batch: int = BATCH) -> None:
-    """What the command does, in four steps of DDIM."""
+    """Draw as the command does, in four steps of DDIM."""
     run = Run(folder)
     draw_set(
         run, SampleRequest(num=num), SamplerConfig(steps=4), SetOptions(out=out, batch=batch), rank, say=lambda _: None
@@ -136,11 +136,9 @@ def test_the_file_is_laid_out_as_adm_reads_it(undisturbed: Path) -> None:
 def test_the_real_command_is_killed_and_goes_on(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     process = start([BIN / "fastdiff", *flags(trained, out)])
-    parts, deadline = tmp_path / "out.npz.parts", time.monotonic() + TIMEOUT_S
+    parts = tmp_path / "out.npz.parts"
     try:
-        while not (parts / "part-000003").exists() and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: (parts / "part-000003").exists() or process.poll() is not None, "the fourth part")
     finally:
         stop(process)
     assert process.returncode == -signal.SIGKILL
@@ -206,7 +204,7 @@ def test_parts_that_nobody_saw_in_time_are_joined_by_the_same_command(trained: P
     assert not parts.exists()
 
 
-def test_what_is_complete_is_not_drawn_again(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_complete_set_is_not_drawn_again(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     shutil.copyfile(undisturbed, out)
     before, said = out.stat().st_mtime_ns, []
@@ -322,7 +320,7 @@ def test_a_foreign_file_is_not_replaced(trained: Path, tmp_path: Path, content: 
         (["--npz", "out.npz", "--num", "5", "--autoencoder", "nowhere/at-all"], "nowhere/at-all"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_options_that_do_not_fit_are_refused(
     trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, options: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -335,7 +333,7 @@ def test_what_does_not_fit_is_refused(
 # ---- classes, numbers and memory -----------------------------------------------------------------------
 
 
-def test_so_many_of_each_class(trained: Path, tmp_path: Path) -> None:
+def test_the_number_of_images_of_each_class(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     assert (
         main(["sample", str(trained), "--classes", "7,2", "--per-class", "3", "--steps", "2", "--npz", str(out)]) == 0

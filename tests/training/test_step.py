@@ -1,4 +1,4 @@
-"""What happens inside one step: nothing is read from the device, nothing recompiles, everything is counted."""
+"""One training step: no reads from the device, no recompilation, and complete counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "
 
 @contextmanager
 def counted_reads() -> Iterator[Counter[str]]:
-    """Count the reads of tensors by who makes them; the loader's thread, which fills host memory, is free to."""
+    """Count the reads of tensors in the main thread by their caller; the loader's thread may read host memory."""
     found: Counter[str] = Counter()
     originals = {name: getattr(Tensor, name) for name in READS}
 
@@ -48,7 +48,7 @@ def counted_reads() -> Iterator[Counter[str]]:
 
 
 def reads_of_a_run(world: World, digits: Path, folder: Path, steps: int, stage: int, log_every: int) -> int:
-    """Reads by our own files in a whole run, start and end included; those of the consensus are counted apart."""
+    """Return the reads by our own files in a whole run, except those of the consensus, which a GPU has sent by then."""
     config = tiny(digits, folder, steps=steps, output__log_every=log_every)
     with counted_reads() as found:
         train(config, launch(stage), world)
@@ -109,7 +109,7 @@ def test_recomputing_activations_changes_no_loss(world: World, digits: Path, tmp
     assert kept == again
 
 
-def test_a_record_has_what_people_plot(world: World, digits: Path, tmp_path: Path) -> None:
+def test_a_record_has_the_usual_fields(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", optim__schedule="linear"), launch(1), world)
     found = records(tmp_path / "run")
     assert [r["samples"] for r in found] == [16, 32, 48, 64, 80, 96]

@@ -1,4 +1,4 @@
-"""``bench checkpoint``: real saves beside real steps, and what the record makes of their times."""
+"""``bench checkpoint``: real saves during real steps, and the figures of their times."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The benchmark of readers: every one gives each sample once per pass, and what they did is recorded."""
+"""``bench data``: every reader gives each sample once per pass, and the record has their figures."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ from bench.readers.figures import READER, Case, Heat
 from bench.readers.samples import KINDS, Samples
 from bench.records import record
 from bench.records.record import Log
-from tests.support.processes import ROOT
+from tests.support.processes import start, stop
 
 READERS: dict[str, reading.Reader] = {
     READER: ours.reader,
@@ -232,28 +233,35 @@ def test_smoke(
     assert warm in capsys.readouterr().out
 
 
-def test_when_it_is_told_to_end_nothing_of_it_stays(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench", "data", "--smoke", "--device", "cpu", "--out", str(tmp_path / "out")]
-    process = psutil.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=ROOT)
+def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench", "data", "--smoke", "--device", "cpu", "--out", tmp_path / "out"]
+    process = start(command, TMPDIR=str(tmp_path))
     try:
-        until = time.monotonic() + 60
-        started: list[psutil.Process] = []
-        while not started:  # until there is a program
+        until = time.monotonic() + 120
+        while not (started := programs_of(process.pid)):
             assert process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.05)
-            started = [one for one in process.children() if "spawn_main" in " ".join(one.cmdline())]
         assert list(tmp_path.glob("fastdiff-bench-*"))
         process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM
-        assert not psutil.wait_procs(started, timeout=10)[1]
+        process.communicate(timeout=120)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert not psutil.wait_procs(started, timeout=120)[1]
         assert not list(tmp_path.glob("fastdiff-bench-*"))
     finally:
-        if process.is_running():
-            process.kill()
+        stop(process)
 
 
-def test_what_cannot_be_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+def programs_of(process: int) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(process).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a command that the bench ran, and that has ended
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def test_impossible_options_are_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--batch", "0"], "--samples, --batch and --workers must be at least 1"),
         (["--samples", "0"], "--samples, --batch and --workers must be at least 1"),

@@ -1,4 +1,4 @@
-"""``bench op``: only what is right is timed, every failure is named, and records say what was seen."""
+"""``bench op``: it times correct kernels only, names every failure and records the figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def timed(folder: Path, *given: Case, code: int = 0) -> Record:
-    """What ``bench op --smoke`` writes of these cases."""
+    """The record of ``bench op --smoke`` for these cases."""
     with Log(folder / "op.jsonl") as log:
         assert op.main(given, DEVICE, log, smoke=True) == code
     return record.read(log.path)
@@ -128,7 +128,7 @@ def test_a_wrong_default_fails_the_run_and_another_backend_does_not(tmp_path: Pa
     assert reasons(found).keys() == {backend}
 
 
-def test_wrong_results_are_refused_also_without_assertions() -> None:
+def test_wrong_results_are_refused_without_assertions_too() -> None:
     """``python -O`` drops them."""
     names: dict[str, Any] = {}
     exec(compile(Path(accuracy.__file__).read_text(), accuracy.__file__, "exec", optimize=1), names)
@@ -172,7 +172,7 @@ def test_a_case_that_cannot_be_checked_does_not_end_the_run(tmp_path: Path) -> N
     assert "eager" in {m.provider for m in found.measurements}
 
 
-def test_torch_compile_is_timed_even_if_it_is_less_accurate_because_the_rest_is_compared_with_it(
+def test_torch_compile_is_timed_even_if_it_is_less_accurate(
     tmp_path: Path,
 ) -> None:
     def less_accurate(inputs: Any, backend: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""``bench scale``: what ranks really send is what the model says, and the command's records."""
+"""``bench scale``: ranks send exactly the bytes of the model, and the records of the command."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_a_slower_link_costs_time_and_overlap_saves_it(tmp_path: Path) -> None:
         (["--device", "cpu", "--stages", "zero9"], "zero9.json: no such file"),
     ],
 )
-def test_what_cannot_be_asked_is_one_message(
+def test_impossible_requests_are_one_message(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("lora", "accumulated", "gpu"):

@@ -1,4 +1,4 @@
-"""``bench step``: the loop that is timed is the real one, its figures add up, and the largest batch is found."""
+"""``bench step``: it times the real loop, its figures add up, and it finds the largest batch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_record_of_a_configuration_is_whole(found: dict[str, Measurement]) -
 
 
 def test_phases_add_up_to_the_step(found: dict[str, Measurement]) -> None:
-    """Of two micro-batches: what were not marked, or only of one of them, would be "other"."""
+    """A step has two micro-batches; a phase that is not marked, or only in one of them, would count as "other"."""
     phases = {name: row.value for name, row in found.items() if name.startswith("phase")}
     marked = found["marked step time"].value
     assert found["phase other"].facts["marked_step_ms"] == marked
@@ -94,7 +94,7 @@ def test_phases_add_up_to_the_step(found: dict[str, Measurement]) -> None:
     assert phases["phase forward"] > phases["phase data"]
 
 
-def test_what_is_not_marked_is_other() -> None:
+def test_unmarked_time_is_other() -> None:
     """So that in every step the phases add up."""
     parts = {name: [0.1, 0.2] for name in stepping.PHASES[:-1]}
     result = Result(sessions=[Steps([1.0, 2.0], parts), Steps([0.7, 1.3], {**parts, "ema": [0.0, 0.0]})])
@@ -172,7 +172,7 @@ def test_a_search_that_fails_is_a_failure(
     assert f"FAILED: {failure.reason}" in capsys.readouterr().out
 
 
-def test_what_is_measured_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clean steps are kept where the marked ones, or whoever stops the command, come to nothing."""
     monkeypatch.setattr(stepping, "run_fastdiff", programs.failing_with_marks)
     command = ["step", "--smoke", "--device", "cpu", "--batch", "16", "--micro", "8", "--out", str(tmp_path)]
@@ -210,7 +210,7 @@ def test_the_search_ends_near_the_largest_batch(
     assert found.peak <= limit
 
 
-def test_the_search_tells_that_nothing_fits() -> None:
+def test_the_search_reports_that_nothing_fits() -> None:
     tried: Counter[int] = Counter()
 
     def peak(batch: int) -> int:
@@ -222,7 +222,7 @@ def test_the_search_tells_that_nothing_fits() -> None:
     assert tried == {8: 1, 1: 1}
 
 
-def test_what_makes_the_figures_worse_is_named() -> None:
+def test_compilations_and_graph_breaks_are_named() -> None:
     """A compilation that falls into the time, and a graph that breaks."""
     from bench.trainers.ours import AfterStep
 
@@ -298,8 +298,8 @@ def test_a_workload_takes_the_batch_of_its_preset_or_the_given_one() -> None:
     assert named.provider == "fastdiff zero3 compiled recompute kernels=reference"
     assert "deepspeed_file" not in named.facts
     file = ROOT / "deepspeed_configs" / "zero2.json"
-    of_path = Workload(preset="digits", deepspeed=str(file)).facts
-    assert (of_path["deepspeed"], of_path["deepspeed_file"]) == ("zero2", os.path.relpath(file))
+    facts = Workload(preset="digits", deepspeed=str(file)).facts
+    assert (facts["deepspeed"], facts["deepspeed_file"]) == ("zero2", os.path.relpath(file))
 
 
 def test_a_workload_runs_under_what_a_run_without_a_file_does() -> None:

@@ -1,4 +1,4 @@
-"""The peers compute what fastdiff computes, and train; the interleaved comparison is recorded."""
+"""The peers compute the same as fastdiff and train; interleaved comparisons are recorded."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def woken(model: nn.Module) -> nn.Module:
     return model
 
 
-def of_fastdiff(run: RunConfig, batch: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+def fastdiff_step(run: RunConfig, batch: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
     """Loss and gradients, and the noise and timesteps of them."""
     model = build_network(run)
     woken(model)
@@ -112,7 +112,7 @@ def test_loss_and_gradients_of_a_peer_are_those_of_fastdiff(
 ) -> None:
     run = config(preset, **objective)
     batch = batch_of(run)
-    loss, expected, noise, time = of_fastdiff(run, batch)
+    loss, expected, noise, time = fastdiff_step(run, batch)
     peer = build(run, CPU, best=best)
     woken(peer.model)
     found = peer.loss(batch.latents, noise, time, batch.condition)
@@ -135,7 +135,7 @@ def test_a_peer_in_bf16_trains_in_mixed_precision(
 ) -> None:
     run = config(preset, precision="bf16", prediction="epsilon")
     batch = batch_of(run)
-    loss, expected, noise, time = of_fastdiff(run, batch)
+    loss, expected, noise, time = fastdiff_step(run, batch)
     peer = build(run, CPU, best=best)
     woken(peer.model)
     in_bf16 = best or build is not Dit

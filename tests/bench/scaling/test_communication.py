@@ -1,4 +1,4 @@
-"""The model of the communication: formulas by hand, limits, and a fit that finds what was put in."""
+"""The model of the communication: formulas by hand, limits, and a fit that recovers known parameters."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_stage_3_gathers_small_parameters_alone_and_large_ones_twice_only_if_the
     assert [(m.kind, m.bytes) for m in some if m.part == "backward"] == [("all-gather", 400), ("reduce-scatter", 1232)]
 
 
-def test_what_the_json_says_is_what_is_modelled() -> None:
+def test_the_model_follows_the_deepspeed_json() -> None:
     found = zero("zero3")
     assert found == Zero(
         stage=3,

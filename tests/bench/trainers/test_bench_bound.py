@@ -1,4 +1,4 @@
-"""The bound of a learned variance as the peers of the benchmark compute it."""
+"""The variational bound as the peers of the benchmark compute it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small kernels for the tests of the benchmarks: one as it should be, and one for each fault that must be seen."""
+"""Small kernels for tests of the benchmarks: a correct one, and one for each fault."""
 
 from __future__ import annotations
 

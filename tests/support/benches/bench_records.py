@@ -1,4 +1,4 @@
-"""Records of every bench as they might have been measured, written by the log that the benches write with."""
+"""Plausible records of every benchmark, written by its own log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs for the tests of the harness: what they do in a step, and each way to fail."""
+"""Programs for tests of interleaved runs: programs that step well, and one for each way to fail."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def failing(timer: StepTimer, step: int) -> None:
 
 
 def ending(timer: StepTimer) -> None:
-    """Return, which no program should."""
+    """Return after a step; programs should step without end."""
     timer.ready()
     timer.after_step()
 
@@ -65,7 +65,7 @@ def waiting_on_the_gpu(timer: StepTimer, cycles: int) -> None:
 
 
 def leaving(timer: StepTimer) -> None:
-    """Leave a file and a semaphore behind, and say where its files go."""
+    """Leave a file and a semaphore behind, and report its folder."""
     timer.ready(folder=str(timer.folder))
     assert timer.folder is not None
     (timer.folder / "left").write_text("left")
@@ -91,7 +91,7 @@ def hanging(timer: StepTimer, file: Path) -> None:
 
 
 def second_rank_fails(timer: StepTimer) -> None:
-    """While the first waits for it."""
+    """Fail on the second rank while the first waits for it."""
     timer.ready(rank=os.environ["RANK"], ranks=os.environ["WORLD_SIZE"])
     if os.environ["RANK"] == "1":
         raise ValueError("I am the second")
@@ -99,7 +99,7 @@ def second_rank_fails(timer: StepTimer) -> None:
 
 
 def allocating(timer: StepTimer) -> None:
-    """Hold a lot of memory in one step only, and say what the process itself knows of its use."""
+    """Hold much memory in one step only, and report the peak that the process measured itself."""
     timer.ready(before=_high_water())
     timer.after_step()
     ballast = torch.ones(BALLAST // 4, device=timer.device)
@@ -117,7 +117,11 @@ def allocating(timer: StepTimer) -> None:
 
 
 def ours_watched(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
-    """fastdiff's own loop, its memory watched from another thread; for one batch there is not enough."""
+    """fastdiff's own loop, its memory watched from another thread; it has too little for one batch size.
+
+    Its times are those of the processor, which other processes on the machine do not stretch.
+    """
+    timer._mark = time.process_time
     if workload.batch == BROKEN_BATCH:
         raise torch.OutOfMemoryError("CUDA out of memory")
     from bench.trainers import ours
