@@ -25,6 +25,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""Resolution of the kernel's start times, which it rounds down."""
+
 
 def say_once(exit_code: int, say: Callable[[], None]) -> int:
     """Call ``say`` unless another rank of this job on this node has printed; return the exit code printed.
@@ -44,7 +47,7 @@ def say_once(exit_code: int, say: Callable[[], None]) -> int:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)  # no rank exits before the message is printed
         said = os.read(file, 64).split()
-        if len(said) == 2 and float(said[1]) >= _started_s("self"):
+        if len(said) == 2 and float(said[1]) > _started_s("self") + _TICK_S:
             return int(said[0])
         say()
         with suppress(OSError):
@@ -87,7 +90,7 @@ def _started_s(process: int | str) -> float:
         ticks = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return 0.0
-    return int(ticks) / os.sysconf("SC_CLK_TCK")
+    return int(ticks) * _TICK_S
 
 
 _LAUNCHER = f"{os.getppid()}-{_started_s(os.getppid())}"
