@@ -21,13 +21,14 @@ from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from fastdiff.console import ignoring_closed_output, log, quieten, write_line
+from fastdiff.console import log, quieten, write_line
 from fastdiff.errors import FastdiffError, Preempted, as_storage_error, is_lost_connection, is_of_storage, report
 from fastdiff.exit_message import say_once
 from fastdiff.parallel.heartbeat import note_failure
 from fastdiff.parallel.preemption import StopRequest, listening
 from fastdiff.parallel.world import World, start_world, stop_world, world_size
 from fastdiff.progress import Progress
+from fastdiff.standard_streams import lossy_output
 from fastdiff.training.build import Run, build
 from fastdiff.training.callbacks.base import Callbacks
 from fastdiff.training.callbacks.divergence import RewindRequest
@@ -107,7 +108,7 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code: 0, 2, 65, 70, 74 or 75 (see ``errors.py``), or 1 after a bug."""
     quieten()
-    with ignoring_closed_output():
+    with lossy_output():
         stop = StopRequest()
         try:
             with listening(stop):
@@ -128,20 +129,14 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
 
 
 def _report(error: Exception, stop: StopRequest) -> int:
-    """Print one message for all ranks of the job, with the traceback of a bug, and return its exit code.
-
-    Raises:
-        Exception: a bug, in a run of one rank.
-    """
+    """Print one message for all ranks of the job, with the traceback of a bug, and return its exit code."""
     _note(error)
     if isinstance(error, OSError) and is_of_storage(error):
         error = as_storage_error(error)
     if isinstance(error, FastdiffError):
         return report(error)
-    if world_size() == 1:
-        raise error
     code = say_once(1, partial(_say, error))
-    if isinstance(error, RuntimeError) and stop.reason is None:
+    if isinstance(error, RuntimeError) and stop.reason is None and world_size() > 1:
         # Most likely another rank ended and cut the connection. The launcher must find that one first: its exit code
         # is that of the run.
         sys.stderr.flush()

@@ -28,8 +28,9 @@ from fastdiff.cluster.supervisor.signals import STOP, Interrupted, Signals
 from fastdiff.cluster.supervisor.watch import Limits, Watch
 from fastdiff.config import command_line
 from fastdiff.config.run import RunConfig
-from fastdiff.console import ignoring_closed_output, log, write_line
+from fastdiff.console import log, write_line
 from fastdiff.errors import FastdiffError, Preempted, as_storage_error, report, require
+from fastdiff.standard_streams import lossy_output
 
 _CONTACT_S = 60.0
 """Time without contact after which a node is lost; the hang time-out if that is shorter."""
@@ -37,7 +38,7 @@ _START_S = 600.0
 """Time for a rank to build, restore and take its first batch; the hang time-out if that is longer."""
 
 
-@ignoring_closed_output()
+@lossy_output()
 def main(argv: Sequence[str]) -> int:
     """Run the supervisor of one node and return the exit code of the run."""
     try:
