@@ -10,6 +10,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,24 @@ def temporary(path: Path) -> Path:
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Write a small file under a temporary name, fsync, rename, fsync the folder; raises OSError."""
-    with temporary(path).open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    rename(temporary(path), path)
+    """Write a small file under a temporary name, fsync, rename, fsync the folder.
+
+    A link of the temporary name is not followed, and one of the final name is replaced.
+
+    Raises:
+        OSError: with the name of the file; nothing is left of it.
+    """
+    source = temporary(path)
+    try:
+        with source.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        rename(source, path)
+    except OSError as error:
+        with suppress(OSError):
+            source.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def rename(source: Path, target: Path) -> None:

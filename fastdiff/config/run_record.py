@@ -18,6 +18,7 @@ from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
+from fastdiff.files import publish
 
 _PACKAGES = ("fastdiff", "torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes")
 
@@ -72,9 +73,7 @@ def write_run_json(folder: Path, config: RunConfig, launch: Launch, ds_config: D
         "device": device,
         "deepspeed": sanitize.tree(ds_config),
     }
-    temporary = folder / "run.json.tmp"
-    temporary.write_text(json.dumps(content, indent=2))
-    temporary.replace(folder / "run.json")
+    publish(folder / "run.json", json.dumps(content, indent=2).encode())
 
 
 def require_run(folder: Path) -> None:
