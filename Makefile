@@ -20,15 +20,15 @@ demo-t2i: $(INSTALLED)
 	test -d runs/digits-t2i/pipeline || fastdiff export runs/digits-t2i runs/digits-t2i/pipeline --format diffusers
 	python -m fastdiff.cli.demo_t2i judge runs/digits-t2i/pipeline --picture runs/digits-t2i/digits.png
 
-# Two at a time: most tests wait for processes that they started. More threads than cores wait for one another.
-# Files in the order of conftest.py, the longest first. Compiled modules are kept even where the
-# environment says otherwise, because hundreds of processes would compile them anew.
+# Two workers, because most tests wait for processes that they start; one thread each, because more threads than cores
+# wait for one another. Files run in the order of conftest.py, the longest first. Bytecode is cached even where the
+# environment forbids it, because hundreds of processes would compile it again.
 TWO_WORKERS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
 	$(TWO_WORKERS) --junitxml .reports/tests.xml
 
-# The long trials: more kills, full-size networks, every size of a kernel. Before a release.
+# The long trials, before a release: more kills, full-size networks, every size of a kernel.
 test-nightly: $(INSTALLED)
 	$(TWO_WORKERS) -m "nightly and not cluster" --nightly --timeout 7200 --junitxml .reports/nightly.xml
 

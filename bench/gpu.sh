@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All that is worth measuring on one GPU, in under 20 minutes and without a network: whether the kernels are right on
-# the device, their speed, steps of real models alone and against their peers, loaders, and a page about all of it.
+# All measurements on one GPU, in under 20 minutes and without a network: tests of the kernels, their speed, training
+# steps of real models alone and against other trainers, readers, and a page about all of it.
 #
 # Usage: bash bench/gpu.sh [--smoke] [--seconds N] [OUT [PART...]]
 #   --smoke      smallest sizes, with or without a GPU: does everything run?
@@ -13,14 +13,14 @@
 #                                                    pydantic pydantic_core annotated_types typing_inspection
 # ops      tests of the kernels                      pytest hypothesis scipy; faster with xdist
 # gpu      other tests that need a GPU               pytest hypothesis sklearn PIL and what step needs
-# op       op-philox op-loss op-noising              for rivals: bitsandbytes liger_kernel
+# op       op-philox op-loss op-noising              other libraries: bitsandbytes liger_kernel
 #          op-adamw8bit op-attention
 #          op-adaln op-group_norm op-dropout
 # step     step-dit step-sd2: a sweep of batches     deepspeed hjson tyro docstring_parser isal threadpoolctl
 #          step-dit-eager step-sd2-eager             yaml safetensors einops msgpack packaging
 # peer     peer-dit peer-plain                       what step needs; PIL
 #          peer-diffusers                            also diffusers transformers accelerate
-# data                                               isal webdataset; for a rival: nvidia.dali
+# data                                               isal webdataset; as another reader: nvidia.dali
 # largest  largest-dit largest-sd2: largest batch    what step needs
 # report   a page about the records in OUT           jinja2 matplotlib
 #
@@ -63,20 +63,21 @@ unset TRITON_INTERPRET
 dit=dit-xl-2-256 unet=sd2-512 small=dit-s-2-256
 kernels=(tests/ops) on_gpu=(-m gpu)
 dit_batches=128,256,64 unet_batches=32,64,16 dit_batch=128 unet_batch=32
-dit_race=(--batch 32 --rounds 3 --steps 5) unet_race=(--batch 8 --rounds 3 --steps 4)
-small_race=(--batch 128 --rounds 5 --steps 10) read=(--samples 1024 --sample-kb 151 --rounds 3) memory=()
+dit_rounds=(--batch 32 --rounds 3 --steps 5) unet_rounds=(--batch 8 --rounds 3 --steps 4)
+small_rounds=(--batch 128 --rounds 5 --steps 10) read=(--samples 1024 --sample-kb 151 --rounds 3) memory=()
 if [ -n "$smoke" ]; then
     dit=digits unet=digits-t2i small=digits
     kernels=(tests/ops/test_dispatch.py) on_gpu=(-m gpu --collect-only)
     dit_batches=4,8 unet_batches=2 dit_batch=4 unet_batch=2
-    dit_race=(--batch 2) unet_race=(--batch 2) small_race=(--batch 2) read=() memory=(--memory 1 --steps 1)
+    dit_rounds=(--batch 2) unet_rounds=(--batch 2) small_rounds=(--batch 2) read=() memory=(--memory 1 --steps 1)
 fi
 
 # Runs "$do NAME SHARE PACKAGES COMMAND..." for every part: SHARE of 1200 s; PACKAGES that it needs, in one word.
 each_part() {
     local step="deepspeed hjson tyro docstring_parser isal threadpoolctl yaml"
-    local test=(python3 -m pytest -o addopts=-ra -q) # without the strictness that asks for the plugins of pytest
-    "$do" ops 90 pytest env OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
+    # Without the strictness of pyproject.toml, under which plugins of pytest would have to be installed.
+    local test=(python3 -m pytest -o "addopts=-ra --import-mode=importlib" -q)
+    "$do" ops 90 "pytest hypothesis scipy" env OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
         "${test[@]}" "${workers[@]}" --junitxml "$out/ops.xml" "${kernels[@]}"
     "$do" gpu 50 "pytest $step" "${test[@]}" --junitxml "$out/gpu.xml" "${on_gpu[@]}" "${without_dali[@]}" \
         --continue-on-collection-errors "${on_gpu_files[@]}"
@@ -92,10 +93,10 @@ each_part() {
     bench step-sd2 160 "$step" step --preset $unet --precision bf16 --sweep batch=$unet_batches
     bench step-dit-eager 35 "$step" step --preset $dit --precision bf16 --no-compile --batch $dit_batch
     bench step-sd2-eager 35 "$step" step --preset $unet --precision bf16 --no-compile --batch $unet_batch
-    bench peer-dit 90 "$step PIL" step --preset $dit --precision bf16 "${dit_race[@]}" --peer dit
-    bench peer-plain 60 "$step PIL" step --preset $small --precision bf16 "${small_race[@]}" --peer plain
+    bench peer-dit 90 "$step PIL" step --preset $dit --precision bf16 "${dit_rounds[@]}" --peer dit
+    bench peer-plain 60 "$step PIL" step --preset $small --precision bf16 "${small_rounds[@]}" --peer plain
     bench peer-diffusers 110 "$step PIL diffusers transformers accelerate" \
-        step --preset $unet --precision bf16 "${unet_race[@]}" --peer diffusers
+        step --preset $unet --precision bf16 "${unet_rounds[@]}" --peer diffusers
     bench data 60 "isal webdataset" data "${read[@]}"
     bench largest-dit 40 "$step" step --preset $dit --precision bf16 --find-batch "${memory[@]}"
     bench largest-sd2 40 "$step" step --preset $unet --precision bf16 --find-batch "${memory[@]}"

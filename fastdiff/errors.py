@@ -91,10 +91,10 @@ def report(error: FastdiffError) -> int:
 
     An error of all ranks is printed on the first node only (``exit_message``).
     """
-    rank, several = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") != "1"
     if error.everywhere and not on_first_node():
         return error.exit_code
-    where = f" (rank {rank})" if several and not error.everywhere else ""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    where = f" (rank {os.environ.get('RANK', '0')})" if several and not error.everywhere else ""
     message = "\n".join(map(escape, str(error).split("\n")))  # it may contain names from untrusted files
     return say_once(error.exit_code, lambda: write_line(f"fastdiff: error{where}: {message}"))
 

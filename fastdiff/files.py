@@ -19,9 +19,8 @@ from fastdiff.errors import ConfigError, StorageError
 
 _CHUNK = 2**23
 """Bytes per write; other threads run between two writes."""
-_KEEP_SIZE = (
-    1  # FALLOC_FL_KEEP_SIZE: the size stays that of the written bytes, so a truncated file does not look complete
-)
+_KEEP_SIZE = 1
+"""FALLOC_FL_KEEP_SIZE: the size stays that of the written bytes, so a truncated file does not look complete."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -175,11 +174,7 @@ def publish(path: Path, content: bytes) -> None:
 def rename(source: Path, target: Path) -> None:
     """Rename an fsynced file within its folder and make the new name durable."""
     source.replace(target)
-    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    fsync(target.parent)
 
 
 def lock(descriptor: int, folder: Path) -> None:

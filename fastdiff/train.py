@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 if __name__ == "__main__":
@@ -34,8 +35,10 @@ from fastdiff.training.callbacks.base import Callbacks
 from fastdiff.training.callbacks.divergence import RewindRequest
 from fastdiff.training.state import TrainState
 
+_INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as of a shell."""
 _GRACE_S = 10.0
-"""Seconds for a launcher to see which rank ended first, and to end the ranks that lost it."""
+"""Seconds for a launcher to find the rank that ended first, and to end the ranks that lost the connection to it."""
 
 
 def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | None = None) -> Progress:
@@ -106,14 +109,17 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code: 0, 2, 65, 70, 74 or 75 (see ``errors.py``), or 1 after a bug."""
+    """Run the command line and return the exit code.
+
+    It is 0, 2, 65, 70, 74 or 75 (see ``errors.py``), 1 after a bug, or 130 after Ctrl-C.
+    """
     quieten()
     with lossy_output():
         stop = StopRequest()
         try:
             with listening(stop):
                 return _start(argv, stop)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             return _report(error, stop)
 
 
@@ -128,8 +134,16 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
     return 0
 
 
-def _report(error: Exception, stop: StopRequest) -> int:
+def _report(error: Exception | KeyboardInterrupt, stop: StopRequest) -> int:
     """Print one message for all ranks of the job, with the traceback of a bug, and return its exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return say_once(
+            _INTERRUPTED,
+            partial(
+                write_line,
+                "fastdiff: error: interrupted, not saved; the same command resumes from the newest checkpoint",
+            ),
+        )
     _note(error)
     if isinstance(error, OSError) and is_of_storage(error):
         error = as_storage_error(error)

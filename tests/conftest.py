@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Options, fixtures and checks that all tests share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# As for the commands that tests start (``processes``): another ninja would build DeepSpeed's operators anew, because
-# each version hashes command lines in its own way.
+# The ninja of this environment, as for the commands that tests start (``processes``): another version hashes command
+# lines in its own way and would build DeepSpeed's operators anew.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 _skipped_without_reason: list[str] = []
@@ -34,9 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also the long trials, each as often as a night allows")
 
 
+def pytest_configure() -> None:
+    """End at SIGTERM as at Ctrl-C: tests and fixtures stop what they started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session")
 def nightly(request: pytest.FixtureRequest) -> bool:
-    """Whether there is time for many trials."""
+    """True in a nightly run, which has time for many trials."""
     return bool(request.config.getoption("--nightly"))
 
 
@@ -53,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def select_trials(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked ``nightly``; with --nightly also mark those that then have more trials."""
+    """Deselect the tests marked ``nightly``; with --nightly, also mark tests that have more trials by night."""
     if config.getoption("--nightly"):
         for item in items:
             if "nightly" in getattr(item, "fixturenames", ()):
@@ -70,7 +76,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A test that is skipped proves nothing: only those marked ``gpu`` may be, on a GPU those of the interpreter."""
+    """Fail if a test was skipped, which proves nothing, except tests marked ``gpu`` on a machine without one."""
     if _skipped_without_reason:
         session.exitstatus = 1
 
@@ -89,11 +95,15 @@ def fast_interpreter() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _warned_of_nothing() -> None:
-    """A process warns once of a thing; each test is to be warned."""
+def _as_for_the_first_test() -> Iterator[None]:
+    """Undo what a run leaves in its process: warnings that are given once, and signals that it ignores at its end."""
     from fastdiff.console import once
 
     once.given.clear()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
@@ -108,20 +118,20 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def torch_extensions(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
-    """A private folder for the operators that DeepSpeed compiles, with those of a CPU run in it.
+    """A private folder with the operators that DeepSpeed compiles for a run on a CPU.
 
-    Built once for all workers of pytest-xdist and for the next tests, in a process of its own, so that no test that is
-    killed can leave a lock in it; each worker has a copy, because it may.
+    They are built once, for all workers of pytest-xdist and for later runs of the tests. Each worker has a copy,
+    because a test that is killed may leave a lock in it.
     """
     from tests.support.processes import build_operators, run_ranks
 
     built, folder = pytestconfig.cache.mkdir("operators"), tmp_path_factory.mktemp("torch_extensions")
     with built.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for left in built.rglob("lock"):  # by a build that was killed
+        for left in built.rglob("lock"):  # left by a build that was killed
             left.unlink()
         os.environ["TORCH_EXTENSIONS_DIR"] = str(built)
-        run_ranks(build_operators, ranks=1)
+        run_ranks(build_operators, ranks=1, timeout_s=600)
         shutil.copytree(built, folder, dirs_exist_ok=True)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     return folder
@@ -129,7 +139,7 @@ def torch_extensions(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pyt
 
 @pytest.fixture(scope="module", autouse=True)
 def released() -> Iterator[None]:
-    """What is frozen refers to the engines of ZeRO-3: those of a module are let go behind it."""
+    """Release the ZeRO-3 engines of a module, to which frozen objects refer."""
     yield
     if gc.get_freeze_count():
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""What a process says while it runs: with time, rank and level, once, and not into a progress bar."""
+"""Log lines of a run: with time, rank and level, without duplicates, and apart from the progress bar."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_bar_is_not_torn(capsys: pytest.CaptureFixture[str]) -> None:
     assert "said" in lines
 
 
-def test_what_libraries_say_is_said_alike_and_once_per_node() -> None:
+def test_messages_of_libraries_have_the_same_form_and_come_once_per_node() -> None:
     code = """
 import logging, warnings
 from fastdiff.console import quieten
@@ -71,7 +71,7 @@ for _ in range(2):
     ]
 
 
-def test_nothing_of_a_run_is_said_twice(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_no_line_of_a_run_is_printed_twice(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
     """The ranks alone: what DeepSpeed's launcher says is its own."""
     done = deepspeed(*flags(tiny(digits, tmp_path / "run", steps=2)), ranks=2)
     assert done.code == 0, done.output

@@ -1,4 +1,4 @@
-"""Every way out of a job leaves one message, whichever rank is the slowest, before a launcher kills the others."""
+"""Every exit of a job prints one message, whichever rank is the slowest, before a launcher kills the others."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from fastdiff import train as trainer
 from fastdiff.config import command_line
 from fastdiff.errors import DataError
 from fastdiff.exit_message import say_once
+from fastdiff.parallel import heartbeat
 from fastdiff.parallel.world import World
 from tests.support.forked import Ranks
 from tests.support.processes import ROOT
 from tests.support.runs import flags, tiny
 
 _DELAY_S = 1.0
-"""How long a rank is held up that the others wait for: what must not happen, has time to happen."""
+"""Delay of a rank that the others wait for, long enough for a second message to appear."""
 
 
 # --- ranks that end, one of them late ---------------------------------------------------------------------------
@@ -39,6 +40,7 @@ def _rank(world: World, argv: list[str], fault: str, slow: int, where: str, fold
     if world.rank == slow:
         for module, name in _PLACES[where]:
             setattr(module, name, _late(getattr(module, name), folder, world))
+    heartbeat._GIL_S = 600.0  # on a loaded machine, too, the thread that prints is first
     trainer._GRACE_S = 0.0 if fault == "rank 1 is killed" else 60.0
     _FAULTS[fault](world)
     os._exit(trainer.main(argv))
@@ -112,7 +114,7 @@ def _signal_at_the_start(world: World) -> None:
     def build_run(*arguments: Any) -> Any:
         world.gather(0)  # all ranks are there
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        time.sleep(600)
         return original(*arguments)
 
     trainer.build = build_run
@@ -124,6 +126,8 @@ _FAULTS: dict[str, Callable[[World], None]] = {
     "storage of rank 1": _raise_in_a_step(1, lambda: OSError(28, "No space left on device", "file")),
     "bug of all": _raise_in_a_step(None, lambda: ZeroDivisionError("a bug")),
     "bug of rank 1": _raise_in_a_step(1, lambda: RuntimeError("a bug of the shapes")),
+    "Ctrl-C": _raise_in_a_step(None, KeyboardInterrupt),
+    "rank 1 hangs": _raise_in_a_step(1, lambda: time.sleep(600)),  # type: ignore[arg-type,return-value]
     "rank 1 is killed": _raise_in_a_step(1, _Killed),
     "signals in a step": _signal_in_a_step,
     "signals at the start": _signal_at_the_start,
@@ -135,18 +139,17 @@ def ends(folder: Path, argv: list[str], fault: str, slow: int, where: str, ranks
 
     As from DeepSpeed's launcher, the others get SIGTERM at once; after a kill they come to their own end.
     """
-    running = Ranks(_rank, argv, fault, slow, where, folder, ranks=ranks)
-    deadline = time.monotonic() + 120
-    while not (codes := [p.exitcode for p in running.processes if p.exitcode]):
-        assert time.monotonic() < deadline, "no rank has ended"
-        assert any(p.is_alive() for p in running.processes), "all ended well"
-        time.sleep(0.005)
-    if codes != [-signal.SIGKILL]:
-        running.kill(signal.SIGTERM)
-    for process in running.processes:
-        process.join(60)
-    by_themselves = {p.exitcode for p in running.processes if p.exitcode is not None and p.exitcode >= 0}
-    running.wait()
+    with Ranks(_rank, argv, fault, slow, where, folder, ranks=ranks) as running:
+        deadline = time.monotonic() + 240
+        while not (codes := [p.exitcode for p in running.processes if p.exitcode]):
+            assert time.monotonic() < deadline, "no rank has ended"
+            assert any(p.is_alive() for p in running.processes), "all ended well"
+            time.sleep(0.005)
+        if codes != [-signal.SIGKILL]:
+            running.kill(signal.SIGTERM)
+        for process in running.processes:
+            process.join(120)
+        by_themselves = {p.exitcode for p in running.processes if p.exitcode is not None and p.exitcode >= 0}
     return codes[0] or 0, by_themselves, (folder / "log").read_text()
 
 
@@ -161,6 +164,8 @@ CASES = {
     "no folder": (74, "none", {"output.folder": "/dev/null/run"}, "Not a directory"),
     "a request to stop": (75, "signals in a step", {}, "the same command resumes from there"),
     "an early request to stop": (75, "signals at the start", {}, "SIGTERM before the first step"),
+    "an interrupt": (130, "Ctrl-C", {}, "interrupted, not saved"),
+    "a hang": (1, "rank 1 hangs", {"hang-timeout": "2"}, "no progress for"),
     "a bug": (1, "bug of all", {}, "ZeroDivisionError: a bug"),
     "a bug of one rank": (1, "bug of rank 1", {}, "RuntimeError: a bug of the shapes"),
 }

@@ -1,4 +1,4 @@
-"""The streams of a run: what a number depends on, and what it does not."""
+"""The random streams of a run: the dependence of each number on seed and position alone."""
 
 import pytest
 import torch

@@ -87,7 +87,7 @@ def _optimizer(load: Callable[[], Any]) -> Callable[[Inputs], Callable[[], tuple
     return prepare
 
 
-_RIVALS = {
+_OTHER_LIBRARIES = {
     "bitsandbytes": _optimizer(lambda: import_module("bitsandbytes.optim")),
     "torchao": _optimizer(lambda: import_module("torchao.optim")),
 }
@@ -130,7 +130,7 @@ CASES = [
         narrow=("_adamw8bit_masked_kernel", "_adamw8bit_largest_kernel"),
         build=_build(param, grad, extras=extras, cut=cut),
         build_large=_build(param, grad, extras=extras, cut=cut, times=_TIMES_LARGE),
-        rivals=_RIVALS if param == grad and not extras and not cut else {},
+        other_libraries=_OTHER_LIBRARIES if param == grad and not extras and not cut else {},
     )
     for shape, param, grad, extras, cut in (
         ("DiT-XL-fp32-copy-ema", torch.float32, torch.bfloat16, True, 0),

@@ -50,7 +50,7 @@ class Case:
     """The same for the backward pass, including recomputation of values that were not stored."""
     arithmetic: str = "fp32"
     """Precision of the operations, as in ``Limits.matmul``; for matrix products, their precision."""
-    rivals: Mapping[str, Callable[[Inputs], Callable[[], Outputs]]] = field(default_factory=dict)
+    other_libraries: Mapping[str, Callable[[Inputs], Callable[[], Outputs]]] = field(default_factory=dict)
     """Implementations of other libraries by name: each prepares for the inputs and returns the call to time. It raises
     ImportError if its library is not installed, and returns no outputs if they cannot be compared.
     """

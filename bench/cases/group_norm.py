@@ -52,7 +52,7 @@ def _apex(inputs: Inputs) -> Callable[[], Tensor]:
     return lambda: norm(x)
 
 
-_RIVALS = {torch.channels_last: {"apex": _apex}, torch.contiguous_format: {"liger": _liger}}
+_OTHER_LIBRARIES = {torch.channels_last: {"apex": _apex}, torch.contiguous_format: {"liger": _liger}}
 
 
 def _case(
@@ -101,7 +101,7 @@ def _case(
         backward_bytes=(lambda inputs: 4 * inputs["x"].nbytes) if extra == "residual" else None,
         forward_operations=elements("x", _forward_operations(silu, extra)),
         backward_operations=elements("x", _backward_operations(silu, extra)),
-        rivals=(_RIVALS[memory] if silu and not extra else {}),
+        other_libraries=(_OTHER_LIBRARIES[memory] if silu and not extra else {}),
     )
 
 

@@ -18,9 +18,9 @@ import torch
 from bench import BenchError
 from bench.commands.arguments import Commands, add_measuring, device, open_log
 from bench.measure import synthetic
-from bench.measure.interleaved import Contestant, Effort, Result, race
+from bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from bench.measure.timing import Timing
-from bench.measure.workload import Subject
+from bench.measure.workload import Workload
 from bench.records.record import Failure, Measurement, measured
 from bench.records.tables import table
 from bench.trainers import saving
@@ -50,10 +50,10 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    subject = Subject(
+    workload = Workload(
         preset=arguments.preset, batch=arguments.batch, precision=arguments.precision, deepspeed=arguments.deepspeed
     )
-    model = subject.config(Path(), Path()).model  # fails before anything is written
+    model = workload.config(Path(), Path()).model  # fails before anything is written
     gpus = torch.cuda.device_count() if device(arguments) == "cuda" else arguments.ranks
     if not 1 <= arguments.ranks <= gpus:
         raise BenchError(f"--ranks {arguments.ranks}: expected at least 1, on GPUs at most as many as there are")
@@ -61,14 +61,14 @@ def _run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, BENCH) as log:
         data = Path(folder) / "data"
         synthetic.write(data, model, _SAMPLES)
-        given = (subject, data, arguments.folder, quiet)
-        contestant = Contestant(subject.provider, saving.run, given, arguments.ranks)
-        result = race([contestant], effort, device=device(arguments))[contestant.name]
+        given = (workload, data, arguments.folder, quiet)
+        program = Program(workload.provider, saving.run, given, arguments.ranks)
+        result = run_interleaved([program], effort, device=device(arguments))[program.name]
         if result.failure is not None:
-            log.write(Failure(bench=BENCH, case=subject.case, provider=subject.provider, reason=result.failure))
-            print(f"{subject.provider}: {result.failure}")
+            log.write(Failure(bench=BENCH, case=workload.case, provider=workload.provider, reason=result.failure))
+            print(f"{workload.provider}: {result.failure}")
         else:
-            found = list(measurements(subject, result, arguments.ranks))
+            found = list(measurements(workload, result, arguments.ranks))
             for one in found:
                 log.write(one)
             rows = [
@@ -79,15 +79,15 @@ def _run(arguments: argparse.Namespace) -> int:
     return int(result.failure is not None)
 
 
-def measurements(subject: Subject, result: Result, ranks: int) -> Iterator[Measurement]:
+def measurements(workload: Workload, result: Result, ranks: int) -> Iterator[Measurement]:
     """Yield the measurements of the cycles."""
     cycles: list[Cycle] = saving.cycles(result.facts["cycles"])
-    facts = subject.facts | {
+    facts = workload.facts | {
         "ranks": ranks,
         "parameters": result.facts["parameters"],
         "steps beside a save": sum(len(cycle.beside) for cycle in cycles),
     }
-    row = partial(Measurement, bench=BENCH, case=subject.case, provider=subject.provider, facts=facts, better="lower")
+    row = partial(Measurement, bench=BENCH, case=workload.case, provider=workload.provider, facts=facts, better="lower")
     quiet = [seconds for cycle in cycles for seconds in cycle.quiet]
     beside = [seconds for cycle in cycles for seconds in cycle.beside]
     for quantity, seconds in (

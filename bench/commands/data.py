@@ -20,7 +20,7 @@ from bench import BenchError
 from bench.commands import arguments
 from bench.measure import interleaved
 from bench.measure.session import cpu_seconds_of_started
-from bench.readers import ours, page_cache, reading, rivals
+from bench.readers import other_libraries, ours, page_cache, reading
 from bench.readers.figures import READER, Case
 from bench.readers.samples import KINDS, Samples
 from bench.records.record import Failure, Log
@@ -72,15 +72,15 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def measure(case: Case, rounds: int, log: Log, *, smoke: bool = False) -> bool:
-    """Let all readers of a case read in turns; write and print what they did.
+    """Let all readers of a case read in turns; write and print the results.
 
     Returns:
-        Whether all readers that are installed read to the end, from a page cache as the case has it.
+        True if all installed readers read to the end, with the page cache in the state of the case.
     """
     files, cold = case.samples.files, case.heat == "cold"
     cached: list[float] = []
 
-    def before_turn() -> None:
+    def before_session() -> None:
         _wait_until_idle()
         cached.append(page_cache.empty(files) if cold else page_cache.cached_share(files))
 
@@ -88,13 +88,12 @@ def measure(case: Case, rounds: int, log: Log, *, smoke: bool = False) -> bool:
         return max(cached) if cold else min(cached)
 
     def impossible() -> bool:
-        tolerated = (
-            5 * _TOLERATED if smoke else _TOLERATED
-        )  # with few files, evictions by other processes are a larger share
+        # With few files, evictions by other processes are a larger share.
+        tolerated = 5 * _TOLERATED if smoke else _TOLERATED
         return worst() > tolerated if cold else worst() < 1 - tolerated
 
-    before_turn()
-    results = {} if impossible() else _race(case, rounds, before_turn, smoke=smoke)
+    before_session()
+    results = {} if impossible() else _interleave(case, rounds, before_session, smoke=smoke)
     if impossible():
         what = "set TMPDIR to a folder on a disk" if cold else "take fewer --samples"
         reason = f"{worst():.0%} of the files were in the page cache at the start of a session; {what}"
@@ -105,14 +104,16 @@ def measure(case: Case, rounds: int, log: Log, *, smoke: bool = False) -> bool:
     return all(result.failure in (None, _NOT_INSTALLED) for result in results.values())
 
 
-def _race(case: Case, rounds: int, before_turn: Callable[[], None], *, smoke: bool) -> dict[str, interleaved.Result]:
+def _interleave(
+    case: Case, rounds: int, before_session: Callable[[], None], *, smoke: bool
+) -> dict[str, interleaved.Result]:
     steps = case.samples.count // case.samples.batch
     # Each reader starts with one batch, so its warm-up ends with a pass.
     effort = interleaved.Effort(rounds=rounds, steps=steps, warm_up=steps - 1)
-    contestants = _contestants(case)
+    programs = _programs(case)
     if smoke and case.heat == "cold":  # all readers except one behave as in the warm case
-        contestants = [one for one in contestants if one.name in (READER, "dali webdataset")]
-    results = interleaved.race(contestants, effort, device=case.device, before_turn=before_turn)
+        programs = [one for one in programs if one.name in (READER, "dali webdataset")]
+    results = interleaved.run_interleaved(programs, effort, device=case.device, before_session=before_session)
     if not dali_installed():
         for name in ("fastdiff dali", "dali webdataset"):
             results[name] = interleaved.Result(failure=_NOT_INSTALLED)
@@ -128,7 +129,7 @@ def _wait_until_idle() -> None:
             break
 
 
-def _contestants(case: Case) -> list[interleaved.Contestant]:
+def _programs(case: Case) -> list[interleaved.Program]:
     workers = case.workers
     # Upper bound: fastdiff's loaders read 4 batches ahead, DALI 2, a worker process 2.
     ahead = 4 + 2 * workers
@@ -138,14 +139,14 @@ def _contestants(case: Case) -> list[interleaved.Contestant]:
         "fastdiff prefetch": (ours.prefetch, ahead),
         "fastdiff dali": (ours.dali, ahead),
         # Mapped files stay in the page cache, and reading is faster if they are cached.
-        "dali webdataset": (partial(rivals.dali, threads=workers, mapped=case.heat == "warm"), ahead),
-        "webdataset": (partial(rivals.webdataset, workers=0), 0),
-        f"webdataset {with_workers}": (partial(rivals.webdataset, workers=workers), ahead),
-        "npy dataloader": (partial(rivals.npy_files, workers=0), 0),
-        f"npy dataloader {with_workers}": (partial(rivals.npy_files, workers=workers), ahead),
+        "dali webdataset": (partial(other_libraries.dali, threads=workers, mapped=case.heat == "warm"), ahead),
+        "webdataset": (partial(other_libraries.webdataset, workers=0), 0),
+        f"webdataset {with_workers}": (partial(other_libraries.webdataset, workers=workers), ahead),
+        "npy dataloader": (partial(other_libraries.npy_files, workers=0), 0),
+        f"npy dataloader {with_workers}": (partial(other_libraries.npy_files, workers=workers), ahead),
     }
     return [
-        interleaved.Contestant(name, reading.run, (reader, case.samples, ahead))
+        interleaved.Program(name, reading.run, (reader, case.samples, ahead))
         for name, (reader, ahead) in readers.items()
         if "dali" not in name or dali_installed()
     ]

@@ -1,9 +1,9 @@
 """``bench objectives``: the digits trained with each objective, and the quality of the drawn digits.
 
-Each run is the preset ``digits`` with the flags below, trained and measured as in the README, one after the other. A
-second start in the same folder skips finished runs and resumes killed ones; the trainer refuses a run that was started
-with other flags. A picture beside the record shows the first ten digits of each run, a row per objective in the order
-of the record.
+Each run is the preset ``digits`` with the flags of one objective (docs/objectives.md), trained and evaluated one after
+the other. A second start in the same folder skips finished runs and resumes killed ones; the trainer refuses a run that
+was started with other flags. A picture beside the record shows the first ten digits of each run, a row per objective in
+the order of the record.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from bench.cases.case import Case, Inputs, as_sequence
 from bench.commands.arguments import Commands, add_measuring, open_log
 from bench.commands.arguments import device as device_of
 from bench.correctness import check
-from bench.measure import roofline as limits
+from bench.measure import roofline
 from bench.measure.roofline import Limits
 from bench.measure.timing import FULL, QUICK, Stopwatch, Timing
 from bench.records import record
@@ -123,11 +123,11 @@ def _run_command(arguments: argparse.Namespace) -> int:
 def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool) -> int:
     """Time the cases, record and print every result; return 1 if a default implementation or the reference fails."""
     effort = QUICK if smoke else FULL
-    stopwatch, limit = Stopwatch(device, effort), limits.measure(device, effort)
-    for measurement in limit.measurements(BENCH):
+    stopwatch, limits = Stopwatch(device, effort), roofline.measure(device, effort)
+    for measurement in limits.measurements(BENCH):
         log.write(measurement)
-    rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in limit.matmul_flops_per_s.items())
-    print(f"{Fingerprint.here()}\n\ncopy {limit.copy_bytes_per_s / 1e9:.0f} GB/s, matrix products: {rates}")
+    rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in limits.matmul_flops_per_s.items())
+    print(f"{Fingerprint.here()}\n\ncopy {limits.copy_bytes_per_s / 1e9:.0f} GB/s, matrix products: {rates}")
     print(f"\n{_HEADING}", flush=True)
     results: list[Result] = []
     failures: list[Failure] = []
@@ -139,9 +139,9 @@ def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool) -> int:
                 progress("")
                 if isinstance(row, Result):
                     results.append(row)
-                    for measurement in row.measurements(limit):
+                    for measurement in row.measurements(limits):
                         log.write(measurement)
-                    print(_line(row, limit), flush=True)
+                    print(_line(row, limits), flush=True)
                 else:
                     failures.append(row)
                     log.write(row)
@@ -177,14 +177,14 @@ def _run(case: Case, device: str, stopwatch: Stopwatch, large: bool) -> Iterator
         torch.manual_seed(0)
         return (case.build_large if large and case.build_large else case.build)(device)
 
-    right, failures = check.right(case, inputs, check.providers(case, device))
+    passed, failures = check.run_checks(case, inputs, check.providers(case, device))
     for name, error in failures.items():
-        reason = check.reason(error) + (_TIMED_ALL_THE_SAME if name in right else "")
+        reason = check.reason(error) + (_TIMED_ALL_THE_SAME if name in passed else "")
         yield Failure(bench=BENCH, case=str(case), provider=name, reason=reason)
-    if not right:
+    if not passed:
         return
     given = inputs()
-    timings, moved = _timings(case, given, right, stopwatch)
+    timings, moved = _timings(case, given, passed, stopwatch)
     counts = {"forward": case.forward_operations, "backward": case.backward_operations}
     default = _default(case, given)
     for direction, times in timings.items():

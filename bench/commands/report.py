@@ -218,7 +218,7 @@ def _part(measurement: Measurement) -> str:
 def _table(title: str, measurements: Sequence[Measurement]) -> Table:
     quantities = {m.quantity: m for m in measurements}
     cases: dict[str, list[tuple[str, dict[str, Measurement]]]] = {}
-    for (case, provider), of_one in record.by_contestant(measurements).items():
+    for (case, provider), of_one in record.by_provider(measurements).items():
         cases.setdefault(case, []).append((provider, of_one))
     first = next(iter(quantities.values()))
     ranked = first.bench in _RANKED and title in ("Measured", "Times as fast")
@@ -227,10 +227,10 @@ def _table(title: str, measurements: Sequence[Measurement]) -> Table:
             case,
             tuple(
                 _row(provider, of_one, quantities)
-                for provider, of_one in (_best_first(contestants, first) if ranked else contestants)
+                for provider, of_one in (_best_first(providers, first) if ranked else providers)
             ),
         )
-        for case, contestants in cases.items()
+        for case, providers in cases.items()
     )
     columns = tuple(
         (quantity.removeprefix("phase "), "" if m.unit == "1" else m.unit) for quantity, m in quantities.items()
@@ -239,16 +239,16 @@ def _table(title: str, measurements: Sequence[Measurement]) -> Table:
 
 
 def _best_first(
-    contestants: Iterable[tuple[str, dict[str, Measurement]]], first: Measurement
+    providers: Iterable[tuple[str, dict[str, Measurement]]], first: Measurement
 ) -> list[tuple[str, dict[str, Measurement]]]:
     """Sort by the first quantity of the table."""
     sign = {"lower": 1, "higher": -1, "neither": 0}[first.better]
 
-    def place(contestant: tuple[str, dict[str, Measurement]]) -> float:
-        found = contestant[1].get(first.quantity)
+    def place(provider: tuple[str, dict[str, Measurement]]) -> float:
+        found = provider[1].get(first.quantity)
         return sign * found.value if found else float("inf")
 
-    return sorted(contestants, key=place)
+    return sorted(providers, key=place)
 
 
 def _row(provider: str, of_one: dict[str, Measurement], quantities: Iterable[str]) -> Row:

@@ -22,10 +22,10 @@ import torch
 from bench import BenchError
 from bench.commands.arguments import Commands, add_measuring, device, open_log
 from bench.measure import synthetic
-from bench.measure.interleaved import Contestant, Effort, Result, race
+from bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from bench.measure.session import Fact
 from bench.measure.timing import Timing
-from bench.measure.workload import Subject
+from bench.measure.workload import Workload
 from bench.records.record import Failure, Log, Measurement, measured
 from bench.records.tables import table
 from bench.scaling import projection
@@ -38,8 +38,7 @@ _STAGES = ("ddp", "zero1", "zero2", "zero3")
 FULL, SMOKE = Effort(rounds=8, steps=5, warm_up=10), Effort(rounds=2, steps=2, warm_up=4)
 _SAMPLES = 256
 
-
-VOTES = Message("all-reduce", 4 * 8)
+CONSENSUS = Message("all-reduce", 4 * 8)
 """Per-step consensus of the ranks (``fastdiff.parallel.consensus``), for any model and stage."""
 
 
@@ -47,7 +46,7 @@ VOTES = Message("all-reduce", 4 * 8)
 class Plan:
     """Plan of the measurement."""
 
-    subject: Subject
+    workload: Workload
     """Workload of one rank."""
     stages: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -62,13 +61,13 @@ class Plan:
 
     def zero(self, stage: str) -> Zero:
         """Return the communication settings of a stage's DeepSpeed JSON."""
-        return Zero.of(replace(self.subject, deepspeed=stage).deepspeed_json())
+        return Zero.of(replace(self.workload, deepspeed=stage).deepspeed_json())
 
     def messages(self, stage: str, ranks: int) -> list[Message]:
         """Return the modelled messages of a step."""
-        config = self.subject.config(Path(), Path())
+        config = self.workload.config(Path(), Path())
         parameters, width = parameters_of(config.model), width_of(config.performance.precision)
-        return [*self.zero(stage).messages(parameters, width, ranks), VOTES]
+        return [*self.zero(stage).messages(parameters, width, ranks), CONSENSUS]
 
 
 def add(commands: Commands) -> None:
@@ -102,13 +101,13 @@ def _run(arguments: argparse.Namespace) -> int:
     plan = _plan(arguments)
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, "scale") as log:
         data = Path(folder) / "data"
-        synthetic.write(data, plan.subject.config(data, data).model, _SAMPLES)
+        synthetic.write(data, plan.workload.config(data, data).model, _SAMPLES)
         results: dict[str, Result] = {}
         for stage in plan.stages:  # one stage at a time: each trainer keeps its processes and their memory
-            results |= race(_contestants(plan, data, stage), plan.effort, device=plan.device)
+            results |= run_interleaved(_programs(plan, data, stage), plan.effort, device=plan.device)
         failed = [name for name, result in results.items() if result.failure is not None]
         for name in failed:
-            log.write(Failure(bench="scale", case=plan.subject.case, provider=name, reason=str(results[name].failure)))
+            log.write(Failure(bench="scale", case=plan.workload.case, provider=name, reason=str(results[name].failure)))
         _report_measured(plan, results, log)
         fitted = True
         for ranks in plan.ranks:
@@ -132,10 +131,10 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     batch = 8 if arguments.batch is None else arguments.batch
     if batch < 1:
         raise BenchError(f"--batch {batch}: expected at least one sample per rank")
-    subject = Subject(preset=arguments.preset or "digits", batch=batch, precision=arguments.precision)
+    workload = Workload(preset=arguments.preset or "digits", batch=batch, precision=arguments.precision)
     stages = tuple(arguments.stages[-1:] if smoke else arguments.stages)
     plan = Plan(
-        subject,
+        workload,
         stages,
         ranks,
         on,
@@ -147,18 +146,18 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def _contestants(plan: Plan, data: Path, stage: str) -> list[Contestant]:
+def _programs(plan: Plan, data: Path, stage: str) -> list[Program]:
     # One thread per rank for any number of ranks, so that the compute resources of a rank are constant.
     threads = {} if plan.device == "cuda" else {"OMP_NUM_THREADS": "1"}
     warm_up = plan.effort.warm_up
-    alone, found = replace(plan.subject, deepspeed=stage), []
+    alone, found = replace(plan.workload, deepspeed=stage), []
     for ranks in plan.ranks:
         if ranks > 1:
             name = plan.name(stage, ranks, apart=True)
-            found.append(Contestant(name, collectives.run_apart, (alone, data), ranks, threads))
+            found.append(Program(name, collectives.run_apart, (alone, data), ranks, threads))
         together = replace(alone, batch=ranks * (alone.batch or 1))
         given = (together, data, (warm_up // 2, warm_up))
-        found.append(Contestant(plan.name(stage, ranks), collectives.run, given, ranks, threads))
+        found.append(Program(plan.name(stage, ranks), collectives.run, given, ranks, threads))
     return found
 
 
@@ -193,7 +192,7 @@ def _report_counted(plan: Plan, stage: str, ranks: int, result: Result, facts: d
     log.write(
         Measurement(
             bench="scale",
-            case=plan.subject.case,
+            case=plan.workload.case,
             provider=name,
             quantity="bytes sent",
             unit="MiB",
@@ -212,7 +211,7 @@ def _measurement(
 ) -> Measurement:
     return Measurement(
         bench="scale",
-        case=plan.subject.case,
+        case=plan.workload.case,
         provider=name,
         quantity=quantity,
         unit=unit,
@@ -226,8 +225,8 @@ def fit_links(plan: Plan, ranks: int, log: Log) -> dict[str, Line] | None:
     """Measure and record the time of each collective by size; None: it failed."""
     name = f"{'nccl' if plan.device == 'cuda' else 'gloo'}, {ranks} ranks"
     arguments = (_KINDS, tuple(ranks * size for size in plan.sizes))
-    contestant = Contestant(name, collectives.sweep, arguments, ranks, {"OMP_NUM_THREADS": "1"})
-    result = race([contestant], replace(plan.effort, warm_up=1), device=plan.device)[name]
+    program = Program(name, collectives.sweep, arguments, ranks, {"OMP_NUM_THREADS": "1"})
+    result = run_interleaved([program], replace(plan.effort, warm_up=1), device=plan.device)[name]
     if result.failure is not None:
         log.write(Failure(bench="scale", case="links", provider=name, reason=result.failure))
         print(f"\n{name}: the sweep of message sizes failed: {result.failure}")
@@ -288,7 +287,7 @@ def _report_checked(plan: Plan, ranks: int, results: dict[str, Result], lines: d
             ):
                 log.write(
                     Measurement(
-                        bench="scale", case=plan.subject.case, provider=name, quantity=quantity, unit=unit,
+                        bench="scale", case=plan.workload.case, provider=name, quantity=quantity, unit=unit,
                         value=value, better="neither", facts=facts,
                     )
                 )  # fmt: skip
@@ -300,5 +299,5 @@ def _report_checked(plan: Plan, ranks: int, results: dict[str, Result], lines: d
 
 
 def _compute(result: Result, shards: Sequence[str]) -> Compute:
-    phases = {name: result.phase(name).median for name in result.turns[0].phases}
+    phases = {name: result.phase(name).median for name in result.sessions[0].phases}
     return Compute.of(result.timing.median, phases, shards)

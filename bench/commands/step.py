@@ -13,12 +13,11 @@ from pathlib import Path
 
 from bench import BenchError
 from bench.commands.arguments import Commands, add_measuring, device, open_log
-from bench.measure import largest_batch, stepping, sweep, synthetic, timing
-from bench.measure import roofline as limits
+from bench.measure import largest_batch, roofline, stepping, sweep, synthetic, timing
 from bench.measure.interleaved import Effort
 from bench.measure.roofline import Limits
 from bench.measure.stepping import BENCH, PHASES, Stepped
-from bench.measure.workload import Subject
+from bench.measure.workload import Workload
 from bench.records import record
 from bench.records.record import Failure, Measurement
 from bench.records.tables import progress, table
@@ -52,7 +51,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "step", help="measure fastdiff's own loop on synthetic latents: times, memory, utilization"
     )
-    sweep.add_subject(parser)
+    sweep.add_workload(parser)
     parser.add_argument("--steps", type=int, help=f"steps per round; default: {_FULL.steps}")
     parser.add_argument("--rounds", type=int, help=f"rounds, at least 2; default: {_FULL.rounds}")
     parser.add_argument("--find-batch", action="store_true", help="find the largest batch that fits into memory")
@@ -63,7 +62,10 @@ def add(commands: Commands) -> None:
         help="memory for --find-batch; default: 95 %% of the free GPU memory, or 80 %% of the available RAM",
     )
     parser.add_argument(
-        "--peer", nargs="+", metavar="NAME", help="compare with these baselines, measured interleaved with fastdiff"
+        "--peer",
+        nargs="+",
+        metavar="NAME",
+        help="compare with these baselines, measured interleaved with fastdiff: plain, dit, diffusers",
     )
     add_measuring(parser)
     parser.set_defaults(run=_run)
@@ -78,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "--find-batch with --peer: the batch would be the largest for fastdiff alone, not for the baselines; "
             "give --batch instead"
         )
-    subjects = sweep.subjects(arguments, where)
+    workloads = sweep.workloads(arguments, where)
     limit = largest_batch.memory_limit(where, arguments.memory) if arguments.find_batch else None
     with (
         tempfile.TemporaryDirectory(prefix="fastdiff-bench-data-") as folder,
@@ -86,8 +88,8 @@ def _run(arguments: argparse.Namespace) -> int:
     ):
         measuring = _Measuring(Path(folder), effort, where, log)
         if arguments.peer:
-            return measuring.peers(subjects, arguments.peer)
-        code = measuring.steps(subjects, limit, timing.QUICK if arguments.smoke else timing.FULL)
+            return measuring.peers(workloads, arguments.peer)
+        code = measuring.steps(workloads, limit, timing.QUICK if arguments.smoke else timing.FULL)
         print(f"\nrecord: {log.path}")
         return code
 
@@ -107,14 +109,14 @@ class _Measuring:
     def __init__(self, folder: Path, effort: Effort, device: str, log: record.Log) -> None:
         self._folder, self._effort, self._device, self._log = folder, effort, device, log
 
-    def steps(self, subjects: Sequence[Subject], memory: int | None, care: timing.Effort) -> int:
+    def steps(self, workloads: Sequence[Workload], memory: int | None, care: timing.Effort) -> int:
         """Measure and print all workloads; return the exit code: 1 if one failed, unless for lack of memory."""
         progress("limits of the machine")
         found, bounds = [], _in_another_process(self._device, care)
         self._write(bounds.measurements(BENCH))
-        for number, subject in enumerate(subjects, 1):
-            progress(f"{number} of {len(subjects)}: {subject.case}; {subject.provider}")
-            stepped = self._step(subject, memory, bounds)
+        for number, workload in enumerate(workloads, 1):
+            progress(f"{number} of {len(workloads)}: {workload.case}; {workload.provider}")
+            stepped = self._step(workload, memory, bounds)
             self._write([stepped.failure] if stepped.failure else [])
             progress("")
             print("\n".join(_verdict(stepped)), flush=True)
@@ -124,37 +126,37 @@ class _Measuring:
             print(f"\n{_table(done)}")
         return int(not done or any(s.failure is not None and not s.out_of_memory for s in found))
 
-    def peers(self, subjects: Sequence[Subject], names: Sequence[str]) -> int:
+    def peers(self, workloads: Sequence[Workload], names: Sequence[str]) -> int:
         """Compare the baselines on every workload; return the worst exit code."""
         from bench.measure import peers
 
-        return max(peers.run(subject, names, self._effort, self._device, self._log) for subject in subjects)
+        return max(peers.run(workload, names, self._effort, self._device, self._log) for workload in workloads)
 
-    def _step(self, subject: Subject, memory: int | None, bounds: Limits) -> Stepped:
-        data = self._data(subject)
+    def _step(self, workload: Workload, memory: int | None, bounds: Limits) -> Stepped:
+        data = self._data(workload)
         largest: list[Measurement] = []
         try:
             if memory is not None:
-                subject, row = self._fitted(subject, memory)
+                workload, row = self._fitted(workload, memory)
                 largest = [row]
                 self._write(largest)
         except BenchError as error:
-            case = subject.case_of_any_batch
-            failure = Failure(bench=BENCH, case=case, provider=subject.provider, reason=str(error))
+            case = workload.case_of_any_batch
+            failure = Failure(bench=BENCH, case=case, provider=workload.provider, reason=str(error))
             return Stepped(
-                subject, failure=failure, out_of_memory=isinstance(error.__cause__, largest_batch.DoesNotFit)
+                workload, failure=failure, out_of_memory=isinstance(error.__cause__, largest_batch.DoesNotFit)
             )
-        stepped = stepping.step(subject, data, self._effort, self._device, bounds, self._write)
+        stepped = stepping.step(workload, data, self._effort, self._device, bounds, self._write)
         stepped.measurements += largest
         return stepped
 
-    def _fitted(self, subject: Subject, memory: int) -> tuple[Subject, Measurement]:
+    def _fitted(self, workload: Workload, memory: int) -> tuple[Workload, Measurement]:
         """Return the workload with the largest batch that fits, and its measurement.
 
         Raises:
             BenchError: none fits, or a trial failed in another way.
         """
-        peak = partial(stepping.peak, subject, self._data(subject), self._device, self._effort.limit_seconds)
+        peak = partial(stepping.peak, workload, self._data(workload), self._device, self._effort.limit_seconds)
         try:
             found = largest_batch.largest(peak, memory)
         except largest_batch.DoesNotFit as error:
@@ -163,16 +165,16 @@ class _Measuring:
             "limit_gib": memory / 2**30, "peak_gib": found.peak / 2**30, "trials": found.trials,
         }  # fmt: skip
         row = Measurement(
-            bench=BENCH, case=subject.case_of_any_batch, provider=subject.provider, quantity="largest batch", unit="1",
-            value=found.batch, better="higher", facts={**subject.facts, **facts, "batch": found.batch},
+            bench=BENCH, case=workload.case_of_any_batch, provider=workload.provider, quantity="largest batch",
+            unit="1", value=found.batch, better="higher", facts={**workload.facts, **facts, "batch": found.batch},
         )  # fmt: skip
-        return replace(subject, batch=found.batch), row
+        return replace(workload, batch=found.batch), row
 
-    def _data(self, subject: Subject) -> Path:
-        folder = self._folder / subject.preset
+    def _data(self, workload: Workload) -> Path:
+        folder = self._folder / workload.preset
         if not folder.exists():
-            progress(f"synthetic data for {subject.preset}")
-            synthetic.write(folder, subject.config(Path(), Path()).model, _SAMPLES)
+            progress(f"synthetic data for {workload.preset}")
+            synthetic.write(folder, workload.config(Path(), Path()).model, _SAMPLES)
         return folder
 
     def _write(self, rows: Sequence[Measurement | Failure]) -> None:
@@ -183,19 +185,19 @@ class _Measuring:
 def _in_another_process(device: str, care: timing.Effort) -> Limits:
     """Measure the limits of the machine in another process, so that no GPU memory stays allocated in this one."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(limits.measure, device, care).result()
+        return pool.submit(roofline.measure, device, care).result()
 
 
 def _verdict(stepped: Stepped) -> list[str]:
-    values, subject = stepped.values, stepped.subject
+    values, workload = stepped.values, stepped.workload
     if stepped.failure is not None:
-        return [f"{stepped.failure.case}; {subject.provider}: FAILED: {stepped.failure.reason}"]
+        return [f"{stepped.failure.case}; {workload.provider}: FAILED: {stepped.failure.reason}"]
     parts = [f"{values['throughput']:.1f} samples/s, {values['step time']:.2f} ms per step"]
     marked = sum(values[f"phase {name}"] for name in PHASES)
     parts.append(f"its phases, measured with marks, {marked:.2f} ms, {values['phase data'] / marked:.1%} of it data")
     if "mfu" in values:
         parts.append(f"MFU {values['mfu']:.1%}")
-    lines = [f"{subject.case}; {subject.provider}: {'; '.join(parts)}"]
+    lines = [f"{workload.case}; {workload.provider}: {'; '.join(parts)}"]
     if "largest batch" in values:
         row = next(row for row in stepped.measurements if row.quantity == "largest batch")
         facts = row.facts
@@ -212,5 +214,5 @@ def _table(found: Sequence[Stepped]) -> str:
     for stepped in found:
         values = stepped.values
         cells = [form.format(values[q]) if q in values else "-" for q, form in columns.values()]
-        rows.append([f"{stepped.subject.case}; {stepped.subject.provider}", *cells])
+        rows.append([f"{stepped.workload.case}; {stepped.workload.provider}", *cells])
     return table(rows, "<" + ">" * len(columns))

@@ -34,10 +34,10 @@ def providers(case: Case, device: str) -> dict[str, Prepare]:
         kernel = found.pop("triton")
         if launch.INTERPRETED:
             found["triton (interpreter)"] = kernel
-    return found | dict(case.rivals)
+    return found | dict(case.other_libraries)
 
 
-def right(
+def run_checks(
     case: Case, inputs: Callable[[], Inputs], providers: Mapping[str, Prepare]
 ) -> tuple[dict[str, Prepare], dict[str, Exception]]:
     """Return the implementations to time, and the error of each that fails.
@@ -56,7 +56,7 @@ def right(
             failures[name] = error
             continue
         try:
-            if got or name not in case.rivals:
+            if got or name not in case.other_libraries:
                 assert_no_worse(got, eager, oracle)
         except AssertionError as error:
             failures[name] = error

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from bench import BenchError
-from bench.measure.session import Enough, Fact, Steps, Turn
+from bench.measure.session import Enough, Fact, Steps, StepTimer
 from bench.measure.timing import Timing
 from bench.records.tables import progress
 from fastdiff.parallel.extension_locks import stale_locks
@@ -63,12 +63,12 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Contestant:
+class Program:
     """A program to measure."""
 
     name: str
     run: Callable[..., None]
-    """``run(turn, *arguments)``, a module-level function: builds, calls ``turn.ready()`` and steps until ``Enough``."""
+    """``run(timer, *arguments)``, a module-level function: builds, calls ``timer.ready()``, steps until ``Enough``."""
     arguments: tuple[Any, ...] = ()
     ranks: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Contestant:
 class Result:
     """Result of a program."""
 
-    turns: list[Steps] = field(default_factory=list)
+    sessions: list[Steps] = field(default_factory=list)
     """Steps of each round, without the warm-up."""
     facts: dict[str, Fact] = field(default_factory=dict)
     memory: Memory | None = None
@@ -90,7 +90,7 @@ class Result:
     @property
     def seconds(self) -> list[float]:
         """Seconds of every step."""
-        return [second for turn in self.turns for second in turn.seconds]
+        return [second for session in self.sessions for second in session.seconds]
 
     @property
     def timing(self) -> Timing:
@@ -99,12 +99,12 @@ class Result:
 
     def phase(self, name: str) -> Timing:
         """Return the timing of one phase of a step."""
-        return Timing.of([second for turn in self.turns for second in turn.phases[name]])
+        return Timing.of([second for session in self.sessions for second in session.phases[name]])
 
     @property
     def allocation_retries(self) -> int:
         """Number of times that torch's allocator had to return memory to the GPU before an allocation."""
-        return sum(turn.allocation_retries for turn in self.turns)
+        return sum(session.allocation_retries for session in self.sessions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,36 +125,36 @@ class Effort:
     """Limit for building and for every session; a slower program is stopped."""
 
 
-def race(
-    contestants: Sequence[Contestant], effort: Effort, *, device: str, before_turn: Callable[[], None] | None = None
+def run_interleaved(
+    programs: Sequence[Program], effort: Effort, *, device: str, before_session: Callable[[], None] | None = None
 ) -> dict[str, Result]:
     """Run the programs interleaved; one that fails is left out from then on.
 
     Args:
-        contestants: programs with different names.
+        programs: programs with different names.
         effort: number of steps.
         device: ``cuda`` or ``cpu``.
-        before_turn: called here before every session except the warm-up, while all programs wait.
+        before_session: called here before every session except the warm-up, while all programs wait.
 
     Returns:
         Results by name, in the given order.
     """
-    results = {contestant.name: Result() for contestant in contestants}
+    results = {program.name: Result() for program in programs}
     workers: dict[str, _Worker] = {}
-    folder = Path(tempfile.mkdtemp(prefix="fastdiff-bench-race-"))
+    folder = Path(tempfile.mkdtemp(prefix="fastdiff-bench-interleaved-"))
     try:
-        for number, contestant in enumerate(contestants):
-            progress(f"{contestant.name}: building and warming up")
-            worker = _Worker(contestant, effort.limit_seconds, device, folder / str(number))
-            workers[contestant.name] = worker
-            _attempt(worker, results[contestant.name], lambda w: w.ready(effort.warm_up))
+        for number, program in enumerate(programs):
+            progress(f"{program.name}: building and warming up")
+            worker = _Worker(program, effort.limit_seconds, device, folder / str(number))
+            workers[program.name] = worker
+            _attempt(worker, results[program.name], lambda w: w.ready(effort.warm_up))
         for number in range(effort.rounds):
             for name, worker in workers.items():
                 if results[name].failure is None:
                     progress(f"round {number + 1} of {effort.rounds}: {name}")
-                    if before_turn is not None:
-                        before_turn()
-                    _attempt(worker, results[name], lambda w: w.turn(effort.steps, effort.settling))
+                    if before_session is not None:
+                        before_session()
+                    _attempt(worker, results[name], lambda w: w.run_session(effort.steps, effort.settling))
         for name, worker in workers.items():
             if results[name].failure is None:
                 _attempt(worker, results[name], lambda w: w.finish())
@@ -168,7 +168,7 @@ def race(
 
 def ratios(ours: Result, theirs: Result) -> Timing:
     """Return the speed-up of ``ours`` over ``theirs`` per round: above 1, ours is faster."""
-    pairs = zip(ours.turns, theirs.turns, strict=True)
+    pairs = zip(ours.sessions, theirs.sessions, strict=True)
     return Timing.of([statistics.median(b.seconds) / statistics.median(a.seconds) for a, b in pairs])
 
 
@@ -187,12 +187,12 @@ def _attempt(worker: _Worker, result: Result, action: Callable[[_Worker], None])
 class _Worker:
     """The processes of a program, one per rank, seen from the measuring process."""
 
-    def __init__(self, contestant: Contestant, limit_seconds: float, device: str, folder: Path) -> None:
+    def __init__(self, program: Program, limit_seconds: float, device: str, folder: Path) -> None:
         self.result = Result()
         self._limit, self._log = limit_seconds, folder / "log"
         folder.mkdir()
         context = multiprocessing.get_context("spawn")
-        port, ranks = free_port(), contestant.ranks
+        port, ranks = free_port(), program.ranks
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(ranks):
@@ -200,9 +200,9 @@ class _Worker:
             environment = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}), **contestant.environment,
+                **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}), **program.environment,
             }  # fmt: skip
-            arguments = (theirs, device, folder, contestant.run, contestant.arguments)
+            arguments = (theirs, device, folder, program.run, program.arguments)
             # Not a daemon, which could have no child processes. It ends with this process all the same, by _Worker.kill
             # or by the end of the connection.
             process = context.Process(target=_work, args=arguments)
@@ -217,8 +217,8 @@ class _Worker:
         if warm_up:
             self._go(warm_up)
 
-    def turn(self, steps: int, settling: int) -> None:
-        self.result.turns.append(self._go(settling + steps).without_first(settling))
+    def run_session(self, steps: int, settling: int) -> None:
+        self.result.sessions.append(self._go(settling + steps).without_first(settling))
 
     def finish(self) -> None:
         self._tell(0)
@@ -271,7 +271,6 @@ class _Worker:
         return content
 
     def _silent(self) -> BenchError:
-
         return BenchError("; ".join([f"no answer within {self._limit:.0f} s", *stale_locks()]))
 
     def _ended(self, process: BaseProcess) -> BenchError:
@@ -307,11 +306,11 @@ def _work(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        turn = Turn(connection, torch.device(device), folder)
+        timer = StepTimer(connection, torch.device(device), folder)
         try:
-            run(turn, *arguments)
+            run(timer, *arguments)
         except Enough:
-            connection.send(("finished", (turn.facts, _memory(torch.device(device)))))
+            connection.send(("finished", (timer.facts, _memory(torch.device(device)))))
         else:
             raise RuntimeError("the program ended before it had taken all steps")
     except BaseException as error:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from bench import BenchError
 from bench.measure import interleaved, stepping, synthetic
-from bench.measure.workload import Subject
+from bench.measure.workload import Workload
 from bench.records import record
 from bench.records.record import Fact, Measurement, measured
 from bench.records.tables import progress, table
 from bench.trainers import dit, images, plain, text_to_image
+from bench.trainers.encoders import FACTOR, Shares
 from bench.trainers.plain_torch import FLAGS, untrained
-from bench.trainers.text_encoders import FACTOR, Shares
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
@@ -43,17 +43,17 @@ _GIB = 2**30
 class _Entry:
     """A trainer and the names of its lines in the record."""
 
-    contestant: interleaved.Contestant
+    program: interleaved.Program
     case: str
     is_ours: bool
     facts: Mapping[str, Fact]
 
 
-def run(subject: Subject, peers: Sequence[str], effort: interleaved.Effort, device: str, log: record.Log) -> int:
+def run(workload: Workload, peers: Sequence[str], effort: interleaved.Effort, device: str, log: record.Log) -> int:
     """Measure fastdiff and the baselines interleaved, write the record and print a table.
 
     Args:
-        subject: workload of all trainers; with ``plain`` fastdiff also runs under ZeRO-3.
+        workload: workload of all trainers; with ``plain`` fastdiff also runs under ZeRO-3.
         peers: baselines of ``PEERS``.
         effort: number of steps.
         device: ``cuda`` or ``cpu``.
@@ -65,39 +65,39 @@ def run(subject: Subject, peers: Sequence[str], effort: interleaved.Effort, devi
     Raises:
         BenchError: a baseline cannot train this workload.
     """
-    _check(subject, peers)
-    if subject.optimizer is None and subject.config(Path(), Path()).optim.name != "adamw":
-        subject = replace(subject, optimizer="adamw")  # the baselines' optimizer, for a fair comparison
+    _check(workload, peers)
+    if workload.optimizer is None and workload.config(Path(), Path()).optim.name != "adamw":
+        workload = replace(workload, optimizer="adamw")  # the baselines' optimizer, for a fair comparison
     folder = Path(tempfile.mkdtemp(prefix="fastdiff-bench-peers-"))
     try:
-        entries = _entries(subject, peers, folder)
-        results = interleaved.race([entry.contestant for entry in entries], effort, device=device)
+        entries = _entries(workload, peers, folder)
+        results = interleaved.run_interleaved([entry.program for entry in entries], effort, device=device)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for entry in entries:
-        _write(log, entry, results[entry.contestant.name], subject.samples)
+        _write(log, entry, results[entry.program.name], workload.samples)
     ratios = _speed_ups(log, entries, results)
-    print(_summary(entries, results, ratios, subject.samples))
+    print(_summary(entries, results, ratios, workload.samples))
     return int(any(result.failure is not None for result in results.values()))
 
 
-def _check(subject: Subject, peers: Sequence[str]) -> None:
-    config = subject.config(Path(), Path())
+def _check(workload: Workload, peers: Sequence[str]) -> None:
+    config = workload.config(Path(), Path())
     unknown = [name for name in peers if name not in PEERS]
     if unknown or not peers or len(set(peers)) != len(peers):
         raise BenchError(f"--peer {' '.join(peers)}: expected some of {', '.join(PEERS)}, each once")
-    _check_objective(subject.preset, config, peers)
+    _check_objective(workload.preset, config, peers)
     model = config.model
     if "dit" in peers and not isinstance(model, DiTConfig):
-        raise BenchError(f"--peer dit needs a DiT, and preset {subject.preset} has a UNet; try --preset dit-s-2-256")
+        raise BenchError(f"--peer dit needs a DiT, and preset {workload.preset} has a UNet; try --preset dit-s-2-256")
     if "diffusers" in peers and (not isinstance(model, UNetConfig) or model.pooled_dim):
         raise BenchError(
             "--peer diffusers needs the UNet of Stable Diffusion 1.x and 2.x, and preset "
-            f"{subject.preset} has another network; try --preset digits-t2i or sd2-512"
+            f"{workload.preset} has another network; try --preset digits-t2i or sd2-512"
         )
     if config.batch.accumulation(1) > 1:
-        cause = f"--micro {subject.micro}" if subject.micro else f"preset {subject.preset} accumulates gradients"
-        cure = "leave it out" if subject.micro else "give --batch"
+        cause = f"--micro {workload.micro}" if workload.micro else f"preset {workload.preset} accumulates gradients"
+        cure = "leave it out" if workload.micro else "give --batch"
         raise BenchError(f"{cause}: the baselines do not accumulate gradients; {cure}")
     if config.performance.precision == "fp16":
         raise BenchError("--precision fp16: the baselines compute in fp32 and bf16; use one of them")
@@ -114,31 +114,31 @@ def _check_objective(preset: str, config: RunConfig, peers: Sequence[str]) -> No
             )
 
 
-def _entries(subject: Subject, peers: Sequence[str], folder: Path) -> list[_Entry]:
+def _entries(workload: Workload, peers: Sequence[str], folder: Path) -> list[_Entry]:
     """Write the data and return the trainers, fastdiff first."""
-    config = subject.config(folder, folder)
+    config = workload.config(folder, folder)
     progress("writing data")
     count = _BATCHES * config.batch.samples
     shards = synthetic.write(folder / "shards", config.model, count)
-    cached, online = (f"{subject.case}, {kind}" for kind in ("cached", "online"))
-    subjects = [subject] + ([replace(subject, deepspeed="zero3")] if "plain" in peers else [])
+    cached, online = (f"{workload.case}, {kind}" for kind in ("cached", "online"))
+    workloads = [workload] + ([replace(workload, deepspeed="zero3")] if "plain" in peers else [])
     entries = {
         each.provider: _Entry(
-            interleaved.Contestant(each.provider, stepping.contestant, (each, shards, False)), cached, True, each.facts
+            interleaved.Program(each.provider, stepping.run_fastdiff, (each, shards, False)), cached, True, each.facts
         )
-        for each in subjects
+        for each in workloads
     }
     for name in peers:
         for best in (False, True):
             data, case = shards, cached
-            facts: dict[str, Fact] = {fact: subject.facts[fact] for fact in _SHARED}
+            facts: dict[str, Fact] = {fact: workload.facts[fact] for fact in _SHARED}
             facts |= {"optimizer": "adamw", "best flags": best}
             if name == "diffusers" and not best:
                 data = images.write(folder / "images", count, FACTOR * config.model.size)
                 case, facts = online, facts | _shares(config.model)
             provider = f"{name}, {BEST}" if best else name
-            contestant = interleaved.Contestant(provider, _RUNS[name], (subject, data, best))
-            entries[provider] = _Entry(contestant, case, False, facts)
+            program = interleaved.Program(provider, _RUNS[name], (workload, data, best))
+            entries[provider] = _Entry(program, case, False, facts)
     return list(entries.values())
 
 
@@ -153,7 +153,7 @@ def _shares(model: ModelConfig) -> dict[str, Fact]:
 
 
 def _write(log: record.Log, entry: _Entry, result: interleaved.Result, batch: int) -> None:
-    provider = entry.contestant.name
+    provider = entry.program.name
     if result.failure is not None or result.memory is None:
         log.write(record.Failure(bench=_BENCH, case=entry.case, provider=provider, reason=result.failure or "no end"))
         return
@@ -170,7 +170,7 @@ def _write(log: record.Log, entry: _Entry, result: interleaved.Result, batch: in
     timing = result.timing
     write("step time", "ms", "lower", **measured(timing, 1e3))
     write("throughput", "samples/s", "higher", **measured(timing.per_second(batch)))
-    for phase in result.turns[0].phases:
+    for phase in result.sessions[0].phases:
         write(f"phase {phase}", "ms", "lower", **measured(result.phase(phase), 1e3))
     memory = {
         "resident": result.memory.resident, "allocated": result.memory.allocated, "reserved": result.memory.reserved,
@@ -185,10 +185,10 @@ def _speed_ups(
 ) -> dict[tuple[str, str], str]:
     """Write the speed-up of each fastdiff configuration over each baseline; return them by name, formatted."""
     words = {}
-    alive = [entry for entry in entries if results[entry.contestant.name].failure is None]
+    alive = [entry for entry in entries if results[entry.program.name].failure is None]
     for us in (entry for entry in alive if entry.is_ours):
         for peer in (entry for entry in alive if not entry.is_ours):
-            ours, theirs = us.contestant.name, peer.contestant.name
+            ours, theirs = us.program.name, peer.program.name
             timing = interleaved.ratios(results[ours], results[theirs])
             log.write(
                 Measurement(
@@ -206,10 +206,10 @@ def _summary(
     ratios: Mapping[tuple[str, str], str],
     batch: int,
 ) -> str:
-    ours = [entry.contestant.name for entry in entries if entry.is_ours]
+    ours = [entry.program.name for entry in entries if entry.is_ours]
     rows = [["", "ms per step", "p20-p80", "samples/s", "peak GiB", *(f"{name} is x times as fast" for name in ours)]]
     for entry in entries:
-        name, result = entry.contestant.name, results[entry.contestant.name]
+        name, result = entry.program.name, results[entry.program.name]
         if result.failure is not None or result.memory is None:
             rows.append([name, "failed", "", "", "", *("" for _ in ours)])
             continue
@@ -224,9 +224,9 @@ def _summary(
     shares = next((entry.facts for entry in entries if entry.case.endswith("online")), {})
     lines += [f"{name}: {share}" for name, share in shares.items() if "share" in name]
     for entry in entries:
-        found = results[entry.contestant.name].facts
+        found = results[entry.program.name].facts
         flags = ", ".join(f"{flag} {found[flag]}" for flag in FLAGS if flag in found)
-        lines += [f"{entry.contestant.name}: {flags}"] if flags else []
+        lines += [f"{entry.program.name}: {flags}"] if flags else []
     peaks = [result.memory.peak for result in results.values() if result.memory is not None]
     lines.append(f"memory of all processes together: {sum(peaks) / _GIB:.2f} GiB, the sum of the peaks")
     lines += [f"{name}: {result.failure}" for name, result in results.items() if result.failure is not None]

@@ -44,8 +44,8 @@ class Steps:
         )
 
 
-class Turn:
-    """Handle of a program in an interleaved run: call ``ready`` once, and ``after_step`` after every step, without end.
+class StepTimer:
+    """Step timer of a program in an interleaved run: call ``ready`` once, then ``after_step`` after every step.
 
     On a GPU the times are those of events on the current stream, read only at the end of a session. Unused memory that
     torch's allocator reserves is returned to the GPU while other programs step.

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from bench import BenchError
-from bench.measure.interleaved import Contestant, Effort, Result, race
+from bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from bench.measure.largest_batch import DoesNotFit
 from bench.measure.roofline import Limits
-from bench.measure.session import Turn
+from bench.measure.session import StepTimer
 from bench.measure.timing import Timing
-from bench.measure.workload import Subject
+from bench.measure.workload import Workload
 from bench.records.record import Better, Fact, Failure, Measurement, measured
 from fastdiff.config.run import RunConfig
 from fastdiff.models.flops import peak_flops, training_flops
@@ -31,7 +31,7 @@ PHASES = ("data", "objective", "forward", "backward", "optimizer", "ema", "other
 class Stepped:
     """Result of one workload."""
 
-    subject: Subject
+    workload: Workload
     measurements: list[Measurement] = field(default_factory=list)
     failure: Failure | None = None
     out_of_memory: bool = False
@@ -45,7 +45,7 @@ class Stepped:
 
 
 def step(
-    subject: Subject,
+    workload: Workload,
     data: Path,
     effort: Effort,
     device: str,
@@ -55,25 +55,25 @@ def step(
     """Measure one workload.
 
     Args:
-        subject: the workload.
+        workload: the workload.
         data: folder of shards for its model.
         effort: of the measurement without marks; the marked one has two rounds.
         device: ``cuda`` or ``cpu``.
         limits: of this machine, measured now.
         write: gets the measurements as soon as they exist: first the unmarked steps, later the marked ones.
     """
-    found = Stepped(subject)
-    result = _race(subject, data, effort, device, phases=False)
+    found = Stepped(workload)
+    result = _run(workload, data, effort, device, phases=False)
     if result.failure is None:
-        found.measurements = [*_clean(subject, result, limits)]
+        found.measurements = [*_clean(workload, result, limits)]
         found.problems = problems(result, effort.warm_up)
         write(found.measurements)
-        result = _race(subject, data, replace(effort, rounds=2), device, phases=True)
+        result = _run(workload, data, replace(effort, rounds=2), device, phases=True)
     if result.failure is not None:
         found.out_of_memory = result.out_of_memory
-        found.failure = Failure(bench=BENCH, case=subject.case, provider=subject.provider, reason=result.failure)
+        found.failure = Failure(bench=BENCH, case=workload.case, provider=workload.provider, reason=result.failure)
         return found
-    marked = [*_marked(subject, result)]
+    marked = [*_marked(workload, result)]
     write(marked)
     found.measurements += marked
     return found
@@ -94,7 +94,7 @@ def problems(result: Result, warm_up: int) -> list[str]:
     return found
 
 
-def peak(subject: Subject, data: Path, device: str, limit_seconds: float, batch: int) -> int:
+def peak(workload: Workload, data: Path, device: str, limit_seconds: float, batch: int) -> int:
     """Return the peak memory in bytes of a few steps with this batch: resident, or reserved by torch on the GPU.
 
     Raises:
@@ -102,7 +102,7 @@ def peak(subject: Subject, data: Path, device: str, limit_seconds: float, batch:
         BenchError: it failed in another way.
     """
     effort = Effort(rounds=2, steps=1, warm_up=2, limit_seconds=limit_seconds)
-    result = _race(replace(subject, batch=batch), data, effort, device, phases=False)
+    result = _run(replace(workload, batch=batch), data, effort, device, phases=False)
     if result.out_of_memory:
         raise DoesNotFit(result.failure)
     if result.failure is not None or result.memory is None:
@@ -110,30 +110,30 @@ def peak(subject: Subject, data: Path, device: str, limit_seconds: float, batch:
     return result.memory.resident if result.memory.reserved is None else result.memory.reserved
 
 
-def contestant(turn: Turn, subject: Subject, data: Path, phases: bool) -> None:
+def run_fastdiff(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
     """Run ``bench.trainers.ours.run``, imported in its own process, so that this process does not load DeepSpeed."""
     from bench.trainers import ours
 
-    ours.run(turn, subject, data, phases, launched=phases)
+    ours.run(timer, workload, data, phases, launched=phases)
 
 
-def _race(subject: Subject, data: Path, effort: Effort, device: str, *, phases: bool) -> Result:
-    name = f"{subject.case}; {subject.provider}{', phases' if phases else ''}"
-    return race([Contestant(name, contestant, (subject, data, phases))], effort, device=device)[name]
+def _run(workload: Workload, data: Path, effort: Effort, device: str, *, phases: bool) -> Result:
+    name = f"{workload.case}; {workload.provider}{', phases' if phases else ''}"
+    return run_interleaved([Program(name, run_fastdiff, (workload, data, phases))], effort, device=device)[name]
 
 
-def _clean(subject: Subject, result: Result, limits: Limits) -> Iterator[Measurement]:
-    config = subject.config(Path(), Path())
+def _clean(workload: Workload, result: Result, limits: Limits) -> Iterator[Measurement]:
+    config = workload.config(Path(), Path())
     flops = flops_per_sample(config)
-    facts = subject.facts | {"parameters": result.facts["parameters"], "flops_per_sample": flops}
-    row = partial(_row, subject, facts)
+    facts = workload.facts | {"parameters": result.facts["parameters"], "flops_per_sample": flops}
+    row = partial(_row, workload, facts)
     timing, precision = result.timing, config.performance.precision
     yield row("step time", "ms", "lower", timing, 1e3)
-    yield row("throughput", "samples/s", "higher", timing.per_second(subject.samples))
+    yield row("throughput", "samples/s", "higher", timing.per_second(workload.samples))
     device_peak = peak_flops(str(result.facts["device"])) if precision in ("bf16", "fp16") else None
     for quantity, rate in (("mfu", device_peak), ("of matmul", limits.matmul_flops_per_s.get(precision))):
         if rate is not None:
-            yield row(quantity, "1", "higher", timing.per_second(subject.samples * flops / rate))
+            yield row(quantity, "1", "higher", timing.per_second(workload.samples * flops / rate))
     assert result.memory is not None
     memory = {"peak allocated": result.memory.allocated, "peak reserved": result.memory.reserved}
     if result.memory.allocated is None:
@@ -149,22 +149,24 @@ def phases_of(result: Result) -> dict[str, list[float]]:
     """Return the seconds of every step by phase, with the remainder as "other"."""
     # A step that is skipped under fp16 updates no EMA.
     seconds = {
-        name: [second for turn in result.turns for second in turn.phases.get(name, [0.0] * len(turn.seconds))]
+        name: [
+            second for session in result.sessions for second in session.phases.get(name, [0.0] * len(session.seconds))
+        ]
         for name in PHASES[:-1]
     }
     marked = [sum(parts) for parts in zip(*seconds.values(), strict=True)]
     return seconds | {"other": [whole - parts for whole, parts in zip(result.seconds, marked, strict=True)]}
 
 
-def _marked(subject: Subject, result: Result) -> Iterator[Measurement]:
-    facts = subject.facts | {"marked_step_ms": 1e3 * result.timing.median}
-    yield _row(subject, facts, "marked step time", "ms", "neither", result.timing, 1e3)
+def _marked(workload: Workload, result: Result) -> Iterator[Measurement]:
+    facts = workload.facts | {"marked_step_ms": 1e3 * result.timing.median}
+    yield _row(workload, facts, "marked step time", "ms", "neither", result.timing, 1e3)
     for name, seconds in phases_of(result).items():
-        yield _row(subject, facts, f"phase {name}", "ms", "lower", Timing.of(seconds), 1e3)
+        yield _row(workload, facts, f"phase {name}", "ms", "lower", Timing.of(seconds), 1e3)
     launches = result.facts["launches"]
     if launches:  # the profiler sees none without access to the GPU's counters
-        facts = subject.facts | {"launched": result.facts["launched"]}
-        yield _row(subject, facts, "launches", "1", "lower", float(launches))
+        facts = workload.facts | {"launched": result.facts["launched"]}
+        yield _row(workload, facts, "launches", "1", "lower", float(launches))
 
 
 def flops_per_sample(config: RunConfig) -> float:
@@ -173,7 +175,7 @@ def flops_per_sample(config: RunConfig) -> float:
 
 
 def _row(
-    subject: Subject,
+    workload: Workload,
     facts: dict[str, Fact],
     quantity: str,
     unit: str,
@@ -182,7 +184,7 @@ def _row(
     scale: float = 1.0,
 ) -> Measurement:
     row = partial(
-        Measurement, bench=BENCH, case=subject.case, provider=subject.provider, quantity=quantity, unit=unit,
+        Measurement, bench=BENCH, case=workload.case, provider=workload.provider, quantity=quantity, unit=unit,
         better=better, facts=facts,
     )  # fmt: skip
     return row(**measured(value, scale)) if isinstance(value, Timing) else row(value=value)

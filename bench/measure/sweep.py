@@ -13,16 +13,16 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from bench import BenchError
-from bench.measure.workload import Subject
+from bench.measure.workload import Workload
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.errors import ConfigError
 
-FIELDS = tuple(field.name for field in fields(Subject))
-_TYPES = get_type_hints(Subject)
+FIELDS = tuple(field.name for field in fields(Workload))
+_TYPES = get_type_hints(Workload)
 _BATCH_ON_CPU = 8
 
 
-def add_subject(parser: argparse.ArgumentParser) -> None:
+def add_workload(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of a workload, and ``--sweep``."""
     parser.add_argument("--preset", help="preset to train; default: dit-s-2-256, with --smoke digits")
     parser.add_argument("--batch", type=int, help="samples per step; default: the preset's, on a CPU 8")
@@ -46,8 +46,8 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def subjects(arguments: argparse.Namespace, device: str) -> list[Subject]:
-    """Return the workloads requested by the flags of ``add_subject``, validated.
+def workloads(arguments: argparse.Namespace, device: str) -> list[Workload]:
+    """Return the workloads requested by the flags of ``add_workload``, validated.
 
     Args:
         arguments: of a command that also has ``--smoke`` and ``--find-batch``.
@@ -67,33 +67,33 @@ def subjects(arguments: argparse.Namespace, device: str) -> list[Subject]:
         raise BenchError("--find-batch finds the batch of a step without accumulation; leave out batch and micro")
     if given["batch"] is None and device == "cpu":
         given["batch"] = _BATCH_ON_CPU
-    base = Subject(**given)
+    base = Workload(**given)
     found = [
         replace(base, **dict(zip(names, values, strict=True)))
         for values in itertools.product(*(values for _, values in swept))
     ]
-    named: dict[tuple[str, str], Subject] = {}
-    for subject in found:
-        check(subject)
-        other = named.setdefault((subject.case, subject.provider), subject)
-        if other is not subject:
+    named: dict[tuple[str, str], Workload] = {}
+    for workload in found:
+        check(workload)
+        other = named.setdefault((workload.case, workload.provider), workload)
+        if other is not workload:
             raise BenchError(
-                f"--sweep: two configurations have the name {subject.case}; {subject.provider} in the record "
-                f"(--deepspeed-config {other.deepspeed} and {subject.deepspeed}); give each value once, and files "
+                f"--sweep: two configurations have the name {workload.case}; {workload.provider} in the record "
+                f"(--deepspeed-config {other.deepspeed} and {workload.deepspeed}); give each value once, and files "
                 "different names"
             )
     return found
 
 
-def check(subject: Subject) -> None:
+def check(workload: Workload) -> None:
     """Refuse a workload that no machine can run.
 
     Raises:
         BenchError: with the reason.
     """
-    config = subject.config(Path(), Path())
+    config = workload.config(Path(), Path())
     try:
-        deepspeed_config.resolve(subject.deepspeed_json(), config, ranks=1)
+        deepspeed_config.resolve(workload.deepspeed_json(), config, ranks=1)
     except ConfigError as error:
         raise BenchError(str(error)) from None
 

@@ -24,7 +24,7 @@ _STEPS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class Workload:
     """A training workload; None stands for the default of the preset or of fastdiff."""
 
     preset: str

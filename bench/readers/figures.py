@@ -81,11 +81,13 @@ class Case:
 
         The first steps of a session are dropped if their batches were read ahead during other readers' sessions.
         """
-        turns = []
-        for turn in result.turns:
-            ahead = min(int(result.facts["read ahead"] or 0), len(turn.seconds) // 2)
-            turns.append(Steps([statistics.fmean(turn.seconds[ahead:])], {}, turn.cpu_seconds / len(turn.seconds)))
-        return interleaved.Result(turns, result.facts, result.memory)
+        sessions = []
+        for session in result.sessions:
+            ahead = min(int(result.facts["read ahead"] or 0), len(session.seconds) // 2)
+            sessions.append(
+                Steps([statistics.fmean(session.seconds[ahead:])], {}, session.cpu_seconds / len(session.seconds))
+            )
+        return interleaved.Result(sessions, result.facts, result.memory)
 
     def _measurements(
         self, name: str, settled: Mapping[str, interleaved.Result], cached: float
@@ -103,7 +105,7 @@ class Case:
         rates = Timing.of([batch / seconds for seconds in result.seconds])
         yield one("throughput", rates)
         yield one("bandwidth", rates, size * 1e-6)
-        yield one("cpu time", Timing.of([turn.cpu_seconds / batch for turn in result.turns]), 1e6)
+        yield one("cpu time", Timing.of([session.cpu_seconds / batch for session in result.sessions]), 1e6)
         assert result.memory is not None
         resident = result.memory.resident + int(result.facts["workers' memory"] or 0)
         yield Measurement(

@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from bench.measure.session import Enough, Turn
+from bench.measure.session import Enough, StepTimer
 from bench.readers.samples import Samples
 
 Batch: TypeAlias = Mapping[str, "Tensor | npt.NDArray[Any]"]
@@ -23,27 +23,27 @@ ENDLESS = 1_000_000
 """Number of passes."""
 
 
-def run(turn: Turn, reader: Reader, samples: Samples, ahead: int) -> None:
+def run(timer: StepTimer, reader: Reader, samples: Samples, ahead: int) -> None:
     """Read batches without end; run by ``bench.measure.interleaved``.
 
     One batch is read before the first step. Facts: ``read ahead``; ``workers' memory``, the unshared bytes of its
     worker processes at the end.
 
     Args:
-        turn: of this process.
+        timer: of this process.
         reader: the reader.
         samples: its samples.
         ahead: batches that may be prefetched at the start of a session.
     """
-    batches = reader(samples, turn.device, ENDLESS)
+    batches = reader(samples, timer.device, ENDLESS)
     next(batches)  # starts its threads and processes
-    turn.ready(**{"read ahead": ahead})
+    timer.ready(**{"read ahead": ahead})
     try:
         for _ in batches:
-            turn.after_step()
+            timer.after_step()
     except Enough:
         workers = psutil.Process().children(recursive=True)
-        turn.facts["workers' memory"] = sum(worker.memory_full_info().uss for worker in workers)
+        timer.facts["workers' memory"] = sum(worker.memory_full_info().uss for worker in workers)
         raise
     finally:
         batches.close()

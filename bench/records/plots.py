@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from bench.records import charts
 from bench.records.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 from bench.records.number_format import label, number
-from bench.records.record import Fact, Measurement, by_contestant
+from bench.records.record import Fact, Measurement, by_provider
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +61,7 @@ def _breakdown(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, st
     """Draw the phases of a step, one bar per configuration."""
     found = {
         names: {q.removeprefix("phase "): m for q, m in of_one.items() if q.startswith("phase ")}
-        for names, of_one in by_contestant(measurements).items()
+        for names, of_one in by_provider(measurements).items()
     }
     groups = charts.grouped({names: phases for names, phases in found.items() if phases})
     if not groups:
@@ -88,7 +88,7 @@ def _breakdown(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, st
 def _over_batch(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
     """Draw throughput and memory against the batch, one figure per model."""
     sweeps: dict[str, dict[str, dict[int, dict[str, Measurement]]]] = {}
-    for (case, provider), of_one in by_contestant(measurements).items():
+    for (case, provider), of_one in by_provider(measurements).items():
         batch = next(iter(of_one.values())).facts.get("batch")
         if isinstance(batch, int) and "throughput" in of_one:
             model = re.sub(rf", batch {batch}\b", "", case)
@@ -111,7 +111,7 @@ def _over_batch(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, s
 def _roofline(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
     """Draw the roofline of compute-bound ops: rate against arithmetic intensity, with the limits of the machine."""
     cases: dict[str, dict[str, Measurement]] = {}
-    for (case, provider), of_one in by_contestant(measurements).items():
+    for (case, provider), of_one in by_provider(measurements).items():
         if "rate" in of_one and _intensity(of_one["rate"]):
             cases.setdefault(case, {})[provider] = of_one["rate"]
     if not cases:
@@ -164,7 +164,7 @@ def _bandwidth(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, st
     fastest = max(_matmul_rates(measurements).values(), default=math.inf)
     ridge = fastest / (limit.value * 1e-3) if limit else math.inf
     ops: dict[str, dict[str, dict[str, Measurement]]] = {}
-    for (case, provider), of_one in by_contestant(measurements).items():
+    for (case, provider), of_one in by_provider(measurements).items():
         if "bandwidth" in of_one and _intensity(of_one["bandwidth"]) < ridge:
             rest = case.removeprefix(_op(case)).strip()
             ops.setdefault(_op(case), {}).setdefault(rest, {})[provider] = of_one["bandwidth"]
@@ -178,7 +178,7 @@ def _bandwidth(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, st
 
 def _speed_ups(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
     """Draw the speed-ups over the baselines."""
-    found = {names: {"": m["speed-up"]} for names, m in by_contestant(measurements).items() if "speed-up" in m}
+    found = {names: {"": m["speed-up"]} for names, m in by_provider(measurements).items() if "speed-up" in m}
     if found:
         figure, _ = charts.dots(charts.grouped(found), "times as fast", reference=1.0, from_zero=False)
         yield figure, "Times as fast as the baseline, median with p20 to p80; right of the line fastdiff is faster."
@@ -186,7 +186,7 @@ def _speed_ups(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, st
 
 def _readers(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
     """Draw the throughput of the readers."""
-    found = {names: {"": m["throughput"]} for names, m in by_contestant(measurements).items() if "throughput" in m}
+    found = {names: {"": m["throughput"]} for names, m in by_provider(measurements).items() if "throughput" in m}
     if found:
         figure, _ = charts.dots(charts.grouped(found), label("throughput", "samples/s"))
         yield figure, "Throughput of each reader, median with p20 to p80."
@@ -195,7 +195,7 @@ def _readers(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]
 def _efficiency(measurements: Sequence[Measurement]) -> Iterator[tuple[Figure, str]]:
     """Draw the predicted efficiency against the number of GPUs, one figure per case."""
     cases: dict[str, dict[str, dict[int, dict[str, Measurement]]]] = {}
-    for (case, provider), of_one in by_contestant(measurements).items():
+    for (case, provider), of_one in by_provider(measurements).items():
         gpus = of_one["predicted efficiency"].facts.get("gpus") if "predicted efficiency" in of_one else None
         if isinstance(gpus, int):
             series = re.sub(rf",? *\b{gpus} (GPU|gpu|rank)s?\b", "", provider)

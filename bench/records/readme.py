@@ -110,7 +110,7 @@ def _speed_ups(quantity: str) -> Callable[[Sequence[Measurement]], list[Row]]:
     """Return a table builder of speed-ups, with ``quantity`` of both sides."""
 
     def rows(measurements: Sequence[Measurement]) -> list[Row]:
-        found = record.by_contestant(measurements)
+        found = record.by_provider(measurements)
         body: list[Row] = []
         heading = quantity
         for (case, provider), of_pair in found.items():
@@ -123,19 +123,20 @@ def _speed_ups(quantity: str) -> Callable[[Sequence[Measurement]], list[Row]]:
                 values = [_value(one) for one in both]
                 ratio = of_pair["speed-up"]
                 body.append((case, *names, *values, number(ratio.value), _range(ratio)))
-        head = ("run", "ours", "rival", f"ours: {heading}", f"rival: {heading}", "times as fast", "p20 to p80")
+        sides = ("fastdiff", "baseline")
+        head = ("run", *sides, *(f"{side}: {heading}" for side in sides), "times as fast", "p20 to p80")
         return [head, *body] if body else []
 
     return rows
 
 
-def _contestants(*quantities: str) -> Callable[[Sequence[Measurement]], list[Row]]:
+def _providers(*quantities: str) -> Callable[[Sequence[Measurement]], list[Row]]:
     """Return a table builder of measurements by provider, with the spread of the first quantity."""
 
     def rows(measurements: Sequence[Measurement]) -> list[Row]:
         found = {
             names: of_one
-            for names, of_one in record.by_contestant(measurements).items()
+            for names, of_one in record.by_provider(measurements).items()
             if any(quantity in of_one for quantity in quantities)
         }
         units = {m.quantity: m.unit for m in measurements}
@@ -154,7 +155,7 @@ def _contestants(*quantities: str) -> Callable[[Sequence[Measurement]], list[Row
 def _kernels(measurements: Sequence[Measurement]) -> list[Row]:
     """Tabulate the kernel of each case against torch.compile, eager and the fastest other library."""
     cases: dict[str, dict[str, dict[str, Measurement]]] = {}
-    for (case, provider), of_one in record.by_contestant(measurements).items():
+    for (case, provider), of_one in record.by_provider(measurements).items():
         if "time" in of_one:
             cases.setdefault(case, {})[provider] = of_one
     head = (
@@ -187,7 +188,7 @@ def _objectives(measurements: Sequence[Measurement]) -> list[Row]:
     """Tabulate the objectives with their flags; their time stays in the record, since the machine may be shared."""
     head = ("objective", "flags", "steps", "accuracy", "Fréchet distance")
     body: list[Row] = []
-    for (_, provider), of_one in record.by_contestant(measurements).items():
+    for (_, provider), of_one in record.by_provider(measurements).items():
         accuracy, distance = (of_one[name] for name in ("accuracy", "frechet distance"))
         figures = (f"{accuracy.value:.3f}", f"{distance.value:.2f}")
         body.append((provider, f"`{accuracy.facts['flags']}`", str(accuracy.facts["steps"]), *figures))
@@ -208,9 +209,9 @@ def _percent(share: Measurement | None) -> str:
 
 _KINDS: dict[str, tuple[str, Callable[[Sequence[Measurement]], list[Row]]]] = {
     "peers": ("peer", _speed_ups("step time")),
-    "readers": ("data", _contestants("throughput", "bandwidth", "cpu time", "peak resident")),
+    "readers": ("data", _providers("throughput", "bandwidth", "cpu time", "peak resident")),
     "reader-speed-ups": ("data", _speed_ups("throughput")),
     "kernels": ("op", _kernels),
     "objectives": ("objectives", _objectives),
-    "steps": ("step", _contestants("step time", "throughput", "peak allocated", "peak resident", "mfu", "of matmul")),
+    "steps": ("step", _providers("step time", "throughput", "peak allocated", "peak resident", "mfu", "of matmul")),
 }

@@ -61,7 +61,7 @@ class Measurement:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """``p20`` and ``p80``; twice the value itself if not repeated."""
+        """``p20`` and ``p80``; both equal the value if it was not repeated."""
         return (
             self.value if self.p20 is None else self.p20,
             self.value if self.p80 is None else self.p80,
@@ -257,7 +257,7 @@ def read_all(paths: Sequence[Path]) -> list[Record]:
     return sorted((read(file) for path in paths for file in files(path)), key=lambda one: one.fingerprint.date)
 
 
-def by_contestant(measurements: Iterable[Measurement]) -> dict[tuple[str, str], dict[str, Measurement]]:
+def by_provider(measurements: Iterable[Measurement]) -> dict[tuple[str, str], dict[str, Measurement]]:
     """Group the measurements of one bench by case and provider, then by quantity; of duplicates the last counts."""
     found: dict[tuple[str, str], dict[str, Measurement]] = {}
     for one in measurements:

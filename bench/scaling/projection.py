@@ -11,7 +11,7 @@ from pathlib import Path
 from bench import BenchError
 from bench.commands.arguments import open_log
 from bench.measure.session import Fact
-from bench.measure.workload import Subject
+from bench.measure.workload import Workload
 from bench.records import record
 from bench.records.record import Log, Measurement
 from bench.records.tables import table
@@ -168,8 +168,8 @@ def _source(row: Measurement, phases: Mapping[str, float], device: str) -> Sourc
         raise BenchError(f"{row.case}, {row.provider}: the record lacks {', '.join(sorted(missing))}")
     if facts.get("micro") not in (None, facts.get("batch")):
         raise BenchError(f"{row.case}: expected steps of one micro-batch; measure again without --micro")
-    subject = Subject(preset=str(facts["preset"]), precision=str(facts["precision"]))
-    parameters = tuple(parameters_of(subject.config(Path(), Path()).model))
+    workload = Workload(preset=str(facts["preset"]), precision=str(facts["precision"]))
+    parameters = tuple(parameters_of(workload.config(Path(), Path()).model))
     if sum(parameters) != facts["parameters"]:
         raise BenchError(
             f"{row.case}: {facts['parameters']} of {sum(parameters)} parameters are trained; expected a run that "
@@ -185,7 +185,7 @@ def _predict(
     """Print one table of the assumptions and one of step time and efficiency, and record them."""
     stages = [stage for stage in arguments.stages if source.deepspeed in (None, Path(stage).stem)] or arguments.stages
     rows = [["predicted", *(f"{provider(s)} {column}" for s in stages for column in ("ms", "eff.", "GiB sent"))]]
-    zeros = {stage: Zero.of(Subject(preset="digits", deepspeed=stage).deepspeed_json()) for stage in stages}
+    zeros = {stage: Zero.of(Workload(preset="digits", deepspeed=stage).deepspeed_json()) for stage in stages}
     for stage, zero in zeros.items():
         if zero.offload and source.deepspeed not in (None, Path(stage).stem):
             raise BenchError(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from bench.measure.session import Fact, Turn
-from bench.measure.workload import Subject
+from bench.measure.session import Fact, StepTimer
+from bench.measure.workload import Workload
 from bench.trainers import ours
 from fastdiff.parallel.world import free_port, start_world
 
@@ -61,38 +61,38 @@ of a scatter.
 """
 
 
-def run(turn: Turn, subject: Subject, data: Path, counted: tuple[int, int]) -> None:
+def run(timer: StepTimer, workload: Workload, data: Path, counted: tuple[int, int]) -> None:
     """Step until ``Enough``; the collectives of each recorded step become the fact ``calls``, a JSON list.
 
     Args:
-        turn: of this process.
-        subject: what to train.
+        timer: of this process.
+        workload: what to train.
         data: folder of shards that fit its model.
         counted: first and end (exclusive) of the recorded steps, counted from 0.
     """
     with ExitStack() as stack:
-        ours.run(cast(Turn, _CountingTurn(turn, stack, *counted)), subject, data, phases=True)
+        ours.run(cast(StepTimer, _CountingTimer(timer, stack, *counted)), workload, data, phases=True)
 
 
-def run_apart(turn: Turn, subject: Subject, data: Path) -> None:
+def run_apart(timer: StepTimer, workload: Workload, data: Path) -> None:
     """Step until ``Enough``, each process as the only rank of its own run, at the same time as the other processes.
 
     They share the machine but do not communicate.
 
     Args:
-        turn: of this process.
-        subject: what each process trains.
+        timer: of this process.
+        workload: what each process trains.
         data: folder of shards that fit its model.
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_PORT=str(free_port()))
-    ours.run(turn, subject, data, phases=True)
+    ours.run(timer, workload, data, phases=True)
 
 
-def sweep(turn: Turn, kinds: Sequence[str], sizes: Sequence[int]) -> None:
+def sweep(timer: StepTimer, kinds: Sequence[str], sizes: Sequence[int]) -> None:
     """Run one collective of every kind and size per step; the seconds become the fact ``calls``, a JSON list.
 
     Args:
-        turn: of this process.
+        timer: of this process.
         kinds: ``all-reduce``, ``reduce-scatter`` and ``all-gather``.
         sizes: bytes of the whole vector, multiples of 4 times the ranks.
     """
@@ -105,30 +105,30 @@ def sweep(turn: Turn, kinds: Sequence[str], sizes: Sequence[int]) -> None:
         "all-gather": lambda whole, part: torch.distributed.all_gather_into_tensor(whole, part),
     }
     calls: list[Call] = []
-    turn.ready()
+    timer.ready()
     with recording(calls):
         while True:
             for size in sizes:
                 for kind in kinds:
                     actions[kind](whole[: size // 4], part[: size // 4 // world.size])
-            turn.facts["calls"] = json.dumps(calls)
-            turn.after_step()
+            timer.facts["calls"] = json.dumps(calls)
+            timer.after_step()
 
 
-class _CountingTurn:
-    """Wrapper of a session that records collectives from one step to another."""
+class _CountingTimer:
+    """Step timer that records collectives from one step to another."""
 
-    def __init__(self, turn: Turn, stack: ExitStack, first: int, end: int) -> None:
-        self._turn, self._stack, self._first, self._end = turn, stack, first, end
+    def __init__(self, timer: StepTimer, stack: ExitStack, first: int, end: int) -> None:
+        self._timer, self._stack, self._first, self._end = timer, stack, first, end
         self._done = 0
         self._calls: list[Call] = []
         self._steps: list[list[Call]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._turn, name)
+        return getattr(self._timer, name)
 
     def ready(self, **facts: Fact) -> None:
-        self._turn.ready(**facts)
+        self._timer.ready(**facts)
         self._between_steps()
 
     def after_step(self) -> None:
@@ -137,14 +137,14 @@ class _CountingTurn:
             self._steps.append(self._calls.copy())
         self._calls.clear()
         self._between_steps()
-        self._turn.after_step()
+        self._timer.after_step()
 
     def _between_steps(self) -> None:
         if self._done == self._first:
             self._stack.enter_context(recording(self._calls))
         elif self._done == self._end:
             self._stack.close()
-            self._turn.facts["calls"] = json.dumps(self._steps)
+            self._timer.facts["calls"] = json.dumps(self._steps)
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.measure.session import Fact, Turn
-from bench.measure.workload import Subject
+from bench.measure.session import Fact, StepTimer
+from bench.measure.workload import Workload
 from bench.trainers.plain_network import compiled, network
 from bench.trainers.plain_torch import Noise, Samples, of_steps, train
 from bench.trainers.published import Published
@@ -27,14 +27,14 @@ from fastdiff.config.run import RunConfig
 _LOG_EVERY = 100
 
 
-def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
+def run(timer: StepTimer, workload: Workload, data: Path, best: bool) -> None:
     """Step until ``Enough``, on the shards in ``data``."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    config = subject.config(data, data)
+    config = workload.config(data, data)
     assert isinstance(config.model, DiTConfig)
     dropout, null = config.objective.condition_dropout, config.model.classes
-    samples = Samples(data, config.batch.samples, dropout, null, turn.device)
-    train(turn, Dit(config, turn.device, best=best), samples, of_steps(config.objective).timesteps)
+    samples = Samples(data, config.batch.samples, dropout, null, timer.device)
+    train(timer, Dit(config, timer.device, best=best), samples, of_steps(config.objective).timesteps)
 
 
 class Dit:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from bench.measure import launches
-from bench.measure.session import Enough, Turn
-from bench.measure.workload import Subject
+from bench.measure.session import Enough, StepTimer
+from bench.measure.workload import Workload
 from fastdiff.batch import Batch
 from fastdiff.config.launch_options import Launch
 from fastdiff.console import quieten
@@ -28,7 +28,7 @@ from fastdiff.training.callbacks.base import Callback, Callbacks
 from fastdiff.training.state import TrainState
 
 
-def run(turn: Turn, subject: Subject, data: Path, phases: bool = False, launched: bool = False) -> None:
+def run(timer: StepTimer, workload: Workload, data: Path, phases: bool = False, launched: bool = False) -> None:
     """Step until ``Enough``.
 
     Facts: ``parameters``, ``device`` (its name), ``graph_breaks`` and ``compilations`` of torch.compile so far,
@@ -36,8 +36,8 @@ def run(turn: Turn, subject: Subject, data: Path, phases: bool = False, launched
     ``launches`` of a step and their kind ``launched``.
 
     Args:
-        turn: of this process.
-        subject: what to train.
+        timer: of this process.
+        workload: what to train.
         data: folder of shards that fit its model.
         phases: also measure the phases of a step.
         launched: count the launches of one additional step at the end.
@@ -45,46 +45,46 @@ def run(turn: Turn, subject: Subject, data: Path, phases: bool = False, launched
     quieten()
     world = start_world()
     with ExitStack() as stack:
-        folder = world.on_first(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=turn.folder)))
+        folder = world.on_first(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=timer.folder)))
         if world.is_first:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        config = subject.config(data, folder)
-        launch = Launch(deepspeed=subject.deepspeed_json(), resume="never")
+        config = workload.config(data, folder)
+        launch = Launch(deepspeed=workload.deepspeed_json(), resume="never")
         built = build(config, launch, world, stack)
         state, batches, callbacks = built.state, built.batches, built.callbacks
-        turn.ready(
+        timer.ready(
             parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()),
-            device=torch.cuda.get_device_name() if turn.device.type == "cuda" else "cpu",
+            device=torch.cuda.get_device_name() if timer.device.type == "cuda" else "cpu",
         )
-        stream: Iterator[Batch] = _timed_batches(turn, batches) if phases else batches
+        stream: Iterator[Batch] = _timed_batches(timer, batches) if phases else batches
         if phases:
-            state.engine = cast(Any, _TimedEngine(turn, state.engine))
-            state.objective = cast(Any, _TimedObjective(turn, state.objective))
-            state.ema = cast(Any, _TimedEma(turn, state.ema))
+            state.engine = cast(Any, _TimedEngine(timer, state.engine))
+            state.objective = cast(Any, _TimedObjective(timer, state.objective))
+            state.ema = cast(Any, _TimedEma(timer, state.ema))
         try:
-            take_steps(state, stream, _Observed(callbacks, AfterStep(turn)))
+            take_steps(state, stream, _Observed(callbacks, AfterStep(timer)))
         except Enough:
             if launched:
-                found = launches.count(lambda: _one_step(state, stream), turn.device)
-                turn.facts["launches"], turn.facts["launched"] = found
+                found = launches.count(lambda: _one_step(state, stream), timer.device)
+                timer.facts["launches"], timer.facts["launched"] = found
             raise
 
 
 class AfterStep(Callback):
-    """Reports every step, and the activity of torch.compile so far, to the session."""
+    """Reports every step, and the activity of torch.compile so far, to the step timer."""
 
-    def __init__(self, turn: Turn) -> None:
-        self._turn, self._steps = turn, 0
-        turn.facts["compilations"] = turn.facts["last_compilation"] = turn.facts["graph_breaks"] = 0
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer, self._steps = timer, 0
+        timer.facts["compilations"] = timer.facts["last_compilation"] = timer.facts["graph_breaks"] = 0
 
     def on_step(self, state: TrainState) -> None:
         """Record the facts, then end the step."""
-        facts, self._steps = self._turn.facts, self._steps + 1
+        facts, self._steps = self._timer.facts, self._steps + 1
         compilations = counters["stats"]["unique_graphs"]
         if compilations != facts["compilations"]:
             facts["compilations"], facts["last_compilation"] = compilations, self._steps
         facts["graph_breaks"] = counters["graph_break"].total()
-        self._turn.after_step()
+        self._timer.after_step()
 
 
 class _Observed(Callbacks):
@@ -110,9 +110,9 @@ def _one_step(state: TrainState, batches: Iterator[Batch]) -> None:
         take_steps(state, batches, Callbacks([_Stop()]))
 
 
-def _timed_batches(turn: Turn, batches: Iterator[Batch]) -> Iterator[Batch]:
+def _timed_batches(timer: StepTimer, batches: Iterator[Batch]) -> Iterator[Batch]:
     while True:
-        with turn.phase("data"):
+        with timer.phase("data"):
             batch = next(batches)
         yield batch
 
@@ -120,8 +120,8 @@ def _timed_batches(turn: Turn, batches: Iterator[Batch]) -> Iterator[Batch]:
 class _Timed:
     """Wrapper of a part of the run; untimed attributes are those of the part."""
 
-    def __init__(self, turn: Turn, part: Any) -> None:
-        self._turn, self._part = turn, part
+    def __init__(self, timer: StepTimer, part: Any) -> None:
+        self._timer, self._part = timer, part
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._part, name)
@@ -129,29 +129,29 @@ class _Timed:
 
 class _TimedEngine(_Timed):
     def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
-        with self._turn.phase("forward"):
+        with self._timer.phase("forward"):
             return cast(Tensor, self._part(*inputs, **condition))
 
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
-        with self._turn.phase("backward"):
+        with self._timer.phase("backward"):
             self._part.backward(loss, discard=discard)
 
     def step(self) -> bool:
-        with self._turn.phase("optimizer"):
+        with self._timer.phase("optimizer"):
             return bool(self._part.step())
 
 
 class _TimedObjective(_Timed):
     def corrupt(self, batch: Batch, model: Any) -> Corruption:
-        with self._turn.phase("objective"):
+        with self._timer.phase("objective"):
             return cast(Corruption, self._part.corrupt(batch, model))
 
     def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
-        with self._turn.phase("objective"):
+        with self._timer.phase("objective"):
             return cast(Tensor, self._part.loss(prediction, batch, corruption))
 
 
 class _TimedEma(_Timed):
     def update(self, applied: int) -> None:
-        with self._turn.phase("ema"):
+        with self._timer.phase("ema"):
             self._part.update(applied)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-from bench.measure.session import Fact, Turn
-from bench.measure.workload import Subject
+from bench.measure.session import Fact, StepTimer
+from bench.measure.workload import Workload
 from bench.trainers.plain_network import compiled, network, predict
 from bench.trainers.plain_torch import Noise, Samples, of_steps, train
 from fastdiff.batch import Condition
@@ -24,12 +24,12 @@ from fastdiff.config.run import RunConfig
 from fastdiff.training.optim import build_lr_schedule
 
 
-def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
+def run(timer: StepTimer, workload: Workload, data: Path, best: bool) -> None:
     """Step until ``Enough``, on the shards in ``data``."""
-    config = subject.config(data, data)
+    config = workload.config(data, data)
     null = config.model.classes if isinstance(config.model, DiTConfig) else None
-    samples = Samples(data, config.batch.samples, config.objective.condition_dropout, null, turn.device)
-    train(turn, Plain(config, turn.device, best=best), samples, of_steps(config.objective).timesteps)
+    samples = Samples(data, config.batch.samples, config.objective.condition_dropout, null, timer.device)
+    train(timer, Plain(config, timer.device, best=best), samples, of_steps(config.objective).timesteps)
 
 
 class Plain:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench import BenchError
-from bench.measure.session import Fact, Turn
+from bench.measure.session import Fact, StepTimer
 from bench.trainers import bound
 from fastdiff.batch import Condition
 from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
@@ -233,14 +233,14 @@ def _in_memory(array: npt.NDArray[Any]) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def train(turn: Turn, peer: Peer, samples: Source, timesteps: int) -> None:
+def train(timer: StepTimer, peer: Peer, samples: Source, timesteps: int) -> None:
     """Step until ``Enough``; facts: ``parameters`` and ``FLAGS``."""
-    tf32 = turn.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    tf32 = timer.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     parameters = sum(p.numel() for p in peer.model.parameters())
-    turn.ready(parameters=parameters, **peer.facts, tf32=tf32, attention="sdpa", data=samples.kind)
+    timer.ready(parameters=parameters, **peer.facts, tf32=tf32, attention="sdpa", data=samples.kind)
     while True:
         clean, condition = samples.next()
         noise = torch.randn_like(clean)
         time = torch.randint(timesteps, (len(clean),), device=clean.device)
         peer.update(peer.loss(clean, noise, time, condition))
-        turn.after_step()
+        timer.after_step()

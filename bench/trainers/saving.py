@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from bench.measure.session import Turn
-from bench.measure.workload import Subject
+from bench.measure.session import StepTimer
+from bench.measure.workload import Workload
 from fastdiff.checkpoint.async_saves import AsyncSaves
 from fastdiff.checkpoint.manifest import committed
 from fastdiff.config.launch_options import Launch
@@ -68,14 +68,14 @@ def cycles(fact: object) -> list[Cycle]:
     return [Cycle(**one) for one in json.loads(str(fact))[1:]]
 
 
-def run(turn: Turn, subject: Subject, data: Path, place: Path | None, quiet: int) -> None:
+def run(timer: StepTimer, workload: Workload, data: Path, place: Path | None, quiet: int) -> None:
     """Repeat cycles until ``Enough``; each counts as a step of the session.
 
     Facts: ``parameters``, ``cycles`` (a JSON list), ``bytes`` of a checkpoint.
 
     Args:
-        turn: of this process.
-        subject: what to train.
+        timer: of this process.
+        workload: what to train.
         data: folder of shards that fit its model.
         place: folder of the checkpoints; None: the system's folder for temporary files.
         quiet: steps without a save in each cycle.
@@ -83,23 +83,25 @@ def run(turn: Turn, subject: Subject, data: Path, place: Path | None, quiet: int
     quieten()
     world = start_world()
     with ExitStack() as stack:
-        folder = world.on_first(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=place or turn.folder)))
+        folder = world.on_first(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=place or timer.folder)))
         if world.is_first:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        launch = Launch(deepspeed=subject.deepspeed_json(), resume="never")
-        built = build(subject.config(data, folder), launch, world, stack)
+        launch = Launch(deepspeed=workload.deepspeed_json(), resume="never")
+        built = build(workload.config(data, folder), launch, world, stack)
         state, batches = built.state, built.batches
         background = stack.enter_context(AsyncSaves(world, allowed=0))
-        turn.ready(parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()))
+        timer.ready(parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()))
         checkpoints = Checkpoints(folder / "checkpoints", 2, background.world)
-        take_steps(state, batches, Callbacks([_Cycles(turn, checkpoints, background, folder, quiet)]))
+        take_steps(state, batches, Callbacks([_Cycles(timer, checkpoints, background, folder, quiet)]))
 
 
 class _Cycles(Callback):
     """Callback that measures every step and then takes the next action of the cycle."""
 
-    def __init__(self, turn: Turn, checkpoints: Checkpoints, background: AsyncSaves, folder: Path, quiet: int) -> None:
-        self._turn, self._checkpoints, self._background = turn, checkpoints, background
+    def __init__(
+        self, timer: StepTimer, checkpoints: Checkpoints, background: AsyncSaves, folder: Path, quiet: int
+    ) -> None:
+        self._timer, self._checkpoints, self._background = timer, checkpoints, background
         self._folder, self._quiet = folder, quiet
         self._done: list[Cycle] = []
         self._cycle = Cycle()
@@ -138,11 +140,11 @@ class _Cycles(Callback):
         self._done.append(self._cycle)
         self._cycle, self._stage = Cycle(), self._in_quiet
         files = committed(self._folder / "checkpoints")[0].iterdir()
-        self._turn.facts["bytes"] = sum(file.stat().st_size for file in files)
-        self._turn.facts["cycles"] = json.dumps([asdict(cycle) for cycle in self._done])
-        self._turn.after_step()
+        self._timer.facts["bytes"] = sum(file.stat().st_size for file in files)
+        self._timer.facts["cycles"] = json.dumps([asdict(cycle) for cycle in self._done])
+        self._timer.after_step()
 
     def _now(self) -> float:
-        if self._turn.device.type == "cuda":
+        if self._timer.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import BenchError
-from bench.measure.session import Fact, Turn
-from bench.measure.workload import Subject
-from bench.trainers import images, text_encoders
+from bench.measure.session import Fact, StepTimer
+from bench.measure.workload import Workload
+from bench.trainers import encoders, images
 from bench.trainers.plain_network import compiled, network
 from bench.trainers.plain_torch import Samples, of_steps, train, untrained
 from fastdiff.batch import Condition
@@ -38,15 +38,15 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 """Launcher variables that give a process its rank; with them accelerate would wrap the network for many."""
 
 
-def run(turn: Turn, subject: Subject, data: Path, best: bool) -> None:
+def run(timer: StepTimer, workload: Workload, data: Path, best: bool) -> None:
     """Step until ``Enough``, on the images in ``data``, or with ``best`` on the shards there."""
     for name in LAUNCHER:
         os.environ.pop(name, None)
-    config = subject.config(data, data)
-    peer = TextToImage(config, turn.device, best=best)
+    config = workload.config(data, data)
+    peer = TextToImage(config, timer.device, best=best)
     batch = config.batch.samples
-    samples = Samples(data, batch, 0.0, None, turn.device) if best else Online(turn, peer.accelerator, config, data)
-    train(turn, peer, samples, of_steps(config.objective).timesteps)
+    samples = Samples(data, batch, 0.0, None, timer.device) if best else Online(timer, peer.accelerator, config, data)
+    train(timer, peer, samples, of_steps(config.objective).timesteps)
 
 
 def not_in_script(objective: ObjectiveConfig, timesteps: TimestepConfig) -> list[str]:
@@ -150,21 +150,21 @@ class Online:
 
     kind = "images decoded and encoded, captions embedded in every step"
 
-    def __init__(self, turn: Turn, accelerator: Any, config: RunConfig, folder: Path) -> None:
+    def __init__(self, timer: StepTimer, accelerator: Any, config: RunConfig, folder: Path) -> None:
         assert isinstance(config.model, UNetConfig)
-        tokenizer = text_encoders.tokenizer()
+        tokenizer = encoders.tokenizer()
         self._dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
-        parts = text_encoders.autoencoder(config.model), text_encoders.text_encoder(config.model, len(tokenizer))
+        parts = encoders.autoencoder(config.model), encoders.text_encoder(config.model, len(tokenizer))
         self._vae, self._text = (part.to(accelerator.device, self._dtype).requires_grad_(False) for part in parts)
-        loader = images.loader(folder, text_encoders.FACTOR * config.model.size, config.batch.samples, tokenizer)
+        loader = images.loader(folder, encoders.FACTOR * config.model.size, config.batch.samples, tokenizer)
         self._batches = _endless(accelerator.prepare(loader))
-        self._turn = turn
+        self._timer = timer
 
     def next(self) -> tuple[Tensor, Condition]:
         """Return sampled latents ``[B, C, H, W]`` and ``context [B, 77, D]``, in the precision of the run."""
-        with self._turn.phase("data"):
+        with self._timer.phase("data"):
             batch = next(self._batches)
-        with self._turn.phase("encode"):
+        with self._timer.phase("encode"):
             latents = self._vae.encode(batch["pixel_values"].to(self._dtype)).latent_dist.sample()
             latents = latents * self._vae.config.scaling_factor
             context = self._text(batch["input_ids"], return_dict=False)[0]

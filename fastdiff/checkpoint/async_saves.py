@@ -51,7 +51,7 @@ class AsyncSaves:
 
     def __init__(self, world: World, allowed: int, beat: Callable[[], None] = lambda: None) -> None:
         group = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE) if world.size > 1 else None
-        self.world = replace(world, device=torch.device("cpu"), timeout_s=_PATIENCE.total_seconds(), group=group)
+        self.world = replace(world, device=torch.device("cpu"), group=group)
         """The ranks on the CPU, for use in the thread and before the first save."""
         self._allowed = allowed
         self._beat = beat

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastdiff.checkpoint.reader import FRAGMENTS, Checkpoint
+from fastdiff.checkpoint.reader import FRAGMENTS, RAW, Checkpoint
 from fastdiff.errors import StorageError
 from fastdiff.parallel.fragments import Flat, Fragment
 
@@ -81,7 +81,7 @@ class _SavedFlat:
 
     def __init__(self, handle: Any, number: str) -> None:
         self._handle = handle
-        self._prefix = f"raw/{number}/"
+        self._prefix = f"{RAW}{number}/"
         self._is_8bit = f"{self._prefix}qmap1" in handle.keys()  # noqa: SIM118 (not a mapping)
 
     def moment(self, moment: str, low: int, high: int) -> Tensor:

@@ -79,7 +79,7 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
     except StorageError as error:
         return [str(error)]
     if manifest.get("sha256") not in (None, digest_of(manifest)):  # None: written before manifests had a digest
-        return [f"{folder / MANIFEST}: its content is not what was written"]
+        return [f"{folder / MANIFEST}: its content differs from its sha256"]
     step = manifest.get("progress", {}).get("steps")
     if _STEP.fullmatch(folder.name) and step not in (None, step_of(folder)):
         return [f"{folder}: holds step {step}, a copy under another name; delete it, or move it out of this folder"]

@@ -4,8 +4,10 @@ Every rank's file holds tensors named ``<kind>/<parameter>``. Kinds are ``master
 those of the optimizer, such as ``exp_avg``. The tensors are slices of flattened parameters; the file's metadata holds
 their starts. The scales of 8-bit moments (``exp_avg_scales``) are slices counted in blocks of the parameter instead of
 elements. State that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is stored whole as
-``raw/<flat>/<key>``, and ``fragments/<flat>`` lists its parameters (``bitsandbytes_state``). The file of rank 0 holds
-the learned state of timestep sampling as ``timesteps/<key>``. There is no pickle.
+``raw/<flat>/<key>``, and ``fragments/<flat>`` lists its parameters (``bitsandbytes_state``). ``meters`` holds the loss
+sums of the rank for the log. The file of rank 0 also holds the learned state of timestep sampling (``timesteps/<key>``)
+and the losses that spikes are compared with (``spikes/<key>``). There is no pickle. The manifest has all other state:
+progress, configuration, digests, parameter shapes, optimizer groups and loss scale (``training.checkpoints``).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from fastdiff.errors import ConfigError, StorageError
 from fastdiff.parallel.fragments import Fragment
 
 METERS = "meters"
+"""Name of the loss sums, in the file of every rank."""
 TIMESTEPS = "timesteps/"
 """Prefix of the learned state of timestep sampling, in the file of rank 0."""
 SPIKES = "spikes/"
@@ -78,9 +81,8 @@ class Checkpoint:
     @property
     def optimizer_steps(self) -> int:
         """Steps counted by the optimizer; fewer than were applied if it started later."""
-        progress = self.manifest[
-            "progress"
-        ]  # older checkpoints have no such entry: the optimizer counted all applied steps
+        # Older checkpoints have no such entry: the optimizer counted all applied steps.
+        progress = self.manifest["progress"]
         return int(self.manifest.get("optimizer_steps", progress["steps"] - progress["skipped"]))
 
     @property
@@ -127,8 +129,8 @@ class Checkpoint:
         assert result is not None
         return result
 
-    def raw(self, flat: int, rank: int) -> dict[str, Tensor]:
-        """Return the unsliceable state of a flat tensor, from the file of ``rank`` or else of its owner."""
+    def unsliced_state(self, flat: int, rank: int) -> dict[str, Tensor]:
+        """Return the state of a flat tensor that cannot be sliced, from the file of ``rank``, or that of its owner."""
         prefix, own = f"{RAW}{flat}/", f"rank-{rank:05d}.safetensors"
         for name in sorted(self.manifest["files"], key=lambda name: (name != own, name)):
             found = self._with_prefix(name, prefix)

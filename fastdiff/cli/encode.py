@@ -10,7 +10,7 @@ from typing import Any
 from fastdiff.config.argument_types import Subcommands, count, shape
 from fastdiff.errors import ConfigError
 
-_ITSELF = {"digits": ("split",), "synthetic": ("shape", "samples", "classes")}
+_BUILTIN = {"digits": ("split",), "synthetic": ("shape", "samples", "classes")}
 """Built-in sources, with their options."""
 
 
@@ -120,9 +120,9 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
 def _encode(arguments: argparse.Namespace) -> None:
     given = vars(arguments)
     source = given["source"]
-    if source in _ITSELF:
-        _require_own(given, _ITSELF[source])
-        _encode_itself(source, given)
+    if source in _BUILTIN:
+        _require_own(given, _BUILTIN[source])
+        _encode_builtin(source, given)
         return
     from fastdiff.data.encoding.images import encode_images
     from fastdiff.data.encoding.options import EncodeOptions
@@ -139,18 +139,18 @@ def _require_own(given: Mapping[str, Any], own: Collection[str]) -> None:
         flag = "--" + name.replace("_", "-")
         if name in (*own, "source", "out", "run"):
             continue
-        if name in _ITSELF["synthetic"]:
-            instead = "use --max-samples" if name == "samples" and source not in _ITSELF else "leave it out"
+        if name in _BUILTIN["synthetic"]:
+            instead = "use --max-samples" if name == "samples" and source not in _BUILTIN else "leave it out"
             raise ConfigError(f"{flag} is for the source synthetic, and the source is {source}; {instead}")
         raise ConfigError(
             f"{flag} is for images, and {source} is none; leave it out, or give a folder of that name as ./{source}"
         )
 
 
-def _encode_itself(source: str, given: Mapping[str, Any]) -> None:
+def _encode_builtin(source: str, given: Mapping[str, Any]) -> None:
     from fastdiff.data.encoding.builtin import encode_digits, encode_synthetic
 
-    options = {name: given[name] for name in _ITSELF[source] if name in given}
+    options = {name: given[name] for name in _BUILTIN[source] if name in given}
     if source == "digits":
         encode_digits(given["out"], **options)
     else:

@@ -107,12 +107,12 @@ def _evaluate_digits(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate_images(arguments: argparse.Namespace) -> None:
-    from fastdiff.evaluation.image_comparison import FidelityOptions, evaluate_images
+    from fastdiff.evaluation.image_comparison import ImageComparisonOptions, evaluate_images
 
     out = arguments.out
     if out and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
-    options = FidelityOptions(**_given(arguments, "features", "batch", "seed"))
+    options = ImageComparisonOptions(**_given(arguments, "features", "batch", "seed"))
     result = evaluate_images(arguments.subject, arguments.reference, options)
     if out:
         publish(out, json.dumps(result, indent=2).encode() + b"\n")

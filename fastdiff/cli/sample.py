@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from fastdiff.config.argument_types import Subcommands, add_averages, classes, count, finite
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sampler import SamplerConfig, SchedulerName
 from fastdiff.errors import ConfigError
 
 _USUAL = SamplerConfig()
@@ -40,9 +41,11 @@ def add(commands: Subcommands) -> None:
 
 
 def _add_solver(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scheduler", default=_USUAL.scheduler, help="ddim, dpmsolver++ or ddpm")
+    parser.add_argument("--scheduler", default=_USUAL.scheduler, help=" or ".join(get_args(SchedulerName)))
     levels = parser.add_mutually_exclusive_group()
-    levels.add_argument("--steps", type=count, default=_USUAL.steps, help="denoising steps, evenly spaced")
+    levels.add_argument(
+        "--steps", type=count, default=_USUAL.steps, help="denoising steps, evenly spaced; default: %(default)s"
+    )
     levels.add_argument(
         "--respacing", default=None, metavar="TEXT", help="steps as in improved-diffusion: 250, 10,15,20 or ddim50"
     )
@@ -154,7 +157,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig) -> None:
     from fastdiff.data.encoding.options import Rank
-    from fastdiff.sampling.conditions import Wish
+    from fastdiff.sampling.conditions import SampleRequest
     from fastdiff.sampling.run import Run
     from fastdiff.sampling.sample_set import SetOptions, draw_set
 
@@ -166,7 +169,7 @@ def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig) -> None:
         step=arguments.step,
         device=rank.device(),
     )
-    wish = Wish(
+    request = SampleRequest(
         num=arguments.num,
         classes=arguments.classes,
         per_class=arguments.per_class,
@@ -177,4 +180,4 @@ def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig) -> None:
     )
     names = "batch", "precision", "autoencoder"
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    draw_set(run, wish, sampler, SetOptions(out=arguments.npz, **given), rank)
+    draw_set(run, request, sampler, SetOptions(out=arguments.npz, **given), rank)

@@ -128,8 +128,8 @@ class _OfEveryProcess:
         return False
 
     @property
-    def tells_x0(self) -> bool:
-        """Whether x0 follows from the prediction at every noise level."""
+    def determines_x0(self) -> bool:
+        """Whether the prediction determines x0 at every noise level."""
         return True
 
     @property
@@ -187,7 +187,7 @@ class DdpmConfig(_OfEveryProcess):
         return self.variance in ("learned", "learned_range")
 
     @property
-    def tells_x0(self) -> bool:
+    def determines_x0(self) -> bool:
         """False for epsilon prediction with a schedule that ends in pure noise."""
         return not self.ends_in_noise or self.predicted != "epsilon"
 
@@ -240,7 +240,7 @@ class DdpmConfig(_OfEveryProcess):
     def _check_bound(self) -> None:
         chosen = f"--objective.loss {self.loss} and --objective.variance {self.variance}"
         require(
-            self.tells_x0,
+            self.determines_x0,
             f"{chosen} with a schedule that ends in pure noise (jsd, or zero_terminal_snr): at zero terminal SNR the "
             "KL of epsilon prediction is infinite; use --objective.prediction v or x0",
         )
@@ -335,6 +335,8 @@ PROCESSES: dict[Process, type[DdpmConfig] | type[FlowConfig] | type[EdmConfig]] 
 }
 DEFAULTS: dict[str, Any] = {f.name: f.default for kind in PROCESSES.values() for f in fields(kind)}
 """Defaults of the fields of all processes; a field of several processes has the same default in each."""
+_WITHOUT_EFFECT = ("dream_detail_preservation",)
+"""Fields that only another field activates (``dream``); recorded runs of every process may have any value."""
 
 
 def in_full(objective: ObjectiveConfig) -> dict[str, Any]:
@@ -357,14 +359,14 @@ def in_process(objective: ObjectiveConfig, process: Process) -> ObjectiveConfig:
 
 
 def without_defaults_of_others(process: Process, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the fields of other processes from ``given``; they may only repeat their defaults.
+    """Remove the fields of other processes from ``given``; those with an effect may only repeat their defaults.
 
     Raises:
         ConfigError: such a field has another value.
     """
     own = {field.name for field in fields(PROCESSES[process])}
     for name in sorted(DEFAULTS.keys() & given.keys() - own):
-        if given[name] != DEFAULTS[name]:
+        if given[name] != DEFAULTS[name] and name not in _WITHOUT_EFFECT:
             has = " or ".join(p for p, kind in PROCESSES.items() if name in {field.name for field in fields(kind)})
             raise ConfigError(
                 f"--objective.{name} {given[name]} is for --objective.process {has}, given {process}; leave it out, or "

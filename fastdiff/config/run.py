@@ -300,7 +300,7 @@ class RunConfig:
             f"{flag} {steps}: at most --objective.timesteps {most}",
         )
         require(
-            self.objective.tells_x0 or self._follows_pipeline(),
+            self.objective.determines_x0 or self._follows_pipeline(),
             "epsilon prediction cannot sample from zero terminal SNR (--objective.zero_terminal_snr, or schedule "
             f"jsd); use --objective.prediction v or x0, or turn the sampling off with {without}",
         )

@@ -14,8 +14,8 @@ SchedulerName = Literal["ddim", "dpmsolver++", "ddpm"]
 class SamplerConfig:
     """Solver, noise levels and guidance.
 
-    A run replaces None by its own values (``TrainedRun.decided``). Without a run, None means no guidance, no clamp and
-    no shift.
+    A run replaces None by its own values (``fastdiff.sampling.run.Run.decided``). Without a run, None means no
+    guidance, no clamp and no shift.
     """
 
     scheduler: SchedulerName = "ddim"

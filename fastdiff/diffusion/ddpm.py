@@ -45,10 +45,10 @@ class Ddpm:
 
     def levels(self, native: Tensor) -> Levels:
         """Return the rows of ``[B]`` int64 timesteps."""
-        return Levels(told(self._config, native), native, self.table, self.weights, self.log_snr, self.depth)
+        return Levels(model_time(self._config, native), native, self.table, self.weights, self.log_snr, self.depth)
 
 
-def told(config: DdpmConfig, timestep: Tensor) -> Tensor:
+def model_time(config: DdpmConfig, timestep: Tensor) -> Tensor:
     """Return the model's time input for ``[B]`` int64 timesteps: the same, or fp32 on the scale of 1000 steps."""
     return timestep.float() * (_USUAL_STEPS / config.timesteps) if config.rescale_timesteps else timestep
 

@@ -64,7 +64,7 @@ class Flow:
         row = torch.arange(len(native), device=native.device)
         return Levels(TIME_SCALE * native, row, table, weights, log_snr, depth=native)
 
-    def _weights(self, table: Tensor, snr: Tensor, turn: Tensor) -> Tensor:
+    def _weights(self, table: Tensor, snr: Tensor, determinant: Tensor) -> Tensor:
         """Return the weights ``[B]`` of the squared error of the prediction.
 
         ``velocity`` and ``likelihood`` are (g / sigma)^2 and g / sigma^2 for the error of the noise, where
@@ -74,7 +74,7 @@ class Flow:
         Args:
             table: ``[B, 4]``.
             snr: ``[B]``, inf without noise.
-            turn: ``[B]``, sigma alpha' - alpha sigma' = -alpha g / sigma.
+            determinant: ``[B]``, sigma alpha' - alpha sigma' = -alpha g / sigma.
         """
         alpha, sigma = table[:, ALPHA], table[:, SIGMA]
         match self._weighting:
@@ -85,9 +85,9 @@ class Flow:
             case "cosmap":
                 return 2.0 / (math.pi * (1.0 - 2.0 * sigma + 2.0 * sigma**2))
             case "velocity":
-                return (turn / alpha) ** 2 * noise_per_error(table)
+                return (determinant / alpha) ** 2 * noise_per_error(table)
             case "likelihood":
-                return -turn / (alpha * sigma) * noise_per_error(table)
+                return -determinant / (alpha * sigma) * noise_per_error(table)
             case kind:
                 return snr_weights(kind, table, snr, self._gamma)
 

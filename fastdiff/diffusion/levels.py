@@ -63,21 +63,21 @@ def rows(*, alpha: Tensor, sigma: Tensor, target_x0: Tensor, target_noise: Tenso
     return torch.stack([alpha, sigma, target_x0, target_noise], dim=1)  # 4 x [R] -> [R, 4]
 
 
-def turn(table: Tensor) -> Tensor:
-    """Return a * sigma - b * alpha of ``[R, 4]`` rows ``-> [R]``; 0 where x0 does not follow from the prediction."""
+def determinant(table: Tensor) -> Tensor:
+    """Return a * sigma - b * alpha of ``[R, 4]`` rows ``-> [R]``; 0 where the prediction does not determine x0."""
     return table[:, TARGET_X0] * table[:, SIGMA] - table[:, TARGET_NOISE] * table[:, ALPHA]
 
 
 def clean_per_error(table: Tensor) -> Tensor:
-    """Return x0 error per prediction error of ``[R, 4]`` rows ``-> [R]``, signed; infinite where ``turn`` is 0."""
-    return table[:, SIGMA] / turn(table)
+    """Return x0 error per prediction error of ``[R, 4]`` rows ``-> [R]``, signed; infinite for a determinant of 0."""
+    return table[:, SIGMA] / determinant(table)
 
 
 def noise_per_error(table: Tensor) -> Tensor:
     """Return squared noise error per squared prediction error of ``[R, 4]`` rows ``-> [R]``, finite at pure noise."""
     # For a = 0 (epsilon prediction) alpha cancels: it may be 0 (zero-terminal SNR).
     of_noise_alone = 1.0 / table[:, TARGET_NOISE] ** 2
-    return torch.where(table[:, TARGET_X0] == 0, of_noise_alone, (table[:, ALPHA] / turn(table)) ** 2)
+    return torch.where(table[:, TARGET_X0] == 0, of_noise_alone, (table[:, ALPHA] / determinant(table)) ** 2)
 
 
 def loss_weights(

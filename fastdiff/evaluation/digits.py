@@ -43,7 +43,7 @@ def evaluate_run(run: Run) -> dict[str, Any]:
             f"{run.folder}: there is no built-in evaluation for data from {source!r}, only for digits; "
             "`fastdiff sample` draws images for your own"
         )
-    result = _evaluate_enlarged(run, source) if run.model.low_res_size else _evaluate_drawn(run)
+    result = _evaluate_enlarged(run, source) if run.config.model.low_res_size else _evaluate_drawn(run)
     publish(run.folder / "evaluation.json", json.dumps(result, indent=2).encode() + b"\n")
     return result
 
@@ -51,7 +51,7 @@ def evaluate_run(run: Run) -> dict[str, Any]:
 def _evaluate_drawn(run: Run) -> dict[str, Any]:
     if not run.known_classes:
         raise ConfigError(
-            f"{run.folder}: a model without classes cannot be asked for digits; measure its samples with `fastdiff "
+            f"{run.folder}: a model without classes cannot draw a given digit; measure its samples with `fastdiff "
             "evaluate SAMPLES --reference REAL`"
         )
     labels = evaluation_labels()
@@ -67,7 +67,7 @@ def _evaluate_enlarged(run: Run, source: str) -> dict[str, Any]:
             "the others for training: fastdiff encode digits FOLDER --split train"
         )
     real, labels = scans("test")
-    small = small_images(real, run.model.low_res_size, noise=0.0, seed=0, position=torch.arange(len(real)))
+    small = small_images(real, run.config.model.low_res_size, noise=0.0, seed=0, position=torch.arange(len(real)))
     condition, null = {"low_res": small.repeat_interleave(_DRAWS, 0)}, {}
     if run.known_classes:
         condition["label"] = labels.repeat_interleave(_DRAWS)

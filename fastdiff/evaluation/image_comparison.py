@@ -20,7 +20,7 @@ _PACKAGES = ("fastdiff", "numpy", "torch", "pillow", "torch-fidelity")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FidelityOptions:
+class ImageComparisonOptions:
     """Options of the comparison of image sets."""
 
     features: str = "inception"
@@ -31,7 +31,7 @@ class FidelityOptions:
     """Seed of the subsets of the kernel distance."""
 
 
-def evaluate_images(samples: Path, reference: Path, options: FidelityOptions) -> dict[str, Any]:
+def evaluate_images(samples: Path, reference: Path, options: ImageComparisonOptions) -> dict[str, Any]:
     """Measure samples against real images; warnings and progress go to stderr.
 
     Args:
@@ -55,7 +55,7 @@ def evaluate_images(samples: Path, reference: Path, options: FidelityOptions) ->
         if images is not None and len(images) < 2:
             raise ConfigError(f"{path} holds {len(images)} image; a distribution needs at least 2")
     if real.images is not None and drawn.size != real.images.size:
-        _warn(f"{samples} has images of {_size(drawn)} pixels, {reference} of {_size(real.images)}")
+        log.warning(f"{samples} has images of {_size(drawn)} pixels, {reference} of {_size(real.images)}")
     extractor = open_extractor(options.features)
     of_samples = features_of(drawn, extractor, options.batch, "features of samples")
     of_reference = None
@@ -64,7 +64,7 @@ def evaluate_images(samples: Path, reference: Path, options: FidelityOptions) ->
     _check_dimension(of_samples, of_reference, real, extractor)
     for path, features in ((samples, of_samples), (reference, of_reference)):
         if features is not None and len(features) <= features.shape[1]:
-            _warn(
+            log.warning(
                 f"{path}: the covariance of {len(features)} images in {features.shape[1]} dimensions is singular, and "
                 "its FID is far too high; compare it only with the FID of equally many images"
             )
@@ -125,7 +125,3 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _warn(text: str) -> None:
-    log.warning(text)

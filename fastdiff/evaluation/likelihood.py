@@ -29,7 +29,7 @@ from fastdiff.data.loading.batches import per_channel
 from fastdiff.data.loading.training_set import check_provenance, open_data
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
-from fastdiff.diffusion.ddpm import coefficients, told
+from fastdiff.diffusion.ddpm import coefficients, model_time
 from fastdiff.diffusion.levels import clean_per_error
 from fastdiff.diffusion.noise_shaping import small_images
 from fastdiff.diffusion.schedules import Schedule
@@ -111,9 +111,9 @@ class Steps:
         alpha, sigma, *_ = self._at(time)
         return alpha * clean + sigma * noise
 
-    def told(self, time: Tensor) -> Tensor:
+    def model_time(self, time: Tensor) -> Tensor:
         """Return the model's time input of ``[B]`` int64 timesteps."""
-        return told(self._config, time)
+        return model_time(self._config, time)
 
     def measure(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
         """Return ``[3, B]`` fp32: term of the bound, squared errors of x0 and of the noise."""
@@ -194,7 +194,8 @@ def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tu
         require(len(index) >= 2, f"{len(index)} samples have no standard error; at least 2")
         total = len(index) * objective.timesteps
         with tqdm(total=total, disable=not progress, desc="nll", unit="step", leave=False) as bar:
-            batches = read_clean(reader, index, run.model.inputs, run.device, options.seed, run.model.low_res_size)
+            low_res_size = run.config.model.low_res_size
+            batches = read_clean(reader, index, run.model.inputs, run.device, options.seed, low_res_size)
             found = measure(run.model, objective, batches, options, bar)
     result = found.summary() | {
         "samples": len(index),
@@ -255,7 +256,7 @@ def check(run: Run) -> DdpmConfig:
             "equation and not by Gaussian steps: only ddpm has the variational bound"
         )
     require(
-        objective.tells_x0,
+        objective.determines_x0,
         f"{run.folder} predicts the noise, and its schedule ends in pure noise "
         f"({'zero_terminal_snr' if objective.zero_terminal_snr else objective.schedule}): the KL of the first reverse "
         "step is infinite; measure a run with --objective.prediction v or x0",
@@ -271,7 +272,7 @@ def _measure_at(time: Tensor, model: Callable[..., Tensor], steps: Steps, batch:
     key = (batch.position * steps.timesteps + time[:, None]).flatten()
     time = time.repeat_interleave(len(batch.latents))
     noise = normal(seed, Stream.LIKELIHOOD, key, clean.shape[1:])
-    prediction = model(steps.noisy(clean, noise, time), steps.told(time), **condition)
+    prediction = model(steps.noisy(clean, noise, time), steps.model_time(time), **condition)
     return steps.measure(prediction, clean, noise, time).double().view(3, count, -1)
 
 

@@ -20,8 +20,8 @@ from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import require
 
 _BATCH, _AREA = 16, 64 * 64
-"""Samples per forward pass, for latents up to this area in elements; proportionally fewer for larger ones. Without a
-gradient that takes less memory than a training step of a few. The batches do not depend on the ranks or the
+"""Samples per forward pass, for latents up to this area in elements; proportionally fewer for larger ones. Without
+gradients they take less memory than a training step of a few samples. The batches do not depend on the ranks or the
 micro-batch, so that equal weights give equal losses."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -36,7 +36,8 @@ def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
         training: the training data.
 
     Raises:
-        ConfigError: the data do not fit the model, were encoded differently from the training data, or are these.
+        ConfigError: the data do not fit the model, were encoded differently from the training data, or are the training
+            data.
         DataError: the data are damaged.
         StorageError: the data cannot be read.
     """

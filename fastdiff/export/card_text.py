@@ -51,7 +51,7 @@ def base_name(config: RunConfig) -> str:
 def load_safetensors(config: RunConfig, place: Place, name: str) -> str:
     """Return Markdown that loads a plain state dict, with the class that takes it."""
     code = f"{place.imports}from safetensors.torch import load_file\n\nweights = load_file({place.file(name)})"
-    return python(code) + names(config.model) + told(config)
+    return python(code) + names(config.model) + conventions(config)
 
 
 def load_pickle(config: RunConfig, place: Place, name: str, entry: str = "", *, namespace: bool = False) -> str:
@@ -71,7 +71,7 @@ def load_pickle(config: RunConfig, place: Place, name: str, entry: str = "", *, 
             f"{place.imports}from argparse import Namespace\n\nimport torch\n\n"
             f"with torch.serialization.safe_globals([Namespace]):\n    state_dict = {load}"
         )
-    return python(code) + names(config.model) + told(config)
+    return python(code) + names(config.model) + conventions(config)
 
 
 def names(model: ModelConfig) -> str:
@@ -82,7 +82,7 @@ def names(model: ModelConfig) -> str:
     return called + (f"\n{published.note}\n" if published.note else "")
 
 
-def told(config: RunConfig, *, diffusers: bool = False) -> str:
+def conventions(config: RunConfig, *, diffusers: bool = False) -> str:
     """Time and output conventions that differ from those of the sampler of the published class.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import require
-from fastdiff.export.card_text import Place, python, told
+from fastdiff.export.card_text import Place, conventions, python
 from fastdiff.export.diffusers_model import Source, Sources, layer, projections, write_model
 from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import ExportedWeights, Shapes
@@ -182,7 +182,7 @@ def _write(folder: Path, exported: Exported) -> None:
 def _use(config: RunConfig, place: Place, step: int) -> str:
     load = f'UNet2DModel.from_pretrained("{place}", subfolder="{FOLDER}")'
     none = f"\nClass {config.model.classes} is the null class.\n" if config.model.classes else ""
-    return python(f"from diffusers import UNet2DModel\n\nmodel = {load}") + none + told(config, diffusers=True)
+    return python(f"from diffusers import UNet2DModel\n\nmodel = {load}") + none + conventions(config, diffusers=True)
 
 
 DIFFUSERS = ExportFormat(write=_write, use=_use, library="diffusers")

@@ -16,7 +16,7 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.errors import require
-from fastdiff.export.card_text import Place, python, told
+from fastdiff.export.card_text import Place, conventions, python
 from fastdiff.export.diffusers_model import Source, Sources, layer, projections, write_model
 from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import ExportedWeights
@@ -104,7 +104,7 @@ def _use(config: RunConfig, place: Place, step: int) -> str:
     return (
         python(code) + "\nThe last two lines set the timestep frequencies of the published DiT, with which this model "
         f"was trained; those of diffusers differ. Class {config.model.classes} is the null class.\n"
-    ) + told(config, diffusers=True)
+    ) + conventions(config, diffusers=True)
 
 
 DIFFUSERS = ExportFormat(write=_write, use=_use, library="diffusers")

@@ -21,8 +21,7 @@ from fastdiff.errors import ConfigError, StorageError
 from fastdiff.export.card_text import Place, load_safetensors
 from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.family import family_of
-
-_ADAPTER = "pytorch_lora_weights.safetensors"
+from fastdiff.models.lora import WEIGHTS_FILE, save_lora
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +93,6 @@ def write_lora(folder: Path, exported: Exported) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    from fastdiff.models.lora import save_lora
-
     dtype, weights, config = exported.dtype, exported.weights, exported.config
     read = weights.reader(dtype)
     try:
@@ -119,5 +116,5 @@ PLAIN = ExportFormat(
     write=_write_plain, use=lambda config, place, step: load_safetensors(config, place, "model.safetensors")
 )
 LORA = ExportFormat(
-    write=write_lora, use=lambda config, place, step: load_safetensors(config, place, _ADAPTER), adapter=True
+    write=write_lora, use=lambda config, place, step: load_safetensors(config, place, WEIGHTS_FILE), adapter=True
 )

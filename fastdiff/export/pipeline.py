@@ -12,19 +12,18 @@ from typing import Any, cast
 
 import torch
 
-from fastdiff.checkpoint.safetensors_writer import write_tensors
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, ObjectiveConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.diffusion.schedules import betas
 from fastdiff.errors import ConfigError
 from fastdiff.export.card_text import Place, base_name, python
+from fastdiff.export.diffusers_model import Source, write_model
 from fastdiff.export.formats import Exported, ExportFormat, write_lora
 from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.load import pretrained
 from fastdiff.models.pretrained.pipeline import Pretrained
 
-_WEIGHTS = "diffusion_pytorch_model.safetensors"
 _OPTIONAL = ("safety_checker", "feature_extractor", "image_encoder")
 """Optional parts of a pipeline."""
 _TEXT = (".json", ".txt", ".model")
@@ -48,13 +47,10 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
         OSError: a file cannot be written, for example because the disk is full.
     """
     model = cast(UNetConfig, config.model)
-    version = importlib.metadata.version("diffusers")
     pipeline = pretrained(config) if config.pretrained.path else None
     scheduler = scheduler_config(pipeline.scheduler_config(), config.objective) if pipeline else {}
-    (folder / "unet").mkdir()
-    unet = {"_class_name": "UNet2DConditionModel", "_diffusers_version": version, **model.to_diffusers()}
-    _write_json(folder / "unet" / "config.json", unet)
-    write_tensors(folder / "unet" / _WEIGHTS, weights.shapes, dtype, weights.reader(dtype))
+    sources = {name: Source(name) for name in weights.shapes}
+    write_model(folder / "unet", "UNet2DConditionModel", model.to_diffusers(), sources, weights, dtype)
     if pipeline is None:
         return
     (folder / "scheduler").mkdir()

@@ -24,7 +24,7 @@ from fastdiff.export.model_card import write_card
 from fastdiff.export.weights import ExportedWeights, exported_weights
 from fastdiff.files import unfinished_folder
 from fastdiff.models.kernel_choice import DTYPES
-from fastdiff.sampling.run import config_of, open_saved
+from fastdiff.sampling.run import config_of, open_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +64,11 @@ def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = N
     """
     if out.exists():
         raise ConfigError(f"{out} exists; export to a new folder, or delete it")
-    saved = open_saved(run, choice.step, snapshots=choice.ema_std is not None)
+    saved = open_checkpoint(run, choice.step, snapshots=choice.ema_std is not None)
     config = config_of(saved)
     form = _checked(choice, config)
     if form.training and choice.ema_std is not None:
-        saved = open_saved(run, choice.step)  # a snapshot lacks the full training state
+        saved = open_checkpoint(run, choice.step)  # a snapshot lacks the full training state
     weights = exported_weights(
         saved, config, ema=choice.ema, raw=choice.raw, merge=not form.adapter, ema_std=choice.ema_std
     )
@@ -83,7 +83,7 @@ def _checked(choice: Choice, config: RunConfig) -> ExportFormat:
     """Return the format; ConfigError if it does not support the run or the other choices."""
     name = choice.format
     if name == "lora":
-        instead = next(iter(formats_of(config.model)))
+        instead = next(known for known in formats_of(config.model) if known != "lora")
         require(config.lora.rank > 0, f"--format lora: the run trained all weights and has no adapter; use {instead}")
     found = format_of(config.model, name)
     if found.training:

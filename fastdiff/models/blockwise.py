@@ -23,8 +23,6 @@ class BlockwiseModel(nn.Module):
     config: ModelConfig
     inputs: ClassVar[tuple[str, ...]] = ()
     """Names of the conditions that ``forward`` accepts besides the time."""
-    low_res_size: int = 0
-    """Height and width of the low-resolution input (super-resolution); 0: none."""
 
     def compile_blocks(self, **options: Any) -> Self:
         """Compile the forward of every block in place and return the network.

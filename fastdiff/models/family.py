@@ -16,7 +16,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError
@@ -81,6 +81,8 @@ class ModelFamily(Generic[C]):
     """Additional export formats: ``module:NAME`` of each ``ExportFormat``, imported on export."""
     lora_component: Literal["transformer", "unet"] = "transformer"
     """Name of the network in diffusers' adapter files."""
+    quantized_blocks: tuple[type[nn.Module], ...] = ()
+    """Classes of the blocks whose frozen linear layers ``--lora.quantize`` stores in 8 or 4 bits; empty: all blocks."""
     usual_guidance: float = 1.5
     """Default scale of classifier-free guidance."""
     sampling_batch: int = 256

@@ -18,6 +18,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.files import file_digest
 from fastdiff.models.build import Model, build_model, load_model
 from fastdiff.models.family import family_of
+from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.pickles import load_published
 from fastdiff.models.pretrained.pipeline import TEXT_ENCODERS, Pretrained, readable
 from fastdiff.models.pretrained.training_state import read_published_training
@@ -129,8 +130,6 @@ def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None
         else:
             model = build_model(config.model, **options)  # type: ignore[arg-type]
         if lora:
-            from fastdiff.models.lora import add_lora  # needs peft, which is optional
-
             add_lora(model, config.lora, seed=config.seed, weights=weights)
     except RuntimeError as error:
         # torch lists every weight, one per line, under a heading.

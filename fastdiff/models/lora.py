@@ -20,16 +20,14 @@ WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
 """File name of an adapter in a folder, as diffusers expects it."""
 
 _ADAPTER = "default"
-_BLOCKS = {"blocks", "transformer_blocks"}
-"""Names of the lists of transformer blocks, in DiT and in the UNet."""
 
 
 def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[str, Tensor] | None = None) -> None:
     """Freeze ``model`` and add trainable matrices to its layers, in place.
 
     A layer ``x -> W x + b`` becomes ``W x + b + alpha / rank * B A x``. A starts normal with deviation 1 / rank, B at
-    0. A and B are fp32; only they require a gradient. With ``config.quantize`` the frozen linear layers of the
-    transformer blocks store their weights in 8 or 4 bits.
+    0. A and B are fp32; only they require a gradient. With ``config.quantize`` the frozen linear layers of the blocks
+    (``ModelFamily.quantized_blocks``) store their weights in 8 or 4 bits.
 
     Args:
         model: network with fp32 weights on the CPU, not compiled.
@@ -107,8 +105,8 @@ def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             raise ConfigError(
-                f"--lora.targets {target}: no name of a linear layer or convolution of this network ends so; "
-                f"the ends of the names are {', '.join(sorted({_end(name) for name in names}))}"
+                f"--lora.targets {target}: no linear layer or convolution of this network has a name with this end; "
+                f"the names end in {', '.join(sorted({_end(name) for name in names}))}"
             )
 
 
@@ -150,10 +148,11 @@ def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             parameter.copy_(weights[name])
 
 
-def _quantize(model: nn.Module, config: LoraConfig) -> None:
+def _quantize(model: Model, config: LoraConfig) -> None:
     bits: Bits = 4 if config.quantize == "4bit" else 8
-    for name, module in list(model.named_modules()):
-        frozen = isinstance(module, nn.Linear) and not module.weight.requires_grad
-        if frozen and _BLOCKS & set(name.split(".")):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, QuantizedLinear(module, bits))
+    classes = family_of(model.config).quantized_blocks or model.block_classes
+    for block in [module for module in model.modules() if isinstance(module, classes)]:
+        for name, module in list(block.named_modules()):
+            if isinstance(module, nn.Linear) and not module.weight.requires_grad:
+                parent, _, child = name.rpartition(".")
+                setattr(block.get_submodule(parent), child, QuantizedLinear(module, bits))

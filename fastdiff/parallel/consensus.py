@@ -43,46 +43,46 @@ class Consensus:
     def __init__(self, world: World, stop: StopRequest | None = None) -> None:
         self._world = world
         self._stop = stop
-        self._votes = torch.zeros(4, dtype=torch.float64)
+        self._sums = torch.zeros(4, dtype=torch.float64)
         self._work: torch.distributed.Work | None = None
         self._copied: torch.cuda.Event | None = None
 
     @property
-    def reason(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """The cause of the request to stop this rank; None without a request."""
         return None if self._stop is None else self._stop.reason
 
-    def cast(self, losses: Iterable[Tensor], *, failed_save: bool) -> None:
+    def start(self, losses: Iterable[Tensor], *, failed_save: bool) -> None:
         """Start the all-reduce of this step without waiting for it.
 
         Args:
             losses: one tensor ``[B]`` per micro-batch of this step.
             failed_save: this rank could not write its part of a save.
         """
-        flags = torch.tensor([self.reason is not None, failed_save], dtype=torch.float64)
+        flags = torch.tensor([self.stop_reason is not None, failed_save], dtype=torch.float64)
         every = torch.cat([micro.detach() for micro in losses])  # micro-batches x [B] -> [samples of the step]
         finite = torch.isfinite(every)
         loss = torch.stack([torch.where(finite, every, 0.0).sum(dtype=torch.float64), finite.sum().double()])
-        self._votes = torch.cat([flags.to(self._world.device, non_blocking=True), loss])
+        self._sums = torch.cat([flags.to(self._world.device, non_blocking=True), loss])
         if self._world.size > 1:
-            self._work = torch.distributed.all_reduce(self._votes, async_op=True)
-        if self._votes.is_cuda:
+            self._work = torch.distributed.all_reduce(self._sums, async_op=True)
+        if self._sums.is_cuda:
             self._copy_to_host()
 
-    def tally(self) -> StepFlags:
-        """Wait for the all-reduce of ``cast`` and return its result, equal on every rank."""
+    def wait(self) -> StepFlags:
+        """Wait for the all-reduce of ``start`` and return its result, equal on every rank."""
         if self._copied is not None:
             self._copied.synchronize()
         elif self._work is not None:
             self._work.wait()
-        stop, failed_save, loss_sum, loss_count = self._votes.tolist()
+        stop, failed_save, loss_sum, loss_count = self._sums.tolist()
         return StepFlags(stop > 0, failed_save > 0, loss_sum, loss_count)
 
     def _copy_to_host(self) -> None:
         """Queue the copy to the host now: queued after the optimizer step, it would wait for that step's kernels."""
         if self._work is not None:
             self._work.wait()  # blocks the stream, not this thread
-        on_host = torch.empty(self._votes.shape, dtype=self._votes.dtype, pin_memory=True)
-        self._votes = on_host.copy_(self._votes, non_blocking=True)
+        on_host = torch.empty(self._sums.shape, dtype=self._sums.dtype, pin_memory=True)
+        self._sums = on_host.copy_(self._sums, non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdiff.errors import ConfigError
-from fastdiff.parallel import extension_locks
 
 _SETTLE_S = 1.0
 _POLL_S = 0.5
@@ -158,5 +157,5 @@ def _open_locks() -> Iterator[tuple[int, Path]]:
 
 def stale_locks() -> Iterator[str]:
     """Yield one problem per stale lock of the extension builder, for ``fastdiff doctor``."""
-    for lock in extension_locks.find_stale(extension_locks.folder()):
-        yield f"PROBLEM: {extension_locks.explain(lock)}"
+    for lock in find_stale(folder()):
+        yield f"PROBLEM: {explain(lock)}"

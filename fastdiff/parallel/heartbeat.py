@@ -1,9 +1,9 @@
 """Heartbeat of a rank: its phase and its last progress.
 
 Under a supervisor (``fastdiff.cluster``) a rank writes its step and phase into shared memory, so that the supervisor
-finds the rank that hangs. A rank also watches itself. A thread in C, which needs neither the GIL nor a signal, writes
-the stacks of all threads and ends the process after the hang time-out without a beat (twice as long under a
-supervisor).
+finds the rank that hangs. A rank also watches itself: after the hang timeout without a beat (twice as long under a
+supervisor) a thread writes the stacks of all threads, prints the error and ends the process. Should that thread not get
+the GIL, a thread in C writes the stacks and ends the process, without a message.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import mmap
 import os
 import signal
 import struct
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from fastdiff.errors import FastdiffError, report
 
 Phase = Literal["start", "data", "forward", "backward", "step", "callbacks", "end"]
 PHASES: tuple[Phase, ...] = ("start", "data", "forward", "backward", "step", "callbacks", "end")
@@ -31,9 +34,19 @@ STACKS = "stacks"
 """Folder in the run folder: one file per rank with the stacks of a hang."""
 
 START_TIMEOUT_S = 600.0
-"""Lower limit of the time-out of the start, which reads whole files and compiles."""
+"""Lower limit of the timeout of the start, which reads whole files and compiles."""
+
+_POLL_S = 1.0
+_GIL_S = 5.0
+"""Seconds after which the thread in C ends a rank whose Python thread could not."""
 
 _BEAT = struct.Struct("<qqd")
+
+
+class HangError(FastdiffError):
+    """This rank made no progress within the hang timeout."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,26 +103,34 @@ class Heartbeat:
         self._path = stacks_path(run, rank)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = self._path.open("w")
-        # The supervisor can name the rank that hangs, so it acts first; this time-out holds in case it is gone.
-        self._timeout_s = hang_timeout_s * (2 if node_folder else 1)
+        self._timeout_s = hang_timeout_s
+        # The supervisor can name the rank that hangs, so it acts first; this timeout holds in case it is gone.
+        self._factor = 2 if node_folder else 1
         self._write: Callable[[bytes], None] | None = None
         self._last: tuple[int, Phase] = (0, "start")
         self.at_s = 0.0
         """Time of the last beat on the monotonic clock."""
+        self._due_s = float("inf")
+        """Time at which the rank counts as hanging, on the monotonic clock."""
+        self._closed = threading.Event()
         faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
         if node_folder:
             (Path(node_folder) / "run").write_text(str(run.absolute()))
             self._write = _shared(beat_path(Path(node_folder), rank))
         self.beat(0, "start")
+        if hang_timeout_s > 0:
+            threading.Thread(target=self._watch, name="hang", daemon=True).start()
 
     def beat(self, step: int, phase: Phase) -> None:
         """Record that this rank begins ``phase`` after ``step`` optimizer steps."""
         self._last, self.at_s = (step, phase), time.monotonic()
         if self._write is not None:
             self._write(_BEAT.pack(step, PHASES.index(phase), self.at_s))
-        if self._timeout_s > 0 and phase in ("start", "data", "callbacks", "end"):  # starts a thread: once a step
-            timeout_s = max(START_TIMEOUT_S, self._timeout_s) if phase == "start" else self._timeout_s
-            faulthandler.dump_traceback_later(timeout_s, exit=True, file=self._stacks)
+        if self._timeout_s > 0 and phase in ("start", "data", "callbacks", "end"):  # not in each: it starts a thread
+            limit_s = max(START_TIMEOUT_S, self._timeout_s) if phase == "start" else self._timeout_s
+            limit_s *= self._factor
+            self._due_s = self.at_s + limit_s
+            faulthandler.dump_traceback_later(limit_s + _GIL_S, exit=True, file=self._stacks)
 
     def enter(self, phase: Phase) -> None:
         """Record that this rank begins ``phase`` of the same step."""
@@ -119,8 +140,23 @@ class Heartbeat:
         """Renew the last beat: the rank is in the same phase and makes progress."""
         self.beat(*self._last)
 
+    def _watch(self) -> None:
+        """End this process at the hang timeout, with the stacks of its threads and one message per job."""
+        while (left_s := self._due_s - time.monotonic()) > 0:
+            if self._closed.wait(min(left_s, _POLL_S)):  # the next beat may bring a shorter timeout
+                return
+        faulthandler.dump_traceback(self._stacks, all_threads=True)
+        step, phase = self._last
+        error = HangError(
+            f"no progress for {time.monotonic() - self.at_s:.0f} s (--hang-timeout), in {phase} after step {step}; the "
+            f"stacks of the threads are in {self._path.parent}; the same command resumes from the newest checkpoint"
+        )
+        note_failure(error.exit_code, str(error))
+        os._exit(report(error))
+
     def close(self) -> None:
         """Stop watching and remove the file of stacks if it is empty."""
+        self._closed.set()
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(signal.SIGUSR2)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the supervisor may request stacks once more

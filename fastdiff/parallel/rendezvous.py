@@ -20,10 +20,11 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> Store:
     """Open the store for ``torch.distributed.init_process_group``.
 
     Args:
-        rank: rank of this process; rank 0 hosts the store unless torchrun does, all other ranks connect to it.
+        rank: rank of this process; rank 0 hosts the store unless torchrun or a supervisor does. All other ranks connect
+            to it.
         host: name or address of rank 0's machine.
         port: a free port there.
-        timeout_s: time-out of the connection.
+        timeout_s: timeout of the connection.
 
     Raises:
         ConfigError: the port is taken, or the host is unknown (rank 0 only).

@@ -26,8 +26,6 @@ class World:
     rank: int
     size: int
     device: torch.device
-    timeout_s: float = 1800.0
-    """Time-out of the process groups."""
     group: torch.distributed.ProcessGroup | None = None
     """Process group of the collectives; None: the default one. A background thread needs its own."""
 
@@ -56,11 +54,6 @@ class World:
         joined = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
         torch.distributed.all_gather_into_tensor(joined, tensor, group=self.group)
         return joined
-
-    def new_cpu_group(self) -> torch.distributed.ProcessGroup:
-        """Return a new group of all ranks for tensors on the CPU; called by all ranks, in the same order."""
-        timeout = timedelta(seconds=self.timeout_s)
-        return torch.distributed.new_group(backend="gloo", timeout=timeout)  # type: ignore[no-any-return]
 
     def agree(self, error: FastdiffError | None) -> None:
         """Raise the first error of any rank on every rank; return if no rank has one."""
@@ -131,11 +124,11 @@ def start_world(timeout_s: float = 1800.0) -> World:
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
         )
-    return World(rank=rank, size=size, device=device, timeout_s=timeout_s)
+    return World(rank=rank, size=size, device=device)
 
 
 def _record_collectives() -> None:
-    """Let NCCL record its last collectives and write them to a file at a time-out (PyTorch's flight recorder)."""
+    """Let NCCL record its last collectives and write them to a file at a timeout (PyTorch's flight recorder)."""
     for name, value in (("TORCH_FR_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")):
         os.environ.setdefault(name, value)
     dump = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")

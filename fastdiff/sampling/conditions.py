@@ -28,7 +28,7 @@ _PER_CLASS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class SampleRequest:
     """Requested content of the images; the fields are the options of ``fastdiff sample``."""
 
     num: int | None = None
@@ -60,12 +60,12 @@ class Conditions:
     """JSON values that determine all other fields."""
 
 
-def conditions(run: Run, wish: Wish, seed: int) -> Conditions:
+def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
     """Build the conditions of all images.
 
     Args:
         run: provides the model.
-        wish: the requested content.
+        request: the requested content.
         seed: of the classes that are drawn at random.
 
     Raises:
@@ -73,24 +73,29 @@ def conditions(run: Run, wish: Wish, seed: int) -> Conditions:
         DataError: the npz of small images cannot be read.
     """
     if run.config.model.text_conditional:
-        return _of_prompts(run, wish)
-    require(not wish.prompts, f"{run.folder} was trained with classes, not captions; use --classes")
-    require(wish.num is None or wish.per_class is None, "--num and --per-class both set the number of images; give one")
-    if wish.low_res is not None or run.model.low_res_size:
-        return _of_small_images(run, wish)
-    run.check_classes(wish.classes or ())
+        return _of_prompts(run, request)
+    require(not request.prompts, f"{run.folder} was trained with classes, not captions; use --classes")
+    require(
+        request.num is None or request.per_class is None,
+        "--num and --per-class both set the number of images; give one",
+    )
+    if request.low_res is not None or run.config.model.low_res_size:
+        return _of_small_images(run, request)
+    run.check_classes(request.classes or ())
     known = run.known_classes
     if not known:
-        require(wish.per_class is None, f"--per-class: {run.folder} was trained with no classes; use --num")
-        require(wish.num is not None, f"{run.folder} was trained with no classes: set the number of images with --num")
-        return _of_labels(run, wish.num or 0, None, "none")
-    chosen = torch.tensor(wish.classes) if wish.classes else torch.arange(known)
-    of_which = _shortly(list(wish.classes)) if wish.classes else f"all {known}"
-    if wish.num is None:
-        each = wish.per_class or _PER_CLASS
+        require(request.per_class is None, f"--per-class: {run.folder} was trained with no classes; use --num")
+        require(
+            request.num is not None, f"{run.folder} was trained with no classes: set the number of images with --num"
+        )
+        return _of_labels(run, request.num or 0, None, "none")
+    chosen = torch.tensor(request.classes) if request.classes else torch.arange(known)
+    of_which = _shortly(list(request.classes)) if request.classes else f"all {known}"
+    if request.num is None:
+        each = request.per_class or _PER_CLASS
         return _of_labels(run, each * len(chosen), chosen.repeat(each), f"{each} of each class of {of_which}")
-    drawn = chosen[uniform_labels(seed, range(wish.num), len(chosen))]
-    return _of_labels(run, wish.num, drawn, f"drawn from {of_which}")
+    drawn = chosen[uniform_labels(seed, range(request.num), len(chosen))]
+    return _of_labels(run, request.num, drawn, f"drawn from {of_which}")
 
 
 def _of_labels(run: Run, count: int, labels: Tensor | None, how: str) -> Conditions:
@@ -108,29 +113,31 @@ def _of_labels(run: Run, count: int, labels: Tensor | None, how: str) -> Conditi
     )
 
 
-def _of_small_images(run: Run, wish: Wish) -> Conditions:
-    side = run.model.low_res_size
-    if wish.low_res is None:
+def _of_small_images(run: Run, request: SampleRequest) -> Conditions:
+    side = run.config.model.low_res_size
+    if request.low_res is None:
         raise ConfigError(
             f"{run.folder} was trained to enlarge images of {side} x {side}; give them with --low-res NPZ"
         )
     require(side > 0, f"--low-res: {run.folder} was not trained to enlarge images; leave it out")
     require(
-        wish.classes is None and wish.per_class is None,
-        f"--classes and --per-class cannot be combined with --low-res: the classes come from {wish.low_res}",
+        request.classes is None and request.per_class is None,
+        f"--classes and --per-class cannot be combined with --low-res: the classes come from {request.low_res}",
     )
-    small, labels = read_npz(wish.low_res)
+    small, labels = read_npz(request.low_res)
     expected = side, side, run.config.model.channels
     require(
-        small.shape[1:] == expected, f"{wish.low_res} has images of {small.shape[1:]}, the model enlarges {expected}"
+        small.shape[1:] == expected, f"{request.low_res} has images of {small.shape[1:]}, the model enlarges {expected}"
     )
-    count = len(small) if wish.num is None else wish.num
-    require(count <= len(small), f"--num {count}: {wish.low_res} has {len(small)} images; leave it out")
+    count = len(small) if request.num is None else request.num
+    require(count <= len(small), f"--num {count}: {request.low_res} has {len(small)} images; leave it out")
     known = run.known_classes
     if known and labels is None:
-        raise ConfigError(f"{wish.low_res} has no labels (arr_1), and the model was trained with {known} classes")
+        raise ConfigError(f"{request.low_res} has no labels (arr_1), and the model was trained with {known} classes")
     if known and labels is not None and (labels.min() < 0 or labels.max() >= known):
-        raise ConfigError(f"{wish.low_res} has labels from {labels.min()} to {labels.max()}, the model 0-{known - 1}")
+        raise ConfigError(
+            f"{request.low_res} has labels from {labels.min()} to {labels.max()}, the model 0-{known - 1}"
+        )
     given = torch.from_numpy(labels[:count]) if known and labels is not None else None
     found = _of_labels(run, count, given, "of the small images" if known else "none")
 
@@ -138,21 +145,21 @@ def _of_small_images(run: Run, wish: Wish) -> Conditions:
         pixels = torch.from_numpy(small[index.start : index.stop]).permute(0, 3, 1, 2)
         return {**found.of(index), "low_res": pixels.float() / 127.5 - 1}
 
-    return replace(found, of=of, plan={**found.plan, "low_res": file_digest(wish.low_res)})
+    return replace(found, of=of, plan={**found.plan, "low_res": file_digest(request.low_res)})
 
 
-def _of_prompts(run: Run, wish: Wish) -> Conditions:
-    require(bool(wish.prompts), f"{run.folder} was trained with captions; give prompts with --prompt")
-    for flag, value in (("num", wish.num), ("low-res", wish.low_res)):
+def _of_prompts(run: Run, request: SampleRequest) -> Conditions:
+    require(bool(request.prompts), f"{run.folder} was trained with captions; give prompts with --prompt")
+    for flag, value in (("num", request.num), ("low-res", request.low_res)):
         require(value is None, f"--{flag} is not for text-to-image models; set the number of images with --per-prompt")
-    embedded, null = run.embedded(wish.prompts, negative=wish.negative)
+    embedded, null = run.embedded(request.prompts, negative=request.negative)
 
     def of(index: range) -> Condition:
-        chosen = torch.tensor(index) % len(wish.prompts)
+        chosen = torch.tensor(index) % len(request.prompts)
         return {name: value[chosen] for name, value in embedded.items()}
 
-    count = wish.per_prompt * len(wish.prompts)
-    plan = {"images": count, "prompts": _shortly(list(wish.prompts)), "negative_prompt": wish.negative}
+    count = request.per_prompt * len(request.prompts)
+    plan = {"images": count, "prompts": _shortly(list(request.prompts)), "negative_prompt": request.negative}
     return Conditions(count=count, of=of, null=null, labels=None, plan=plan)
 
 

@@ -52,7 +52,7 @@ class Run:
         step: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        saved = open_saved(folder, step)
+        saved = open_checkpoint(folder, step)
         self.folder = folder
         self.config = config_of(saved)
         self.step = int(saved.manifest["progress"]["steps"])
@@ -102,7 +102,7 @@ class Run:
         """
         if self.config.model.text_conditional:
             raise ConfigError(f"{self.folder} was trained with captions; give prompts with --prompt")
-        if self.model.low_res_size:
+        if self.config.model.low_res_size:
             raise ConfigError(f"{self.folder} was trained to enlarge images; give them with --low-res, and --npz")
         self.check_classes(classes or ())
         columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.known_classes or None)
@@ -216,7 +216,7 @@ class Run:
         ).cpu()
 
 
-def open_saved(folder: Path, step: int | None = None, *, snapshots: bool = False) -> Checkpoint:
+def open_checkpoint(folder: Path, step: int | None = None, *, snapshots: bool = False) -> Checkpoint:
     """Open the newest intact checkpoint of the run in ``folder``, or the one of ``step``.
 
     Args:
@@ -249,8 +249,8 @@ def _missing(step: int, checkpoints: Sequence[int], kept: Sequence[int], *, snap
     there = ", ".join(map(str, checkpoints)) or "none"
     if step in kept:
         return (
-            f"step {step} is a snapshot, which only --ema-std can use; checkpoints, which have all weights, exist of "
-            f"the steps {there}"
+            f"step {step} is a snapshot, which only --ema-std can use; steps with a checkpoint, which has all weights: "
+            f"{there}"
         )
     if snapshots:
         of = ", ".join(map(str, kept)) or "none"

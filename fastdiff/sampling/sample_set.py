@@ -24,7 +24,7 @@ from fastdiff.data.encoding.autoencoder import reproducible
 from fastdiff.data.encoding.options import Rank
 from fastdiff.errors import ConfigError
 from fastdiff.models.kernel_choice import DTYPES
-from fastdiff.sampling.conditions import Conditions, Wish, conditions
+from fastdiff.sampling.conditions import Conditions, SampleRequest, conditions
 from fastdiff.sampling.parts import SampleParts
 from fastdiff.sampling.pixels import IDENTITY, PixelDecoder
 from fastdiff.sampling.run import Run
@@ -46,19 +46,19 @@ class SetOptions:
 
 def draw_set(
     run: Run,
-    wish: Wish,
+    request: SampleRequest,
     sampler: SamplerConfig,
     options: SetOptions,
     rank: Rank | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Draw the missing batches of this rank, and write the npz if none of any rank is missing then.
+    """Draw the missing batches of this rank; the rank that completes the set writes the npz.
 
-    All ranks pass the same ``wish``, ``sampler`` and ``options``.
+    All ranks pass the same ``request``, ``sampler`` and ``options``.
 
     Args:
         run: opened on the rank's device.
-        wish: the requested content.
+        request: the requested content.
         sampler: solver, steps, guidance and seed.
         options: destination and computation.
         rank: number of this process; None: from the environment.
@@ -75,28 +75,28 @@ def draw_set(
     if asked is None:  # the decoder in use decides, not the one of the training data
         sampler = replace(sampler, clip=decoder.name == IDENTITY)
     with reproducible():  # for the embeddings of prompts
-        wished = conditions(run, wish, sampler.seed)
-    plan = _plan(run, wished, sampler, options, decoder)
-    shape = (wished.count, *decoder.shape)
-    parts = SampleParts(options.out, plan, shape, options.batch, wished.labels)
+        conditioned = conditions(run, request, sampler.seed)
+    plan = _plan(run, conditioned, sampler, options, decoder)
+    shape = (conditioned.count, *decoder.shape)
+    parts = SampleParts(options.out, plan, shape, options.batch, conditioned.labels)
     if parts.complete:
         say(f"{options.out} is complete already")
         return
     run.model.to(DTYPES[options.precision])
     with reproducible(), _enough_memory(options, run.device):
         for batch in _missing(parts, rank):
-            parts.write(batch, _draw(run, wished, sampler, decoder, parts.images(batch), options))
+            parts.write(batch, _draw(run, conditioned, sampler, decoder, parts.images(batch), options))
     if missing := parts.join():
         say(
             f"rank {rank.number}: its share is done; {missing} images of other ranks are still missing; if all ranks "
             "have ended, run this command once more"
         )
     else:
-        say(f"{options.out}: {wished.count} images, {run.description}")
+        say(f"{options.out}: {conditioned.count} images, {run.description}")
 
 
 def _plan(
-    run: Run, wished: Conditions, sampler: SamplerConfig, options: SetOptions, decoder: PixelDecoder
+    run: Run, conditioned: Conditions, sampler: SamplerConfig, options: SetOptions, decoder: PixelDecoder
 ) -> dict[str, Any]:
     """Collect everything that determines the bytes, except versions and hardware."""
     how = asdict(sampler)
@@ -105,7 +105,7 @@ def _plan(
     return {
         "checkpoint": run.digest,
         "weights": run.description,
-        **wished.plan,
+        **conditioned.plan,
         **how,
         "steps": sampler.steps if sampler.respacing is None else None,
         "batch": options.batch,
@@ -128,7 +128,7 @@ def _missing(parts: SampleParts, rank: Rank) -> Iterator[int]:
 
 def _draw(
     run: Run,
-    wished: Conditions,
+    conditioned: Conditions,
     sampler: SamplerConfig,
     decoder: PixelDecoder,
     index: range,
@@ -136,7 +136,7 @@ def _draw(
 ) -> npt.NDArray[np.uint8]:
     """Draw the images of one batch, ``[n, H, W, C]``."""
     latents = run.sample(
-        wished.of(index), wished.null, sampler, first_index=index.start, batch=options.batch, progress=False
+        conditioned.of(index), conditioned.null, sampler, first_index=index.start, batch=options.batch, progress=False
     )
     finite = latents.isfinite().flatten(1).all(1)
     if not finite.all():

@@ -24,7 +24,7 @@ from fastdiff.batch import Condition
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.objective import DdpmConfig, EdmConfig, ObjectiveConfig, Variance
 from fastdiff.config.sampler import SamplerConfig
-from fastdiff.diffusion.levels import ALPHA, SIGMA, TARGET_NOISE, Process, turn
+from fastdiff.diffusion.levels import ALPHA, SIGMA, TARGET_NOISE, Process, determinant
 from fastdiff.diffusion.processes import build_process
 from fastdiff.errors import ConfigError
 from fastdiff.sampling.respacing import flow_shares, karras_sigmas, spaced, trailing
@@ -155,7 +155,7 @@ def _trajectory(objective: ObjectiveConfig, sampler: SamplerConfig) -> _Trajecto
     levels = process.levels(native)
     rows = levels.table[levels.row].double()
     alpha, sigma = rows[:, ALPHA], rows[:, SIGMA]
-    total, per_x0 = alpha**2 + sigma**2, turn(rows)
+    total, per_x0 = alpha**2 + sigma**2, determinant(rows)
     if (per_x0 == 0).any():
         assert isinstance(objective, DdpmConfig)  # the other processes exclude such levels
         raise ConfigError(

@@ -244,7 +244,7 @@ def _build_objective(config: RunConfig, reader: Data, model: Model, world: World
         dtype=kernel_choice.DTYPES[config.performance.precision],
         timesteps=config.timesteps,
         batch_samples=config.batch.samples,
-        low_res_size=model.low_res_size,
+        low_res_size=config.model.low_res_size,
     )
 
 

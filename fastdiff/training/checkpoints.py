@@ -168,7 +168,7 @@ def _check_widths(saved: Checkpoint, wanted: Sequence[float]) -> None:
     require(
         not added,
         f"{saved.folder} has averages of the widths {list(saved.ema_stds)}; --ema.power_stds {' '.join(added)} would "
-        "miss all steps before it. Drop what is added, or start a new run in another --output.folder",
+        "miss all steps before it. Leave them out, or start a new run in another --output.folder",
     )
 
 
@@ -207,7 +207,7 @@ def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
     if state.world.is_first:  # the same on every rank
         tensors |= {TIMESTEPS + name: values for name, values in state.objective.timesteps.state().items()}
         tensors |= {SPIKES + name: values for name, values in state.guard.spikes.state().items()}
-    return tensors | dict(optimizer_state.raw_state(state.engine)), starts
+    return tensors | dict(optimizer_state.unsliced_state(state.engine)), starts
 
 
 def sliced(

@@ -25,7 +25,6 @@ class Ema:
         warmup: limit the rate of step n, counted from 0, to (1 + n) / (10 + n), and that of the first step to 0, as in
             diffusers' ``EMAModel``, so that the initial weights do not dominate the average of a short run.
             Power-function averages contain no part of the initial weights.
-            Of power-function averages no part is what they started from.
     """
 
     def __init__(

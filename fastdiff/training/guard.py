@@ -1,4 +1,4 @@
-"""Guard of the optimizer step: heartbeat, loss spikes, and the votes of the ranks."""
+"""Guard of the optimizer step: heartbeat, loss spikes, and the consensus of the ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class StepGuard:
     """Guard of every optimizer step, the same on every rank.
 
     Args:
-        votes: of this rank.
+        consensus: exchange of flags and losses between the ranks.
         spikes: the losses of earlier steps.
         heart: of this rank.
         accumulation: micro-batches of a step.
     """
 
-    def __init__(self, votes: Consensus, spikes: Spikes, heart: Heartbeat, accumulation: int) -> None:
-        self.votes, self.spikes = votes, spikes
+    def __init__(self, consensus: Consensus, spikes: Spikes, heart: Heartbeat, accumulation: int) -> None:
+        self.consensus, self.spikes = consensus, spikes
         self.failed_save = False
         """True if this rank could not write its part of a background save."""
-        self.tally = StepFlags()
-        """Votes of the ranks in the last step."""
+        self.flags = StepFlags()
+        """Flags and losses of the last step, over all ranks."""
         self._heart = heart
         self._accumulation = accumulation
         self._losses: list[Tensor] = []
@@ -49,7 +49,7 @@ class StepGuard:
         return len(self._losses) == self._accumulation and self.spikes.discards(self._losses)
 
     def take_step(self, engine: Engine) -> bool:
-        """Take the optimizer step and meanwhile exchange the votes of the ranks; called by all ranks.
+        """Take the optimizer step and meanwhile exchange the flags of the ranks; called by all ranks.
 
         Returns:
             False if the step moved nothing: a gradient was not finite, or the step is discarded.
@@ -58,9 +58,9 @@ class StepGuard:
             DivergedError: see ``Engine.step``.
         """
         self._heart.enter("step")
-        self.votes.cast(self._losses, failed_save=self.failed_save)
+        self.consensus.start(self._losses, failed_save=self.failed_save)
         self._losses.clear()
         applied = engine.step()
-        self.tally = self.votes.tally()
+        self.flags = self.consensus.wait()
         self._heart.enter("callbacks")
         return applied

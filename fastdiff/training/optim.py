@@ -127,7 +127,7 @@ def forget(state: dict[str, Any]) -> None:
 
 
 def create_8bit_state(optimizer: torch.optim.Optimizer, name: str, flats: Sequence[Flat], world: World) -> None:
-    """Create the state of an 8-bit optimizer on all ranks, and check that it is 8-bit; others are left alone.
+    """Create the state of an 8-bit optimizer on all ranks, and check that it is 8-bit; a no-op for others.
 
     Raises:
         ConfigError: see ``check_is_8bit``.

@@ -29,7 +29,7 @@ def sliced_keys(flats: Sequence[Flat]) -> list[str]:
     return sorted({key for flat in flats for key in flat.state} & {*PER_ELEMENT, *PER_BLOCK})
 
 
-def raw_state(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+def unsliced_state(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's state that cannot be sliced, and the places of the parameters in it."""
     for index, flat in enumerate(engine.flats):
         raw = {
@@ -48,7 +48,7 @@ def manifest(state: TrainState) -> dict[str, Any]:
     return {
         "layout": layout_digest(world, engine.flats),
         "sliced_state": sorted({key for keys in world.gather(sliced_keys(engine.flats)) for key in keys}),
-        "has_raw_state": any(world.gather(any(True for _ in raw_state(engine)))),
+        "has_raw_state": any(world.gather(any(True for _ in unsliced_state(engine)))),
         "optimizer_steps": max(world.gather(_steps(engine.flats))),
     }
 
@@ -76,7 +76,7 @@ def restore(saved: Checkpoint, state: TrainState) -> None:
             requantize(flat, blockwise)
             values = flat.state
         else:
-            values = {key: _copied(value, flat, key) for key, value in saved.raw(index, world.rank).items()}
+            values = {key: _copied(value, flat, key) for key, value in saved.unsliced_state(index, world.rank).items()}
         values |= _sliced(saved, flat, [key for key in saved.manifest["sliced_state"] if key not in values])
         values["step"] = step_count(state.config.optim.name, saved.optimizer_steps, flat.key.device)
         flat.states[flat.key] = values
@@ -92,8 +92,8 @@ def _blockwise(saved: Checkpoint) -> BlockwiseState:
     if not any(True for _ in saved.keys(FRAGMENTS)):
         raise ConfigError(
             f"{saved.folder} holds the state of bitsandbytes of {saved.manifest['world_size']} ranks at ZeRO stage "
-            f"{saved.manifest['zero_stage']}, and does not record which parameters lie where in it (an older fastdiff "
-            "wrote it); resume with the same ranks and stage, and save once"
+            f"{saved.manifest['zero_stage']}, and does not record the places of its parameters (written by an older "
+            "fastdiff); resume with the same ranks and stage, and save once"
         )
     return BlockwiseState(saved)
 

@@ -33,7 +33,7 @@ class Spikes:
     """Losses of the steps so far, and the verdict on the last one; the same on every rank.
 
     Args:
-        config: what counts as a spike.
+        config: definition of a spike, and the policy.
         batch_samples: samples of an optimizer step.
         world: the ranks.
     """

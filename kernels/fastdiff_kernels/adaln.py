@@ -1,4 +1,4 @@
-"""adaLN: layer norm whose shift and scale come from a condition, alone or where a residual stream passes by.
+"""adaLN: layer norm with shift and scale from a condition, alone or fused with the residual stream.
 
 With one shift, scale and gate per sample and channel (Peebles & Xie 2023, "Scalable Diffusion Models with
 Transformers", section 3.2; layer norm: Ba et al. 2016, without affine parameters)::
@@ -14,8 +14,8 @@ Gradient, with g = dy * (1 + scale), means over the channels of a token and sums
     dx = dh + rstd * (g - mean(g) - normed * mean(g * normed)),   dbranch = gate * dx
     dshift = sum(dy),   dscale = sum(dy * normed),   dgate = sum(branch * dx)
 
-Bytes moved per element of ``x`` in 16 bits, and 8 / D each way for the statistics; next to them the least possible
-and what Inductor's kernels move (the residual one: with the addition of dh fused)::
+Bytes moved per element of ``x`` in 16 bits, and 8 / D each way for the statistics, beside the least possible and
+the bytes of Inductor's kernels (residual: with the addition of dh fused)::
 
                 forward      backward       least      Inductor
     modulated   4 + 4 / R    6 + 18 / R     4 / 6      4.02 / 10.04
@@ -23,11 +23,11 @@ and what Inductor's kernels move (the residual one: with the addition of dh fuse
     gated       8 + 6 / R    12 + 28 / R    8 / 12     8.03 / 18.05
 
 R is the number of tokens that one program handles: 32 for 64 samples of 256 x 1152 on an H200, never below 9 unless a
-sample is shorter. What is divided by it, modulations and the partial sums of their gradients (fp32), is small
-enough for the L2 cache. The gated backward makes ``h`` again from ``x`` and ``branch``, which are stored anyway.
+sample is shorter. The terms divided by R, modulations and the partial sums of their gradients (fp32), fit in the L2
+cache. The gated backward recomputes ``h`` from ``x`` and ``branch``, which are stored anyway.
 
 Inductor's forward is already at the limit and fuses with its neighbours, which a custom op would prevent. So in code
-that is being compiled the forward stays plain torch and only the backward is a kernel; in eager mode both are.
+that is being compiled only the backward is a kernel, and the forward is plain torch; in eager mode both are kernels.
 
 Limits: the kernels take fp32, bf16 and fp16, all tensors alike, and up to 4096 channels.
 """
@@ -283,7 +283,7 @@ def _adaln_backward_triton(
     partials = x.new_empty((len(modulations), batch, blocks, width), dtype=torch.float32)
     dh, branch = (None if t is None else t.contiguous() for t in (dh, branch))
     (gate, gate_stride), (scale, scale_stride) = _strided(gate), _strided(scale)
-    # 128 is what fits _WARPS_PER_PROCESSOR; left alone, the assembler spills to fit more.
+    # 128 registers fit _WARPS_PER_PROCESSOR; without a limit the assembler spills to fit more warps.
     registers = 128 if branch is None else None
     run(
         _adaln_bwd_kernel, (batch * blocks,),
@@ -317,7 +317,7 @@ def _adaln_plain(
 
 
 class _AdaLN(torch.autograd.Function):
-    """``h`` (unless it is ``x`` and not asked for) and ``y``. While compiling, the forward is plain torch."""
+    """``y``, and ``h`` before it if gated or ``residual``. While compiling, the forward is plain torch."""
 
     @staticmethod
     def forward(
@@ -346,7 +346,7 @@ def modulated_norm(
 
     Args:
         x: ``[B, T, D]`` fp32, bf16 or fp16, D at most 4096; the reference takes any floating dtype and D.
-        shift: ``[B, D]``, dtype and device of ``x``; rows may lie apart, as those of a chunk do.
+        shift: ``[B, D]``, dtype and device of ``x``; rows need not be adjacent, as in a chunk.
         scale: likewise.
         eps: added to the variance.
         backend: implementation; None: the default of ``dispatch.choose``.
@@ -356,7 +356,7 @@ def modulated_norm(
 
     Raises:
         ValueError: a wrong shape, dtype or device, or no such backend.
-        RuntimeError: Triton was asked for and cannot run here.
+        RuntimeError: Triton was requested and cannot run here.
     """
     chosen = choose("adaln", x, backend)
     _validate(chosen == "triton", x, shift, scale)
@@ -372,8 +372,8 @@ def residual_modulated_norm(
 ) -> tuple[Tensor, Tensor]:
     """``x`` itself and ``modulated_norm(x, shift, scale)``, for a residual stream that passes by the norm.
 
-    Going on with the ``x`` that is returned lets the backward kernel add the stream's gradient, which otherwise
-    costs a pass of its own. Arguments and errors as for ``modulated_norm``.
+    Continue with the returned ``x``: the backward kernel then adds the gradient of the stream, which otherwise takes
+    another pass. Arguments and errors as for ``modulated_norm``.
     """
     if choose("adaln", x, backend) != "triton":
         return x, modulated_norm(x, shift, scale, eps=eps, backend=backend)

@@ -5,16 +5,16 @@ All kernels are those of libraries, which reach the limit: this file chooses amo
 ============= ========================================= ======================================================
 backend       kernel                                    runs where
 ============= ========================================= ======================================================
-``sdpa``      what torch chooses                        everywhere
+``sdpa``      chosen by torch                           everywhere
 ``cudnn``     cuDNN, through torch                      sm_80+, 16 bit, head dim a multiple of 8 up to 128
                                                         (256 on sm_90)
 ``flash``     FlashAttention 2, through torch           sm_80+, 16 bit, head dim up to 256 (padded inside: 40 to
                                                         64, 72 to 96, 80 to 96, 160 to 192)
-``xformers``  FlashAttention 3 where it is installed,   sm_80+, 16 bit (fp32 up to sm_90), head dim a multiple
-              else 2, else CUTLASS                      of 8 up to 256
+``xformers``  FlashAttention 3 if installed, otherwise  sm_80+, 16 bit (fp32 up to sm_90), head dim a multiple
+              2, otherwise CUTLASS                      of 8 up to 256
 ``reference`` matrix products and a softmax             everywhere; stores the T x S scores
 ``auto``      the first that can run of cuDNN (sm_90,   everywhere
-              sm_100), flash, what else torch has
+              sm_100), flash, other kernels of torch
 ============= ========================================= ======================================================
 
 The order of ``auto``: on sm_90 cuDNN is published at 1.2-1.3 times FlashAttention 2 forward and 1.4-1.5 times backward
@@ -72,7 +72,7 @@ class Machine(NamedTuple):
     xformers: bool = False
     """Whether it is installed."""
     deterministic: bool = False
-    """Whether torch was told to refuse what is not deterministic."""
+    """Whether torch refuses nondeterministic kernels (``torch.use_deterministic_algorithms``)."""
 
     @property
     def architecture(self) -> str:
@@ -82,7 +82,7 @@ class Machine(NamedTuple):
 
 @torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, untyped-decorator]
 def machine(device: torch.device) -> Machine:
-    """The machine as it is, for tensors on ``device``."""
+    """Return the properties of this machine for tensors on ``device``."""
     if device.type != "cuda":
         return Machine(device.type)
     return _cuda_machine(device)._replace(deterministic=torch.get_deterministic_debug_mode() == 2)
@@ -95,7 +95,7 @@ def _cuda_machine(device: torch.device) -> Machine:
 
 
 _Case = tuple[torch.dtype, int, int, int, Machine]
-"""Dtype, head dim, queries, keys, and where."""
+"""Dtype, head dim, queries, keys, machine."""
 
 
 def reasons(
@@ -236,7 +236,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, backend: AttentionBa
         query: ``[B, H, T, head_dim]``; any strides, so that it can be a view of a packed projection.
         key: ``[B, H, S, head_dim]``, of the dtype and device of ``query``.
         value: like ``key``.
-        backend: see the table above; ``auto``, ``sdpa`` and ``reference`` always run, another one or nothing.
+        backend: see the table above; ``auto``, ``sdpa`` and ``reference`` always run, any other runs or raises.
 
     Returns:
         ``[B, H, T, head_dim]`` in the dtype of ``query``.
@@ -278,7 +278,7 @@ def _why(backend: AttentionBackend, case: _Case) -> str:
 
 
 def _fails(query: Tensor, key: Tensor, backend: AttentionBackend) -> str | None:
-    """Run ``backend`` once, forward and backward, and return its complaint, if any."""
+    """Run ``backend`` once, forward and backward; return the error message, or None."""
     try:
         with torch.enable_grad():
             attention(query, key, key, backend=backend).sum().backward()  # type: ignore[no-untyped-call]
@@ -292,7 +292,7 @@ def choice(
 ) -> Choice:
     """The kernel that ``attention`` would run, and the reason.
 
-    torch and xformers are asked for theirs with one small head on the device of ``example``.
+    torch and xformers choose for one small head on the device of ``example``.
 
     Args:
         head_dim: channels of a head.

@@ -1,8 +1,8 @@
-"""Choice of the implementation of each op, and a report of it.
+"""Choice of the implementation of each op, and a report of the choices.
 
-Three implementations of each op: ``triton`` (the kernel), ``reference`` (plain torch next to it), ``compile`` (the
-reference through ``torch.compile``). The decision, strongest first: the ``backend`` argument of a call, ``force`` for
-the process, the default: the kernel on a CUDA device, the reference elsewhere.
+Each op has three implementations: ``triton`` (the kernel), ``reference`` (plain torch next to it) and ``compile`` (the
+reference under ``torch.compile``). The ``backend`` argument of a call takes precedence over ``force`` for the process,
+and that over the default: the kernel on a CUDA device, the reference elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _forced: dict[str, Backend] = {}
 
 
 def force(backends: Mapping[str, Backend]) -> None:
-    """Set the backend of the named ops for the whole process; ops that are not named go back to their default.
+    """Set the backend of the named ops for the whole process; all other ops return to their default.
 
     Raises:
         ValueError: an op or a backend that does not exist.
@@ -38,7 +38,7 @@ def force(backends: Mapping[str, Backend]) -> None:
 
 @contextmanager
 def forced(**backends: Backend) -> Iterator[None]:
-    """``force`` for the length of a ``with`` block, on top of what is forced already."""
+    """``force`` inside a ``with`` block, in addition to the backends that are forced already."""
     before = dict(_forced)
     force({**before, **backends})
     try:
@@ -48,7 +48,7 @@ def forced(**backends: Backend) -> Iterator[None]:
 
 
 def choose(op: str, tensor: Tensor, backend: Backend | None = None) -> Backend:
-    """The implementation of ``op`` that works on ``tensor``.
+    """Return the implementation of ``op`` for ``tensor``.
 
     Args:
         op: one of ``names.OPS``.
@@ -58,13 +58,13 @@ def choose(op: str, tensor: Tensor, backend: Backend | None = None) -> Backend:
 
     Raises:
         ValueError: no such op or backend.
-        RuntimeError: Triton was asked for and cannot run on this tensor.
+        RuntimeError: Triton was requested and cannot run on this tensor.
     """
     return explained(op, tensor, backend)[0]
 
 
 def explained(op: str, tensor: Tensor, backend: Backend | None = None) -> tuple[Backend, str]:
-    """``choose``, and the reason in a few words."""
+    """Return the result of ``choose`` and the reason in a few words."""
     _check_op(op)
     asked = backend or _forced.get(op)
     if asked is not None:
@@ -100,7 +100,7 @@ def _check_triton(op: str, tensor: Tensor) -> None:
 
 
 _RECOMPILES = 1024
-"""Shapes and flags of one reference that are compiled; a UNet has dozens, torch gives up after 8."""
+"""Limit of the variants (shapes, flags) of one reference that are compiled; a UNet has dozens, torch's limit is 8."""
 
 
 @cache
@@ -116,7 +116,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    """A reference as ``backend`` runs it: compiled for ``compile``, unless it is being compiled already."""
+    """Return a reference as ``backend`` runs it: compiled for ``compile``, unless inside a compilation."""
     return _compiled(function) if backend == "compile" and not torch.compiler.is_compiling() else function
 
 

@@ -2,15 +2,15 @@
 
 ``y = keep * x / (1 - p)``, where ``keep = uniform >= p`` (Srivastava et al. 2014, "Dropout: a simple way to prevent
 neural networks from overfitting", section 10, scaled while training), and the gradient of x is the same function of
-that of y. What is dropped is 0, whatever x is there.
+that of y. A dropped element is 0 even if x is not finite there.
 
 The uniform numbers are those of ``philox.py``: key ``seed``, counter ``(element // 4, stream, position low, position
 high)``. Elements are numbered in the order in which channels_last memory has them: element ``place * C + channel`` of a
-sample, places in row-major order. So the mask of a sample depends on its position in the run and on its own shape, and
-not on the batch it is in; two layers that must not drop alike have two streams.
+sample, places in row-major order. So the mask of a sample depends on its position in the run and its shape, and not
+on its batch. Layers with different masks have different streams.
 
-Bytes moved per element of a 2-byte x: 4 forward and 4 backward, the limit, and 16 per program of 2048 elements. A mask
-that is stored as bytes would be 5 and 5.
+Bytes moved per element of a 2-byte x: 4 forward and 4 backward, the limit, and 16 per program of 2048 elements. With a
+mask stored as bytes they would be 5 and 5.
 Limits: channels_last maps; 2**34 elements per sample. A gradient in another order is copied once.
 """
 
@@ -131,14 +131,14 @@ _dropout_triton.register_autograd(_backward, setup_context=_setup_context)
 def dropout(
     x: Tensor, p: float, *, seed: int, stream: int | Tensor, position: Tensor, backend: Backend | None = None
 ) -> Tensor:
-    """Set each value to 0 with probability ``p`` and divide what is left by ``1 - p``.
+    """Set each value to 0 with probability ``p`` and divide the others by ``1 - p``.
 
     Args:
-        x: ``[N, C, ...]`` fp32, bf16 or fp16, where Triton is not chosen also fp64; channels_last.
+        x: ``[N, C, ...]`` fp32, bf16 or fp16, without Triton also fp64; channels_last.
         p: share that is dropped, in [0, 1).
         seed: key of the mask, in [0, 2**64).
-        stream: what the mask is for, in [0, 2**32). Of a tensor (int64, no axes) the low 32 bits count; a compiled
-            graph is then one for all streams, and not made for one number.
+        stream: purpose of the mask, in [0, 2**32). Of a tensor (int64, no axes) the low 32 bits count; one compiled
+            graph then serves all streams, while an int is compiled in.
         position: ``[N]`` int64 position of each sample in the run.
         backend: implementation; None: the default of ``dispatch.choose``.
 
@@ -147,7 +147,7 @@ def dropout(
 
     Raises:
         ValueError: a shape, dtype, device, stride or number that is not as above; the message says which.
-        RuntimeError: Triton was asked for and cannot run here.
+        RuntimeError: Triton was requested and cannot run here.
     """
     chosen = choose("dropout", x, backend)
     _validate(x, p, stream, position, chosen)

@@ -50,7 +50,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def constant(value: Any) -> Any:
-    """A global of a kernel file that kernels read: Triton takes no others than its own constants."""
+    """A global that kernels may read: Triton accepts only its own constants."""
     return value if triton is None else tl.constexpr(value)
 
 
@@ -58,7 +58,7 @@ def run(kernel: Any, grid: Sequence[int], *args: Any, **options: Any) -> None:
     """Launch ``kernel`` on the device of its first tensor argument; an empty grid launches nothing.
 
     Args:
-        kernel: what ``jit`` returned.
+        kernel: from ``jit``.
         grid: number of programs along each of up to three axes.
         args: the kernel's run-time arguments, in order; the first tensor decides the device.
         options: the kernel's constexprs by name, ``num_warps``, ``num_stages``.
@@ -78,7 +78,7 @@ def run(kernel: Any, grid: Sequence[int], *args: Any, **options: Any) -> None:
 def recording() -> Iterator[list[Launch]]:
     """Collect launches instead of running them, so that they can be compiled without a GPU.
 
-    Inside, CPU tensors are taken for those of a GPU, and what the ops return is uninitialised.
+    Inside, CPU tensors stand for GPU tensors, and the ops return uninitialised memory.
     """
     global _recorded
     outer, _recorded = _recorded, []
@@ -94,5 +94,5 @@ def runs_on(tensor: Tensor) -> bool:
 
 
 def processors(tensor: Tensor) -> int:
-    """Streaming multiprocessors of the tensor's device; those of an H200 where it has none."""
+    """Number of streaming multiprocessors of the tensor's device; that of an H200 for a CPU tensor."""
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 132

@@ -253,17 +253,17 @@ def weighted_mse(
 
     Args:
         prediction: ``[B, C, H, W]`` of fp32, bf16 or fp16, any strides, or ``[B, 2C, H, W]``, of which only the first
-            half is compared. The gradient flows here and nowhere else.
-        latents: what ``noising.corrupt`` was given, likewise the next four.
+            half is compared. Only this argument gets a gradient.
+        latents: as passed to ``noising.corrupt``, like ``position`` and ``table``.
         position: ``[B]`` int64.
         time: ``[B]`` int64 rows of ``table`` and ``weights``, as ``corrupt`` returned them.
         table: ``[T, 4]`` fp32 rows (alpha, sigma, target_x0, target_noise).
         weights: ``[T]`` fp32 weight of the squared error.
-        seed: key of every random number, in [0, 2**64); the next three as for ``corrupt`` too.
+        seed: key of every random number, in [0, 2**64); it and the next three as passed to ``corrupt``.
         streams: stream of each purpose.
         offset: size of the constant that each channel's noise is shifted by.
         posterior: whether ``latents`` are mean and std.
-        clean: False if ``target_x0`` is 0 in every row: the latents are then not read.
+        clean: False if ``target_x0`` is 0 in every row; the latents are then not read.
         backend: implementation; None: the default of ``dispatch.choose``.
 
     Returns:
@@ -271,7 +271,7 @@ def weighted_mse(
 
     Raises:
         ValueError: shape, dtype, device, strides or a value that does not fit; the message says which.
-        RuntimeError: Triton was asked for and cannot run here.
+        RuntimeError: Triton was requested and cannot run here.
     """
     check_latents(latents, posterior)
     batch, rows = latents.shape[0], table.shape[0]

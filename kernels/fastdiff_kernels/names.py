@@ -1,4 +1,4 @@
-"""Names of the ops and of their backends. Free of torch, so that a configuration can check them at once."""
+"""Names of the ops and of their backends. Free of torch, so that a configuration can check them without it."""
 
 from __future__ import annotations
 

@@ -328,10 +328,10 @@ def corrupt(
         streams: stream of each purpose.
         time: ``[B]`` int64 rows of the table, in [0, T); None: drawn, each equally often.
         offset: size of the constant that each channel's noise is shifted by, a normal number times this.
-        perturbation: size of the extra noise that the target does not have.
+        perturbation: size of the extra noise, which is not part of the target.
         posterior: whether x0 is sampled here from mean and std.
-        dtype: of ``noisy``: fp32, bf16 or fp16. The model's own halves the bytes, and changes nothing for a model
-            whose first act is to round its input to it.
+        dtype: of ``noisy``: fp32, bf16 or fp16. The dtype of the model halves the bytes, and changes no number for a
+            model that first rounds its input to it.
         backend: implementation; None: the default of ``dispatch.choose``.
 
     Returns:
@@ -339,7 +339,7 @@ def corrupt(
 
     Raises:
         ValueError: shape, dtype, device, strides or a value that does not fit; the message says which.
-        RuntimeError: Triton was asked for and cannot run here.
+        RuntimeError: Triton was requested and cannot run here.
     """
     check_latents(latents, posterior)
     check_argument("position", position, torch.int64, (latents.shape[0],), latents)

@@ -38,13 +38,13 @@ NORMAL_ULPS = 3
 """Largest error of a normal number, in units of the last place of fp32."""
 
 SEED_MASK = 0xFFFFFFFFFFFFFFFF
-"""Makes the seed in [0, 2**64) again of what ``signed`` returned."""
+"""Mask that converts the result of ``signed`` back to the seed in [0, 2**64)."""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
-_FOLDED_SCALE = 4.6566127342e-10  # the largest fp32 times which 2**31 - 1 stays below 1
+_FOLDED_SCALE = 4.6566127342e-10  # the largest fp32 whose product with 2**31 - 1 is below 1
 _SMALLEST = 1.0e-7  # keeps the logarithm finite
 
 
@@ -56,7 +56,7 @@ _ONE = 0x3F800000
 _LN2_HIGH = 0.693145751953125
 _LN2_LOW = math.log(2.0) - _LN2_HIGH
 # Taylor coefficients in squares, highest power first: of log((1 + s) / (1 - s)) / s - 2, and of the sine and cosine of
-# quarter turns behind their first terms; that of the sine is an fp32 and the rest.
+# quarter turns after their first terms. The first term of the sine is split into an fp32 and a remainder.
 _TURN = math.pi / 2
 _SIN_FIRST = 1.57079637050628662109375
 _LOG_SERIES = tuple(2.0 / (2 * k + 1) for k in (4, 3, 2, 1))
@@ -311,7 +311,7 @@ def bits(seed: int, stream: int, position: Tensor, count: int, backend: Backend 
 
     Raises:
         ValueError: ``position`` is not a vector of int64; ``seed``, ``stream``, ``count`` or ``backend`` out of range.
-        RuntimeError: Triton was asked for and cannot run here.
+        RuntimeError: Triton was requested and cannot run here.
     """
     return _draw(seed, stream, position, count, "bits", backend)
 

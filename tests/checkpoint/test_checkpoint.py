@@ -1,4 +1,4 @@
-"""What a checkpoint holds, how many are kept, and that one of an older version goes on."""
+"""Checkpoints: their contents, how many are kept, and resumes from older versions."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_host_without_memory_fails_all_ranks(tmp_path: Path) -> None:
         assert "no host memory for a copy of 4.00 GiB" in message
 
 
-def test_the_cause_of_a_failure_is_told_though_its_remains_cannot_be_removed(
+def test_the_cause_of_a_failure_is_reported_even_if_cleaning_up_fails(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
@@ -196,7 +196,7 @@ OLD_OBJECTIVE = {
 }
 
 
-def test_a_checkpoint_from_before_the_objectives_goes_on(world: World, digits: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_older_version_resumes(world: World, digits: Path, tmp_path: Path) -> None:
     """Rewritten to what it was: no widths, no draw of timesteps, fewer fields, and one sum of losses."""
     whole = train_losses(world, tiny(digits, tmp_path / "whole", steps=4), launch())
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""What an optimizer has counted, which a resume needs: all steps, or those since it began."""
+"""The step count of an optimizer in a checkpoint: all steps, or those since it began."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def copied(config: RunConfig, folder: Path, *, without_step: int) -> RunConfig:
     return replace(config, output=replace(config.output, folder=str(folder)))
 
 
-def test_a_checkpoint_that_is_older_than_the_count_has_that_of_all_steps(
-    world: World, digits: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_the_count_counts_all_steps(world: World, digits: Path, tmp_path: Path) -> None:
     config = tiny(digits, tmp_path / "whole", steps=4, output__checkpoint_every=2, output__keep=9)
     train(config, launch(0), world)
     older = copied(config, tmp_path / "older", without_step=4)

@@ -1,4 +1,4 @@
-"""Power-function averages: as the paper defines them, and any width from snapshots after the training."""
+"""Power-function averages: the paper's definition, and any width from snapshots after the training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fastdiff.training.ema import Ema
 from tests.support.forked import forked_ranks
 from tests.support.injected.crash_points import LOSSES, CrashPoints, cut_power, operations
 from tests.support.processes import run_ranks
-from tests.support.runs import assert_same_checkpoint, launch, newest, reseal, tiny, train_losses
+from tests.support.runs import assert_same_checkpoint, launch, newest, renew_digest, tiny, train_losses
 from tests.training.test_divergence import in_step, lines, marred, spiky
 from tests.training.test_ema import flat_of
 
@@ -130,7 +130,7 @@ def test_the_fit_finds_what_is_there_and_gets_better_with_more() -> None:
         ({"power_stds": (0.05,), "snapshot_every": -1}, "at least 0"),
     ],
 )
-def test_refused(options: dict[str, Any], message: str) -> None:
+def test_wrong_widths_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EmaConfig(**options)
 
@@ -150,14 +150,14 @@ def _tracking(digits: Path, folder: Path, steps: int, stds: tuple[float, ...] = 
 
 
 @pytest.fixture
-def of_two(run: Path, tmp_path: Path) -> Path:
+def two_widths(run: Path, tmp_path: Path) -> Path:
     """The same run as if it had not tracked the width 0.07."""
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     for path in copy.rglob("MANIFEST.json"):
         path.write_text(path.read_text().replace(json.dumps(list(STDS), indent=1).replace("\n", "\n "), "[0.05, 0.1]"))
         assert json.loads(path.read_text())["ema_stds"] == [0.05, 0.1]
-        reseal(path)
+        renew_digest(path)
     return copy
 
 
@@ -170,54 +170,54 @@ def read(saved: Checkpoint, std: float) -> torch.Tensor:
     return flat({name: made.read(name) for name in saved.manifest["parameters"]})
 
 
-def test_a_width_made_from_two_others_is_the_one_that_was_tracked(of_two: Path) -> None:
-    saved = newest(of_two)
+def test_a_width_made_from_two_others_is_the_one_that_was_tracked(two_widths: Path) -> None:
+    saved = newest(two_widths)
     narrow, tracked, wide = (flat(saved.full(f"ema/power-{std}")) for std in (0.05, 0.07, 0.1))
     apart = (narrow - wide).norm()
     assert min((tracked - narrow).norm(), (tracked - wide).norm()) > 0.2 * apart
     assert (read(saved, 0.07) - tracked).norm() < 0.01 * apart
-    snapshot = Checkpoint(committed(of_two / "ema")[0])
+    snapshot = Checkpoint(committed(two_widths / "ema")[0])
     assert (read(snapshot, 0.07) - tracked).norm() < 0.02 * apart, "all in 16 bits"
     assert torch.equal(read(snapshot, 0.05), flat(snapshot.full("ema/power-0.05")))
     assert (read(snapshot, 0.05) - narrow).norm() < 3e-4 * narrow.norm(), "rounded to fp16"
 
 
-def test_what_the_snapshots_cannot_give_is_refused(of_two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved = newest(of_two)
+def test_widths_far_from_the_snapshots_are_refused(two_widths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = newest(two_widths)
     with pytest.raises(ConfigError, match=r"width 0.01 at step 24 cannot be made .* the fit misses \d+%"):
         reconstruct(saved, 0.01)
     with pytest.raises(ConfigError, match=r"width 0.3: above 0 and at most 0.2887"):
         reconstruct(saved, 0.3)
     terms = len(reconstruct(saved, 0.07).terms)
     assert terms == STEPS, "12 steps with two widths"
-    damaged = of_two / "ema" / "step-00000010" / "rank-00000.safetensors"
+    damaged = two_widths / "ema" / "step-00000010" / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert len(reconstruct(saved, 0.07).terms) == terms - 2
     assert "skipping a damaged snapshot" in capsys.readouterr().err
 
 
-def test_the_commands_take_a_width(of_two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_take_a_width(two_widths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     to = ["--format", "safetensors", "--ema-std"]
-    assert main(["export", str(of_two), str(out), *to, "0.07"]) == 0
-    assert torch.equal(flat(load_file(out / "model.safetensors")), read(newest(of_two), 0.07).float().double())
+    assert main(["export", str(two_widths), str(out), *to, "0.07"]) == 0
+    assert torch.equal(flat(load_file(out / "model.safetensors")), read(newest(two_widths), 0.07).float().double())
     assert "EMA of width 0.07 (fit error" in (out / "README.md").read_text()
-    snapshot = Checkpoint(of_two / "ema" / "step-00000012")
-    assert main(["export", str(of_two), str(tmp_path / "own"), *to, "0.1", "--step", "12"]) == 0
+    snapshot = Checkpoint(two_widths / "ema" / "step-00000012")
+    assert main(["export", str(two_widths), str(tmp_path / "own"), *to, "0.1", "--step", "12"]) == 0
     assert torch.equal(
         flat(load_file(tmp_path / "own" / "model.safetensors")), flat(snapshot.full("ema/power-0.1")).float().double()
     )
     capsys.readouterr()
-    draw = ["sample", str(of_two), "--steps", "1", "--per-class", "1", "--grid", str(tmp_path / "grid.png")]
+    draw = ["sample", str(two_widths), "--steps", "1", "--per-class", "1", "--grid", str(tmp_path / "grid.png")]
     for wish, expected in (([], "EMA of width 0.05"), (["--ema-std", "0.08"], "EMA of width 0.08 (fit error")):
         assert main([*draw, *wish]) == 0
         assert f"step 24, {expected}" in capsys.readouterr().out
     assert main([*draw, "--ema", "0.9"]) == 2
     assert "no EMA of rate 0.9; it has [] and widths (--ema-std) [0.05, 0.1]" in capsys.readouterr().err
-    assert main(["export", str(of_two), str(tmp_path / "none"), *to, "0.07", "--step", "13"]) == 2
+    assert main(["export", str(two_widths), str(tmp_path / "none"), *to, "0.07", "--step", "13"]) == 2
     assert "no checkpoint and no snapshot of step 13; checkpoints: 24; snapshots: " in capsys.readouterr().err
     for wish in (["--ema", "0.9"], ["--raw"], []):
-        plain = ["export", str(of_two), str(tmp_path / "none"), "--format", "safetensors", *wish]
+        plain = ["export", str(two_widths), str(tmp_path / "none"), "--format", "safetensors", *wish]
         assert main([*plain, "--step", "12"]) == 2
         assert "step 12 is a snapshot, which only --ema-std can use" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Command lines of other scripts become runs of fastdiff, flag by flag."""
+"""Command lines of other trainers become runs of fastdiff, flag by flag."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_the_encode_command_is_one_that_fastdiff_has(classes: Path, tmp_path: Pa
         ([*T2I, "--learning_rate", "nan"], "an invalid run: --optim.lr nan: above 0"),
     ],
 )
-def test_what_cannot_be_translated_is_refused(flags: list[str], message: str) -> None:
+def test_untranslatable_flags_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         translate("t2i", flags, gpus=1)
 

@@ -1,4 +1,4 @@
-"""Command lines of improved-diffusion become runs of fastdiff: its README's word by word, and every flag."""
+"""Command lines of improved-diffusion become runs of fastdiff: those of its README, and every flag."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def test_the_encode_command_writes_what_the_training_command_reads(
         ("--ema_rate 1.5", "--ema.rates (1.5,): different values between 0 and 1"),
     ],
 )
-def test_what_cannot_be_translated_is_refused(flags: str, message: str) -> None:
+def test_untranslatable_flags_are_refused(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         iddpm(flags)
 
@@ -347,12 +347,12 @@ def test_what_cannot_be_translated_is_refused(flags: str, message: str) -> None:
         ([*DATA, "--small_size", "256"], "--small_size 256: smaller than --large_size 256"),
     ],
 )
-def test_what_super_resolution_refuses(flags: list[str], message: str) -> None:
+def test_untranslatable_flags_of_super_resolution_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         translate("iddpm-sr", flags, gpus=1)
 
 
-def test_what_the_images_and_the_drawing_differ_in_is_told() -> None:
+def test_differences_of_images_and_sampling_are_reported() -> None:
     for script, theirs in (("iddpm", "image_sample.py"), ("iddpm-sr", "super_res_sample.py")):
         _, notes = iddpm("--diffusion_steps 500", script=script)
         for word in (

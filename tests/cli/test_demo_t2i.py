@@ -1,4 +1,4 @@
-"""The parts of ``make demo-t2i`` that are its own; the commands between them have their own tests."""
+"""The own parts of ``make demo-t2i``; its other commands have their own tests."""
 
 from __future__ import annotations
 

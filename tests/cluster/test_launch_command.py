@@ -1,4 +1,4 @@
-"""``fastdiff launch``: what it writes is run by real shells, with stand-ins only for what needs a cluster.
+"""``fastdiff launch``: real shells run its scripts, with stand-ins only for commands of a cluster.
 
 A stand-in records the arguments that it was given, so nothing is believed of how a shell reads a line.
 """
@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from fastdiff.cluster.launchers.job import Job
 from fastdiff.errors import ConfigError
 from tests.support.processes import BIN, ROOT, Finished, fastdiff, start, stop
 from tests.support.supervised import cache_with
+from tests.support.waiting import wait_until
 
 HOSTILE = (
     "$(touch pwned)", "`touch pwned`", "; touch pwned", "| touch pwned", "&& touch pwned", "it's", 'say "x"', "$HOME",
@@ -34,7 +34,7 @@ HOSTILE = (
 JOB = Job(nodes=2, ranks_per_node=4, preflight=True, flags=("--preset", "digits", *HOSTILE))
 
 _STAND_IN = """#!{python}
-import json, os, signal, subprocess, sys, time
+import glob, json, os, signal, subprocess, sys, time
 name, record = os.path.basename(sys.argv[0]), os.environ["RECORD"]
 with open(f"{{record}}/{{name}}-{{os.getpid()}}.json", "w") as file:
     json.dump({{"argv": sys.argv[1:], "cwd": os.getcwd()}}, file)
@@ -58,6 +58,8 @@ sys.exit(int(os.environ.get("SRUN_EXIT", "0")))
 """,
     "ssh": """
 if sys.argv[-2] == os.environ.get("UNREACHABLE"):
+    while len(glob.glob(f"{record}/waiting-*")) < 2:  # the other two hosts
+        time.sleep(0.01)
     sys.exit(255)
 os.execv("/bin/sh", ["sh", "-c", sys.argv[-1]])  # as sshd gives it to the login shell
 """,
@@ -65,6 +67,7 @@ os.execv("/bin/sh", ["sh", "-c", sys.argv[-1]])  # as sshd gives it to the login
 if "UNREACHABLE" in os.environ:  # a supervisor that waits for the others
     sys.stdout.write("waiting\\n")
     sys.stdout.flush()
+    open(f"{record}/waiting-{os.getpid()}", "w").close()
     sys.stdin.read()
     sys.exit(75)
 """,
@@ -116,7 +119,7 @@ def work(tmp_path: Path, stand_ins: dict[str, str], monkeypatch: pytest.MonkeyPa
 def run_script(path: Path, cwd: Path, stand_ins: dict[str, str], **more: str) -> Finished:
     environment = {**os.environ, **stand_ins, "SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "node-[a-b]", **more}
     done = subprocess.run(
-        ["bash", str(path)], cwd=cwd, env=environment, timeout=60, text=True,
+        ["bash", str(path)], cwd=cwd, env=environment, timeout=240, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     return Finished(done.returncode, done.stdout)
@@ -163,7 +166,7 @@ def test_the_batch_script_gives_every_word_literally_to_every_node(
     assert not [given for given in recorded(stand_ins, "scontrol") if given["argv"][0] == "requeue"]
 
 
-def test_what_sbatch_reads_of_the_script(work: Path) -> None:
+def test_the_directives_of_the_batch_script(work: Path) -> None:
     lines = slurm.script(JOB, batch(time="1-12:00:00", partition="gpu,big", account="team.a", signal_before_s=300,
                                     options={"gpus-per-node": "8", "exclusive": ""})).splitlines()  # fmt: skip
     directives = [line.removeprefix("#SBATCH --") for line in lines[1 : lines.index("set -u") - 1]]
@@ -182,12 +185,12 @@ def test_the_batch_step_passes_signals_on_and_requeues_only_what_still_runs(
 ) -> None:
     script = tmp_path / "job.sbatch"
     script.write_text(slurm.script(JOB, batch()))
-    environment = stand_ins | {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "x", "STATE": state, "SRUN_SLEEP": "60"}
+    environment = stand_ins | {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "x", "STATE": state, "SRUN_SLEEP": "600"}
     process = start(["bash", script], tmp_path, **environment)
     try:
-        wait_for(Path(stand_ins["RECORD"]) / "srun-ready")
+        wait_until((Path(stand_ins["RECORD"]) / "srun-ready").exists, "srun to start its tasks")
         process.send_signal(number)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
     finally:
         stop(process)
     assert process.returncode == 75, output
@@ -203,13 +206,6 @@ def test_a_run_that_failed_is_not_requeued(tmp_path: Path, work: Path, stand_ins
     script.write_text(slurm.script(JOB, batch()))
     assert run_script(script, tmp_path, stand_ins, SRUN_EXIT=str(code)).code == code
     assert [given["argv"][0] for given in recorded(stand_ins, "scontrol")] == ["show"]
-
-
-def wait_for(path: Path, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.05)
 
 
 BAD_NAMES = ["", "a b", "a\nb", "$(touch pwned)", "a;b", "-a", "a'b", 'a"b', "ü", "a#b"]

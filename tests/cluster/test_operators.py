@@ -1,4 +1,4 @@
-"""Compiled operators: one build per job folder, a cache that is whole or absent, and locks that nobody holds."""
+"""Compiled operators: one build per job folder, a cache that is whole or absent, and stale locks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_build_that_goes_on_is_waited_for(root: Path) -> None:
     assert said == [f"waiting for process {process.pid}, which compiles {OPERATOR} ({root / OPERATOR / 'lock'})"]
 
 
-def test_the_lock_of_another_extension_is_no_matter(root: Path) -> None:
+def test_the_lock_of_another_extension_does_not_matter(root: Path) -> None:
     (root / "other").mkdir()
     (root / "other" / "lock").touch()
     extension_locks.wait(root, OPERATOR, lambda _: None)
@@ -110,7 +110,7 @@ def test_the_lock_of_another_extension_is_no_matter(root: Path) -> None:
 
 @pytest.mark.fault(16)
 def test_a_plain_start_explains_a_stale_lock(digits: Path, tmp_path: Path, root: Path) -> None:
-    """Where DeepSpeed alone would wait on it for ever, on both ranks."""
+    """DeepSpeed alone would wait for it for ever, on both ranks."""
     lock = root / OPERATOR / "lock"
     lock.touch()
     os.utime(lock, (time.time() - 3600, time.time() - 3600))
@@ -156,7 +156,7 @@ def test_a_cache_that_cannot_be_read_or_written_is_only_a_cache(
 
 
 def test_a_shared_folder_may_be_in_use_elsewhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What to do is said at once; the lock of a machine that this one cannot see is waited for."""
+    """The remedy is printed at once; a machine that this one cannot see may hold the lock, so it is waited for."""
     monkeypatch.setattr(extension_locks, "is_shared", lambda _: True)
     lock = root / OPERATOR / "lock"
     lock.touch()
@@ -176,7 +176,7 @@ def test_a_shared_folder_may_be_in_use_elsewhere(root: Path, monkeypatch: pytest
         extension_locks.wait(root, OPERATOR, said.append)
 
 
-def test_what_comes_from_the_cache_is_not_built_again(torch_extensions: Path, tmp_path: Path, caches: Path) -> None:
+def test_cached_operators_are_not_built_again(torch_extensions: Path, tmp_path: Path, caches: Path) -> None:
     """ninja finds nothing to do: the object files stay as they are."""
     operators.publish(torch_extensions, operators.cache_folder())
     job = tmp_path / "job"
@@ -187,7 +187,7 @@ def test_what_comes_from_the_cache_is_not_built_again(torch_extensions: Path, tm
     assert {path.name: path.stat().st_mtime_ns for path in (job / OPERATOR).glob("*.*o")} == before
 
 
-def test_who_publishes_second_changes_nothing(torch_extensions: Path, tmp_path: Path, caches: Path) -> None:
+def test_a_second_publisher_changes_nothing(torch_extensions: Path, tmp_path: Path, caches: Path) -> None:
     cached = operators.cache_folder()
     operators.publish(torch_extensions, cached)
     (tmp_path / "other" / "thing").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The pre-flight on real nodes, each a process: what is wrong with one of them is said on all, with its name."""
+"""The pre-flight on real nodes, each a process: every node reports the problems of all nodes by name."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from fastdiff.cluster.preflight.node_checks import checkpoint_bytes, examine_dat
 from fastdiff.cluster.preflight.report import NodeReport, as_error, compare
 from fastdiff.config import command_line
 from fastdiff.errors import ConfigError, DataError, StorageError
-from fastdiff.parallel.world import World, free_port
+from fastdiff.parallel.world import World
 from fastdiff.train import train
 from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
+from tests.support.ports import reserved_port
 from tests.support.processes import ROOT, Finished, start, stop
 
 FLAGS = ("--preset", "digits", "--data.path", "digits", "--output.folder", "run")
 
 
 def one_store() -> TCPStore:
-    return TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60))
+    return TCPStore("127.0.0.1", reserved_port(), 1, True, timedelta(seconds=60))
 
 
 class Nodes:
@@ -50,7 +51,7 @@ class Nodes:
             (own / "run").symlink_to(folder / "shared")
 
     def run(self, *, timeout_s: float = 150) -> list[Finished]:
-        port, count = str(free_port()), str(len(self.folders))
+        port, count = str(reserved_port()), str(len(self.folders))
         environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
         command = [sys.executable, "-m", "tests.support.preflight_node", port]
         processes = [

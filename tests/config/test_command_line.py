@@ -1,4 +1,4 @@
-"""Command lines: what they mean, and what a wrong one says. In-process; the exit codes are seen in test_bad_input."""
+"""Command lines: their meaning, and the messages of wrong ones; test_bad_input has the exit codes."""
 
 from __future__ import annotations
 

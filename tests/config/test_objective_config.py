@@ -1,4 +1,4 @@
-"""Objectives that make no sense cannot be said, or are refused with the reason; those of published recipes are not."""
+"""Nonsensical objectives cannot be expressed or are refused with the reason; published recipes are accepted."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_process_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
 
 
-def test_defaults_of_other_processes_may_be_said() -> None:
+def test_defaults_of_other_processes_may_be_given() -> None:
     """As commands did that set back what a preset said."""
     flags = "--preset dit-b-2-256 --objective.process flow --objective.variance fixed_small --objective.schedule linear"
     same = "--objective.no-zero_terminal_snr --objective.no_dream --objective.rescale-timesteps --objective.p2-gamma 1"
@@ -211,6 +211,16 @@ def test_a_record_of_all_fields_is_read_and_continued(objective: Any, tmp_path: 
     (tmp_path / "run.json").write_text(json.dumps({"config": record}))
     assert parse(["--config", str(tmp_path / "run.json")])[1] == config
     assert config_changes(record, as_json(config), ()) == {}
+
+
+def test_a_value_without_effect_was_taken_by_every_process() -> None:
+    """DREAM's exponent, without DREAM: records and commands of flow and edm may have it."""
+    config = replace(preset("digits"), objective=EdmConfig())
+    record = recorded(config)
+    record["objective"]["dream_detail_preservation"] = 2.0
+    assert from_mapping(record, "a checkpoint") == config
+    flags = ["--preset", "digits", "--objective.process", "edm", "--objective.dream-detail-preservation", "2"]
+    assert parse(flags)[1] == config
 
 
 def test_a_record_with_a_value_of_another_process_is_refused() -> None:
@@ -339,7 +349,7 @@ def test_the_command_line_refuses_them(flags: list[str], reason: str) -> None:
         ("--preset dit-b-2-256 --objective.dream", "--objective.variance fixed_small"),
     ],
 )
-def test_what_a_preset_has_set_is_refused_with_the_value_to_write(flags: str, remedy: str) -> None:
+def test_an_inapplicable_value_of_a_preset_is_refused_with_the_value_to_write(flags: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=f"set .*{re.escape(remedy)}") as refused:
         parse(flags.split())
     assert "leave" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""Every preset is a run that can be built, and says where it comes from."""
+"""Every preset is a run that can be built and names its source."""
 
 from __future__ import annotations
 

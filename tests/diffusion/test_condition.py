@@ -1,4 +1,4 @@
-"""What the model is conditioned on: dropped for guidance, the same share for all of its parts, at the same samples."""
+"""Dropped conditions for guidance: the right share, at the same samples for all parts of a condition."""
 
 from __future__ import annotations
 

@@ -109,15 +109,15 @@ def test_draws_are_distributed_as_those_of_diffusers(
     scheme: str, options: dict[str, float], ours: Callable[[Tensor], Tensor]
 ) -> None:
     """Its numbers are places in a list of timesteps that descends, so that the mean of its logits is minus ours."""
-    theirs = of_diffusers(scheme, options, shift=1.0)
+    theirs = diffusers_draws(scheme, options, shift=1.0)
     assert stats.ks_2samp(ours(uniforms()).numpy(), theirs).pvalue > 0.01
-    moved = of_diffusers(scheme, options, shift=3.0)
+    moved = diffusers_draws(scheme, options, shift=3.0)
     assert stats.ks_2samp(densities.shift(ours(uniforms()), 3.0).numpy(), moved).pvalue > 0.01
     if scheme == "logit_normal":
         assert stats.ks_2samp(1 - ours(uniforms()).numpy(), theirs).pvalue < 1e-6, "the test can tell the sign"
 
 
-def of_diffusers(scheme: str, options: dict[str, float], shift: float) -> np.ndarray:
+def diffusers_draws(scheme: str, options: dict[str, float], shift: float) -> np.ndarray:
     """4000 levels t, drawn as its script for Stable Diffusion 3 does."""
     from diffusers import FlowMatchEulerDiscreteScheduler
     from diffusers.training_utils import compute_density_for_timestep_sampling

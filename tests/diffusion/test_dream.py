@@ -1,4 +1,4 @@
-"""DREAM: input and target follow the model's own estimate of the noise, for one more forward pass and no gradient."""
+"""DREAM: input and target follow the model's own estimate of the noise, at the cost of one forward pass."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_perfect_model_is_corrected_by_nothing() -> None:
 
 
 @pytest.mark.parametrize("prediction", ["v", "x0"])
-def test_only_the_prediction_of_noise_has_it(prediction: Any) -> None:
+def test_dream_needs_the_prediction_of_noise(prediction: Any) -> None:
     message = rf"--objective\.dream needs --objective\.prediction epsilon, given {prediction}"
     with pytest.raises(ConfigError, match=message):
         DdpmConfig(dream=True, prediction=prediction)

@@ -37,7 +37,7 @@ def guess_of(size: int) -> Tensor:
     return torch.randn(size, *SHAPE, generator=torch.Generator().manual_seed(1))
 
 
-def of_gamma(weighting: str, gamma: float, sigma: np.ndarray, data: float) -> Any:
+def gamma_weight(weighting: str, gamma: float, sigma: np.ndarray, data: float) -> Any:
     """Weight of |D - y|^2; table 1 has (sigma^2 + data^2) / (sigma data)^2 for lambda."""
     snr = (data / sigma) ** 2
     plain = (sigma**2 + data**2) / (sigma * data) ** 2
@@ -61,7 +61,7 @@ def test_the_loss_is_that_of_the_denoiser(weighting: Any, gamma: float | None, d
     c_out = sigma * data / np.sqrt(sigma**2 + data**2)
     c_in = 1 / np.sqrt(sigma**2 + data**2)
     denoised = c_skip * x + c_out * guess.double().numpy()
-    weight = of_gamma(weighting, gamma or 0.0, sigma, data)
+    weight = gamma_weight(weighting, gamma or 0.0, sigma, data)
     expected = (weight * (denoised - clean) ** 2).mean(axis=(1, 2, 3))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     np.testing.assert_allclose(corruption.noisy, c_in * x, rtol=0, atol=3e-6)

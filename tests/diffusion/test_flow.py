@@ -88,7 +88,7 @@ def squared(error: np.ndarray) -> np.ndarray:
 def sit_losses(
     path: str, prediction: str, weighting: str, t: np.ndarray, clean: np.ndarray, noise: np.ndarray, guess: np.ndarray
 ) -> np.ndarray:
-    """What SiT's transport computes of a model that says ``guess`` (a velocity: towards the data, so reversed)."""
+    """Loss of SiT's transport for a model that predicts ``guess`` (its velocity points to the data: reversed)."""
     alpha, alpha_slope, sigma, sigma_slope = plan(path, t[:, None, None, None])
     if prediction == "flow":
         return squared(-guess - (alpha_slope * clean + sigma_slope * noise))
@@ -260,7 +260,7 @@ def test_weightings_of_the_linear_velocity_are_refused_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_bf16_network_is_told_the_exact_time(world: World, digits: Path, tmp_path: Path, stage: int) -> None:
+def test_a_bf16_network_gets_the_exact_time(world: World, digits: Path, tmp_path: Path, stage: int) -> None:
     """bf16 knows 128 times between 500 and 1000; DeepSpeed casts the weights, and must not cast this."""
     given: list[Tensor] = []
     told: list[tuple[Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""Importance sampling by the second moment of the loss: unbiased, the same on any ranks, and part of a checkpoint."""
+"""Importance sampling by the second moment of the loss: unbiased, equal for any number of ranks, resumable."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def feed(drawn: Timesteps, step: Step, first: int, order: list[int], micro: int)
         drawn.observe(row[chosen], loss[chosen], first + chosen)
 
 
-def of_deques(steps: list[Step], timesteps: int = T) -> list[tuple[int, list[float]]]:
+def deque_histories(steps: list[Step], timesteps: int = T) -> list[tuple[int, list[float]]]:
     """The plain meaning: how many losses each timestep had, and the last ten of them."""
     kept = [(0, deque[float](maxlen=10)) for _ in range(timesteps)]
     for t, loss in (sample for step in steps for sample in step):
@@ -82,7 +82,7 @@ def test_histories_are_deques_in_the_order_of_the_positions(steps: list[Step], r
         feed(parted, step, 24 * number, order, micro=random.choice([1, 2, 6]))
         whole.end_step(ALONE)
         parted.end_step(ALONE)
-    assert unrolled(whole.state()) == of_deques(steps)
+    assert unrolled(whole.state()) == deque_histories(steps)
     assert same(whole.state(), parted.state())
     position = torch.arange(500)
     assert torch.equal(whole.draw(position)[0], parted.draw(position)[0])
@@ -189,7 +189,7 @@ def test_the_objective_weights_the_loss_and_learns_from_it_unweighted() -> None:
     assert same(objective.timesteps.state(), learned.state())
 
 
-def test_state_goes_on_and_another_one_starts_anew() -> None:
+def test_the_state_is_restored_and_another_density_starts_anew() -> None:
     learned, _ = warm()
     other = sampler()
     other.restore({name: values.clone() for name, values in learned.state().items()})
@@ -204,7 +204,7 @@ def test_state_goes_on_and_another_one_starts_anew() -> None:
         assert torch.equal(other.draw(position)[0], sampler().draw(position)[0])
 
 
-def test_two_ranks_know_what_one_knows() -> None:
+def test_two_ranks_have_the_state_of_one() -> None:
     """And go on with its state."""
     alone = sampler()
     learn(alone, ALONE, steps=range(20))

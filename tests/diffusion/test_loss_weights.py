@@ -1,4 +1,4 @@
-"""Weights of the loss by timestep: against what each does to the error of x0, and at their limits."""
+"""Loss weights by timestep: their effect on the error of x0, and their limits."""
 
 import math
 from typing import get_args
@@ -79,7 +79,7 @@ def test_a_weighting_means_the_same_for_every_prediction(kind, prediction, gamma
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_where_there_is_no_signal_a_weight_is_its_limit(kind, prediction):
+def test_the_weight_without_signal_is_its_limit(kind, prediction):
     snr = torch.tensor([0.0, 1e-30], dtype=torch.float64)
     weight, close = loss_weights(kind, snr, noise_per_error(prediction, snr)).tolist()
     if (kind, prediction) == ("debiased", "epsilon"):
@@ -138,7 +138,7 @@ def test_the_loss_is_that_of_the_papers(kind, prediction, zero_terminal):
 
 
 def weight_of(kind, prediction, snr):
-    """That of x0 over the factor between the errors; where there is no signal, its limit."""
+    """The weight of x0 divided by the factor between the errors; without signal, its limit."""
     if snr == 0 and prediction == "epsilon":
         return 0.0 if kind == "debiased" else 1.0
     return OF_X0[kind](snr, USUAL.get(kind)) / {"epsilon": snr, "v": snr + 1, "x0": 1.0}[prediction]

@@ -1,4 +1,4 @@
-"""Multi-resolution noise: its distribution, what it depends on, and its place in input and target."""
+"""Multi-resolution noise: its distribution, its dependence on seed and position, its use in input and target."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_dream_corrects_towards_all_of_the_noise() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"process": "flow"}, {"process": "edm"}])
-def test_it_depends_on_seed_and_position_alone(options: dict[str, Any]) -> None:
+def test_the_noise_depends_on_seed_and_position_alone(options: dict[str, Any]) -> None:
     objective, whole = _objective(**options), _batch(9)
     expected = objective.corrupt(whole)
     parts = [

@@ -1,10 +1,9 @@
-"""Corruption and loss: against fp64 oracles and closed forms, and what they must never do."""
+"""Corruption and loss: against fp64 oracles and closed forms; no operation waits for the device."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff.batch import Batch
 from fastdiff.config.networks.dit import DiTConfig
@@ -17,6 +16,7 @@ from fastdiff.models.dit.network import DiT
 from fastdiff.rng import Stream, normal
 from fastdiff.training.metrics import Meters
 from fastdiff_kernels import dispatch
+from tests.support.dispatch_modes import NoSync
 from tests.support.objectives import objective_of
 from tests.support.references.timesteps import uniform_timesteps
 
@@ -255,20 +255,8 @@ def test_a_seed_out_of_range_is_refused():
             _objective(seed=seed)
 
 
-class _NoSync(TorchDispatchMode):
-    """Fails on what would make a GPU's host wait, or copy a constant to the device."""
-
-    FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "lift_fresh")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().removeprefix("aten::").split(".")[0]
-        assert name not in self.FORBIDDEN, f"{func.name()} waits for the device or copies to it"
-        assert name != "_to_copy" or (kwargs or {}).get("device") is None, "a copy to another device"
-        return func(*args, **(kwargs or {}))
-
-
 def _step(objective, batch, guess):
-    """What the loop does besides model and optimizer."""
+    """The part of a step besides model and optimizer."""
     corruption = objective.corrupt(batch, lambda noisy, time, label: guess)
     return objective.loss(guess, batch, corruption), corruption.levels
 
@@ -304,13 +292,13 @@ def test_no_part_of_the_objective_waits_for_the_device(options, monkeypatch):
         monkeypatch.setattr(
             torch.Tensor, name, lambda *a, _of=original, _as=name, **k: (calls.append(_as), _of(*a, **k))[1]
         )
-    with _NoSync():
+    with NoSync():
         losses, _ = _step(objective, batch, guess)
     assert calls == []
     # The counters and the mode work: otherwise the lines above prove nothing.
     assert losses.sum().item() > 0
     assert calls == ["item"]
-    with pytest.raises(AssertionError, match="waits for the device"), _NoSync():
+    with pytest.raises(AssertionError, match="waits for the device"), NoSync():
         losses[0].item()
 
 

@@ -1,4 +1,4 @@
-"""Which noise levels are drawn: shares, strata, densities and biases, as functions of the position alone."""
+"""The drawn noise levels: shares, strata, densities and biases, as functions of the position alone."""
 
 import math
 from dataclasses import replace
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import scipy.special
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff.batch import Batch
 from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
@@ -17,6 +16,7 @@ from fastdiff.diffusion.processes import build_process
 from fastdiff.diffusion.timesteps import Tabulated, Timesteps, build_timesteps, golden_ranks
 from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, uniform
+from tests.support.dispatch_modes import NoSync
 from tests.support.references.timesteps import uniform_timesteps
 
 SEED = 5
@@ -33,7 +33,7 @@ def sampler(objective: ObjectiveConfig = DDPM, batch_samples: int = 256, **confi
 
 
 def biases(density: str) -> dict[str, float]:
-    """What the densities that bias are refused without."""
+    """The options that biased densities require."""
     return {"bias_multiplier": 3.0} if density in ("earlier", "later", "range") else {}
 
 
@@ -248,18 +248,6 @@ def test_a_table_meets_its_ends() -> None:
     assert table(torch.tensor(ends, dtype=torch.float64)).tolist() == [1, 1, 3, 3, 4, 4]
     assert table(torch.tensor([1 - 2.0**-24])).tolist() == [4], "the largest fp32 share"
     torch.testing.assert_close(table.correction(torch.tensor([1, 3, 4])), torch.tensor([8 / 18, 8 / 6, 8 / 24]))
-
-
-class NoSync(TorchDispatchMode):
-    """Fails on what would make a GPU's host wait, or copy a constant to the device."""
-
-    FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "lift_fresh")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func.name().removeprefix("aten::").split(".")[0]
-        assert name not in self.FORBIDDEN, f"{func.name()} waits for the device or copies to it"
-        assert name != "_to_copy" or (kwargs or {}).get("device") is None, "a copy to another device"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("stratified", [False, True])

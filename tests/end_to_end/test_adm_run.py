@@ -160,7 +160,7 @@ def test_the_likelihood_is_that_of_the_time_the_model_was_told_and_of_the_small_
     assert torch.cat(told).unique().tolist() == [25.0 * step for step in range(40)]
 
 
-def test_what_would_never_act_is_refused(digits: Path, tmp_path: Path) -> None:
+def test_options_without_effect_are_refused(digits: Path, tmp_path: Path) -> None:
     config = adm(digits, tmp_path)
     with pytest.raises(ConfigError, match=r"--objective.low_res_noise 0.5 is for super-resolution"):
         replace(config, objective=replace(HYBRID, low_res_noise=0.5))

@@ -1,4 +1,4 @@
-"""Another number of ranks, another ZeRO stage: the run goes on where it stood, with the samples it would have seen.
+"""A run resumed with another number of ranks and ZeRO stage: the same position, the same samples.
 
 Each course is one run over two epochs' shards with warm-up, weight decay, accumulation and averages. Two ranks are
 asked to stop in the middle of the accumulation of a step, one rank goes on under another stage until a later step, and
@@ -55,7 +55,7 @@ SHORT = Length(24, (9, 15), warmup=11)
 
 @dataclass
 class Seen:
-    """What one rank saw of a run, or of a part of it."""
+    """Observations of one rank in a run or in a part of it."""
 
     content: dict[int, int] = field(default_factory=dict)
     """By position: a checksum of latents and label."""

@@ -1,4 +1,4 @@
-"""A checkpoint keeps what importance sampling has learned."""
+"""A resume keeps the state of importance sampling."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.metrics import BY_LEVEL
-from tests.end_to_end.test_resume import lines, wait_for_step
 from tests.support.forked import Ranks
 from tests.support.processes import run_ranks
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, newest, records, tiny, train_losses
+from tests.support.waiting import steps_logged, wait_for_steps
 
 STEPS, KILL_AFTER = 60, 13
 
@@ -48,19 +48,17 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_killed_run_goes_on_with_its_losses(world: World, digits: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_with_its_losses(world: World, digits: Path, tmp_path: Path) -> None:
     """SIGKILL at about step 13, then the same configuration; and once more without a kill. The latter two in this
     process, which has been started already; ``test_resume`` gives the same command again.
     """
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     same = Launch(deepspeed=deepspeed_config.DEFAULT)
-    process = Ranks(train_losses, config_of(digits, killed), same, ranks=1)
-    try:
-        wait_for_step(killed / "metrics.jsonl", KILL_AFTER)
-    finally:
+    with Ranks(train_losses, config_of(digits, killed), same, ranks=1) as process:
+        wait_for_steps(killed, KILL_AFTER)
         process.kill()
         assert process.wait()[0].code == -signal.SIGKILL
-    assert lines(killed / "metrics.jsonl") < STEPS, "killed too late to prove anything"
+    assert steps_logged(killed) < STEPS, "killed too late to prove anything"
     assert newest(killed).timesteps()["count"].min() >= HISTORY, "killed too early to prove anything"
     assert intact(killed)[0] >= 10, "not from the beginning"
     resumed = train_losses(world, config_of(digits, killed), same)
@@ -72,7 +70,7 @@ def test_a_killed_run_goes_on_with_its_losses(world: World, digits: Path, tmp_pa
     assert state["count"].sum() == STEPS * 16
 
 
-def test_two_ranks_go_the_way_of_one(world: World, digits: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one(world: World, digits: Path, tmp_path: Path) -> None:
     """With accumulation: from the beginning, and from a checkpoint of one rank, under ZeRO-3."""
 
     def config(name: str, steps: int) -> RunConfig:

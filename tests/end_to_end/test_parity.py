@@ -1,4 +1,4 @@
-"""One training step against the same step made of diffusers' own parts, as its text-to-image script puts them together.
+"""One training step against the same step built from diffusers' parts, as its text-to-image script does it.
 
 Given the same weights, latents, captions, timesteps and noise, loss and gradients are those of the script, in fp32: it
 casts the noise schedule to the dtype of the latents, and in bf16 loses the noise of the first steps.

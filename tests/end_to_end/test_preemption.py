@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves one step on all ranks, exits with 75 and leaves nobody behind; then it goes on."""
+"""Preemption: all ranks save one step, exit with 75 and leave no process; then the run resumes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,14 +18,18 @@ import pytest
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.preemption import listening
 from fastdiff.parallel.world import World
+from fastdiff.sampling.solvers import sample
 from fastdiff.train import main
+from fastdiff.training.callbacks import previews
 from tests.support.forked import forked_ranks, values
-from tests.support.processes import ROOT, deepspeed_command, start, stop
+from tests.support.processes import Finished, deepspeed_command, run, start, stop
 from tests.support.runs import flags, hexes, intact, losses, tiny
+from tests.support.waiting import wait_for_steps
 
 STEPS = 40
 ZERO3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
-NOTICE_S = 25
+END_S = 120
+"""Hard limit of an end on a busy machine; a quiet one takes about two of the 25 seconds that schedulers give."""
 
 
 def config_of(data: Path, folder: Path, steps: int = STEPS) -> RunConfig:
@@ -36,18 +40,27 @@ def _main(world: World, argv: list[str]) -> int:
     return main(argv)
 
 
-def _main_signalled(
-    world: World, argv: list[str], rank: int, number: signal.Signals, folder: Path, step: int, delay_s: float = 0
-) -> int:
-    """Run the command; one rank gets a signal behind a step, from a thread: a machine that is busy delays both."""
+def _main_signalled(world: World, argv: list[str], rank: int, number: signal.Signals, folder: Path, step: int) -> int:
+    """Run the command; one rank gets a signal after a step, from a thread: a machine that is busy delays both."""
 
     def send() -> None:
         wait_for_steps(folder, step)
-        time.sleep(delay_s)
         os.kill(os.getpid(), number)
 
     if world.rank == rank:
         threading.Thread(target=send, daemon=True).start()
+    return main(argv)
+
+
+def _main_signalled_as_it_draws(world: World, argv: list[str], rank: int, number: signal.Signals) -> int:
+    """Run the command; one rank gets a signal when it begins to draw images."""
+
+    def draw(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return sample(*arguments, **options)
+
+    if world.rank == rank:
+        previews.sample = draw  # type: ignore[assignment]
     return main(argv)
 
 
@@ -56,13 +69,6 @@ def whole(torch_extensions: Path, digits: Path, tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("preemption") / "whole"
     assert values(forked_ranks(_main, [*flags(config_of(digits, folder)), *ZERO3])) == [0, 0]
     return losses(folder)
-
-
-def wait_for_steps(folder: Path, steps: int, timeout_s: float = 120) -> None:
-    path, deadline = folder / "metrics.jsonl", time.monotonic() + timeout_s
-    while not path.exists() or len(path.read_text().splitlines()) < steps:
-        assert time.monotonic() < deadline, f"not {steps} steps in {timeout_s} s"
-        time.sleep(0.01)
 
 
 @pytest.mark.fault(12)
@@ -96,7 +102,7 @@ def running(whole: list[float], digits: Path, tmp_path: Path) -> Iterator[Tree]:
     command = deepspeed_command(*flags(config_of(digits, tmp_path / "run", 100_000)), *ZERO3, ranks=2)
     process = start(command)
     try:
-        wait_for_steps(tmp_path / "run", 3)
+        wait_for_steps(tmp_path / "run", 3, process)
         yield Tree(process, [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)])
     finally:
         stop(process)
@@ -110,8 +116,8 @@ def test_a_launcher_that_ends_leaves_nobody_and_loses_nothing(
     """DeepSpeed's command passes no SIGTERM on to its launcher, and a launcher that is killed none to the ranks."""
     process = running.command if target == "command" else running.launcher
     process.send_signal(signal.SIGKILL if target == "launcher killed" else signal.SIGTERM)
-    _, alive = psutil.wait_procs(running.everyone, timeout=NOTICE_S)
-    assert not alive, f"still there after {NOTICE_S} s: {[p.cmdline() for p in alive]}"
+    _, alive = psutil.wait_procs(running.everyone, timeout=END_S)
+    assert not alive, f"still there after {END_S} s: {[p.cmdline() for p in alive]}"
     steps = losses(tmp_path / "run")
     assert intact(tmp_path / "run") == [len(steps)], "the last step that was logged is the one that is saved"
     assert hexes(steps[:STEPS]) == hexes(whole[: len(steps)])
@@ -123,7 +129,7 @@ def test_the_command_itself_exits_with_75(whole: list[float], digits: Path, tmp_
     launcher = running.launcher
     ranks = [p for p in launcher.children() if "fastdiff/train.py" in p.cmdline()]
     ranks[-1].send_signal(signal.SIGUSR1)
-    output, _ = running.command.communicate(timeout=NOTICE_S)
+    output, _ = running.command.communicate(timeout=END_S)
     assert running.command.returncode == 75, output
     assert output.count("the same command resumes from there") == 1, output
 
@@ -132,27 +138,25 @@ def test_the_command_itself_exits_with_75(whole: list[float], digits: Path, tmp_
 def test_a_signal_during_the_images_saves_the_step_before_them(
     whole: list[float], digits: Path, tmp_path: Path
 ) -> None:
-    """Which take longer than any notice: the ranks agree to break off, as they agree on an error."""
+    """The images take longer than any notice: the ranks agree to break off, as they agree on an error."""
     changes = {"output__sample_every": 3, "output__sample_steps": 1000}
     argv = [*flags(tiny(digits, tmp_path / "run", STEPS, batch__micro=8, **changes)), *ZERO3]
-    assert values(forked_ranks(_main_signalled, argv, 1, signal.SIGTERM, tmp_path / "run", 3, 0.5)) == [75, 75]
+    assert values(forked_ranks(_main_signalled_as_it_draws, argv, 1, signal.SIGTERM)) == [75, 75]
     assert intact(tmp_path / "run") == [3]
     assert hexes(losses(tmp_path / "run")) == hexes(whole[:3])
 
 
-def python(code: str, before: str = "", after: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code after ``import os, signal, time`` and what it tests, from a shell with commands before and after it."""
+def python(code: str, shell: str = '"$PYTHON" -c "$CODE"', **environment: str) -> Finished:
+    """Run code behind the imports that it needs, started by these words of a shell."""
     module = "fastdiff.parallel.preemption"
     imports = f"import os, signal, time\nfrom {module} import *\nfrom fastdiff.parallel import preemption\n"
-    env = {name: value for name, value in os.environ.items() if name != "RANK"} | environment | {"CODE": imports + code}
-    command = ["sh", "-c", f'{before} {sys.executable} -c "$CODE" {after}']
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)
+    return run(["sh", "-c", shell], PYTHON=sys.executable, CODE=imports + code, **environment)
 
 
 def test_a_signal_before_the_first_step_ends_at_once() -> None:
-    done = python("with listening():\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(30)")
-    assert done.returncode == 75
-    assert "SIGTERM before the first step" in done.stderr
+    done = python("with listening():\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(600)")
+    assert done.code == 75
+    assert "SIGTERM before the first step" in done.output
 
 
 def test_signals_after_the_end_do_not_change_the_exit_code() -> None:
@@ -168,7 +172,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 os.kill(os.getpid(), signal.SIGUSR1)
 raise SystemExit(75)
 """
-    assert python(code).returncode == 75
+    assert python(code).code == 75
 
 
 def test_a_rank_whose_step_never_ends_gives_up() -> None:
@@ -180,23 +184,37 @@ class Heart:
 with listening() as request:
     request.arm(Heart())
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(30)
+    time.sleep(600)
 """
     done = python(code)
-    assert done.returncode == 75
-    assert "in a step that does not end" in done.stderr
+    assert done.code == 75
+    assert "in a step that does not end" in done.output
 
 
-def test_without_a_launcher_the_shell_may_end() -> None:
+def test_without_a_launcher_the_shell_may_end(tmp_path: Path) -> None:
     """`nohup python fastdiff/train.py ... &`, and a logout."""
-    done = python("with listening() as r:\n    time.sleep(2)\n    print(r.reason)", before="", after="& sleep 0.5")
-    assert done.stdout == "None\n", done.stderr
+    code = """
+shell = os.getppid()
+with listening() as request:
+    open(os.environ["LISTENS"], "w").close()
+    while os.getppid() == shell:
+        time.sleep(0.01)
+    time.sleep(4 * preemption._POLL_S)
+    print(request.reason)
+"""
+    shell = '"$PYTHON" -c "$CODE" & while [ ! -e "$LISTENS" ]; do sleep 0.01; done'
+    assert python(code, shell, LISTENS=str(tmp_path / "listens")).output == "None\n"
 
 
 def test_a_launcher_that_ended_before_anybody_looked_is_noticed() -> None:
-    code = "time.sleep(2)\nwith listening():\n    time.sleep(30)\n"
-    orphan = python(code, before="", after="& sleep 0.2", RANK="0", WORLD_SIZE="1")
-    assert "the launcher ended before the first step" in orphan.stderr
+    code = """
+while os.getppid() == int(os.environ["LAUNCHER"]):
+    time.sleep(0.01)
+with listening():
+    time.sleep(600)
+"""
+    orphan = python(code, 'LAUNCHER=$$ "$PYTHON" -c "$CODE" &', RANK="0", WORLD_SIZE="1")
+    assert "the launcher ended before the first step" in orphan.output
 
 
 def test_handlers_are_those_of_before() -> None:

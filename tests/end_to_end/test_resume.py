@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from tests.support.processes import deepspeed, deepspeed_command, run_ranks, start, stop
 from tests.support.runs import assert_same_checkpoint, flags, hexes, losses, tiny, train_losses
+from tests.support.waiting import steps_logged, wait_for_steps
 
 STEPS, KILL_AFTER = 40, 13
 
@@ -34,10 +34,10 @@ def test_a_killed_command_resumes_hex_equal(torch_extensions: Path, digits: Path
     command = [*flags(config_of(digits, tmp_path / "killed")), "--deepspeed_config", zero3]
     process = start(deepspeed_command(*command, ranks=2))
     try:
-        wait_for_step(tmp_path / "killed" / "metrics.jsonl", KILL_AFTER)
+        wait_for_steps(tmp_path / "killed", KILL_AFTER, process)
     finally:
         stop(process)
-    assert lines(tmp_path / "killed" / "metrics.jsonl") < STEPS, "killed too late to prove anything"
+    assert steps_logged(tmp_path / "killed") < STEPS, "killed too late to prove anything"
     again = deepspeed(*command, ranks=2)
     assert again.code == 0, again.output
 
@@ -46,14 +46,3 @@ def test_a_killed_command_resumes_hex_equal(torch_extensions: Path, digits: Path
     assert int(resumed[1]) >= 10, "not from the beginning"
     assert hexes(losses(tmp_path / "killed")) == hexes(losses(tmp_path / "whole"))
     assert_same_checkpoint(tmp_path / "whole", tmp_path / "killed")
-
-
-def lines(path: Path) -> int:
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def wait_for_step(path: Path, steps: int, timeout_s: float = 180) -> None:
-    deadline = time.monotonic() + timeout_s
-    while lines(path) < steps:
-        assert time.monotonic() < deadline, f"{lines(path)} steps after {timeout_s} s"
-        time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""A text-to-image run from its shards to a pipeline of diffusers, all of it at once."""
+"""A complete text-to-image run, from shards to a pipeline of diffusers."""
 
 from __future__ import annotations
 

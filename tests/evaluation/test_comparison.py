@@ -1,4 +1,4 @@
-"""Two runs compared: the arithmetic on arrays with known answers, the refusals, and the command on real runs."""
+"""Comparisons of two runs: the arithmetic on arrays with known answers, the refusals, the command on real runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def inside(number: int) -> np.ndarray[Any, Any]:
 
 
 def test_paired_differences_are_those_of_the_samples() -> None:
-    """What both runs find hard cancels: a difference of a hundredth of the spread of the losses is seen."""
+    """Samples that are hard for both runs cancel: a hundredth of the spread of the losses is seen."""
     a = 1 + np.abs(NOISE[0])
     b = a + 0.004 * NOISE[1]
     b[inside(5)] += 0.01
@@ -110,7 +110,7 @@ def test_a_bin_that_one_run_hardly_has_is_not_in_the_mean_of_bins() -> None:
     assert table(nothing)
 
 
-def test_what_is_not_finite_is_left_out() -> None:
+def test_values_that_are_not_finite_are_left_out() -> None:
     a, b = 1 + np.abs(NOISE)
     a[3], b[4] = np.inf, np.nan
     found = compare(run("a", a), run("b", b))

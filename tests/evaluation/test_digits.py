@@ -1,4 +1,4 @@
-"""The judge of generated digits, judged."""
+"""The classifier and the distance that judge generated digits."""
 
 from __future__ import annotations
 

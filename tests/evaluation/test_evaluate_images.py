@@ -1,4 +1,4 @@
-"""``fastdiff evaluate SAMPLES --reference REAL``: which inputs are taken, what is refused, and what comes out."""
+"""``fastdiff evaluate SAMPLES --reference REAL``: its inputs, refusals and results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from fastdiff.cli.main import main
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.evaluation.features import WEIGHTS_BYTES, features_of, open_extractor, published_weights
-from fastdiff.evaluation.image_comparison import FidelityOptions, evaluate_images
+from fastdiff.evaluation.image_comparison import ImageComparisonOptions, evaluate_images
 from fastdiff.evaluation.image_metrics import Gaussian, frechet_distance, kernel_distance, precision_recall
 from fastdiff.evaluation.image_sets import open_images
 from tests.support.injected.hostile_files import sparse
 from tests.support.inputs.image_sets import Pixels, folder_of, npz, pictures
 from tests.support.processes import fastdiff
 
-PIXELS = FidelityOptions(features="pixels", batch=7)
+PIXELS = ImageComparisonOptions(features="pixels", batch=7)
 MEAN_COLOR = """
 import numpy as np
 
@@ -77,7 +77,7 @@ def test_pixels_of_npz_files(tmp_path: Path) -> None:
     result = evaluate_images(samples, reference, PIXELS)
     assert result["fid"] == pytest.approx(frechet_distance(unit(drawn), unit(real)), rel=1e-12)
     assert (result["samples"], result["reference"], result["extractor_sha256"]) == (45, 64, None)
-    assert evaluate_images(samples, tmp_path / "c.npz", FidelityOptions(features="pixels")) == result
+    assert evaluate_images(samples, tmp_path / "c.npz", ImageComparisonOptions(features="pixels")) == result
     assert evaluate_images(reference, reference, PIXELS)["fid"] < 1e-9
     swapped = evaluate_images(reference, samples, PIXELS)
     assert swapped["fid"] == pytest.approx(result["fid"], rel=1e-9)
@@ -140,7 +140,7 @@ def test_few_images_are_measured_with_a_warning(tmp_path: Path, capsys: pytest.C
 def test_other_sizes_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "f.py").write_text(MEAN_COLOR)
     small, large = npz(tmp_path / "s.npz", pictures(9)), npz(tmp_path / "l.npz", pictures(9, size=(8, 6)))
-    evaluate_images(small, large, FidelityOptions(features=f"{tmp_path / 'f.py'}:mean_color"))
+    evaluate_images(small, large, ImageComparisonOptions(features=f"{tmp_path / 'f.py'}:mean_color"))
     assert "images of 3x4 pixels" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"pixels gives 36 features of a sample and 144 of a reference image"):
         evaluate_images(small, large, PIXELS)
@@ -245,7 +245,7 @@ def test_features_of_a_tensor_and_of_the_batch_size(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found[0], found[2])
 
 
-def test_inception_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_of_inception_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether its package is missing or its weights: where they come from, where they go to, and what goes without."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     path = tmp_path / "hub" / "checkpoints" / "weights-inception-2015-12-05-6726825d.pth"

@@ -1,4 +1,4 @@
-"""Images and statistics that ``fastdiff evaluate`` does not take: each has a reason, and none is run or believed."""
+"""Image sets and statistics that ``fastdiff evaluate`` refuses: each with a reason, and none is executed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ import pytest
 from PIL import Image
 
 from fastdiff.errors import ConfigError, DataError
-from fastdiff.evaluation.image_comparison import FidelityOptions, evaluate_images
+from fastdiff.evaluation.image_comparison import ImageComparisonOptions, evaluate_images
 from fastdiff.evaluation.image_sets import open_images, open_reference
 from fastdiff.sampling.npz import npz_member
 from tests.support.injected.hostile_files import Payload
 from tests.support.inputs.image_sets import folder_of, npz, pictures
 
-PIXELS = FidelityOptions(features="pixels", batch=7)
+PIXELS = ImageComparisonOptions(features="pixels", batch=7)
 
 
-def test_a_run_is_no_set_of_images(tmp_path: Path) -> None:
+def test_a_run_is_refused_as_an_image_set(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"is a run; draw its images first: fastdiff sample .* --npz samples\.npz"):
         open_images(tmp_path)
 
 
-def test_what_is_no_image_set_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_image_set_are_refused(tmp_path: Path) -> None:
     (tmp_path / "images.txt").write_text("text")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="neither an npz file nor a folder; expected an npz file with arr_0"):
@@ -145,7 +145,7 @@ def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-def test_sizes_are_not_believed(tmp_path: Path) -> None:
+def test_claimed_sizes_are_not_trusted(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     refused_without_memory(zipped(path, header(10**9, 64, 64, 3), bytes(100)), "and has 100 bytes")
     refused_without_memory(zipped(path, header(-2, -2, 2, 1), bytes(8)), r"has the shape \(-2, -2, 2, 1\)")
@@ -161,7 +161,7 @@ def test_sizes_are_not_believed(tmp_path: Path) -> None:
     refused_without_memory(zipped(path, header(8, 2, 2, 1), bytes(32), zipfile.ZIP_LZMA), "that np.savez never uses")
 
 
-def test_a_directory_that_lies_is_not_believed(tmp_path: Path) -> None:
+def test_a_lying_zip_directory_is_refused(tmp_path: Path) -> None:
     """The sizes in the zip's directory are those that its array claims, and the file is small."""
     claimed = 300 << 20
     path = zipped(tmp_path / "a.npz", header(300, 1024, 1024, 1), b"few bytes")

@@ -1,4 +1,4 @@
-"""Distances between sets of features, against the equations of the papers written out."""
+"""Distances between sets of features, against the equations of the papers."""
 
 from __future__ import annotations
 

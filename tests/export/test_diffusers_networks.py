@@ -1,4 +1,4 @@
-"""Networks as classes of diffusers: the same outputs, and why not where there is no equal class."""
+"""Networks as classes of diffusers: equal outputs, or the reason why no class is equal."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_the_card_of_a_run_loads_the_network_that_it_trained(
         torch.testing.assert_close(names["model"](noisy, time, label).sample, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_what_diffusers_does_not_have_is_refused_before_anything_is_written(
+def test_networks_that_diffusers_lacks_are_refused_before_anything_is_written(
     world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = replace(ADM, channels=1, size=8, attention_resolutions=(4, 2), heads=2, head_channels=0)

@@ -1,4 +1,4 @@
-"""Exports: what other programs read of a run, and what is left when one fails."""
+"""Exports: other programs read them, and a failed export leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_the_dtype_and_the_step_are_those_asked_for(world: World, digits: Path, 
         (["out", "--format", "safetensors", "--push-to-hub", "no spaces/here"], "--push-to-hub no spaces/here"),
     ],
 )
-def test_what_cannot_be_exported_is_refused(
+def test_impossible_exports_are_refused(
     world: World,
     digits: Path,
     tmp_path: Path,
@@ -264,7 +264,7 @@ def test_a_full_disk_leaves_nothing(world: World, digits: Path, tmp_path: Path) 
             assert list(disk.iterdir()) == []
 
 
-def test_what_fp16_cannot_hold_is_refused(world: World, digits: Path, tmp_path: Path) -> None:
+def test_weights_beyond_fp16_are_refused(world: World, digits: Path, tmp_path: Path) -> None:
     """Weights of a real run, one of which is then beyond its range."""
     from fastdiff.export.weights import exported_weights
 

@@ -1,4 +1,4 @@
-"""Uploads, to a server on this machine that speaks the hub's protocol as far as an upload needs it."""
+"""Uploads to a local server that speaks the protocol of the hub."""
 
 from __future__ import annotations
 

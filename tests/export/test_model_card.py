@@ -1,4 +1,4 @@
-"""What the card of an exported model says of its objective; the rest of it is in test_export."""
+"""The objective in the model card of an export; test_export has the other parts of the card."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastdiff.export.model_card import objective_facts, use_of
 UNIFORM = TimestepConfig()
 
 
-def test_of_the_published_recipes() -> None:
+def test_the_card_of_published_recipes() -> None:
     for name, expected in {
         "dit-xl-2-256": {
             "Noise": "linear schedule of 1000 steps",
@@ -73,12 +73,12 @@ def test_of_the_published_recipes() -> None:
          "Timesteps", "range, 2 times as often, 9 to 500"),
     ],
 )  # fmt: skip
-def test_of_an_objective(objective: ObjectiveConfig, timesteps: TimestepConfig, name: str, words: str) -> None:
+def test_the_card_of_an_objective(objective: ObjectiveConfig, timesteps: TimestepConfig, name: str, words: str) -> None:
     assert objective_facts(objective, timesteps)[name] == words
 
 
 @pytest.mark.parametrize("format_", ["dit", "safetensors"])
-def test_what_a_model_without_timesteps_is_told(format_: str) -> None:
+def test_the_time_that_a_flow_or_edm_model_gets_is_on_the_card(format_: str) -> None:
     for given, words in {
         FlowConfig(): "1000 t (t = 0: the data, 1: noise); it returns the velocity dx/dt:",
         FlowConfig(prediction="score"): "returns the score:",
@@ -91,7 +91,7 @@ def test_what_a_model_without_timesteps_is_told(format_: str) -> None:
     assert "cannot use it" not in use_of(preset("dit-xl-2-256"), format_, Place(Path("out")))
 
 
-def test_of_networks_in_pixel_space() -> None:
+def test_the_card_of_networks_in_pixel_space() -> None:
     adm = AdmConfig(size=32, width=64, channel_mult=(1, 2), attention_resolutions=(16,), classes=10, learn_sigma=True)
     objective = DdpmConfig(timesteps=4000, rescale_timesteps=True, variance="learned_range")
     config = RunConfig(model=adm, objective=objective, output=OutputConfig(sample_every=0))
@@ -129,7 +129,7 @@ def called(model: AdmConfig) -> tuple[str, str, dict[str, Any]]:
 
 
 def test_the_published_class_takes_its_arguments_as_integers() -> None:
-    """What a checkpoint records has multiples as floats, with which improved-diffusion's class fails."""
+    """A checkpoint records multiples as floats, with which improved-diffusion's class fails."""
     model = AdmConfig(size=32, width=64, channel_mult=(1, 2, 4), attention_resolutions=(16, 8), heads=2)
     whose, class_, given = called(model)
     assert (whose, class_) == ("improved-diffusion", "UNetModel")
@@ -140,7 +140,9 @@ def test_the_published_class_takes_its_arguments_as_integers() -> None:
 
 
 @pytest.mark.parametrize("multiples", [(1, 1.5), (2, 3), (0.5, 1)])
-def test_levels_that_the_class_of_improved_diffusion_does_not_have(multiples: tuple[float, ...]) -> None:
+def test_networks_that_improved_diffusion_cannot_build_get_guided_diffusions_class(
+    multiples: tuple[float, ...],
+) -> None:
     """It multiplies without rounding, and its first convolution and its last norm have the width of the network."""
     model = AdmConfig(size=16, width=64, channel_mult=multiples, attention_resolutions=(8,))
     whose, class_, given = called(model)
@@ -151,7 +153,7 @@ def test_levels_that_the_class_of_improved_diffusion_does_not_have(multiples: tu
 
 
 @pytest.mark.parametrize("format_", ["iddpm", "safetensors"])
-def test_of_group_norms_that_the_published_class_does_not_have(format_: str) -> None:
+def test_group_norms_that_the_published_class_lacks_are_noted(format_: str) -> None:
     model = AdmConfig(size=16, width=64, channel_mult=(1, 2), attention_resolutions=(8,), norm_num_groups=16)
     config = RunConfig(model=model, output=OutputConfig(sample_every=0))
     said = "network has 16 groups, in the class of improved-diffusion 32: unless you change that class, it"
@@ -161,7 +163,7 @@ def test_of_group_norms_that_the_published_class_does_not_have(format_: str) -> 
     assert "groups" not in use_of(usual, format_, Place(Path("out")))
 
 
-def test_what_is_predicted_and_which_sampler_knows_it() -> None:
+def test_the_prediction_and_its_samplers_are_on_the_card() -> None:
     adm = RunConfig(model=AdmConfig(), output=OutputConfig(sample_every=0))
     for config, whose in ((RunConfig(), "DiT"), (adm, "its class")):
         published = ("dit", "dit-training", "safetensors") if whose == "DiT" else ("iddpm", "safetensors")
@@ -182,7 +184,7 @@ def test_what_is_predicted_and_which_sampler_knows_it() -> None:
             assert "It returns" not in use_of(config, format_, Place(Path("out")))
 
 
-def test_what_is_told_and_what_is_predicted_are_both_said() -> None:
+def test_time_and_prediction_are_both_on_the_card() -> None:
     objective = DdpmConfig(timesteps=4000, rescale_timesteps=True, prediction="v", variance="learned_range")
     model = AdmConfig(learn_sigma=True)
     config = RunConfig(model=model, objective=objective, output=OutputConfig(sample_every=0))
@@ -198,7 +200,7 @@ def test_the_file_to_load_is_the_first_average() -> None:
         assert f'"out/{name}"' in use_of(read, "iddpm", Place(Path("out")), 7)
 
 
-def test_of_a_training_of_dit() -> None:
+def test_the_card_of_a_dit_training() -> None:
     card = use_of(preset("dit-xl-2-256"), "dit-training", Place(Path("out")), 400_000)
     assert 'torch.load("out/0400000.pt", weights_only=True)["ema"]' in card
     assert "safe_globals([Namespace])" in card

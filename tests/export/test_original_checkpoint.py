@@ -1,4 +1,4 @@
-"""Trainings in the files of improved-diffusion and DiT: written, read back, and gone on with by PyTorch's AdamW."""
+"""Trainings in the files of improved-diffusion and DiT: written, read back and continued with PyTorch's AdamW."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_an_adamw_that_began_later_keeps_its_count_in_a_resume(
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_what_adamw_was_and_the_run_is_not_is_told(
+def test_differences_from_the_published_adamw_are_reported(
     world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: Any
 ) -> None:
     """improved-diffusion goes on with what is in the file, but for the learning rate of its --lr_anneal_steps."""
@@ -335,7 +335,7 @@ def test_moments_of_8_bits_are_those_of_fp32_but_for_their_rounding(
 def test_an_optimizer_that_is_not_there_is_left_out(
     world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That of an adapter is not that of the weights that it is merged into; here it was trained on such a file."""
+    """The optimizer of an adapter does not fit the merged weights; here it was trained on such a file."""
     first = two_steps(world, digits, tmp_path / "first", "dit")
     export(tmp_path / "first", tmp_path / "base", Choice(format="dit-training"))
     start = PretrainedConfig(path=str(tmp_path / "base" / "0000002.pt"), weights=True)
@@ -385,7 +385,7 @@ def test_the_steps_of_files_that_are_numbered_from_0(world: World, digits: Path,
         ("dit", ["--format", "dit-training", "--dtype", "bf16"], "--dtype bf16: the files of --format dit-training"),
     ],
 )  # fmt: skip
-def test_what_a_training_cannot_be_written_as_is_refused(
+def test_impossible_formats_of_a_training_are_refused(
     world: World, digits: Path, tmp_path: Path, capsys: Any, kind: str, options: list[str], message: str
 ) -> None:
     changes = {"model": ADM} if kind == "adm" else {}

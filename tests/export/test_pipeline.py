@@ -1,4 +1,4 @@
-"""What ``--format diffusers`` makes of the other parts of a pipeline."""
+"""The parts of a pipeline other than the network under ``--format diffusers``."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_scheduler_has_the_noise_of_the_run(schedule: Any, zero: bool, predi
         DdpmConfig(prediction="previous_x"),
     ],
 )
-def test_what_no_pipeline_can_draw_is_refused(objective: ObjectiveConfig) -> None:
+def test_models_that_no_pipeline_can_sample_are_refused(objective: ObjectiveConfig) -> None:
     given = f"{objective.process} --objective.prediction {objective.predicted}; use --format safetensors"
     with pytest.raises(ConfigError, match=given):
         scheduler_config({"_class_name": "PNDMScheduler"}, objective)

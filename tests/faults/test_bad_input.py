@@ -27,7 +27,7 @@ from fastdiff.errors import ConfigError, DataError, DivergedError, FastdiffError
 from fastdiff.parallel.world import World
 from fastdiff.train import main, train
 from tests.support.injected.tiny_disk import tiny_disk
-from tests.support.processes import deepspeed, fastdiff
+from tests.support.processes import deepspeed, fastdiff, start, stop
 from tests.support.runs import flags, hexes, intact, launch, losses, records, tiny, train_losses
 
 
@@ -207,7 +207,7 @@ def with_nans(folder: Path, every: int) -> Path:
 @pytest.mark.parametrize(
     ("stage", "optimizer"), [(0, "adamw"), (1, "adamw"), (2, "adamw"), (3, "adamw"), (0, "adamw8bit")]
 )
-def test_a_nan_sample_skips_its_step_and_moves_nothing(
+def test_a_nan_sample_skips_its_step_and_changes_nothing(
     world: World, some_nan: Path, tmp_path: Path, stage: int, optimizer: str
 ) -> None:
     config = tiny(
@@ -272,10 +272,7 @@ def test_three_non_finite_steps_in_a_row_stop_the_run(
 
 @pytest.mark.fault(27)
 def test_a_run_folder_in_use_is_refused(world: World, trained: RunConfig) -> None:
-    holder = subprocess.Popen(
-        ["flock", "--exclusive", str(Path(trained.output.folder) / ".lock"), "sleep", "60"],
-        start_new_session=True,
-    )
+    holder = start(["flock", "--exclusive", "--no-fork", Path(trained.output.folder) / ".lock", "sleep", "3600"])
     try:
         while not subprocess.run(["flock", "-n", str(Path(trained.output.folder) / ".lock"), "true"]).returncode:
             assert holder.poll() is None
@@ -283,8 +280,7 @@ def test_a_run_folder_in_use_is_refused(world: World, trained: RunConfig) -> Non
             train(grown(trained, 6), launch(), world)
         assert caught.value.exit_code == 2
     finally:
-        os.killpg(holder.pid, 9)
-        holder.wait()
+        stop(holder)
     train(grown(trained, 6), launch(), world)
 
 
@@ -310,7 +306,7 @@ def test_a_changed_configuration_is_refused_with_a_diff(world: World, trained: R
         ({"model__hidden": 64}, ("model.hidden",), r"another network: size mismatch .*\(and \d+ more\)$"),
     ],
 )
-def test_what_cannot_be_allowed_is_explained(
+def test_changes_that_cannot_be_allowed_are_explained(
     world: World, trained: RunConfig, changes: dict[str, int], allowed: tuple[str, ...], message: str
 ) -> None:
     config = tiny(Path(trained.data.path), Path(trained.output.folder), steps=6, **changes)

@@ -1,4 +1,4 @@
-"""A kill at every file operation of a save, on each of two ranks under ZeRO-3: the run goes on as if nothing was."""
+"""A kill at every file operation of a save, on each of two ranks under ZeRO-3: the resumed run is equal."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def resume_all(world: World, data: Path, folders: list[Path]) -> list[list[float
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """What a kill left."""
+    """The files that a kill left."""
 
     folder: Path
     rank: int
@@ -136,7 +136,7 @@ def test_a_kill_at_every_file_operation_of_a_save(
     nightly: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """All that is left is checked; resumed is one of each set of files, nightly all."""
+    """All remains are checked; one of each set of files is resumed, nightly all."""
     record_property("trials", len(trials))
     for trial in trials:
         assert intact(trial.folder)[0] in (DIES_IN - 1, DIES_IN), str(trial)
@@ -159,7 +159,7 @@ def test_a_kill_at_every_file_operation_of_a_save(
 def test_a_power_cut_at_every_file_operation_of_a_save(
     trials: list[Trial], whole: list[str], digits: Path, nightly: bool, tmp_path: Path, loss: str
 ) -> None:
-    """What was not fsynced is gone too. All that is left is checked; resumed is one of each outcome, nightly all."""
+    """Everything that was not fsynced is lost. All remains are checked; one of each outcome is resumed, nightly all."""
     outcomes: dict[object, Path] = {}
     for trial in trials:
         folder = tmp_path / trial.folder.name

@@ -1,4 +1,4 @@
-"""A damaged checkpoint: found by all ranks before any weight changes, and told by ``fastdiff verify``."""
+"""Damaged checkpoints: all ranks find them before a weight changes, and ``fastdiff verify`` reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kills at random moments: the run goes on each time, and ends with every bit that it would have had.
+"""Kills at random moments: the run resumes each time and ends with equal bits.
 
 Two gloo ranks under ZeRO-3, both with SIGKILL. The moments are spread evenly over the steps of the run, and within a
 step over its time; every third comes while the run starts again. By night: if none of 300 kills does harm, fewer than
@@ -105,7 +105,7 @@ def train_noting_the_port(world: World, config: RunConfig, start: Launch, note: 
 
 
 def remove_leftovers(note: Path, torch_extensions: Path) -> None:
-    """What nobody but the supervisor removes after a kill: DeepSpeed's named buffers, and the lock of its operators."""
+    """Remove DeepSpeed's named buffers and the locks of its operators, as a supervisor does after a kill."""
     if note.exists():
         for name in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{note.read_text()}_*"):
             name.unlink()
@@ -121,10 +121,10 @@ def kill_again_and_again(torch_extensions: Path, config: RunConfig, kills: int, 
     newest = 0
     for number, moment in enumerate(moments(kills, config.steps - AFTER, step_s)):
         old_log = log_file(folder)
-        ranks = Ranks(train_noting_the_port, config, launch(3), note)
-        wait_for(ranks, folder, moment, old_log)
-        ranks.kill()
-        ended = ranks.wait()
+        with Ranks(train_noting_the_port, config, launch(3), note) as ranks:
+            wait_for(ranks, folder, moment, old_log)
+            ranks.kill()
+            ended = ranks.wait()
         remove_leftovers(note, torch_extensions)
         committed = intact(folder) if folder.exists() else []
         left = [path.name for path in folder.glob("checkpoints/*.tmp*")]

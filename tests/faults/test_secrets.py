@@ -1,4 +1,4 @@
-"""No secret is written or shown, nothing in a checkpoint can be run, and nobody listens beyond the job's address."""
+"""No secret is written or shown, and the ranks listen on the address of the job alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from fastdiff import sanitize
-from fastdiff.parallel.world import free_port
 from fastdiff.sanitize import escape
+from tests.support.ports import reserved_port
 from tests.support.processes import ROOT, run
 from tests.support.runs import flags, tiny
 from tests.support.scripts import TRAIN, run_script
@@ -161,7 +161,7 @@ print(*sorted({address.ip for address in listening}), sys.argv[1] in {str(addres
 
 def test_the_store_of_the_ranks_listens_on_its_own_address_alone() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", MEETS, str(free_port())], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", MEETS, str(reserved_port())], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.split() == ["127.0.0.1", "True"], done.stderr
 

@@ -1,4 +1,4 @@
-"""What SECURITY.md promises about inputs from elsewhere: nothing in them is run, and their sizes are not believed."""
+"""The promises of SECURITY.md about foreign inputs: nothing in them is executed, and claimed sizes are not trusted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MESSAGES = {
     "large_deepspeed_json": "at most 1048576 are read",
 }  # fmt: skip
 HARMLESS = {"tar_with_pickles"}
-"""What in these is hostile is passed over."""
+"""Inputs whose hostile part is skipped."""
 
 
 def opened(kind: str, folder: Path) -> dict[str, Any]:

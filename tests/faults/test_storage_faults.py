@@ -1,4 +1,4 @@
-"""Storage that is full, slow, failing or lying: the run survives it or says so, and earlier checkpoints stay intact."""
+"""Full, slow, failing or lying storage: the run survives or reports it, and earlier checkpoints stay intact."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.processes import Finished
 from tests.support.runs import flags, hexes, intact, launch, losses, tiny
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 LAST = 4
@@ -51,7 +52,7 @@ def temporaries(folder: Path) -> list[Path]:
 
 @dataclass
 class Neighbour:
-    """Takes the room on a disk, but for ``left`` bytes, when the file of a checkpoint is made: after the look at it."""
+    """Fills a disk up to ``left`` bytes when the file of a checkpoint is created, after the check of the free space."""
 
     disk: Path
     left: int
@@ -134,15 +135,8 @@ class Freeing(Callback):
 
     def on_step(self, state: TrainState) -> None:
         if state.progress.steps == 5:
-            wait_until(lambda: self.file.exists() and not temporaries(self.folder))
+            wait_until(lambda: self.file.exists() and not temporaries(self.folder), "the save to fail")
             self.file.unlink()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def train_with(world: World, config: RunConfig, *more: Callback, request: StopRequest | None = None) -> None:
@@ -184,7 +178,7 @@ def test_room_is_reserved_without_a_size(tmp_path: Path) -> None:
 
 @dataclass
 class Noting(Callback):
-    """Notes the steps; in one of them this rank is asked to stop."""
+    """Notes the steps; at one of them this rank is asked to stop."""
 
     steps: list[int]
     request: StopRequest
@@ -237,7 +231,7 @@ def test_all_ranks_stop_after_the_same_step_when_too_many_saves_fail(
 def test_a_run_that_is_preempted_saves_or_fails(
     torch_extensions: Path, digits: Path, tmp_path: Path, fails_in: tuple[int, ...]
 ) -> None:
-    """However many failures it would survive: what failed at step 2 may be tried again, what fails now may not."""
+    """However many failed saves it survives: the failure at step 2 may be made good, the one at the end may not."""
     config = config_of(digits, tmp_path / "run", steps=40, output__failed_saves=9)
     ended = forked_ranks(fail_on_rank_1, config, (2, *fails_in), 2)
     if fails_in:
@@ -253,7 +247,7 @@ def test_a_run_that_is_preempted_saves_or_fails(
 
 @pytest.mark.fault(10)
 def test_a_snapshot_that_fails_does_not_cost_a_preemption(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
-    """That of step 3, at which the run ends; its checkpoint is what matters."""
+    """The snapshot of step 3, at which the run ends, fails; its checkpoint matters more."""
     averages = EmaConfig(rates=(), power_stds=(0.05,), snapshot_every=3)
     config = config_of(digits, tmp_path / "run", steps=40, ema=averages)
     ended = forked_ranks(fail_on_rank_1, config, (3,), 2, "ema")
@@ -271,7 +265,7 @@ def main_under_strace(world: World, injection: str, config: RunConfig, output: P
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     tracer = subprocess.Popen([*strace(injection), "-p", str(os.getpid())])
-    wait_until(lambda: all(_traced(thread) for thread in Path("/proc/self/task").iterdir()))
+    wait_until(lambda: all(_traced(thread) for thread in Path("/proc/self/task").iterdir()), "strace")
     try:
         return main(flags(config))
     finally:
@@ -294,7 +288,7 @@ def run_under_strace(injection: str, config: RunConfig) -> Finished:
 def test_an_fsync_that_fails_costs_one_checkpoint(
     torch_extensions: Path, digits: Path, tmp_path: Path, nightly: bool
 ) -> None:
-    """Of a file, or the parent after the rename; nightly also of the run folder, manifest and folder.
+    """The fsync of a file, or of the parent after the rename; nightly also of run folder, manifest and folder.
 
     The run goes on, and the next save works.
     """
@@ -372,12 +366,12 @@ def test_slow_storage_delays_and_does_not_end_a_run(torch_extensions: Path, digi
 
 def wait_longer_than_a_hang(world: World, folder: Path) -> None:
     """Wait for a save, and at the end for another; a rank that hangs ends itself."""
-    heart = Heartbeat(folder, world.rank, hang_timeout_s=2.5)
+    heart = Heartbeat(folder, world.rank, hang_timeout_s=4)
     heart.beat(2, "callbacks")
     with AsyncSaves(world, 0, heart.again) as background:
-        background.begin("checkpoint", 2, lambda: time.sleep(4))
+        background.begin("checkpoint", 2, lambda: time.sleep(6))
         background.wait("checkpoint")
-        background.begin("checkpoint", 3, lambda: time.sleep(4))
+        background.begin("checkpoint", 3, lambda: time.sleep(6))
     heart.close()
 
 

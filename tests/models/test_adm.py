@@ -1,4 +1,4 @@
-"""The UNet of IDDPM and ADM against the papers' equations, the published sizes and its own promises."""
+"""The UNet of IDDPM and ADM: against the papers' equations and the published sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.errors import ConfigError
@@ -21,6 +20,7 @@ from fastdiff.models.unet.blocks import Conv2d, GroupNorm
 from fastdiff.rng import dropout_stream
 from fastdiff_kernels import dispatch, group_norm, philox
 from fastdiff_kernels.dispatch import Choice
+from tests.support.dispatch_modes import Copies
 from tests.support.references.adm_networks import SMALL, built, inputs, referred, worst
 from tests.support.references.adm_reference import Drop
 from tests.support.references.unet_reference import difference, gradients
@@ -147,7 +147,7 @@ def test_weights_of_a_file_give_the_same_network(kind: str) -> None:
         ({"low_res_size": 64}, "low_res_size 64: smaller than --model.size 64"),
     ],
 )
-def test_configurations_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+def test_impossible_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AdmConfig(**fields)
 
@@ -185,20 +185,6 @@ def test_bf16_weights_take_any_input(kind: str) -> None:
     exact, got = built(SMALL[kind])(**arguments), built(SMALL[kind]).bfloat16()(**arguments)
     assert got.dtype == torch.bfloat16
     assert difference(got, exact) < 0.05
-
-
-class Copies(TorchDispatchMode):
-    """Counts the copies of tensors of four axes or of a whole map of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("clone", "copy_", "contiguous", "_to_copy") and args[0].dim() >= 3:
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Blocks that are compiled: equal ones share a graph whatever they drop, and compute what they compute uncompiled."""
+"""Compiled blocks: equal blocks share a graph whatever they drop, and compute the same as uncompiled ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transformer against the paper's equations, the published checkpoints and its own promises."""
+"""The diffusion transformer: against the paper's equations and the published checkpoints."""
 
 from __future__ import annotations
 

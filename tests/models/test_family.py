@@ -1,4 +1,4 @@
-"""Networks are asked through their family: nobody asks for their type, and another package can bring one."""
+"""Code outside the models asks the family of a network, never its type; another package can add a network."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_every_format_that_a_family_names_is_there() -> None:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is forgotten."""
+    """Forget the networks that a test registers."""
     monkeypatch.setattr(network_registry, "_registered", dict(networks()))
     yield
     network_registry._installed.cache_clear()

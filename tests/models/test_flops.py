@@ -1,4 +1,4 @@
-"""Floating-point operations: what fastdiff says of a network is what torch's counter finds in it."""
+"""Floating-point operations of networks, against torch's own counter."""
 
 from __future__ import annotations
 

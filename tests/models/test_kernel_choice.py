@@ -1,4 +1,4 @@
-"""Which implementation a run uses: forced by flags, refused at the start, shown in one line and in a table."""
+"""The implementation of each op in a run: forced by flags, refused at the start, shown in a line and a table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastdiff_kernels import dispatch
 from fastdiff_kernels import launch as kernel_launch
 from fastdiff_kernels.dispatch import Choice
 from fastdiff_kernels.names import OPS
-from tests.support.runs import launch, reseal, tiny, train_losses
+from tests.support.runs import launch, renew_digest, tiny, train_losses
 
 CPU = torch.device("cpu")
 
@@ -194,7 +194,7 @@ def test_a_run_with_forced_backends_is_sampled_where_they_cannot_run(
     )
     assert foreign != manifest
     (saved / "MANIFEST.json").write_text(foreign)
-    reseal(saved / "MANIFEST.json")
+    renew_digest(saved / "MANIFEST.json")
     monkeypatch.setattr(kernel_launch, "INTERPRETED", False)
     run = Run(tmp_path / "run")
     assert run.config.performance.attention == "cudnn"

@@ -1,4 +1,4 @@
-"""Networks that start from the weights in a file."""
+"""Networks that start from the weights of a file."""
 
 from __future__ import annotations
 

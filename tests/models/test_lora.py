@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -16,8 +17,13 @@ from torch import Tensor, nn
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.run import OutputConfig, RunConfig
 from fastdiff.errors import ConfigError
+from fastdiff.export.formats import formats_of
+from fastdiff.export.run import Choice, _checked
+from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.models.build import Model, build_model, load_model
+from fastdiff.models.family import ModelFamily
 from fastdiff.models.lora import add_lora, lora_weights, save_lora
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, Kind, build
 from fastdiff.models.quantized import QuantizedLinear
@@ -191,6 +197,57 @@ def test_a_quantized_base_trains_the_same_adapter(kind: str, quantize: Any, erro
     pairs = list(zip(gradients(near, given), gradients(exact, given), strict=True))
     found, expected = (torch.cat([pair[n].flatten() for pair in pairs]) for n in (0, 1))
     assert relative(found, expected) < 3 * error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayersConfig(ModelConfig):
+    """A network of another package, whose blocks have a name of its own."""
+
+    kind: Literal["layers"] = "layers"
+    channels: int = 1
+    size: int = 8
+
+    family: ClassVar[str] = f"{__name__}:LAYERS"
+    title: ClassVar[str] = "a network of layers"
+    lora_targets: ClassVar[tuple[str, ...]] = ("first",)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+
+class Layers(BlockwiseModel):
+    block_classes = (Layer,)
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers, self.out = nn.ModuleList([Layer(), Layer()]), nn.Linear(64, 64)
+
+
+LAYERS = ModelFamily(
+    config=LayersConfig,
+    build=lambda config, /, **options: Layers(config),
+    multiply_adds=lambda config: 0.0,
+    input_multiply_adds=lambda config: 0.0,
+    subject=lambda config: "Layers",
+)
+
+
+def test_the_blocks_of_a_network_of_another_package_are_quantized() -> None:
+    model = adapted(LayersConfig(), LoraConfig(rank=2, quantize="4bit"))
+    quantized = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    assert quantized == [f"layers.{n}.{name}" for n in (0, 1) for name in ("first.base_layer", "second")]
+
+
+def test_an_adapter_that_is_not_there_is_not_recommended() -> None:
+    """The first format of such a network is the adapter."""
+    assert next(iter(formats_of(LayersConfig))) == "lora"
+    config = RunConfig(model=LayersConfig(), output=OutputConfig(sample_every=0))
+    with pytest.raises(ConfigError, match=r"the run trained all weights and has no adapter; use safetensors"):
+        _checked(Choice(format="lora"), config)
 
 
 @pytest.mark.parametrize(("kind", "quantize"), [("sd15", "none"), ("dit", "8bit"), ("dit", "4bit")])

@@ -131,7 +131,7 @@ def test_parts_are_frozen(pipelines: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"), [("no/pipeline", "neither a folder"), ("no such thing", "neither a folder")]
 )
-def test_what_is_no_pipeline_is_refused(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_are_no_pipeline_are_refused(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=message):
         Pretrained(text).unet_config()
@@ -252,7 +252,7 @@ def test_data_of_another_pipeline_are_refused(pipelines: dict[str, Path], copied
             check_provenance(text_run(data, copied, tmp_path / "run"), info)
 
 
-def test_what_needs_a_pipeline_says_so() -> None:
+def test_features_that_need_a_pipeline_say_so() -> None:
     file = PretrainedConfig(path="dit.pt", weights=True)
     for flag, change in (
         ("--validation.prompts", {"validation": ValidationConfig(prompts=("a cat",))}),

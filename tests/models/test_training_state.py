@@ -1,4 +1,4 @@
-"""Files of published trainings as others write them, and files that hold something else."""
+"""Training states in published files, and files with other contents."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def adam(**changes: Any) -> dict[str, Any]:
         ("opt1000001.pt", adam(), "its folder has opt1000001.pt, but no such file"),
         ("ema_0.9_000002.pt", W, "its folder has ema_0.9_000002.pt, but no such file of the same step; give the"),
         ("opt000001.pt", adam(exp_avg=torch.zeros(1).expand(10**9)), "bytes, more than the"),
-        ("opt000001.pt", adam(step=bytearray(3)), "code that is not run"),
+        ("opt000001.pt", adam(step=bytearray(3)), "code in it is never run"),
         ("ema_0.9_000001.pt", {"v": torch.zeros(2)}, "the average belongs to other weights"),
         ("ema_abc_000001.pt", W, "could not convert string to float"),
         ("model000002.pt", [1, 2], "expected a dict, it holds list"),

@@ -1,4 +1,4 @@
-"""The UNet against diffusers' with the same weights, and its own promises."""
+"""The UNet against diffusers' network with the same weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.errors import ConfigError
@@ -18,6 +17,7 @@ from fastdiff.models.unet.blocks import Conv2d, GroupNorm, ResBlock, Transformer
 from fastdiff.models.unet.network import UNet
 from fastdiff_kernels import dispatch, group_norm
 from fastdiff_kernels.dispatch import Choice
+from tests.support.dispatch_modes import Copies
 from tests.support.references.unet_reference import (
     SMALL,
     built,
@@ -70,7 +70,7 @@ def test_weights_go_both_ways_and_begin_alike(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "count"), [("sd15", 859_520_964), ("sd2", 865_910_724), ("sdxl", 2_567_463_684)])
-def test_published_sizes(kind: str, count: int) -> None:
+def test_parameter_counts_of_published_sizes(kind: str, count: int) -> None:
     config = PUBLISHED[kind]
     with torch.device("meta"):
         ours, theirs = UNet(config), diffusers_unet(config)
@@ -123,7 +123,7 @@ def test_entries_may_be_left_out_or_be_one_number() -> None:
         ({"block_out_channels": (321, 640, 1280, 1280), "norm_num_groups": 1, "attention_heads": (1,) * 4}, "even"),
     ],
 )
-def test_configurations_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+def test_impossible_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         UNetConfig(**fields)
 
@@ -158,20 +158,6 @@ def test_bf16_weights_take_any_input(given: torch.dtype) -> None:
     got = built(config).bfloat16()(**cast)
     assert got.dtype == torch.bfloat16
     assert difference(got, exact) < 0.05
-
-
-class Copies(TorchDispatchMode):
-    """Counts the copies of tensors of four axes or of a whole map of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("clone", "copy_", "contiguous", "_to_copy") and args[0].dim() >= 3:
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def is_channels_last(x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What the tests of the kernels share."""
+"""Fixtures and helpers that the tests of the kernels share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdiff_kernels import launch
 
 @pytest.fixture
 def device() -> str:
-    """Where kernels run: the GPU, else the CPU by Triton's interpreter."""
+    """The device of the kernels: the GPU, or the CPU with Triton's interpreter."""
     assert torch.cuda.is_available() or launch.INTERPRETED
     return "cuda" if torch.cuda.is_available() else "cpu"
 

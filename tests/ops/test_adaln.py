@@ -1,4 +1,4 @@
-"""adaLN: accuracy of the three forms, what is compiled and what is a kernel, bytes, and what is refused."""
+"""adaLN: accuracy of its three forms, compilation, bytes and refusals."""
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_strides_do_not_matter(form, device):
 
 @forms
 @pytest.mark.parametrize("shape", [(0, 4, 32), (2, 0, 32)])
-def test_nothing_in_nothing_out(form, shape, device):
+def test_empty_inputs_give_empty_outputs(form, shape, device):
     results = evaluate(by_triton(form), arguments(form, shape, device), upstream(form, shape, device))
     assert results["out0"].shape == results["dx"].shape == shape
     assert results["dscale"].shape == (shape[0], 32)

@@ -396,7 +396,7 @@ def test_a_nan_poisons_its_block_on_all_ranks_and_nothing_else(four_ranks, backe
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 1e30])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_not_finite_stays_so(device, backend, value):
+def test_values_that_are_not_finite_stay_so(device, backend, value):
     blocks, moments = blocked(device)
     param = torch.zeros(NUMEL, device=device)
     for step in range(1, 4):
@@ -465,12 +465,12 @@ def trained(make, steps=300):
 def test_training_follows_fp32_adamw_more_closely_than_bitsandbytes_does():
     import bitsandbytes
 
-    def of_bitsandbytes(parameters, **options):
+    def bitsandbytes_optimizer(parameters, **options):
         return bitsandbytes.optim.AdamW8bit(parameters, min_8bit_size=1, **options)
 
     loss, exact = trained(torch.optim.AdamW)
     ours, ours_at = trained(AdamW8bit)
-    _, theirs_at = trained(of_bitsandbytes)
+    _, theirs_at = trained(bitsandbytes_optimizer)
     assert abs(ours / loss - 1) < 0.01
     assert (ours_at - exact).norm() < 0.75 * (theirs_at - exact).norm()
 

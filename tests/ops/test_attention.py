@@ -1,4 +1,4 @@
-"""Attention: every backend against fp64, what runs where, and what is refused."""
+"""Attention: every backend against fp64, the choice of the backend, and refusals."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_no_worse_than_eager_where_forced(backend, head_dim, keys, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_what_choice_names_is_what_runs(head_dim, keys):
+def test_the_chosen_backend_is_the_one_that_runs(head_dim, keys):
     from torch.profiler import ProfilerActivity, profile
 
     given = inputs(head_dim, keys, torch.bfloat16, "cuda", queries=256)
@@ -228,7 +228,7 @@ def test_a_forced_kernel_and_no_other_runs_also_under_compile(pretended):
     assert choice(64, 48, 48, given["query"], "flash").forward == "sdpa (flash)"
 
 
-def test_what_torch_does_not_take_is_refused_at_once_and_passed_over_by_auto(pretended):
+def test_a_backend_that_torch_refuses_is_refused_at_once_and_skipped_by_auto(pretended):
     given = inputs(64, None, torch.bfloat16, "cpu")  # there is no cuDNN for CPU tensors
     with pytest.raises(RuntimeError, match=r"attention backend 'cudnn': failed when tried: .*; use 'auto'"):
         choice(64, 48, 48, given["query"], "cudnn")

@@ -1,4 +1,4 @@
-"""Which implementation an op gets: argument, then what is forced, then the default; and how it is told."""
+"""The implementation of an op: by argument, then by the forced choice, then by default."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_without_triton_the_reference_runs_and_says_so(monkeypatch):
         dispatch.choose("adaln", OnCuda(), "triton")
 
 
-def test_what_is_forced_beats_the_default_and_the_argument_beats_both():
+def test_a_forced_backend_beats_the_default_and_an_argument_beats_both():
     dispatch.force({"adaln": "compile"})
     assert dispatch.explained("adaln", OnCuda()) == ("compile", "forced")
     assert dispatch.explained("adaln", OnCuda(), "reference") == ("reference", "asked for")
@@ -72,7 +72,7 @@ def test_forced_ends_with_its_block_also_after_an_error():
     assert dispatch.choose("loss", OnCuda()) == "compile"
 
 
-def test_what_does_not_exist_is_refused_and_changes_nothing():
+def test_unknown_names_are_refused_and_change_nothing():
     dispatch.force({"loss": "compile"})
     with pytest.raises(ValueError, match="op 'adalm': expected one of philox, noising, loss"):
         dispatch.force({"loss": "reference", "adalm": "triton"})

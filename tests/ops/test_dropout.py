@@ -1,4 +1,4 @@
-"""Dropout: what its mask depends on, how often it drops, its gradient, bytes, and what is refused."""
+"""Dropout: its mask and share, its gradient, bytes and refusals."""
 
 from functools import partial
 
@@ -45,7 +45,7 @@ def places(count, device):
 
 
 def mask(shape, position, p=0.25, backend="triton", **key):
-    """What is kept of a map of ones."""
+    """Dropout of a map of ones."""
     ones = channels_last(torch.ones(shape, device=position.device))
     return dropout(ones, p, position=position, backend=backend, **{**KEY, **key}) > 0
 
@@ -183,7 +183,7 @@ def test_upstream_gradients_of_any_strides(gradient, device):
 
 
 @backends
-def test_what_is_dropped_is_0_whatever_it_was(backend, device):
+def test_dropped_elements_are_zero_whatever_they_were(backend, device):
     x, position = channels_last(torch.full((2, 6, 3, 3), torch.nan, device=device)), places(2, device)
     kept = mask(x.shape, position, backend=backend)
     y = dropout(x, 0.25, position=position, backend=backend, **KEY)

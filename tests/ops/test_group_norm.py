@@ -1,4 +1,4 @@
-"""Group normalisation: the kernels against eager in both memory orders and both forms, and what the op promises."""
+"""Group normalisation: the kernels against eager in both memory orders and both forms."""
 
 from functools import partial
 from itertools import product

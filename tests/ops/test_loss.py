@@ -1,4 +1,4 @@
-"""Weighted squared error: accuracy of the loss and its gradient, what it reads, and what is refused."""
+"""Weighted squared error: accuracy of the loss and its gradient, the memory that it reads, and refusals."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_loss_and_gradient_are_as_accurate_as_eager(name, dtype, device):
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(zip(PIXELS, 3 * DTYPES, strict=False)))
-def test_of_pixels_too(name, dtype, device):
+def test_loss_and_gradient_of_pixels(name, dtype, device):
     shape, channels, options = SHAPES[name]
     inputs = with_pixels(inputs_of(shape, channels, device, dtype))
     upstream = torch.linspace(0.3, 0.7, 2 * shape[0], device=device)[::2]
@@ -115,7 +115,7 @@ def test_an_overflowing_gradient_is_infinite_so_that_a_loss_scaler_sees_it(devic
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_target_is_what_noise_add_mixed_in(backend, device):
+def test_the_target_inverts_noise_add(backend, device):
     """epsilon, x0, v and flow matching: the prediction that inverts ``corrupt`` has no loss."""
     alpha, sigma = 0.6, 0.8
     latents = inputs_of((2, 4, 5, 7), 2, device)["latents"]
@@ -146,7 +146,7 @@ def test_the_gradient_agrees_with_the_reference_to_the_bit(device):
 
 
 @pytest.mark.parametrize(("name", "value"), [("prediction", torch.nan), ("latents", torch.inf)])
-def test_what_is_not_finite_spoils_its_own_sample_only(name, value, device):
+def test_values_that_are_not_finite_spoil_their_own_sample_only(name, value, device):
     inputs = inputs_of((2, 3, 4, 4), 3, device)
     inputs[name] = inputs[name].detach().clone()
     inputs[name][0, 1, 2, 3] = value
@@ -199,7 +199,7 @@ def test_a_prediction_with_other_strides_gives_the_same(kind, device):
 
 
 def test_nothing_is_allocated_for_the_backward_pass(device):
-    """What is saved are the arguments themselves."""
+    """The saved tensors are the arguments themselves."""
     inputs = inputs_of((2, 3, 4, 4), 3, device)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor), tensor)[1], lambda kept: kept):

@@ -1,4 +1,4 @@
-"""Kernel files look alike: one list of ops, and one vocabulary for pointers, blocks and the parts of an op."""
+"""Kernel files look alike: one list of ops, and one vocabulary for pointers, blocks and parts of an op."""
 
 from __future__ import annotations
 

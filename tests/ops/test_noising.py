@@ -1,4 +1,4 @@
-"""Noise-add: accuracy, where each random number comes from, bytes, and what is refused."""
+"""Noise-add: accuracy, the stream of each random number, bytes and refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The generator: known answers, the kernel against the reference, and what it refuses."""
+"""Philox: known answers, the kernel against the reference, and refusals."""
 
 import subprocess
 import sys

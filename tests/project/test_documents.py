@@ -23,7 +23,7 @@ DOCUMENTS = [
 ]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 BASES = (ROOT, ROOT / "fastdiff", ROOT / "kernels" / "fastdiff_kernels")
-"""What a path in a document may be relative to."""
+"""Folders to which a path in a document may be relative."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 UNDER_ROOT = re.compile(
     r"(?<![\w/.:<-])((?:fastdiff|kernels|bench|tests|docs|deepspeed_configs|\.ci)/[\w./-]*[\w/])(?![\w<>{])"

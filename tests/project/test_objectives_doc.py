@@ -1,4 +1,4 @@
-"""``docs/objectives.md``: what becomes of the flags of other trainers is accepted, and is what these compute."""
+"""``docs/objectives.md``: its translations of other trainers' flags are accepted and compute the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOISES = re.compile("dream|noise_offset|multires|input_perturbation")
 
 
 def variants(cell: str, begin: str) -> list[str]:
-    """What a cell quotes: a command each; a word without flags stands for the last word of the one before."""
+    """Return the commands in a cell; a word without flags replaces the last word of the command before."""
     found: list[str] = []
     for quoted in re.findall(r"`([^`]+)`", cell):
         if quoted.startswith(begin):
@@ -59,7 +59,7 @@ SD3 = [
 
 
 def set_back(flags: str) -> str:
-    """What the text says of values of presets."""
+    """Return the values of presets in the text."""
     kinds = {
         kind: " ".join(re.findall(r"`(--[^`]+)`", rest)) for kind, rest in re.findall(r"^- ([^:]+): (.+)$", LIST, re.M)
     }

@@ -216,7 +216,7 @@ class LearnsVariance(Recorder):
         return between - 3 if self.objective.variance == "learned" else between
 
     def noise(self, times: list[int]) -> Tensor:
-        """What was added in each step, by the equations of Nichol & Dhariwal 2021, sections 2 and 4."""
+        """Return the noise added in each step, by Nichol & Dhariwal 2021, sections 2 and 4."""
         short = self.alpha_bar[times]
         parts = []
         for (noisy, time, prediction), (after, _, _) in pairwise(self.seen):

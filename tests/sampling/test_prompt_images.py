@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_images_while_training_are_those_of_the_averaged_weights(
     world: World, made: Path, tmp_path: Path, kind: Any
 ) -> None:
-    """What the finished run draws from the same seed, through the command and from the checkpoint."""
+    """The finished run draws the same from the same seed, through the command and from the checkpoint."""
     run = tmp_path / "run"
     train(
         text_run(made / f"{kind}-data", made / kind, run, kind=kind, validation=DRAWN, optim__lr=0.05), launch(3), world
@@ -112,7 +112,7 @@ def test_a_rank_that_cannot_draw_stops_all(torch_extensions: Path, made: Path, t
     assert intact(tmp_path / "run") == [1], "the step before the images is saved"
 
 
-def test_what_could_never_be_drawn_is_refused_at_once(tmp_path: Path) -> None:
+def test_images_that_could_never_be_drawn_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--validation.steps 2000: at most --objective.timesteps 1000"):
         text_run(tmp_path, tmp_path, tmp_path, validation=ValidationConfig(prompts=PROMPTS, steps=2000))
     with pytest.raises(ConfigError, match=r"--validation.every 0"):

@@ -1,4 +1,4 @@
-"""Which noise levels sampling visits."""
+"""The noise levels that sampling visits."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_ddim_has_a_whole_stride_or_is_refused(timesteps: int, count: int) -> No
 
 
 @pytest.mark.parametrize("text", ["", "ddim", "ddim5,5", "ddim-5", "-5", "10,,20", "2.5", "fast", "ddim 50", "٣x", "²"])
-def test_other_texts_are_refused(text: str) -> None:
+def test_malformed_numbers_of_steps_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--respacing .*expected a number of steps like 250.*10,15,20.*ddim50"):
         spaced(1000, text)
 

@@ -1,4 +1,4 @@
-"""Sets of samples of every kind of model: without classes, of small images, of prompts, and of latents."""
+"""Sample sets of every kind of model: without classes, of small images, of prompts and of latents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fastdiff.models.load import null_label
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import IMAGE_SIZE, build
 from fastdiff.parallel.world import World
-from fastdiff.sampling.conditions import Wish
+from fastdiff.sampling.conditions import SampleRequest
 from fastdiff.sampling.npz import comment_of, read_npz
 from fastdiff.sampling.pixels import PixelDecoder, autoencoder_of
 from fastdiff.sampling.run import Run
@@ -84,7 +84,7 @@ def test_a_model_without_classes_draws_numbers_of_images(unconditional: Path, tm
     assert abs(images.astype(int) - channels_last(latents)).max() <= 1
 
 
-def test_what_a_model_without_classes_is_not_asked(unconditional: Path, tmp_path: Path, capsys: Any) -> None:
+def test_options_of_classes_are_refused_without_classes(unconditional: Path, tmp_path: Path, capsys: Any) -> None:
     npz = [unconditional, "--npz", tmp_path / "out.npz"]
     assert "--cfg 2: " in (error := refused([*npz, "--num", "2", "--cfg", "2"], capsys))
     assert "has no classes to guide to" in error
@@ -94,7 +94,7 @@ def test_what_a_model_without_classes_is_not_asked(unconditional: Path, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_its_grid(unconditional: Path, tmp_path: Path) -> None:
+def test_the_grid_of_a_model_without_classes(unconditional: Path, tmp_path: Path) -> None:
     assert main(["sample", str(unconditional), "--steps", "2", "--grid", str(tmp_path / "grid.png")]) == 0
     assert (tmp_path / "grid.png").exists()
 
@@ -238,7 +238,7 @@ def test_latents_are_decoded(latents: Path, pipeline: Path, tmp_path: Path) -> N
     run = Run(latents)
     options = SetOptions(out=out, batch=3, autoencoder=str(pipeline))
     for rank in range(2):
-        draw_set(run, Wish(num=5), SamplerConfig(steps=2, cfg=1.0), options, Rank(rank, 2))
+        draw_set(run, SampleRequest(num=5), SamplerConfig(steps=2, cfg=1.0), options, Rank(rank, 2))
     images, labels = read_npz(out)
     assert images.shape == (5, IMAGE_SIZE, IMAGE_SIZE, 3)
     assert labels is not None
@@ -280,7 +280,9 @@ def test_the_decoder_decides_whether_a_set_is_clamped(unconditional: Path, tmp_p
     assert run.decided(SamplerConfig()).clip is False
     for name, asked, clamped in (("default", None, True), ("off", False, False)):
         out = tmp_path / f"{name}.npz"
-        draw_set(run, Wish(num=2), SamplerConfig(steps=2, clip=asked), SetOptions(out=out, autoencoder="identity"))
+        draw_set(
+            run, SampleRequest(num=2), SamplerConfig(steps=2, clip=asked), SetOptions(out=out, autoencoder="identity")
+        )
         assert json.loads(comment_of(out))["clip"] is clamped
 
 

@@ -1,4 +1,4 @@
-"""Large sets of samples: the same file from any number of ranks and after any kill, and what is refused."""
+"""Large sample sets: the same file from any number of ranks and after any kill; refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import re
 import shutil
 import signal
-import time
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -23,7 +22,7 @@ from fastdiff.data.encoding.options import Rank
 from fastdiff.errors import ConfigError
 from fastdiff.models.load import null_label
 from fastdiff.parallel.world import World
-from fastdiff.sampling.conditions import Wish
+from fastdiff.sampling.conditions import SampleRequest
 from fastdiff.sampling.npz import read_npz
 from fastdiff.sampling.parts import SampleParts
 from fastdiff.sampling.run import Run
@@ -35,6 +34,7 @@ from tests.support.forked import forked_ranks, values
 from tests.support.injected.durable_calls import DURABLE, REMOVING, dying_at
 from tests.support.processes import BIN, run, start, stop
 from tests.support.runs import launch, tiny
+from tests.support.waiting import wait_until
 
 IMAGES, BATCH = 1000, 64
 TIMEOUT_S = 120
@@ -48,9 +48,11 @@ def trained(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def draw(folder: Path, out: Path, rank: Rank, num: int = IMAGES, batch: int = BATCH) -> None:
-    """What the command does, in four steps of DDIM."""
+    """Draw as the command does, in four steps of DDIM."""
     run = Run(folder)
-    draw_set(run, Wish(num=num), SamplerConfig(steps=4), SetOptions(out=out, batch=batch), rank, say=lambda _: None)
+    draw_set(
+        run, SampleRequest(num=num), SamplerConfig(steps=4), SetOptions(out=out, batch=batch), rank, say=lambda _: None
+    )
 
 
 def flags(folder: Path, out: Path) -> list[str]:
@@ -76,7 +78,7 @@ def drawn_by(world: World, folder: Path, out: Path) -> bool:
 def drawn_in_bf16(world: World, folder: Path, out: Path) -> torch.dtype:
     run = Run(folder)
     options = SetOptions(out=out, batch=8, precision="bf16")
-    draw_set(run, Wish(num=40), SamplerConfig(steps=4), options, Rank.from_environment(), say=lambda _: None)
+    draw_set(run, SampleRequest(num=40), SamplerConfig(steps=4), options, Rank.from_environment(), say=lambda _: None)
     return next(run.model.parameters()).dtype
 
 
@@ -134,11 +136,9 @@ def test_the_file_is_laid_out_as_adm_reads_it(undisturbed: Path) -> None:
 def test_the_real_command_is_killed_and_goes_on(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     process = start([BIN / "fastdiff", *flags(trained, out)])
-    parts, deadline = tmp_path / "out.npz.parts", time.monotonic() + TIMEOUT_S
+    parts = tmp_path / "out.npz.parts"
     try:
-        while not (parts / "part-000003").exists() and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: (parts / "part-000003").exists() or process.poll() is not None, "the fourth part")
     finally:
         stop(process)
     assert process.returncode == -signal.SIGKILL
@@ -187,7 +187,7 @@ def test_parts_that_nobody_saw_in_time_are_joined_by_the_same_command(trained: P
     for part in parts.glob("part-*"):
         part.rename(unseen / part.name)
     options = SetOptions(out=out, batch=10)
-    draw_set(Run(trained), Wish(num=40), SamplerConfig(steps=4), options, Rank(1, 2), say=said.append)
+    draw_set(Run(trained), SampleRequest(num=40), SamplerConfig(steps=4), options, Rank(1, 2), say=said.append)
     assert said == [
         "rank 1: its share is done; 20 images of other ranks are still missing; if all ranks have ended, run "
         "this command once more"
@@ -198,19 +198,19 @@ def test_parts_that_nobody_saw_in_time_are_joined_by_the_same_command(trained: P
     run = Run(trained)
     with torch.no_grad():
         next(run.model.parameters()).fill_(float("nan"))  # what it drew now would be refused
-    draw_set(run, Wish(num=40), SamplerConfig(steps=4), options, Rank(), say=said.append)
+    draw_set(run, SampleRequest(num=40), SamplerConfig(steps=4), options, Rank(), say=said.append)
     assert said[1] == f"{out}: 40 images, {run.description}"
     assert out.read_bytes() == (tmp_path / "undisturbed.npz").read_bytes()
     assert not parts.exists()
 
 
-def test_what_is_complete_is_not_drawn_again(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_complete_set_is_not_drawn_again(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     shutil.copyfile(undisturbed, out)
     before, said = out.stat().st_mtime_ns, []
     draw_set(
         Run(trained),
-        Wish(num=IMAGES),
+        SampleRequest(num=IMAGES),
         SamplerConfig(steps=4),
         SetOptions(out=out, batch=BATCH),
         Rank(1, 2),
@@ -269,7 +269,14 @@ def test_an_average_made_from_other_snapshots_does_not_go_on(
     for path in snapshots[4:]:
         path.rename(tmp_path / path.name)
     begun = Run(folder, ema_std=0.07, step=8)
-    draw_set(begun, Wish(num=40), SamplerConfig(steps=4), SetOptions(out=out, batch=16), Rank(0, 2), say=lambda _: None)
+    draw_set(
+        begun,
+        SampleRequest(num=40),
+        SamplerConfig(steps=4),
+        SetOptions(out=out, batch=16),
+        Rank(0, 2),
+        say=lambda _: None,
+    )
     for path in snapshots[4:]:
         (tmp_path / path.name).rename(path)
     assert Run(folder, ema_std=0.07, step=8).description == begun.description
@@ -313,7 +320,7 @@ def test_a_foreign_file_is_not_replaced(trained: Path, tmp_path: Path, content: 
         (["--npz", "out.npz", "--num", "5", "--autoencoder", "nowhere/at-all"], "nowhere/at-all"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_options_that_do_not_fit_are_refused(
     trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, options: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -326,7 +333,7 @@ def test_what_does_not_fit_is_refused(
 # ---- classes, numbers and memory -----------------------------------------------------------------------
 
 
-def test_so_many_of_each_class(trained: Path, tmp_path: Path) -> None:
+def test_the_number_of_images_of_each_class(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     assert (
         main(["sample", str(trained), "--classes", "7,2", "--per-class", "3", "--steps", "2", "--npz", str(out)]) == 0
@@ -384,7 +391,7 @@ def test_an_image_that_is_not_finite_is_no_sample(trained: Path, tmp_path: Path)
     with torch.no_grad():
         next(run.model.parameters()).fill_(float("nan"))
     with pytest.raises(ConfigError, match="image 0 is not finite, with the weights of step 2"):
-        draw_set(run, Wish(num=4), SamplerConfig(steps=2), SetOptions(out=tmp_path / "out.npz"), Rank())
+        draw_set(run, SampleRequest(num=4), SamplerConfig(steps=2), SetOptions(out=tmp_path / "out.npz"), Rank())
 
 
 def test_the_command_is_told_to_all_ranks_by_a_launcher(trained: Path, tmp_path: Path) -> None:

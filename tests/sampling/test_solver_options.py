@@ -1,4 +1,4 @@
-"""Guidance on some channels, clamped estimates and classes that are drawn, against direct computations."""
+"""Guidance on some channels, clamped estimates and drawn classes, against direct computations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling against exact solutions: where the best possible denoiser is known, so is every image."""
+"""Sampling with the best possible denoiser, against exact solutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machines that the tests of this folder share, and a run that nothing disturbs."""
+"""Machines that the tests of this folder share, and the losses of an undisturbed run."""
 
 from __future__ import annotations
 

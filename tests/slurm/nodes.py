@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support import processes
-from tests.support.processes import ROOT, Finished
+from tests.support.processes import DIE_WITH_TESTS, ROOT, Finished
+from tests.support.waiting import wait_until
 
 _OWN_FOLDERS = ("/run", "/dev/shm", "/etc/ssh", "/etc/slurm", "/etc/munge")
 _KEEP = f"""
@@ -37,7 +37,7 @@ class Node:
     name: str
     address: str
     pid: int
-    """Of its first process, as the kernel's first namespace counts."""
+    """Of its first process, in the namespace of the tests."""
 
     def command(self, *command: str | Path, cwd: Path = ROOT) -> list[str | Path]:
         """Return the command line that runs ``command`` on this machine."""
@@ -63,7 +63,7 @@ class Node:
         subprocess.run([str(part) for part in install], input=content, text=True, check=True, timeout=10)
 
     def read(self, path: str) -> str:
-        """Read such a file."""
+        """Read a file in one of the folders that only this machine has."""
         return self.must("cat", path)
 
     def commands(self, pattern: str) -> list[str]:
@@ -90,7 +90,7 @@ class Cluster:
         self.head.must("ip", "link", "set", node.name, "down")
 
     def plug(self, node: Node) -> None:
-        """Put it back."""
+        """Put the cable back."""
         self.head.must("ip", "link", "set", node.name, "up")
 
 
@@ -127,11 +127,11 @@ def _hosts(folder: Path, own: str, everyone: Mapping[str, str]) -> Path:
 @contextlib.contextmanager
 def _machine(name: str, address: str, hosts: Path) -> Iterator[Node]:
     # Whatever ends the tests ends the machine: the kernel kills the outer process with them, and the inner with that.
-    outer = ["setpriv", "--pdeathsig", "KILL", "unshare", *_NAMESPACES, "--kill-child"]
+    outer = [*DIE_WITH_TESTS, "unshare", *_NAMESPACES, "--kill-child"]
     process = subprocess.Popen([*outer, "bash", "-c", _KEEP, name, name, str(hosts)], stdin=subprocess.DEVNULL)
     try:
         node = Node(name, address, _only_child(process.pid))
-        wait_for(lambda: node.run("test", "-e", "/run/up").code == 0, f"{name} to come up", timeout_s=60)
+        wait_until(lambda: node.run("test", "-e", "/run/up").code == 0, f"{name} to come up")
         yield node
     finally:
         process.kill()
@@ -140,13 +140,5 @@ def _machine(name: str, address: str, hosts: Path) -> Iterator[Node]:
 
 def _only_child(pid: int) -> int:
     children = Path(f"/proc/{pid}/task/{pid}/children")
-    wait_for(lambda: bool(children.read_text().split()), "a child of unshare", timeout_s=60)
+    wait_until(lambda: bool(children.read_text().split()), "a child of unshare")
     return int(children.read_text())
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-    """Return when ``condition`` holds; fail when it does not within ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.1)

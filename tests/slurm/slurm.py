@@ -7,7 +7,8 @@ import secrets
 import time
 from pathlib import Path
 
-from tests.slurm.nodes import Cluster, Node, wait_for
+from tests.slurm.nodes import Cluster, Node
+from tests.support.waiting import wait_until
 
 # cred_expire is also how long a job that is queued again waits (120 s by default).
 _CONFIGURATION = """
@@ -65,7 +66,7 @@ class Slurm:
     def cancel_all(self) -> None:
         """End every job, and wait for it."""
         self.head.must("scancel", "--user=root")
-        wait_for(lambda: not self.head.must("squeue", "--noheader").strip(), "an empty queue", timeout_s=60)
+        wait_until(lambda: not self.head.must("squeue", "--noheader").strip(), "an empty queue")
 
 
 def start_slurm(machines: Cluster, folder: Path) -> Slurm:
@@ -80,12 +81,11 @@ def start_slurm(machines: Cluster, folder: Path) -> Slurm:
     machines.head.must("slurmctld")
     for node in machines.nodes:
         node.must("slurmd", "-N", node.name)
-    wait_for(
+    wait_until(
         lambda: (
             machines.head.run("sinfo", "--noheader", "--format=%T %D").output.strip() == f"idle {len(machines.nodes)}"
         ),
         "all nodes to be idle",
-        timeout_s=30,
     )
     return Slurm(machines.head)
 

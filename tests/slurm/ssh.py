@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from tests.slurm.nodes import Cluster, Node, wait_for
+from tests.slurm.nodes import Cluster, Node
+from tests.support.waiting import wait_until
 
 _SERVER = """
 HostKey /etc/ssh/host_key
@@ -52,7 +53,7 @@ def start_sshd(machines: Cluster, folder: Path, environment: Mapping[str, str]) 
         node.write("/etc/ssh/host_key", host_keys[node.name][0], mode=0o600)
         node.must("mkdir", "--parents", "/run/sshd")
         node.must("/usr/sbin/sshd")
-        wait_for(partial(_answers, machines.head, node), f"the sshd of {node.name}", timeout_s=30)
+        wait_until(partial(_answers, machines.head, node), f"the sshd of {node.name}")
 
 
 def _answers(head: Node, node: Node) -> bool:

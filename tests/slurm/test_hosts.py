@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.nodes import Cluster
-from tests.slurm.training import STEPS, command_line, steps, wait_for_step
+from tests.slurm.training import STEPS, command_line
 from tests.support.processes import BIN, stop
 from tests.support.runs import hexes, intact, losses
+from tests.support.waiting import steps_logged, wait_for_steps
 
 STOP_AT = 40
 """Step at which the command is asked to stop."""
@@ -27,7 +28,7 @@ def test_the_command_is_stopped_and_goes_on(
 
     process = machines.head.start(*command)
     try:
-        wait_for_step(run, STOP_AT, [process])
+        wait_for_steps(run, STOP_AT, process)
         (line,) = machines.head.commands("launch hosts")
         machines.head.must("kill", "-TERM", line.split()[0])
         output, _ = process.communicate(timeout=120)
@@ -35,7 +36,7 @@ def test_the_command_is_stopped_and_goes_on(
         stop(process)
     assert process.returncode == 75, output
     saved = intact(run)[0]
-    assert STOP_AT <= steps(run) == saved < STEPS, output
+    assert STOP_AT <= steps_logged(run) == saved < STEPS, output
     assert [line for node in machines.nodes for line in node.commands("python")] == []
 
     done = machines.head.run(*command, timeout_s=400)

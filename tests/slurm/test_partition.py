@@ -1,4 +1,4 @@
-"""A cable that is pulled: for some seconds, and for ever."""
+"""A cable that is pulled, for some seconds and for ever."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 
 from fastdiff.cluster.supervisor.outcome import UNAVAILABLE
 from tests.slurm.nodes import Cluster
-from tests.slurm.training import command_line, steps, wait_for_step
+from tests.slurm.training import command_line
 from tests.support.processes import stop
 from tests.support.runs import hexes, losses
+from tests.support.waiting import steps_logged, wait_for_steps
 
 HANG_TIMEOUT_S = 15
 PORT = "29400"
@@ -51,12 +52,12 @@ def test_a_cut_of_six_seconds_is_survived(
     """No step is made meanwhile, and then the run goes on as if nothing had been."""
     run = tmp_path / "run"
     with supervised(pulled, *command_line(digits, run)) as processes:
-        wait_for_step(run, PULL_AT, processes)
+        wait_for_steps(run, PULL_AT, *processes)
         pulled.unplug(pulled.nodes[1])
         time.sleep(1)
-        during = steps(run)
+        during = steps_logged(run)
         time.sleep(5)
-        assert steps(run) == during < len(undisturbed), "the cut was one"
+        assert steps_logged(run) == during < len(undisturbed), "the cut was one"
         pulled.plug(pulled.nodes[1])
         for process in processes:
             output, _ = process.communicate(timeout=120)
@@ -70,7 +71,7 @@ def test_a_cut_for_ever_ends_both_sides(pulled: Cluster, digits: Path, tmp_path:
     run = tmp_path / "run"
     train = [*command_line(digits, run), "--hang-timeout", str(HANG_TIMEOUT_S)]
     with supervised(pulled, *train) as processes:
-        wait_for_step(run, PULL_AT, processes)
+        wait_for_steps(run, PULL_AT, *processes)
         pulled.unplug(pulled.nodes[1])
         cut = time.monotonic()
         outputs = [process.communicate(timeout=120)[0] for process in processes]

@@ -9,9 +9,10 @@ import pytest
 
 from tests.slurm.nodes import Cluster
 from tests.slurm.slurm import Slurm
-from tests.slurm.training import STEPS, command_line, steps, wait_for_step
+from tests.slurm.training import STEPS, command_line
 from tests.support.processes import BIN
 from tests.support.runs import hexes, intact, losses
+from tests.support.waiting import steps_logged, wait_for_steps
 
 PREEMPTIONS = {
     25: ["scontrol", "requeue"],
@@ -44,11 +45,11 @@ def test_a_job_that_is_preempted_in_four_ways_ends_like_one_that_is_not(
     run, log = tmp_path / "run", tmp_path / "log"
     job = submit(queue, tmp_path, command_line(digits, run), "--no-preflight")
     for restarts, (step, preempt) in enumerate(PREEMPTIONS.items(), start=1):
-        wait_for_step(run, step)
+        wait_for_steps(run, step)
         queue.head.must(*preempt, str(job))
         queue.wait(job, "PENDING", timeout_s=120)
         assert ranks(machines) == []
-        assert step <= steps(run) == intact(run)[0] < STEPS, log.read_text()
+        assert step <= steps_logged(run) == intact(run)[0] < STEPS, log.read_text()
         assert f"Restarts={restarts} " in queue.describe(job)
     queue.wait(job, "COMPLETED", timeout_s=400)
     assert hexes(losses(run)) == hexes(undisturbed)
@@ -60,7 +61,7 @@ def test_a_job_whose_rank_dies_fails_and_is_not_started_again(
 ) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     job = submit(queue, tmp_path, command_line(digits, run))
-    wait_for_step(run, 5)
+    wait_for_steps(run, 5)
     node = machines.nodes[1]
     (line,) = node.commands("train.py")
     node.must("kill", "-KILL", line.split()[0])

@@ -1,4 +1,4 @@
-"""Seconds that each file of tests takes; the longest come first, so that both workers end at about the same time.
+"""Seconds of each file of tests; the longest run first, so that both workers end at about the same time.
 
 `python -m tests.support.durations REPORT.xml` writes them anew, from a report of ``make test``.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 
 TABLE = Path(__file__).parent / "durations.json"
 UNKNOWN_S = 20.0
-"""Of a file that is new: behind those that are known to be long."""
+"""Assumed for a new file, which runs after the files that are known to be long."""
 
 
 def expected(file: Path) -> float:
-    """Return the seconds of a file, which is known by its name, in whatever folder."""
+    """Return the seconds of a file; its name counts, not its folder."""
     return _table().get(file.stem, UNKNOWN_S)
 
 

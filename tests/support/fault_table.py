@@ -57,17 +57,17 @@ FAULTS = {
 
 @dataclass
 class Seen:
-    """What tests saw of one fault."""
+    """Results of the tests of one fault."""
 
     passed: int = 0
     failed: int = 0
     trials: int = 0
-    """Of tests that repeat: how often, in all."""
+    """Repetitions of all tests that repeat."""
     files: set[str] = field(default_factory=set)
 
 
 def read_reports(reports: Iterable[Path]) -> dict[int, Seen]:
-    """Return what the tests in pytest's XML reports saw, by fault."""
+    """Return the results in pytest's XML reports by fault."""
     seen = {number: Seen() for number in FAULTS}
     for report in reports:
         for case in ET.parse(report).iter("testcase"):

@@ -1,6 +1,7 @@
-"""Real ranks from a server that has imported everything: a trial takes a second or two, so that many can be made.
+"""Real ranks from a server that has imported everything: a trial takes a second or two, so a test can make many.
 
-Ranks may die here: what they came to is returned. ``processes.run_ranks`` is for those that may not.
+Ranks may die here, and how each one ended is returned; ``processes.run_ranks`` fails if one dies. No rank outlives the
+tests, however those end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import pickle
 import queue
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -18,34 +20,46 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from fastdiff.parallel.world import free_port
+from tests.support.ports import reserved_port
 
 _IMPORTED = f"{__package__}.imported"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended."""
+    """The end of a rank."""
 
     code: int
     """Exit code, or minus the number of the signal that killed it."""
     value: Any = None
-    """What the function returned; None if it did not."""
+    """Value of the function; None if it did not return."""
     trace: str | None = None
-    """The traceback of what it raised."""
+    """Traceback of the exception; None if there was none."""
 
 
 def fork_server() -> ForkServerContext:
-    """What starts processes that have imported everything."""
+    """The server that starts processes which have imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_IMPORTED])
     return context
 
 
+def end_with_the_tests() -> None:
+    """Kill this process when the one that asked the fork server for it ends, by whatever signal."""
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+
+    def follow() -> None:
+        tests.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="end with the tests", daemon=True).start()
+
+
 class Ranks:
-    """Running ranks.
+    """Running ranks, which find the environment of the test; leaving the context kills those that still run.
 
     Args:
         function: called as ``function(world, *args)`` on every rank.
@@ -54,14 +68,14 @@ class Ranks:
         group_timeout_s: how long a rank waits for the others in a collective operation.
     """
 
-    def __init__(self, function: Callable[..., Any], *args: Any, ranks: int = 2, group_timeout_s: float = 60) -> None:
+    def __init__(self, function: Callable[..., Any], *args: Any, ranks: int = 2, group_timeout_s: float = 120) -> None:
         context = fork_server()
         self._results: Any = context.Queue()
-        self._port = port = free_port()
+        self._port = reserved_port()
         environment = {
-            **{name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR", "PATH") if name in os.environ},
+            **os.environ,
             **{"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": "1"},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port)},
         }
         self.processes = [
             context.Process(target=_rank, args=(self._results, {**environment, **own}, group_timeout_s, function, args))
@@ -70,6 +84,16 @@ class Ranks:
         for process in self.processes:
             process.start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for process in self.processes:
+            process.join()
+        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self._port}_*"):
+            buffer.unlink(missing_ok=True)  # of ranks that died before they had taken its name away
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to all of them."""
         for process in self.processes:
@@ -77,11 +101,11 @@ class Ranks:
                 with contextlib.suppress(ProcessLookupError):  # it died, and the server has not yet told
                     os.kill(process.pid, number)
 
-    def wait(self, timeout_s: float = 120) -> list[Ended]:
+    def wait(self, timeout_s: float = 240) -> list[Ended]:
         """Wait until all have ended; one that dies by a signal takes the others with it, as a launcher does."""
         deadline = time.monotonic() + timeout_s
         found: dict[int, tuple[Any, str | None]] = {}
-        try:
+        with self:
             while any(process.is_alive() for process in self.processes):
                 self._take(found, 0.05)
                 if any((process.exitcode or 0) < 0 for process in self.processes):
@@ -89,12 +113,6 @@ class Ranks:
                 assert time.monotonic() < deadline, f"ranks still run after {timeout_s} s; results of {sorted(found)}"
             while self._take(found, 0.05):
                 pass
-        finally:
-            self.kill()
-            for process in self.processes:
-                process.join()
-            for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self._port}_*"):
-                buffer.unlink(missing_ok=True)  # of ranks that died before they had taken its name away
         return [
             Ended(process.exitcode or 0, *found.get(rank, (None, None))) for rank, process in enumerate(self.processes)
         ]
@@ -108,13 +126,13 @@ class Ranks:
         return True
 
 
-def forked_ranks(function: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 120) -> list[Ended]:
+def forked_ranks(function: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 240) -> list[Ended]:
     """Call ``function(world, *args)`` on real gloo ranks and return how each ended, in rank order."""
     return Ranks(function, *args, ranks=ranks).wait(timeout_s)
 
 
 def values(ended: list[Ended]) -> list[Any]:
-    """What ranks returned that all ended well."""
+    """Return what each rank returned; fail if one did not end well."""
     for rank, end in enumerate(ended):
         assert end.trace is None, f"rank {rank} failed:\n{end.trace}"
         assert end.code == 0, f"rank {rank} ended with {end.code}"
@@ -122,7 +140,7 @@ def values(ended: list[Ended]) -> list[Any]:
 
 
 def stop_server() -> None:
-    """End the server; it would keep the memory of all that it imported."""
+    """End the server, and with it the modules that it has imported."""
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
@@ -133,6 +151,8 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    end_with_the_tests()
+    os.environ.clear()  # the server has that of the test for which it was started
     os.environ.update(environment)
     import torch
 

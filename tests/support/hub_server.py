@@ -1,4 +1,4 @@
-"""A hub on the loopback interface that serves one repository, as far as a download needs it."""
+"""A local server of the hub with one repository, for downloads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from typing import Any
 
 @contextmanager
 def serve(folder: Path, repository: str, commit: str = "1" * 40) -> Iterator[Any]:
-    """Serve a folder; ``.environment`` leads the library here, ``.commit`` may change, ``.sent`` are the files."""
+    """Serve a folder.
+
+    Yields:
+        The server: ``environment`` leads the library to it, ``commit`` may be changed, ``sent`` lists the files sent.
+    """
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.folder, server.repository, server.commit, server.sent = folder, repository, commit, []
     address = f"http://127.0.0.1:{server.server_port}"

@@ -1,4 +1,4 @@
-"""Objectives of a process that is named."""
+"""Objectives by the name of their process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real ranks and real commands for tests, each with a free port and a hard time limit."""
+"""Real ranks and real commands for tests, each with a port of its own and a hard time limit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdiff.parallel.world import free_port
 from tests.support.forked import Ranks, values
+from tests.support.ports import reserved_port
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+DIE_WITH_TESTS = ("setpriv", "--pdeathsig", "KILL")
+"""The start of a command that the kernel kills when the tests end, by whatever signal.
+
+The ranks of a launcher or a supervisor notice its end, save and end, too.
+"""
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, timeout_s: float = 240) -> list[Any]:
@@ -34,13 +39,15 @@ class Finished:
 
 
 def start(command: Sequence[str | Path], cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
-    """Start a command in a session of its own, so that ``stop`` reaches all of its processes."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
+    """Start a command in a session of its own, so that ``stop`` reaches all of its processes.
+
+    Call it in the main thread: the kernel takes the thread that starts a process for its parent.
+    """
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
     env["PATH"] = f"{BIN}:{env['PATH']}"
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        env.pop(name, None)
     return subprocess.Popen(
-        [str(part) for part in command],
+        [*DIE_WITH_TESTS, *(str(part) for part in command)],
         cwd=cwd,
         env=env,
         text=True,
@@ -74,7 +81,7 @@ def deepspeed(*flags: str | Path, ranks: int = 1, **options: Any) -> Finished:
 
 def deepspeed_command(*flags: str | Path, ranks: int = 1) -> list[str | Path]:
     """Return the command line that starts ``ranks`` ranks of the trainer on a free port."""
-    launcher = [BIN / "deepspeed", "--num_accelerators", str(ranks), "--master_port", str(free_port())]
+    launcher = [BIN / "deepspeed", "--num_accelerators", str(ranks), "--master_port", str(reserved_port())]
     return [*launcher, "fastdiff/train.py", *flags]
 
 

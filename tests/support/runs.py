@@ -1,4 +1,4 @@
-"""Small runs on the real digits, for tests: configurations, and what a run left behind."""
+"""Small runs on the real digits: their configurations and the files that they leave."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tiny(data: Path, folder: Path, steps: int = STEPS, **changes: Any) -> RunCon
 
 
 def held_out(digits: Path) -> Path:
-    """Digits to validate on, beside the encoded ones: for what is tested the same will do, in other shards."""
+    """Digits to validate on, beside the encoded ones: the same digits in other shards."""
     folder = digits.with_name("held-out")
     if not folder.exists():
         encode_digits(folder, samples_per_shard=200)
@@ -56,7 +56,7 @@ def launch(stage: int = 3, **options: Any) -> Launch:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
+    """Return the records in a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -68,7 +68,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def intact(folder: Path) -> list[int]:
-    """Steps of the checkpoints of a run whose every digest is right, newest first."""
+    """Return the steps of the intact checkpoints of a run, newest first."""
     return [int(step.name.removeprefix("step-")) for step in committed(folder / "checkpoints") if not verify(step)]
 
 
@@ -77,19 +77,19 @@ def newest(folder: Path) -> Checkpoint:
     return Checkpoint(committed(folder / "checkpoints")[0])
 
 
-def reseal(manifest: Path) -> None:
-    """Let a manifest that a test has edited pass for what was written."""
+def renew_digest(manifest: Path) -> None:
+    """Renew the digest of a manifest that a test has edited."""
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**content, "sha256": digest_of(content)}, indent=1))
 
 
 def hexes(numbers: list[float]) -> list[str]:
-    """Every bit of every number."""
+    """Return each number as hexadecimal digits, which show every bit."""
     return [number.hex() for number in numbers]
 
 
 def assert_same_checkpoint(first: Path, second: Path) -> None:
-    """The last checkpoints hold equal bytes: weights, optimizer state, every EMA, the sums of the log."""
+    """Check that the newest checkpoints have equal bytes: weights, optimizer state, EMAs, sums of the log."""
     a, b = newest(first).manifest, newest(second).manifest
     assert a["progress"] == b["progress"]
     assert a["files"] == b["files"]

@@ -1,4 +1,4 @@
-"""A script in a process of the fork server, which has imported everything: an exit code and output, in two seconds."""
+"""Scripts in processes of the fork server, which has imported everything: exit code and output in two seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from tests.support.forked import fork_server
+from tests.support.forked import end_with_the_tests, fork_server
 from tests.support.processes import ROOT, Finished
 
 TRAIN = ROOT / "fastdiff" / "train.py"
@@ -21,15 +21,18 @@ def run_script(path: Path, *arguments: str | Path, timeout_s: float = 240, **env
         words = [str(path), *(str(argument) for argument in arguments)]
         process = fork_server().Process(target=_run, args=(output.name, words, given))
         process.start()
-        process.join(timeout_s)
-        code = process.exitcode
-        process.kill()
-        process.join()
+        try:
+            process.join(timeout_s)
+            code = process.exitcode
+        finally:
+            process.kill()
+            process.join()
         assert code is not None, f"still running after {timeout_s} s:\n{output.read()}"
         return Finished(code, output.read())
 
 
 def _run(output: str, words: list[str], environment: dict[str, str]) -> None:
+    end_with_the_tests()
     with open(output, "w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -1,4 +1,4 @@
-"""Real supervisors with real ranks of the real trainer, for tests."""
+"""Real supervisors with real ranks of the trainer."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
 
 from fastdiff.cluster.supervisor import operators
-from tests.support.processes import ROOT
-
-START_S = 200
-"""Hard limit of a start on a busy machine; a quiet one takes a few seconds."""
+from tests.support.processes import DIE_WITH_TESTS, ROOT
+from tests.support.waiting import LIMIT_S, steps_logged, wait_until
 
 
 class Supervised:
@@ -51,17 +48,22 @@ class Supervised:
         with self._log.open("wb") as log:
             target = log if output is None else output
             self.process = subprocess.Popen(
-                [*command, "--", *flags], cwd=ROOT, env=env, stdout=target, stderr=target, start_new_session=True
+                [*DIE_WITH_TESTS, *command, "--", *flags],
+                cwd=ROOT,
+                env=env,
+                stdout=target,
+                stderr=target,
+                start_new_session=True,
             )
 
     @property
     def output(self) -> str:
-        """What it and its ranks printed."""
+        """The output of the supervisor and its ranks."""
         return self._log.read_text(errors="replace")
 
     @property
     def last_line(self) -> str:
-        """The very last line of that."""
+        """The last line of the output."""
         return self.output.rstrip("\n").splitlines()[-1]
 
     def rank(self, number: int) -> psutil.Process:
@@ -71,20 +73,21 @@ class Supervised:
                 return process
         raise AssertionError(f"no rank {number}; the output:\n{self.output}")
 
-    def wait(self, timeout_s: float) -> int:
-        """Its exit code; kills it and fails after ``timeout_s``."""
+    def wait(self, timeout_s: float = LIMIT_S) -> int:
+        """Return its exit code; fail after ``timeout_s``."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still there after {timeout_s} s; the output:\n{self.output}") from None
 
     def wait_for_steps(self, steps: int) -> None:
-        """Return when so many steps are in the log of the run."""
-        path, deadline = self.run / "metrics.jsonl", time.monotonic() + START_S
-        while not path.exists() or len(path.read_text().splitlines()) < steps:
+        """Return when the run has logged so many steps; fail if the supervisor ends before."""
+
+        def logged() -> bool:
             assert self.process.poll() is None, self.output
-            assert time.monotonic() < deadline, f"not {steps} steps in {START_S} s; the output:\n{self.output}"
-            time.sleep(0.02)
+            return steps_logged(self.run) >= steps
+
+        wait_until(logged, f"step {steps} of {self.run}")
 
 
 def cache_with(built: Path, cache: Path) -> Path:
@@ -102,7 +105,7 @@ def cache_with(built: Path, cache: Path) -> Path:
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
-    """Everything that runs with this run folder on its command line."""
+    """Return the processes that have this run folder on their command line."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -113,18 +116,8 @@ def processes_of(run: Path) -> list[psutil.Process]:
     return found
 
 
-def all_gone(run: Path, timeout_s: float) -> bool:
-    """Whether nothing of the run is left before ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    while left := processes_of(run):
-        if time.monotonic() > deadline:
-            return False
-        psutil.wait_procs(left, timeout=0.2)
-    return True
-
-
 def end(supervisors: Iterable[Supervised]) -> None:
-    """Leave nothing behind, whatever a test did."""
+    """Kill supervisors and their ranks."""
     for supervised in supervisors:
         for process in [supervised.process.pid, *(p.pid for p in processes_of(supervised.run))]:
             try:

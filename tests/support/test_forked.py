@@ -18,7 +18,7 @@ def _die_on_rank_1(world: World) -> int:
     return world.rank
 
 
-def test_a_killed_rank_is_told_from_one_that_returned() -> None:
+def test_a_killed_rank_is_distinguished_from_one_that_returned() -> None:
     assert forked_ranks(_die_on_rank_1)[1].code == -signal.SIGKILL
 
 

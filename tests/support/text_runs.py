@@ -1,4 +1,4 @@
-"""Small runs of the tiny UNet on captioned latents, for tests."""
+"""Small runs of the tiny UNet on captioned latents."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ CREDENTIALS = {
 
 @dataclass
 class WebServer:
-    """What a running http server does, and what it was asked; both may be changed and read at any time."""
+    """Behaviour and requests of a running http server; both may be changed and read at any time."""
 
     folder: Path
     port: int = 0

@@ -1,4 +1,4 @@
-"""8-bit moments are those of the parameters: no number of ranks and no ZeRO stage changes a bit of them."""
+"""8-bit moments: no number of ranks and no ZeRO stage changes a bit of them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def config_of(digits: Path, folder: Path, steps: int) -> RunConfig:
 
 @dataclass(frozen=True)
 class TwoRanks:
-    """What two ranks left."""
+    """The run of two ranks."""
 
     start: Path
     """A run of three steps under ZeRO-3."""
     again: Path
-    """That run loaded under every stage, and saved again without a step."""
+    """The run of two ranks, loaded under every stage and saved again without a step."""
     losses: list[float]
     """Of the same run over six steps."""
 

@@ -1,4 +1,4 @@
-"""Loss spikes and non-finite steps: found, named, and answered as ``--divergence.policy`` says."""
+"""Loss spikes and non-finite steps: detected, named, and handled as ``--divergence.policy`` says."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def marred(folder: Path, factors: Mapping[int, float]) -> Path:
 
 
 def key_at(data: Path, position: int) -> str:
-    """What a run calls the sample at a position."""
+    """Return the key of the sample at a position."""
     with LatentReader(data) as reader:
         assert list(reader.shard_sizes) == SHARDS
         return reader.keys(Order(0, reader.shard_sizes, 16).samples([position]))[0]
 
 
 def in_step(step: int, sample: int = 3) -> int:
-    """The position of a sample of an optimizer step, which count from 1."""
+    """Return the position of a sample in an optimizer step, counted from 1."""
     return (step - 1) * BATCH + sample
 
 
@@ -85,7 +85,7 @@ def lines(folder: Path, name: str = "spikes.jsonl") -> list[dict[str, Any]]:
 
 
 def weights(folder: Path, step: int, rank: int = 0) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of the training itself: weights, moments, averages."""
+    """Return the weights, moments and averages in a checkpoint."""
     found = load_file(folder / "checkpoints" / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors")
     return {name: value for name, value in found.items() if name.startswith(("master/", "ema/", "exp_avg"))}
 
@@ -280,12 +280,6 @@ def test_a_skipped_spike_moves_nothing(
             assert not torch.equal(before[name], after[name])
 
 
-@pytest.fixture
-def cpu_with_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch computes in fp16 on any CPU, only slowly; DeepSpeed asks for fast instructions."""
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
-
-
 @pytest.mark.fault(21)
 @pytest.mark.parametrize(
     ("stage", "scale"), [(1, {"initial_scale_power": 7}), (3, {"initial_scale_power": 0, "min_loss_scale": 1})]
@@ -436,7 +430,7 @@ def test_a_spike_before_the_first_checkpoint_is_explained(world: World, two_spik
     assert intact(tmp_path / "run") == [], "nothing is saved with the spike in it"
 
 
-def test_the_way_back_passes_over_damage(world: World, digits: Path, tmp_path: Path) -> None:
+def test_a_rewind_skips_damaged_checkpoints(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", output__checkpoint_every=2, output__keep=9), launch(), world)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 2, world)
     found = checkpoints.newest(before=6)
@@ -514,7 +508,7 @@ ON_HOST = {"device": "cpu"}
     ],
     ids=lambda value: str(value["stage"]) + "-offload" * (len(value) > 2) if isinstance(value, dict) else str(value),
 )
-def test_the_way_back_in_the_engine_is_that_of_a_new_start(
+def test_a_rewind_in_the_engine_equals_a_new_start(
     torch_extensions: Path, two_spikes: Path, tmp_path: Path, zero: Any, precision: str, optimizer: str, ranks: int
 ) -> None:
     """To the bit, and in the memory that it has."""

@@ -1,4 +1,4 @@
-"""What is averaged at which rate, and that a run in 16 bits averages and trains the weights that it was given."""
+"""EMA: its rates, and fp32 masters equal to the given weights in 16-bit runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under ZeRO-3 parameters are empty outside of the forward pass: no file has a tensor without elements."""
+"""Under ZeRO-3 parameters are empty outside of the forward pass: no file contains an empty tensor."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ Values = dict[str, NDArray[np.float32]]
 
 @dataclass
 class Trained:
-    """What a few steps leave behind."""
+    """Results of a few steps."""
 
     losses: list[float]
     norms: list[float]
@@ -116,7 +116,7 @@ def packed_digest(model: nn.Module) -> str:
 
 
 def values(tensors: Mapping[str, Tensor]) -> Values:
-    """What a process can hand to another one that outlives it."""
+    """Return copies that outlive this process."""
     return {name: tensor.detach().numpy() for name, tensor in tensors.items()}
 
 
@@ -166,7 +166,7 @@ def train_with_torch(config: RunConfig) -> Trained:
 
 @pytest.fixture(scope="module")
 def stages(torch_extensions: Path) -> dict[tuple[str, str, str], list[Trained]]:
-    """What two ranks trained at each stage."""
+    """Results of two ranks at each stage."""
     first, second = run_ranks(every_stage, ranks=2)
     for of_first, of_second in zip(first, second, strict=True):
         assert [t.frozen for t in of_first] == [t.frozen for t in of_second]

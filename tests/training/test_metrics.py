@@ -1,4 +1,4 @@
-"""The losses by noise level in the log: quartiles of the depth, and bins of the log SNR."""
+"""Losses by noise level in the log: quartiles of the depth, and bins of the log SNR."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_means_and_errors_of_even_levels() -> None:
         assert found.error == pytest.approx(0.5 / math.sqrt(found.count), rel=0.3)
 
 
-def test_means_of_few() -> None:
+def test_means_of_few_samples() -> None:
     assert math.isnan(mean_of(np.zeros(0)).mean)
     assert mean_of(np.array([2.0])).mean == 2.0
     assert math.isnan(mean_of(np.array([2.0])).error)

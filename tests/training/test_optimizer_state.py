@@ -1,4 +1,4 @@
-"""What a resume restores of the optimizer: bitsandbytes' state in other blocks, and what parameter groups must be."""
+"""Optimizer state at a resume: bitsandbytes' blocks on other ranks, and checks of the parameter groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fastdiff.training.optim import build_optimizer
 from fastdiff.training.optimizer_state import check_groups
 from fastdiff.training.resume import config_changes
 from tests.support.forked import forked_ranks, values
-from tests.support.runs import launch, newest, reseal, tiny
+from tests.support.runs import launch, newest, renew_digest, tiny
 
 Moments = dict[str, dict[str, Tensor]]
 """By moment ("1", "2") and parameter."""
@@ -50,7 +50,7 @@ def dequantized(flat: Flat, moment: str) -> Tensor:
 
 
 def held(world: World, engine: Engine) -> Moments:
-    """What the ranks hold together."""
+    """Return the state of all ranks together."""
     return {
         moment: assemble(world, engine.flats, [dequantized(flat, moment) for flat in engine.flats], engine.shapes)
         for moment in ("1", "2")
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_does_not_tell_its_layout_is_refused(
         save_file(tensors, folder / name, metadata)
         manifest["files"][name] = {"bytes": (folder / name).stat().st_size, "sha256": file_digest(folder / name)}
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    reseal(folder / MANIFEST)
+    renew_digest(folder / MANIFEST)
     with pytest.raises(ConfigError, match=r"2 ranks at ZeRO stage 3.*does not record.*resume with the same ranks"):
         build_at(world, blockwise_config(digits, tmp_path / "run"), 3)
 
@@ -189,7 +189,7 @@ def test_a_parameter_group_that_is_not_the_configured_one_is_found(key: str, val
     ],
 )
 def test_a_field_that_changes_what_is_computed_may_not_change(field: str, value: Any) -> None:
-    """What happens then is in ``test_bad_input``."""
+    """``test_bad_input`` has the effect on a resume."""
     before, now = tiny(Path(), Path()), tiny(Path(), Path(), **{field: value})
     name = field.replace("__", ".")
     assert list(config_changes(as_json(before), as_json(now), ())) == [name]

@@ -1,4 +1,4 @@
-"""fp16 with its loss scale, on a CPU that DeepSpeed is told can do it; 8-bit state that really is 8-bit."""
+"""fp16 with its loss scale, on a CPU that DeepSpeed takes for capable of it; 8-bit state that really is 8-bit."""
 
 from __future__ import annotations
 
@@ -26,12 +26,6 @@ from tests.end_to_end.test_train import check_clipping
 from tests.support.runs import hexes, launch, losses, newest, tiny, train_losses
 
 
-@pytest.fixture
-def cpu_with_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch computes in fp16 on any CPU, only slowly; DeepSpeed asks for fast instructions."""
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
-
-
 def test_fp16_without_fp16_arithmetic_is_refused(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,7 +35,7 @@ def test_fp16_without_fp16_arithmetic_is_refused(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fp16_clips_the_true_gradient(
+def test_fp16_clips_the_unscaled_gradient(
     world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
 ) -> None:
     """Adam does not see the scale of a gradient, so only its first moment tells that the loss scale is taken out."""

@@ -1,4 +1,4 @@
-"""What happens inside one step: nothing is read from the device, nothing recompiles, everything is counted."""
+"""One training step: no reads from the device, no recompilation, and complete counts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fastdiff.train import train
 from tests.support.runs import launch, records, tiny
 
 OURS = str(Path(fastdiff.__file__).parent)
-VOTES = str(Path(fastdiff.__file__).parent / "parallel" / "consensus.py")
+CONSENSUS = str(Path(fastdiff.__file__).parent / "parallel" / "consensus.py")
 READS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
 
 
 @contextmanager
 def counted_reads() -> Iterator[Counter[str]]:
-    """Count the reads of tensors by who makes them; the loader's thread, which fills host memory, is free to."""
+    """Count the reads of tensors in the main thread by their caller; the loader's thread may read host memory."""
     found: Counter[str] = Counter()
     originals = {name: getattr(Tensor, name) for name in READS}
 
@@ -33,7 +33,7 @@ def counted_reads() -> Iterator[Counter[str]]:
         def read(self: Tensor, *args: object, **options: object) -> object:
             caller = sys._getframe(1).f_code.co_filename
             if threading.current_thread() is threading.main_thread():
-                found["votes" if caller == VOTES else "fastdiff" if caller.startswith(OURS) else "other"] += 1
+                found["consensus" if caller == CONSENSUS else "fastdiff" if caller.startswith(OURS) else "other"] += 1
             return originals[name](self, *args, **options)
 
         return read
@@ -48,11 +48,11 @@ def counted_reads() -> Iterator[Counter[str]]:
 
 
 def reads_of_a_run(world: World, digits: Path, folder: Path, steps: int, stage: int, log_every: int) -> int:
-    """Reads by our own files in a whole run, start and end included; not the votes, which a GPU has sent by then."""
+    """Return the reads by our own files in a whole run, except those of the consensus, which a GPU has sent by then."""
     config = tiny(digits, folder, steps=steps, output__log_every=log_every)
     with counted_reads() as found:
         train(config, launch(stage), world)
-    assert found["votes"] == steps, "once per step"
+    assert found["consensus"] == steps, "once per step"
     return found["fastdiff"]
 
 
@@ -109,7 +109,7 @@ def test_recomputing_activations_changes_no_loss(world: World, digits: Path, tmp
     assert kept == again
 
 
-def test_a_record_has_what_people_plot(world: World, digits: Path, tmp_path: Path) -> None:
+def test_a_record_has_the_usual_fields(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", optim__schedule="linear"), launch(1), world)
     found = records(tmp_path / "run")
     assert [r["samples"] for r in found] == [16, 32, 48, 64, 80, 96]

@@ -1,4 +1,4 @@
-"""TensorBoard and wandb are shown what a run measures, as a user finds it in their files."""
+"""TensorBoard and wandb show the numbers of a run, read back from the files that they write."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training import callbacks
-from fastdiff.training.callbacks.trackers import Trackers, Unhurried, require_installed
+from fastdiff.training.callbacks.trackers import BackgroundTracker, Trackers, require_installed
 from tests.support.runs import launch, losses, records, tiny
+from tests.support.waiting import wait_until
 
 
 def test_tensorboard_shows_the_numbers_of_the_log(world: World, digits: Path, tmp_path: Path) -> None:
@@ -116,7 +117,11 @@ def test_wandb_is_told_how_a_run_ended(
 
 @contextmanager
 def wandb_server() -> Iterator[tuple[str, threading.Event, threading.Event]]:
-    """A server that wandb takes for its own: its address; set it to stall; whether it was asked while it stalled."""
+    """A server that speaks to wandb.
+
+    Yields:
+        Its address, an event that makes it stall, and an event that is set once it was asked while it stalled.
+    """
     stalls, asked, end = threading.Event(), threading.Event(), threading.Event()
     bucket = {"id": "b", "name": "x", "displayName": "x", "config": "{}", "sweepName": None, "historyLineCount": 0}
     project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "me"}}
@@ -162,7 +167,7 @@ def wandb_server() -> Iterator[tuple[str, threading.Event, threading.Event]]:
 def to_server(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     for name, value in (("BASE_URL", address), ("API_KEY", "0" * 40), ("SILENT", "true"), ("MODE", "online")):
         monkeypatch.setenv(f"WANDB_{name}", value)
-    monkeypatch.setattr(callbacks.trackers, "INIT_S", 20.0)
+    monkeypatch.setattr(callbacks.trackers, "INIT_S", 240.0)
     monkeypatch.setattr(callbacks.trackers, "FINISH_S", 2.0)
 
 
@@ -191,9 +196,9 @@ def test_a_tracker_that_stalls_does_not_hold_up_the_steps(
         monkeypatch.setattr(callbacks.trackers._Wandb, "_begin", begun)
         monkeypatch.setattr(callbacks.trackers._Wandb, "scalars", logged)
         train(tiny(digits, tmp_path / "run", steps=6, output__report_to=("wandb",)), launch(0), world)
-        assert asked.is_set(), "the server was asked, and did not answer"
+        assert asked.wait(120), "the server was asked, and did not answer"
+        wait_until(lambda: done_while_it_stalls == [1, 2, 3, 4, 5, 6], "all steps to be logged")
     wandb.teardown()
-    assert done_while_it_stalls == [1, 2, 3, 4, 5, 6]
     assert len(losses(tmp_path / "run")) == 6
     assert list((tmp_path / "run").glob("wandb/run-*/run-*.wandb")), "kept, for `wandb sync`"
 
@@ -202,13 +207,13 @@ def test_a_tracker_that_stalls_does_not_hold_up_the_steps(
 def test_a_tracker_that_stalls_does_not_hold_up_a_preemption(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The real wandb, of a server that stalls: who is about to be killed does not wait until it gives up."""
+    """The real wandb, whose server stalls: a rank that is about to be killed does not wait for it to give up."""
     import wandb
 
     stop = StopRequest()
     with wandb_server() as (address, stalls, _):
         to_server(monkeypatch, address)
-        monkeypatch.setattr(callbacks.trackers, "FINISH_S", 60.0)
+        monkeypatch.setattr(callbacks.trackers, "FINISH_S", 3600.0)
         monkeypatch.setattr(callbacks.trackers, "BROKEN_OFF_S", 1.0)
         log = callbacks.trackers._Wandb.scalars
 
@@ -218,17 +223,15 @@ def test_a_tracker_that_stalls_does_not_hold_up_a_preemption(
             stop.make("a test")
 
         monkeypatch.setattr(callbacks.trackers._Wandb, "scalars", logged)
-        began = time.monotonic()
         with pytest.raises(Preempted):
             train(tiny(digits, tmp_path / "run", steps=10_000, output__report_to=("wandb",)), launch(0), world, stop)
-        assert time.monotonic() - began < 30
     wandb.teardown()
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert "did not take all within 1 s" in "".join(capsys.readouterr())
 
 
 @pytest.mark.fault(29)
-def test_a_tracker_that_is_away_at_the_start_is_done_without(
+def test_a_tracker_that_does_not_answer_at_the_start_is_left_out(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import wandb
@@ -236,10 +239,11 @@ def test_a_tracker_that_is_away_at_the_start_is_done_without(
     with wandb_server() as (address, stalls, asked):
         stalls.set()
         to_server(monkeypatch, address)
+        monkeypatch.setattr(callbacks.trackers, "INIT_S", 20.0)
         state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
         state.folder.mkdir()
         with Trackers(state) as trackers:  # type: ignore[arg-type]
-            assert asked.is_set()
+            assert asked.wait(120)
             trackers.scalars({"loss": 0.25}, 1)
     wandb.teardown()
     assert "does not answer within 20 s" in "".join(capsys.readouterr())
@@ -247,13 +251,13 @@ def test_a_tracker_that_is_away_at_the_start_is_done_without(
 
 
 class _Stuck:
-    """A tracker that takes nothing until it is told to."""
+    """A tracker that takes nothing until ``go`` is set."""
 
     def __init__(self) -> None:
         self.go, self.shown, self.closed = threading.Event(), list[int](), list[bool]()
 
     def scalars(self, values: Any, step: int) -> None:
-        self.go.wait(60)
+        self.go.wait(600)
         self.shown.append(step)
         if step == 2:
             raise OSError("what https://me:pw@server/?key=1 says")
@@ -266,24 +270,23 @@ class _Stuck:
 
 
 @pytest.mark.fault(29)
-def test_a_board_that_is_stuck_is_left_behind_with_one_warning(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_tracker_that_is_stuck_is_left_behind_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
     stuck = _Stuck()
-    tracker = Unhurried(stuck)
+    tracker = BackgroundTracker(stuck)
     for step in range(1000):
         tracker.scalars({"loss": 1.0}, step)
     tracker.close(failed=False, patience_s=0.1)
-    assert not stuck.shown
-    assert "".join(capsys.readouterr()).count("WARNING a tracker") == 1
+    shown = list(stuck.shown)
     stuck.go.set()
+    assert not shown
+    assert "".join(capsys.readouterr()).count("WARNING a tracker") == 1
 
 
 @pytest.mark.fault(29)
-def test_a_board_that_fails_goes_on_with_the_next_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker_that_fails_goes_on_with_the_next_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     stuck = _Stuck()
     stuck.go.set()
-    tracker = Unhurried(stuck)
+    tracker = BackgroundTracker(stuck)
     for step in range(5):
         tracker.scalars({"loss": 1.0}, step)
     tracker.close(failed=True, patience_s=60.0)
@@ -292,7 +295,7 @@ def test_a_board_that_fails_goes_on_with_the_next_numbers(capsys: pytest.Capture
 
 
 class _State:
-    """What the trackers read of a run."""
+    """The part of a run's state that the trackers read."""
 
     def __init__(self, config: Any, world: World) -> None:
         self.config, self.world = config, world

@@ -1,4 +1,4 @@
-"""The UNet on two ranks: recomputed, compiled and cut by ZeRO-3 it learns what it learns whole."""
+"""The UNet on two ranks: recomputation, compilation and ZeRO-3 change nothing in what it learns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STEPS = 2
 
 @dataclass(frozen=True)
 class Learned:
-    """What a run of a few steps came to."""
+    """Results of a run of a few steps."""
 
     losses: list[float]
     weights: dict[str, Any]

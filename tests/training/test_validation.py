@@ -172,7 +172,7 @@ def _check_line(line: dict[str, Any], found: Validated, prediction: str) -> None
     assert found.about["weights"] == "EMA of rate 0.9"
 
 
-def test_a_resume_forgets_what_came_after_and_makes_up_for_what_is_missing(
+def test_a_resume_drops_later_validations_and_repeats_missing_ones(
     world: World, digits: Path, trained: Path, tmp_path: Path
 ) -> None:
     """Killed between the checkpoint of step 2 and its validation, with a torn line at the end."""
@@ -192,7 +192,7 @@ def test_a_resume_forgets_what_came_after_and_makes_up_for_what_is_missing(
     assert (run / "validation.jsonl").read_bytes() == (whole / "validation.jsonl").read_bytes(), "nothing twice"
 
 
-def test_another_data_set_is_said_and_validated_anew(
+def test_another_data_set_is_reported_and_validated_anew(
     world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At a resume: what was validated last is a line of other data, of fewer samples, or of the same."""

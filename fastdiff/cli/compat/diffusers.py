@@ -241,13 +241,13 @@ def _validation(flags: argparse.Namespace, gpus: int, prompts: list[str], images
 
 
 def _output(flags: argparse.Namespace, steps: int) -> list[str]:
-    boards = ("tensorboard", "wandb") if flags.report_to == "all" else (flags.report_to,)
+    trackers = ("tensorboard", "wandb") if flags.report_to == "all" else (flags.report_to,)
     every = flags.checkpointing_steps
     return [
         *flag("output.folder", flags.output_dir),
         *flag("output.checkpoint_every", every),
         *flag("output.keep", max(2, flags.checkpoints_total_limit or math.ceil(steps / every) + 1)),
-        *flag("output.report_to", [board for board in boards if board in ("tensorboard", "wandb")]),
+        *flag("output.report_to", [name for name in trackers if name in ("tensorboard", "wandb")]),
     ]
 
 

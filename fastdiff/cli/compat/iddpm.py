@@ -311,7 +311,7 @@ def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig,
     factors = {2**level for level in range(len(network.channel_mult))}
     idle = [side for side in flags.attention_resolutions if network.size // side not in factors]
     done.note(idle, f"--attention_resolutions: no map has a side of {', '.join(map(str, idle))}; theirs skips it too")
-    done.note(flags.resume_checkpoint, f"--resume_checkpoint {flags.resume_checkpoint}: {_what_is_resumed(flags)}")
+    done.note(flags.resume_checkpoint, f"--resume_checkpoint {flags.resume_checkpoint}: {_describe_resumed(flags)}")
 
 
 def _notes_of_results(flags: argparse.Namespace, network: AdmConfig) -> list[str]:
@@ -330,7 +330,7 @@ def _notes_of_results(flags: argparse.Namespace, network: AdmConfig) -> list[str
     return notes
 
 
-def _what_is_resumed(flags: argparse.Namespace) -> str:
+def _describe_resumed(flags: argparse.Namespace) -> str:
     if not _number(flags):
         why = "its name contains no step (modelNNNNNN.pt)" if _number(flags) is None else "its number is 0"
         return f"{why}, so only the weights are read, as in theirs, and steps count from 0"

@@ -19,7 +19,7 @@ import fastdiff
 from fastdiff import sanitize
 from fastdiff.cluster.launchers.hostfile import Hosts
 from fastdiff.cluster.launchers.job import SUPERVISOR, Job, random_port
-from fastdiff.cluster.supervisor.signals import heeded
+from fastdiff.cluster.supervisor.signals import STOP, heeded
 from fastdiff.errors import ConfigError, Preempted
 
 _FORWARDED = ("CUDA_", "DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRITON_", "WANDB_")
@@ -27,7 +27,6 @@ _FORWARDED = ("CUDA_", "DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTHON", "TORCH"
 _ALSO = ("PATH", "LD_LIBRARY_PATH")
 _LOCAL = ("CUDA_VISIBLE_DEVICES",)
 """Variables that hold for this machine only; its devices may differ from those of the hosts."""
-_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _GRACE_S = 30.0
 """Wait after the first failure: the other supervisors learn of it themselves within a few seconds."""
 _BAR_S = 1.0
@@ -102,7 +101,7 @@ def run(job: Job, hosts: Hosts, ssh_config: Path | None) -> int:
     except FileNotFoundError:
         raise ConfigError("ssh is missing on this machine; install the OpenSSH client") from None
     stops: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: stops.append(number)) for number in heeded(_STOPPING)}
+    before = {number: signal.signal(number, lambda number, _: stops.append(number)) for number in heeded(STOP)}
     try:
         return _watch(connections, stops)
     finally:
@@ -133,10 +132,10 @@ def _watch(connections: Sequence[_Connection], stops: Sequence[int]) -> int:
         if now >= kill_at or len(stops) > 1:
             return first_bad or 128 + (stops[-1] if stops else signal.SIGKILL)
         time.sleep(0.1)
-    return _together([code or 0 for code in codes])
+    return _exit_code([code or 0 for code in codes])
 
 
-def _together(codes: Sequence[int]) -> int:
+def _exit_code(codes: Sequence[int]) -> int:
     """Return the exit code of the job: that of the first failure, otherwise 75 if any host stopped on request."""
     wrong = [code for code in codes if code not in (0, Preempted.exit_code)]
     return wrong[0] if wrong else max(codes)

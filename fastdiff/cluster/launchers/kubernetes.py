@@ -17,7 +17,7 @@ _PORT = 29500
 _LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _LABEL_WORDS = "lower-case letters, digits and dashes, a letter or a digit at both ends"
 _FINAL = (ConfigError.exit_code, DataError.exit_code, DivergedError.exit_code, StorageError.exit_code)
-"""Exit codes of errors that a restart would meet again."""
+"""Exit codes of errors that a restart would repeat."""
 _RESTARTS = 3
 
 

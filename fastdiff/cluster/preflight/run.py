@@ -28,7 +28,7 @@ from fastdiff.errors import ConfigError, StorageError
 from fastdiff.parallel.world import attempt
 
 _SLACK_S = 60.0
-"""Extra wait of the other nodes for node 0, whose verdict tells more than a time-out."""
+"""Extra wait of the other nodes for node 0, whose verdict tells more than a timeout."""
 
 
 def run(
@@ -54,7 +54,7 @@ def run(
         config: configuration of the run, as parsed.
         ranks_per_node: training processes per node.
         name: name of this node in messages; None: the host name.
-        timeout_s: time-out for all nodes to arrive, and again for all to report.
+        timeout_s: timeout for all nodes to arrive, and again for all to report.
         now: clock of this node, in seconds since 1970.
 
     Raises:
@@ -128,7 +128,7 @@ def _meet(keys: Store, report: NodeReport, nodes: int, deadline: float) -> None:
 
 
 def _silent(keys: Store, node: int) -> Problem:
-    return Problem(node, keys.get(f"name/{node}").decode(), 2, "arrived but sent no report")
+    return Problem(node, keys.get(f"name/{node}").decode(), ConfigError.exit_code, "arrived but sent no report")
 
 
 def _apart(report: NodeReport) -> Problem:

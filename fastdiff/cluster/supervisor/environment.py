@@ -14,10 +14,13 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from fastdiff.cluster.supervisor.nodes import JOIN_S
 from fastdiff.cluster.supervisor.waiting import value_of
 from fastdiff.parallel.heartbeat import NODE_FOLDER
 
 _NCCL = "nccl"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
 
 
 def of_rank(
@@ -44,7 +47,7 @@ def of_rank(
             already bound, so no other program can take it.
         node_folder: private folder of the supervisor on this node.
         extensions: folder of the compiled operators.
-        run: the run folder; NCCL's flight recorder writes to ``nccl/`` in it at a time-out.
+        run: the run folder; NCCL's flight recorder writes to ``nccl/`` in it at a timeout.
     """
     return {
         **base,
@@ -68,7 +71,7 @@ def of_rank(
 def request_nccl_dumps(node_folder: Path, run: Path) -> None:
     """Let NCCL's flight recorder write the records of every rank of this node; a no-op without NCCL.
 
-    By itself it writes only at its time-out, which is later than the detection of the hang.
+    By itself it writes only at its timeout, which is later than the detection of the hang.
     """
     pipes = list(node_folder.glob(f"{_NCCL}-*.pipe"))
     if pipes:
@@ -82,12 +85,7 @@ def request_nccl_dumps(node_folder: Path, run: Path) -> None:
                 os.close(descriptor)
 
 
-_VARIABLE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915
-_JOIN_S = 300.0
-
-
-def choose(store: Store, master: str, node: int, nodes: int) -> None:
+def choose_interface(store: Store, master: str, node: int, nodes: int) -> None:
     """Set ``GLOO_SOCKET_IFNAME`` for child processes if other nodes cannot reach this host's name; on all nodes.
 
     Args:
@@ -101,12 +99,12 @@ def choose(store: Store, master: str, node: int, nodes: int) -> None:
     """
     if node == 1:
         store.set("address/1", own_address(master))
-    if nodes == 1 or _VARIABLE in os.environ or _is_reachable(socket.gethostname()):
+    if nodes == 1 or _GLOO_INTERFACE in os.environ or _is_reachable(socket.gethostname()):
         return
-    other = master if node else value_of(store, "address/1", time.monotonic() + _JOIN_S).decode()
+    other = master if node else value_of(store, "address/1", time.monotonic() + JOIN_S).decode()
     name = _interface_of(own_address(other))
     if name is not None:
-        os.environ[_VARIABLE] = name
+        os.environ[_GLOO_INTERFACE] = name
 
 
 def own_address(other: str) -> str:
@@ -125,10 +123,10 @@ def _is_reachable(host: str) -> bool:
 
 
 def _interface_of(address: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                reply = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:  # no IPv4 address
                 continue
             if socket.inet_ntoa(reply[20:24]) == address:

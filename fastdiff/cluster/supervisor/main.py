@@ -19,7 +19,7 @@ from pathlib import Path
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 import fastdiff
-from fastdiff.cluster.preflight import run
+from fastdiff.cluster.preflight.run import run as check_nodes
 from fastdiff.cluster.supervisor import environment, operators
 from fastdiff.cluster.supervisor.nodes import Nodes, connect, join
 from fastdiff.cluster.supervisor.outcome import Outcome, of_lost_node
@@ -33,9 +33,9 @@ from fastdiff.errors import FastdiffError, Preempted, as_storage_error, report, 
 from fastdiff.standard_streams import lossy_output
 
 _CONTACT_S = 60.0
-"""Time without contact after which a node is lost; the hang time-out if that is shorter."""
+"""Time without contact after which a node is lost; the hang timeout if that is shorter."""
 _START_S = 600.0
-"""Time for a rank to build, restore and take its first batch; the hang time-out if that is longer."""
+"""Time for a rank to build, restore and take its first batch; the hang timeout if that is longer."""
 
 
 @lossy_output()
@@ -82,7 +82,7 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
     try:
         extensions = folder / "torch_extensions"
         if not _prepare(job, config, store, nodes, signals, extensions):
-            return _told(nodes, signals, contact_s, job)
+            return _wait_for_outcome(nodes, signals, contact_s, job)
         watch = Watch(
             _start_ranks(job, config, folder, extensions, store.port),
             nodes,
@@ -108,14 +108,14 @@ def _prepare(
     """Prepare this node and return whether it is ready; otherwise send the reason to all nodes."""
 
     def reason(number: int) -> str | None:
-        return "the others" if nodes.outcome is not None or nodes.broken else _on_stop(number)
+        return "another node" if nodes.outcome is not None or nodes.broken else _on_stop(number)
 
     try:
         with signals.raising(reason):
-            environment.choose(store, job.master, job.node_rank, job.nodes)
+            environment.choose_interface(store, job.master, job.node_rank, job.nodes)
             operators.prepare(extensions, log.info)
             if job.preflight:
-                run.run(store, job.node_rank, job.nodes, config, ranks_per_node=job.ranks_per_node)
+                check_nodes(store, job.node_rank, job.nodes, config, ranks_per_node=job.ranks_per_node)
     except Interrupted as interrupted:
         nodes.propose(_stopped_early(interrupted))
     except FastdiffError as error:
@@ -130,7 +130,7 @@ def _prepare(
     return False
 
 
-def _told(nodes: Nodes, signals: Signals, contact_s: float, job: argparse.Namespace) -> Outcome:
+def _wait_for_outcome(nodes: Nodes, signals: Signals, contact_s: float, job: argparse.Namespace) -> Outcome:
     """Wait for the outcome that all nodes receive."""
     while nodes.outcome is None:
         if nodes.broken or nodes.silent_s > contact_s:

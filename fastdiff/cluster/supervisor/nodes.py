@@ -19,7 +19,7 @@ from pathlib import Path
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from fastdiff.cluster.supervisor.outcome import UNAVAILABLE, Outcome, of_ends, of_hang, of_lost_node
-from fastdiff.cluster.supervisor.ranks import Sight
+from fastdiff.cluster.supervisor.ranks import RankStatus
 from fastdiff.errors import FastdiffError, Preempted
 from fastdiff.parallel import rendezvous
 
@@ -28,8 +28,8 @@ JOIN_S = 300.0
 _CONNECT_S = 2.0
 _RESOLVE_S = 1.0
 _POLL_S = 0.25
-_SIGHTS_S = 5.0
-_MUTE_S = 5.0
+_STATUSES_S = 5.0
+_SILENT_S = 5.0
 """Time without a beat after which a node is the likely cause of a lost connection."""
 _GOODBYE_S = 5.0
 
@@ -93,7 +93,7 @@ class Nodes:
         count: number of nodes.
         name: name of this node in messages.
         limit_s: time without contact after which a node is lost.
-        hang_timeout_s: hang time-out of the ranks, for messages.
+        hang_timeout_s: hang timeout of the ranks, for messages.
         run: the run folder, for messages.
         notify: called from another thread when ``outcome``, ``hang`` or ``broken`` has changed.
     """
@@ -140,9 +140,9 @@ class Nodes:
         """Ask all nodes for the state of their ranks, to find the rank that hangs."""
         self._outbox.put(("hang", "1"))
 
-    def report(self, sights: Sequence[Sight]) -> None:
+    def report(self, statuses: Sequence[RankStatus]) -> None:
         """Send the state of this node's ranks, the answer to ``hang``."""
-        self._outbox.put((f"sights/{self._node}", json.dumps([asdict(sight) for sight in sights])))
+        self._outbox.put((f"statuses/{self._node}", json.dumps([asdict(status) for status in statuses])))
 
     def finish(self, exit_code: int) -> None:
         """Report that all ranks of this node ended without failure."""
@@ -224,16 +224,18 @@ class Nodes:
 
     def _find_cause(self, consequence: Outcome) -> None:
         now = time.monotonic()
-        silent = {node: now - at for node, (_, at) in self._beats.items() if now - at > _MUTE_S}
+        silent = {node: now - at for node, (_, at) in self._beats.items() if now - at > _SILENT_S}
         lost = next((of_lost_node(self._name(node), silent_s) for node, silent_s in silent.items()), None)
         self.propose(lost or replace(consequence, consequence=False))
 
     def _find_culprit(self) -> None:
         self._hang_since_s = min(self._hang_since_s, time.monotonic())
-        found = {node: self._read(f"sights/{node}") for node in range(self._count)}
+        found = {node: self._read(f"statuses/{node}") for node in range(self._count)}
         missing = [self._name(node) for node, text in found.items() if text is None]
-        if not missing or time.monotonic() - self._hang_since_s > _SIGHTS_S:
-            sights = {
-                self._name(node): [Sight(**sight) for sight in json.loads(text)] for node, text in found.items() if text
+        if not missing or time.monotonic() - self._hang_since_s > _STATUSES_S:
+            statuses = {
+                self._name(node): [RankStatus(**status) for status in json.loads(text)]
+                for node, text in found.items()
+                if text
             }
-            self.propose(of_hang(sights, missing, self._hang_timeout_s, self._run))
+            self.propose(of_hang(statuses, missing, self._hang_timeout_s, self._run))

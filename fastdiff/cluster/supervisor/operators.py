@@ -20,6 +20,7 @@ from pathlib import Path
 
 from fastdiff.cluster.supervisor.ranks import kill_group, spawn
 from fastdiff.errors import ConfigError
+from fastdiff.files import fsync
 
 _TIMEOUT_S = 1800.0
 _SHOWN_LINES = 15
@@ -74,7 +75,7 @@ def publish(folder: Path, cached: Path) -> None:
         cached.parent.mkdir(parents=True, exist_ok=True)
         _copy(folder, temporary)
         for path in temporary.rglob("*"):
-            _sync(path)
+            fsync(path)
         temporary.rename(cached)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another job was faster
@@ -133,14 +134,6 @@ def _build(folder: Path) -> None:
 def _copy(source: Path, target: Path) -> None:
     """Copy a tree with its modification times, which ninja uses to find outdated files."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("lock"))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fastdiff.cluster.supervisor.ranks import STOPPED_STATES, Sight
+from fastdiff.cluster.supervisor.ranks import STOPPED_STATES, RankStatus
 from fastdiff.errors import Preempted, is_lost_connection
 from fastdiff.parallel.heartbeat import STACKS
 
@@ -59,27 +59,27 @@ def of_failed_rank(rank: int, process: int, node: str, code: int, error: Path) -
 
 
 def of_hang(
-    sights: Mapping[str, Iterable[Sight]], mute_nodes: Iterable[str], hang_timeout_s: float, run: Path
+    statuses: Mapping[str, Iterable[RankStatus]], silent_nodes: Iterable[str], hang_timeout_s: float, run: Path
 ) -> Outcome:
     """Return the outcome after a hang.
 
     Args:
-        sights: state of the ranks, by name of the node.
-        mute_nodes: nodes that do not answer.
-        hang_timeout_s: the hang time-out.
+        statuses: state of the ranks, by name of the node.
+        silent_nodes: nodes that do not answer.
+        hang_timeout_s: the hang timeout.
         run: the run folder.
     """
-    for node in mute_nodes:
+    for node in silent_nodes:
         return Outcome(UNAVAILABLE, f"fastdiff: {node} failed first: it does not answer", abrupt=True)
-    everyone = [(sight, node) for node, found in sights.items() for sight in found]
+    everyone = [(status, node) for node, found in statuses.items() for status in found]
     if not everyone:
         return Outcome(UNAVAILABLE, "fastdiff: the run hangs, and no rank is left", abrupt=True)
-    sight, node = min(everyone, key=lambda pair: pair[0].place)
-    where = f"in {sight.phase} after step {sight.step}" if sight.step >= 0 else "before its first beat"
-    what = "stopped from outside" if sight.state in STOPPED_STATES else f"hanging (state {sight.state})"
+    status, node = min(everyone, key=lambda pair: pair[0].place)
+    where = f"in {status.phase} after step {status.step}" if status.step >= 0 else "before its first beat"
+    what = "stopped from outside" if status.state in STOPPED_STATES else f"hanging (state {status.state})"
     line = (
-        f"fastdiff: rank {sight.rank} ({node}, process {sight.process}) failed first: {what}, no sign of life for "
-        f"{sight.age_s:.0f} s (--hang-timeout {hang_timeout_s:g}), {where}; "
+        f"fastdiff: rank {status.rank} ({node}, process {status.process}) failed first: {what}, no sign of life for "
+        f"{status.age_s:.0f} s (--hang-timeout {hang_timeout_s:g}), {where}; "
         f"the stacks of the ranks are in {run / STACKS}"
     )
     return Outcome(UNAVAILABLE, line, abrupt=True)

@@ -39,7 +39,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class RankStatus:
     """The state of a rank as its supervisor sees it."""
 
     rank: int
@@ -131,7 +131,7 @@ class Ranks:
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
         return self.alive
 
-    def mute_for_s(self) -> float:
+    def silent_for_s(self) -> float:
         """Return the age of the oldest last beat, in seconds; ranks that are still starting do not count."""
         beats = [beat for rank in self.alive if (beat := self._beat(rank)) is not None and beat.phase != "start"]
         return max((time.monotonic() - beat.monotonic_s for beat in beats), default=0.0)
@@ -141,14 +141,14 @@ class Ranks:
         beats = [self._beat(rank) or Beat(-1, "start", rank.started_s) for rank in self.alive]
         return max((time.monotonic() - beat.monotonic_s for beat in beats if beat.phase == "start"), default=0.0)
 
-    def look(self) -> list[Sight]:
+    def statuses(self) -> list[RankStatus]:
         """Return the state of every living rank."""
-        return [self._look(rank) for rank in self.alive]
+        return [self._status(rank) for rank in self.alive]
 
-    def _look(self, rank: Rank) -> Sight:
+    def _status(self, rank: Rank) -> RankStatus:
         beat = self._beat(rank) or Beat(-1, "start", rank.started_s)
         age_s = time.monotonic() - beat.monotonic_s
-        return Sight(rank.number, rank.process.pid, _state(rank.process.pid), beat.step, beat.phase, age_s)
+        return RankStatus(rank.number, rank.process.pid, _state(rank.process.pid), beat.step, beat.phase, age_s)
 
     def _beat(self, rank: Rank) -> Beat | None:
         return read_beat(beat_path(self._folder, rank.number))

@@ -152,10 +152,10 @@ class Watch:
     def _check_hang(self) -> None:
         """Announce a hang after two overdue readings: a beat can be read while it is written."""
         if self._nodes.hang and self._dumped_s == float("inf"):
-            sights = self._ranks.look()
+            statuses = self._ranks.statuses()
             self._dump()
-            self._nodes.report(sights)
-        overdue = self._ranks.mute_for_s() > self._limits.hang_s
+            self._nodes.report(statuses)
+        overdue = self._ranks.silent_for_s() > self._limits.hang_s
         overdue |= self._ranks.starting_for_s() > self._limits.start_s
         if overdue and self._overdue and not self._nodes.hang:
             self._nodes.announce_hang()

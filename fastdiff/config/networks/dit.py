@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from fastdiff.config.networks.adm import AdmConfig as AdmConfig
-from fastdiff.config.networks.registry import ModelConfig as ModelConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError, require
 
 

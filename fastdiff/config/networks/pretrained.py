@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fastdiff.config.networks.adm import AdmConfig as AdmConfig
-from fastdiff.config.networks.registry import ModelConfig as ModelConfig
 from fastdiff.errors import require
 
 CAPTION_TOKENS = 77

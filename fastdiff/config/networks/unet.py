@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
-from fastdiff.config.networks.adm import AdmConfig as AdmConfig
-from fastdiff.config.networks.registry import ModelConfig as ModelConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError, require
 
 

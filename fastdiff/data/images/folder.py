@@ -25,7 +25,7 @@ from fastdiff.data.images.items import (
     ImageItem,
     clean_captions,
     digest_of,
-    runs,
+    unit_count,
 )
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.sanitize import escape
@@ -96,7 +96,7 @@ class ImageFolder:
     @property
     def units(self) -> int:
         """Number of units."""
-        return runs(len(self), self._per_unit)
+        return unit_count(len(self), self._per_unit)
 
     def __len__(self) -> int:
         """Return the number of listed images, missing ones included."""

@@ -127,6 +127,6 @@ def digest_of(kind: str, facts: Iterable[object]) -> str:
     return digest.hexdigest()
 
 
-def runs(samples: int, per_unit: int) -> int:
+def unit_count(samples: int, per_unit: int) -> int:
     """Return the number of units of ``per_unit`` samples, the last one possibly shorter."""
     return -(-samples // per_unit)

@@ -33,7 +33,7 @@ class Problem:
     shard: str
     """Name of the tar."""
     what: str
-    """The finding and the expectation."""
+    """Description: found and expected."""
     place: Place | None = None
     """The affected component; None: the whole shard."""
 

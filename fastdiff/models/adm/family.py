@@ -18,19 +18,21 @@ def _build(config: AdmConfig, /, *, recompute: bool, attention: AttentionBackend
 
 def _multiply_adds(config: AdmConfig) -> float:
     time, out = 4 * config.width, config.channels * (2 if config.learn_sigma else 1)
-    told = time * (2 if config.scale_shift_norm else 1)
+    embedded = time * (2 if config.scale_shift_norm else 1)
     here = config.widths[0]
     skips, total = [here], _input_multiply_adds(config) + time**2 + 9 * config.size**2 * here * out
 
     def layers(inputs: int, width: int, side: int) -> int:
         attends = side in config.attention_resolutions
-        return res_block_multiply_adds(inputs, width, side**2, told) + (
+        return res_block_multiply_adds(inputs, width, side**2, embedded) + (
             self_attention_multiply_adds(width, side**2) if attends else 0
         )
 
     def resized(width: int, side: int) -> int:
         return (
-            res_block_multiply_adds(width, width, side**2, told) if config.resblock_updown else 9 * width**2 * side**2
+            res_block_multiply_adds(width, width, side**2, embedded)
+            if config.resblock_updown
+            else 9 * width**2 * side**2
         )
 
     for level, width in enumerate(config.widths):
@@ -41,7 +43,7 @@ def _multiply_adds(config: AdmConfig) -> float:
         for _ in range(config.res_blocks):
             total += layers(here, width, side)
             skips.append(here := width)
-    total += 2 * res_block_multiply_adds(here, here, side**2, told) + self_attention_multiply_adds(here, side**2)
+    total += 2 * res_block_multiply_adds(here, here, side**2, embedded) + self_attention_multiply_adds(here, side**2)
     for level, width in reversed(list(enumerate(config.widths))):
         side = config.size >> level
         for _ in range(config.res_blocks + 1):

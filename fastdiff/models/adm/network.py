@@ -57,7 +57,7 @@ class AdmUNet(BlockwiseModel):
         self, config: AdmConfig, *, recompute: bool = False, attention: AttentionBackend = "auto", dropout_seed: int = 0
     ) -> None:
         super().__init__()
-        self.config, self.low_res_size = config, config.low_res_size
+        self.config = config
         parts = _Parts(config, recompute, attention, dropout_seed)
         self.time_embed = nn.Sequential(
             nn.Linear(config.width, parts.time_dim), nn.SiLU(), nn.Linear(parts.time_dim, parts.time_dim)
@@ -66,10 +66,10 @@ class AdmUNet(BlockwiseModel):
         channels = config.channels * (2 if config.low_res_size else 1)
         widths = config.widths
         self.input_blocks = nn.ModuleList(
-            [nn.ModuleList([Conv2d(channels, widths[0], kernel_size=3, padding=1)]), *parts.way_down()]
+            [nn.ModuleList([Conv2d(channels, widths[0], kernel_size=3, padding=1)]), *parts.encoder()]
         )
         self.middle_block = parts.middle()
-        self.output_blocks = nn.ModuleList(parts.way_up())
+        self.output_blocks = nn.ModuleList(parts.decoder())
         out = zeroed(Conv2d(widths[0], config.channels * (2 if config.learn_sigma else 1), kernel_size=3, padding=1))
         # The Identity stands for the published SiLU, which is part of this norm.
         self.out = nn.ModuleList([GroupNorm(config.norm_num_groups, widths[0]), nn.Identity(), out])
@@ -161,7 +161,7 @@ class _Parts:
         self._size, self._width, self._res_blocks = config.size, config.widths[0], 0
         self._skips = [self._width]
 
-    def way_down(self) -> Iterator[Stage]:
+    def encoder(self) -> Iterator[Stage]:
         """Yield the encoder's stages after the first convolution; the decoder takes the output of each."""
         for level, width in enumerate(self._config.widths):
             if level:
@@ -173,7 +173,7 @@ class _Parts:
         """Return the stage between encoder and decoder."""
         return self._stage([self._res_block(self._width), self._attention_block(), self._res_block(self._width)])
 
-    def way_up(self) -> Iterator[Stage]:
+    def decoder(self) -> Iterator[Stage]:
         """Yield the decoder's stages; each takes a kept output of the encoder, concatenated to its input."""
         for level, width in reversed(list(enumerate(self._config.widths))):
             for left in reversed(range(self._config.res_blocks + 1)):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MORE = "it holds more than tensors, and code that is not run; expected weights alone"
+_MORE = "it holds more than tensors; code in it is never run; expected weights alone"
 _WEIGHTS = re.compile(
     r"torch\._utils (_rebuild_tensor_v2|_rebuild_parameter)|torch (?!Untyped|Typed)\w+Storage"
     r"|collections OrderedDict|argparse Namespace"

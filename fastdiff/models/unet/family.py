@@ -6,6 +6,7 @@ from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.models.family import ModelFamily
 from fastdiff.models.flops import res_block_multiply_adds, self_attention_multiply_adds
+from fastdiff.models.unet.blocks import TransformerBlock
 from fastdiff.models.unet.network import UNet
 from fastdiff_kernels.names import AttentionBackend
 
@@ -67,6 +68,7 @@ UNET = ModelFamily(
     library="diffusers",
     formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS", "lora": "fastdiff.export.pipeline:LORA"},
     lora_component="unet",
+    quantized_blocks=(TransformerBlock,),
     usual_guidance=7.5,
     sampling_batch=4,
 )

@@ -51,14 +51,14 @@ class Preempt(Callback):
     """End of the run on all ranks when any rank was asked to stop (``parallel.preemption``)."""
 
     def on_step(self, state: TrainState) -> None:
-        """Raise if the ranks voted to stop.
+        """Raise if any rank was asked to stop.
 
         Raises:
             Preempted: on every rank, after the same step.
         """
-        if state.guard.tally.stop:
-            reason = next(reason for reason in state.world.gather(state.guard.votes.reason) if reason is not None)
-            raise preempted(reason, state)
+        if state.guard.flags.stop:
+            reasons = state.world.gather(state.guard.consensus.stop_reason)
+            raise preempted(next(reason for reason in reasons if reason is not None), state)
 
 
 def preempted(reason: str, state: TrainState) -> Preempted:

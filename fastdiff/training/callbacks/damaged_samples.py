@@ -29,11 +29,11 @@ class DamagedSamples(Callback):
 
     def on_step(self, state: TrainState) -> None:
         """Record and count when due; raise DataError above the limit."""
-        tally = state.guard.tally
+        flags = state.guard.flags
         rewinds = state.config.divergence.policy == "rewind" and state.guard.spikes.is_spike(
-            tally.loss_sum, tally.loss_count, applied=state.applied
+            flags.loss_sum, flags.loss_count, applied=state.applied
         )
-        last = rewinds or tally.stop or state.progress.samples >= state.config.samples
+        last = rewinds or flags.stop or state.progress.samples >= state.config.samples
         if last or any(every.due(state.progress) for every in self._when):
             self._take(state)
 

@@ -140,10 +140,7 @@ class SpikeGuard(Callback):
             Preempted: on all ranks, if the step was a spike under the policy rewind.
         """
         if state.guard.spikes.last is not None and state.config.divergence.policy == "rewind":
-            raise Preempted(
-                f"asked to stop at step {state.progress.steps}, a spike, which is not saved; the same command resumes "
-                "from the newest checkpoint before it"
-            )
+            raise _stopped_at_spike(state)
 
     def on_step(self, state: TrainState) -> None:
         """Judge the step.
@@ -153,8 +150,8 @@ class SpikeGuard(Callback):
             Preempted: likewise, if the run was asked to stop; the next start meets the spike again.
             DivergedError: on all ranks, when the spikes exceed the limit.
         """
-        tally = state.guard.tally
-        spike = state.guard.spikes.see(tally.loss_sum, tally.loss_count, applied=state.applied)
+        flags = state.guard.flags
+        spike = state.guard.spikes.see(flags.loss_sum, flags.loss_count, applied=state.applied)
         if spike is None:
             return
         keys = _largest_keys(state)
@@ -185,9 +182,16 @@ def _act(state: TrainState, spike: Spike, what: str) -> None:
             "newest"
         )
     if policy == "rewind":
-        if state.guard.tally.stop:
-            raise Preempted(f"asked to stop at {what}")
+        if state.guard.flags.stop:
+            raise _stopped_at_spike(state)
         raise RewindRequest(Rewind(state.progress, what))
+
+
+def _stopped_at_spike(state: TrainState) -> Preempted:
+    return Preempted(
+        f"asked to stop at step {state.progress.steps}, a spike, which is not saved; the same command resumes from the "
+        "newest checkpoint before it"
+    )
 
 
 def _largest_keys(state: TrainState) -> list[str]:

@@ -229,7 +229,7 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
 
     def before_forward(*_: object) -> None:
         state.heart.again()  # a validation may outlast the hang timeout
-        reason = state.guard.votes.reason
+        reason = state.guard.consensus.stop_reason
         if reason is not None:
             raise preempted(reason, state)  # the ranks agree on it, as on any error in a validation
 

@@ -42,7 +42,7 @@ class Checkpointing(Callback):
         Raises:
             StorageError: on every rank: saves failed more often than --output.failed_saves allows.
         """
-        if state.guard.tally.failed_save:
+        if state.guard.flags.failed_save:
             self._background.wait_for_all()
         if self._every.due(state.progress):
             self._background.wait(_CHECKPOINT)

@@ -92,7 +92,7 @@ class Trackers:
 
     def _open(self, state: TrainState) -> None:
         for name in state.config.output.report_to:
-            self._trackers.append(_TensorBoard(state) if name == "tensorboard" else Unhurried(_Wandb(state)))
+            self._trackers.append(_TensorBoard(state) if name == "tensorboard" else BackgroundTracker(_Wandb(state)))
 
 
 def require_installed(report_to: Sequence[str]) -> None:
@@ -108,7 +108,7 @@ def require_installed(report_to: Sequence[str]) -> None:
         )
 
 
-class Unhurried:
+class BackgroundTracker:
     """Tracker in a separate thread, so that a slow or unreachable server never delays the training.
 
     Calls that do not fit into the queue are dropped with one warning; ``metrics.jsonl`` has all numbers.

@@ -82,7 +82,7 @@ class ValidationLoss(Callback):
         self._levels = self._objective.process.draw(even_shares(len(self._index)).to(world.device))
         self._batches = batches_of(reader.info, self._index)
         self._lines = state.json_lines(LINES)
-        self._done = world.on_first(lambda: self._go_on(state))
+        self._done = world.on_first(lambda: self._resume_records(state))
         if self._every.due(state.progress) and 0 < state.progress.steps != self._done:
             self._validate(state)  # the run was killed between its checkpoint and its validation
 
@@ -101,7 +101,7 @@ class ValidationLoss(Callback):
         self._reader.close()
         self._lines.close()
 
-    def _go_on(self, state: TrainState) -> int:
+    def _resume_records(self, state: TrainState) -> int:
         """Remove the records that a resumed run repeats; return the last comparable validated step, or -1."""
         validation_files.drop_after(state.folder, state.progress.steps)
         kept = read_records(state.folder / LINES)

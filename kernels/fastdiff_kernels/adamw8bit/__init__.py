@@ -47,9 +47,9 @@ class AdamW8bit(torch.optim.Optimizer):
     grad_scale: Tensor | None
     """fp32 scalar on the device that multiplies every gradient until it is changed (unscaling, clipping); None: 1."""
     copies: dict[Tensor, Tensor]
-    """For a tensor that is optimized, one of as many elements that receives the new parameters, in any float dtype."""
+    """For an optimized tensor, a tensor of equal size and any float dtype that receives the new parameters."""
     averages: dict[Tensor, tuple[Tensor, float]]
-    """For a tensor that is optimized, an fp32 average of as many elements, and its decay rate per step."""
+    """For an optimized tensor, an fp32 average of equal size and its decay rate per step."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        """State of copies and pickles: the base class leaves out all but its own."""
+        """State of copies and pickles: the base class includes only its own attributes."""
         names = ("grad_scale", "copies", "averages", "_seed", "_blocks", "_group")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def cut(self, layout: Mapping[Tensor, Sequence[Slice]], group: ProcessGroup | None = None) -> None:
-        """Say where each tensor lies in the parameters, and start again with moments of zero.
+        """Set the slices of the parameters that each tensor holds, and reset the moments to zero.
 
         Collective over the ranks. Afterwards ``step`` is collective too wherever a block straddles ranks: each rank
         must step its tensors of one index in ``layout`` together with the others.
@@ -128,7 +128,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return loss
 
     def _state_of(self, p: Tensor, index: int) -> dict[str, Any]:
-        """State of a tensor; new, and the tensor taken for a whole parameter, where it is not known yet."""
+        """Return the state of a tensor; an unknown tensor is one whole parameter and gets a new state."""
         if p not in self._blocks:
             self._blocks[p] = build_blocks([Whole(str(index), p.numel())], p.device)
         state: dict[str, Any] = self.state[p]
@@ -168,7 +168,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of an optimizer with the same layout, as it is: no dtype is changed.
+        """Load the state of an optimizer with the same layout; no dtype is changed.
 
         Raises:
             ValueError: other parameter groups, or state of another size than this layout has.

@@ -16,7 +16,7 @@ function of the place in the parameter and of the step only.
 
 Bound: a code of v is at least 1, so ``sqrt(v) >= s_v / 255`` for every element of a block that has a gradient. One
 step of the first code of m against it is ``(s_m / 127^2) / (s_v / 255) = s_m / (63 s_v)``, 1/63 of the update of the
-block's largest element: rounding can not blow up an update. An element whose gradients stay below 1/255 of the
+block's largest element: rounding cannot blow up an update. An element whose gradients stay below 1/255 of the
 largest in its block moves slower than under exact Adam.
 
 A scale of a block with a NaN is NaN and with an infinity infinite, and so decodes to no finite number; the codes of

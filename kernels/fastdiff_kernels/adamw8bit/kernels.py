@@ -6,7 +6,7 @@ moments decoded from the codes of ``companding`` and encoded again::
     g = grad_scale * grad                    m = beta1 * m + (1 - beta1) * g      v = beta2 * v + (1 - beta2) * g^2
     w = (1 - lr * weight_decay) * w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-``grad_scale`` unscales and clips. In the same pass, if asked for: a copy of w in another dtype, and an average,
+``grad_scale`` unscales and clips. In the same pass, on request: a copy of w in another dtype, and an average,
 ``average += (1 - rate) * (w - average)``. Parameters in bf16 are rounded stochastically (``rounding``).
 
 Blocks of 256 elements are cut in the coordinates of the parameter, and dither and rounding are functions of the place
@@ -333,7 +333,7 @@ def adamw8bit(
 
     Raises:
         ValueError: a tensor of another shape, dtype, device or stride, or shared scales missing.
-        RuntimeError: Triton was asked for and cannot run here.
+        RuntimeError: Triton was requested and cannot run here.
     """
     extras = extras or Extras()
     _validate(param, grad, moments, blocks, extras)

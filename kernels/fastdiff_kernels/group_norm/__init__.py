@@ -1,8 +1,8 @@
-"""Group normalisation and SiLU of feature maps, contiguous or channels_last, with what surrounds them in a UNet.
+"""Group normalisation and SiLU of feature maps, contiguous or channels_last, with the additions before them in a UNet.
 
 ``h = x + shift + residual``, ``y = silu((h - mean) / sqrt(var + eps) * weight + bias)``; mean and (biased) variance are
 over the positions and channels of one group of one sample. Source: Wu & He 2018, "Group normalization", equations 1 and
-2; ``silu(z) = z / (1 + exp(-z))``. With ``n = (h - mean) * rstd`` and ``dz`` the gradient of what enters the SiLU,
+2; ``silu(z) = z / (1 + exp(-z))``. With ``n = (h - mean) * rstd`` and ``dz`` the gradient of the argument of the SiLU,
 
     dweight = sum(dz * n),  dbias = sum(dz),  dh = rstd * (weight * dz - E[weight * dz] - n * E[weight * dz * n]),
 
@@ -22,15 +22,14 @@ Bytes moved per element of a 2-byte x, counted:
     one pass, with a residual     8 + 8/hw     8 + 32/hw     8 / 8          12.19 / 20.14
     ============================  ===========  ============  =============  ================
 
-What depends on ``rows`` (the positions that one program works through) or ``hw`` (all positions) are fp32 numbers per
-channel. Weights per sample are read as often as others, and their gradients are 8 / hw more to write. The least is that
-of memory which sees every tensor once; two passes reach it where the second finds its input in the L2 cache. One pass
-is taken where whole groups fit in the registers of one program, in 32 KiB of x: in SD 1.5 the 8x8 maps and the 16x16
-maps of up to 1280 channels. The tiling of a sample depends on its own shape alone, so that its output does not depend
-on the batch it is in.
+Terms with ``rows`` (the positions that one program works through) or ``hw`` (all positions) are fp32 numbers per
+channel. Weights per sample are read as often as others, and their gradients add 8 / hw to the bytes written. The least
+counts every tensor once; two passes reach it where the second finds its input in the L2 cache. One pass is used where
+whole groups fit in the registers of one program, in 32 KiB of x: in SD 1.5 the 8x8 maps and the 16x16 maps of up to
+1280 channels. The tiling of a sample depends on its own shape alone, so that its output does not depend on its batch.
 
 Limits: fewer than 2**31 elements per sample. Accesses are 128 bits wide where C (channels_last) or the number of
-positions (contiguous) is a multiple of 16, else narrower. A gradient of y or h whose strides are not those of x is
+positions (contiguous) is a multiple of 16, otherwise narrower. A gradient of y or h whose strides are not those of x is
 copied once.
 """
 
@@ -62,8 +61,8 @@ def group_norm_reference(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``group_norm`` in plain torch, of any floating dtype and strides; arguments as there.
 
-    Weights of each sample are computed with in at least fp32, as in the kernel: they are sums with numbers of the
-    condition that are small against 1, which 16 bits would lose. What comes of them is rounded once, at the end.
+    Weights per sample enter in at least fp32, as in the kernel: they are sums with numbers from the
+    condition that are small compared to 1, which 16 bits would lose. The result is rounded once, at the end.
     """
 
     def per_channel(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -297,10 +296,10 @@ def group_norm(
     """Group normalisation and SiLU: ``silu(norm(x + shift + residual) * weight + bias)``.
 
     Args:
-        x: ``[N, C, ...]`` fp32, bf16 or fp16, where Triton is not chosen also fp64; contiguous or channels_last.
+        x: ``[N, C, ...]`` fp32, bf16 or fp16, without Triton also fp64; contiguous or channels_last.
         groups: groups of neighbouring channels; divides C.
         weight: ``[C]``, or ``[N, C]`` with one row per sample: factor per channel, of x's dtype or fp32.
-        bias: like the weight: what is added per channel.
+        bias: summand per channel, of the shape and dtypes of the weight.
         eps: added to the variance; not negative.
         silu: whether SiLU follows the normalisation.
         shift: ``[N, C]`` added to every position of x (a convolution's bias, a time embedding), of x's dtype or fp32.
@@ -312,7 +311,7 @@ def group_norm(
 
     Raises:
         ValueError: a shape, dtype, device, stride, ``groups``, ``eps`` or ``backend`` that is not as above.
-        RuntimeError: Triton was asked for and cannot run here.
+        RuntimeError: Triton was requested and cannot run here.
     """
     chosen = choose("group_norm", x, backend)
     _validate(x, groups, weight, bias, eps, shift, residual, chosen)

@@ -1,4 +1,4 @@
-"""``bench aot``: what is compiled is what a GPU would launch, faults are seen, and so is what got worse."""
+"""``bench aot``: it compiles the code that a GPU would launch, and it finds faults and regressions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def compiled(*names: str) -> list[dict[str, Any]]:
-    """What ``bench aot`` finds out about small kernels on sm_90."""
+    """Findings of ``bench aot`` about small kernels on sm_90."""
     code = f"""
 import json
 from bench.commands.aot import compile_all
@@ -122,7 +122,7 @@ chosen = {{arch: [] for arch in aot.ARCHITECTURES}}
 for number, case in enumerate(first.values()):
     chosen[aot.ARCHITECTURES[(number + number // 3) % 3]].append(case)
 with Log(Path({str(tmp_path)!r}) / "aot.jsonl") as log:
-    sys.exit(max(aot.main(of_arch, [arch], log) for arch, of_arch in chosen.items()))
+    sys.exit(max(aot.main(case_names, [arch], log) for arch, case_names in chosen.items()))
 """
     done = python("-c", code)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
@@ -217,7 +217,7 @@ def test_more_registers_or_less_wide_accesses_are_worse(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_better_new_or_gone_is_named_and_is_not_worse(tmp_path: Path) -> None:
+def test_better_new_and_missing_kernels_are_named_and_are_no_regression(tmp_path: Path) -> None:
     before = [row("k", "registers", 40), row("old", "registers", 8), row("elsewhere", "registers", 8, arch=80)]
     lines, worse = compared(tmp_path, before, [row("k", "registers", 32), row("young", "registers", 255)])
     assert not worse
@@ -229,7 +229,7 @@ def test_what_is_better_new_or_gone_is_named_and_is_not_worse(tmp_path: Path) ->
     ]
 
 
-def test_of_a_folder_the_newest_record_counts(tmp_path: Path) -> None:
+def test_the_newest_record_of_a_folder_counts(tmp_path: Path) -> None:
     for name, date, value in (("a", "2026-03-01T00:00:00+00:00", 1), ("b", "2026-01-01T00:00:00+00:00", 2)):
         with Log(tmp_path / name / "aot.jsonl") as log:
             log.write(row("k", "registers", value))

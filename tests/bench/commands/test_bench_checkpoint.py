@@ -1,4 +1,4 @@
-"""``bench checkpoint``: real saves beside real steps, and what the record makes of their times."""
+"""``bench checkpoint``: real saves during real steps, and the figures of their times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from bench.__main__ import main
 from bench.commands import checkpoint
 from bench.measure.interleaved import Result
-from bench.measure.workload import Subject
+from bench.measure.workload import Workload
 from bench.records import record
 from bench.trainers.saving import Cycle
 
@@ -40,11 +40,11 @@ def test_everything_runs(torch_extensions: Path, tmp_path: Path, capsys: pytest.
     size = values["checkpoint"].value * 2**20
     assert size > 16 * int(str(values["checkpoint"].facts["parameters"])), "weights, two moments and an average"
     assert values["step time"].n == 2 * 3
-    assert int(str(values["pause"].facts["steps beside a save"])) >= 2, "at least one per turn"
+    assert int(str(values["pause"].facts["steps beside a save"])) >= 2, "at least one per session"
     assert not list(storage.iterdir()), "the checkpoints are gone"
 
 
-def test_a_contestant_that_fails_is_recorded(torch_extensions: Path, tmp_path: Path) -> None:
+def test_a_program_that_fails_is_recorded(torch_extensions: Path, tmp_path: Path) -> None:
     given = ["--smoke", "--device", "cpu", "--folder", str(tmp_path / "missing"), "--out", str(tmp_path / "out")]
     assert main(["checkpoint", *given]) == 1
     (failure,) = record.read(tmp_path / "out" / "checkpoint.jsonl").failures
@@ -55,7 +55,7 @@ def test_the_figures_are_those_of_the_cycles() -> None:
     first = Cycle([9.0], [9.0], 9.0, 9.0, 9.0)
     cycles = [Cycle([1.0, 1.0, 3.0], [1.1], 0.5, 4.0, 6.0), Cycle([2.0], [2.0, 2.6, 9.0], 0.25, 5.0, 8.0)]
     facts = {"cycles": json.dumps([asdict(one) for one in [first, *cycles]]), "parameters": 7, "bytes": 3 * 2**20}
-    found = {row.quantity: row for row in checkpoint.measurements(Subject(preset="digits"), Result(facts=facts), 2)}
+    found = {row.quantity: row for row in checkpoint.measurements(Workload(preset="digits"), Result(facts=facts), 2)}
     assert found.keys() == QUANTITIES
     assert found["step time"].value == 1500.0
     assert found["step time beside a save"].value == pytest.approx(2300.0)

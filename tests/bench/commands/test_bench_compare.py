@@ -89,7 +89,7 @@ def test_nothing_in_common_and_other_units_are_errors(tmp_path: Path) -> None:
         compare([a], [write(tmp_path / "b.jsonl", row(1, unit="s"))], tolerance=0.03)
 
 
-def test_one_that_fails_and_did_not_is_worse(tmp_path: Path) -> None:
+def test_a_new_failure_is_worse(tmp_path: Path) -> None:
     forward, other = "adaln dit bf16 forward", row(1)
     a = write(tmp_path / "a.jsonl", row(1, bench="op", case=forward, provider="triton"), other)
 
@@ -102,7 +102,7 @@ def test_one_that_fails_and_did_not_is_worse(tmp_path: Path) -> None:
     assert not worse(Failure(bench="op", case="adaln unet bf16", provider="every", reason="wrong"))
 
 
-def test_one_that_failed_before_is_no_news(tmp_path: Path) -> None:
+def test_an_old_failure_is_not_reported(tmp_path: Path) -> None:
     failure = Failure(bench="step", case="dit-s-2-256", provider="apex", reason="not installed")
     both = [write(tmp_path / name, row(1), failure) for name in ("a.jsonl", "b.jsonl")]
     found = compare(both[:1], both[1:], tolerance=0.03)
@@ -110,7 +110,7 @@ def test_one_that_failed_before_is_no_news(tmp_path: Path) -> None:
     assert not found.worse
 
 
-def test_what_is_missing_is_worse_unless_only_a_part_was_measured(tmp_path: Path) -> None:
+def test_missing_measurements_are_worse_unless_only_a_part_was_measured(tmp_path: Path) -> None:
     a = [write(tmp_path / "a.jsonl", row(1), row(1, case="later"))]
     stopped = [write(tmp_path / "b.jsonl", row(1))]
     found = compare(a, stopped, tolerance=0.03)

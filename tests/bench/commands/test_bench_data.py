@@ -1,7 +1,8 @@
-"""The benchmark of readers: every one gives each sample once per pass, and what they did is recorded."""
+"""``bench data``: every reader gives each sample once per pass, and the record has their figures."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -25,24 +26,24 @@ import torch
 from bench.__main__ import main
 from bench.commands import data
 from bench.measure import interleaved
-from bench.measure.session import Steps, Turn
-from bench.readers import ours, page_cache, reading, rivals
+from bench.measure.session import Steps, StepTimer
+from bench.readers import other_libraries, ours, page_cache, reading
 from bench.readers.figures import READER, Case, Heat
 from bench.readers.samples import KINDS, Samples
 from bench.records import record
 from bench.records.record import Log
-from tests.support.processes import ROOT
+from tests.support.processes import start, stop
 
 READERS: dict[str, reading.Reader] = {
     READER: ours.reader,
     "fastdiff prefetch": ours.prefetch,
     "fastdiff dali": ours.dali,
-    "dali webdataset": partial(rivals.dali, threads=2, mapped=True),
-    "dali webdataset, not mapped": partial(rivals.dali, threads=2, mapped=False),
-    "webdataset": partial(rivals.webdataset, workers=0),
-    "webdataset 2 workers": partial(rivals.webdataset, workers=2),
-    "npy dataloader": partial(rivals.npy_files, workers=0),
-    "npy dataloader 2 workers": partial(rivals.npy_files, workers=2),
+    "dali webdataset": partial(other_libraries.dali, threads=2, mapped=True),
+    "dali webdataset, not mapped": partial(other_libraries.dali, threads=2, mapped=False),
+    "webdataset": partial(other_libraries.webdataset, workers=0),
+    "webdataset 2 workers": partial(other_libraries.webdataset, workers=2),
+    "npy dataloader": partial(other_libraries.npy_files, workers=0),
+    "npy dataloader 2 workers": partial(other_libraries.npy_files, workers=2),
 }
 BATCH, COUNT = 4, 32
 
@@ -151,7 +152,7 @@ def test_every_pass_of_fastdiff_opens_the_shards_anew(
                 assert asked.count(os.POSIX_FADV_WILLNEED) == passes * len(samples.tars)
 
 
-def turn(*seconds: float) -> Steps:
+def session(*seconds: float) -> Steps:
     return Steps(list(seconds), {}, cpu_seconds=sum(seconds))
 
 
@@ -159,7 +160,7 @@ def turn(*seconds: float) -> Steps:
 def test_only_what_was_read_ahead_does_not_count(
     ahead: int, mean: float, samples: Samples, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = interleaved.Result([turn(0.0, 1.0, 3.0, 4.0)] * 2, {"read ahead": ahead, "workers' memory": 2**30})
+    result = interleaved.Result([session(0.0, 1.0, 3.0, 4.0)] * 2, {"read ahead": ahead, "workers' memory": 2**30})
     result.memory = interleaved.Memory(resident=2**30)
     with Log(tmp_path / "data.jsonl") as log:
         Case(samples, 1, "cold", "cpu").report({READER: result}, 0.004, log)
@@ -171,13 +172,13 @@ def test_only_what_was_read_ahead_does_not_count(
     assert "high-water mark" in str(rows["peak resident"].facts["resident"])
 
 
-def burning(turn: Turn) -> None:
-    """A contestant whose child takes 50 ms of processor time in every step."""
+def burning(timer: StepTimer) -> None:
+    """A program whose child takes 50 ms of processor time in every step."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        turn.ready()
+        timer.ready()
         while True:
             pool.apply(_burn)
-            turn.after_step()
+            timer.after_step()
 
 
 def _burn() -> None:
@@ -186,19 +187,19 @@ def _burn() -> None:
         pass
 
 
-def test_processor_time_counts_the_processes_of_a_contestant() -> None:
+def test_processor_time_counts_the_processes_of_a_program() -> None:
     rounds: list[float] = []
     effort = interleaved.Effort(rounds=2, steps=4, warm_up=1)
-    result = interleaved.race(
-        [interleaved.Contestant("burning", burning)],
+    result = interleaved.run_interleaved(
+        [interleaved.Program("burning", burning)],
         effort,
         device="cpu",
-        before_turn=lambda: rounds.append(time.monotonic()),
+        before_session=lambda: rounds.append(time.monotonic()),
     )["burning"]
     assert result.failure is None
     assert len(rounds) == 2
-    for turn in result.turns:
-        assert 0.18 < turn.cpu_seconds < 0.5
+    for session in result.sessions:
+        assert 0.18 < session.cpu_seconds < 0.5
 
 
 def test_smoke(
@@ -207,8 +208,8 @@ def test_smoke(
     """Of all readers at night, by day of some."""
     names = {name for name in READERS if "not mapped" not in name}
     if not nightly:
-        names, contestants = {READER, "webdataset", "webdataset 2 workers"}, data._contestants
-        monkeypatch.setattr(data, "_contestants", lambda case: [one for one in contestants(case) if one.name in names])
+        names, programs = {READER, "webdataset", "webdataset 2 workers"}, data._programs
+        monkeypatch.setattr(data, "_programs", lambda case: [one for one in programs(case) if one.name in names])
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert main(["data", "--smoke", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
@@ -232,28 +233,35 @@ def test_smoke(
     assert warm in capsys.readouterr().out
 
 
-def test_when_it_is_told_to_end_nothing_of_it_stays(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench", "data", "--smoke", "--device", "cpu", "--out", str(tmp_path / "out")]
-    process = psutil.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=ROOT)
+def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench", "data", "--smoke", "--device", "cpu", "--out", tmp_path / "out"]
+    process = start(command, TMPDIR=str(tmp_path))
     try:
-        until = time.monotonic() + 60
-        started: list[psutil.Process] = []
-        while not started:  # until there is a contestant
+        until = time.monotonic() + 120
+        while not (started := programs_of(process.pid)):
             assert process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.05)
-            started = [one for one in process.children() if "spawn_main" in " ".join(one.cmdline())]
         assert list(tmp_path.glob("fastdiff-bench-*"))
         process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM
-        assert not psutil.wait_procs(started, timeout=10)[1]
+        process.communicate(timeout=120)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert not psutil.wait_procs(started, timeout=120)[1]
         assert not list(tmp_path.glob("fastdiff-bench-*"))
     finally:
-        if process.is_running():
-            process.kill()
+        stop(process)
 
 
-def test_what_cannot_be_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+def programs_of(process: int) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(process).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a command that the bench ran, and that has ended
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def test_impossible_options_are_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--batch", "0"], "--samples, --batch and --workers must be at least 1"),
         (["--samples", "0"], "--samples, --batch and --workers must be at least 1"),

@@ -1,4 +1,4 @@
-"""``bench objectives``: real runs, a strict record, the table of the documentation, and that what it names exists."""
+"""``bench objectives``: real runs, a strict record and the table of the documentation, whose names exist."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_time_between_the_lines_of_a_log_adds_up(tmp_path: Path) -> None:
     assert objectives.training_seconds(tmp_path / "metrics.jsonl") == pytest.approx(4.0)
 
 
-def test_what_failed_is_in_the_record_and_in_the_exit_code(tmp_path: Path) -> None:
+def test_failures_are_in_the_record_and_the_exit_code(tmp_path: Path) -> None:
     done = Outcome(1000, 99.5, 0.958, 0.31, torch.zeros(10, 1, 8, 8))
     with Log(tmp_path / "objectives.jsonl") as log:
         assert objectives.report({"v": done, "x0": "the trainer ended with exit code 70"}, log) == 1

@@ -1,4 +1,4 @@
-"""``bench op``: only what is right is timed, every failure is named, and records say what was seen."""
+"""``bench op``: it times correct kernels only, names every failure and records the figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def timed(folder: Path, *given: Case, code: int = 0) -> Record:
-    """What ``bench op --smoke`` writes of these cases."""
+    """The record of ``bench op --smoke`` for these cases."""
     with Log(folder / "op.jsonl") as log:
         assert op.main(given, DEVICE, log, smoke=True) == code
     return record.read(log.path)
@@ -66,14 +66,14 @@ def test_only_what_is_right_is_timed_and_each_failure_is_named(
     def refusing(inputs: Any) -> Callable[[], Any]:
         raise ValueError("groups of 7\nand more")
 
-    rivals = {
+    other_libraries = {
         "double": lambda inputs: lambda: inputs["x"] * inputs["x"],
         "wrong": lambda inputs: lambda: inputs["x"] * inputs["x"].bfloat16(),
         "elsewhere": lambda inputs: lambda: (square_reference(inputs["x"].detach()), ())[1],
         "missing": missing,
         "refusing": refusing,
     }
-    found = timed(tmp_path, squaring(rivals))
+    found = timed(tmp_path, squaring(other_libraries))
     right = {"eager", "compile", KERNEL, "double"}
     rows = {name: row for name, row in by_name(found).items() if row.case != "limits"}
     assert {name[:2] for name in rows} == {(n, d) for n in right for d in DIRECTIONS} | {("elsewhere", "forward")}
@@ -128,7 +128,7 @@ def test_a_wrong_default_fails_the_run_and_another_backend_does_not(tmp_path: Pa
     assert reasons(found).keys() == {backend}
 
 
-def test_wrong_results_are_refused_also_without_assertions() -> None:
+def test_wrong_results_are_refused_without_assertions_too() -> None:
     """``python -O`` drops them."""
     names: dict[str, Any] = {}
     exec(compile(Path(accuracy.__file__).read_text(), accuracy.__file__, "exec", optimize=1), names)
@@ -155,9 +155,9 @@ def test_a_time_that_may_be_that_of_launching_is_marked() -> None:
 
 
 def test_optimizers_of_others_get_gradients_only_of_their_dtype() -> None:
-    raced = [case for case in cases(("adamw8bit",)) if case.rivals]
-    assert raced
-    for case in raced:
+    compared = [case for case in cases(("adamw8bit",)) if case.other_libraries]
+    assert compared
+    for case in compared:
         inputs = case.build("cpu")
         assert inputs["grad"].dtype == inputs["param"].dtype
 
@@ -172,7 +172,7 @@ def test_a_case_that_cannot_be_checked_does_not_end_the_run(tmp_path: Path) -> N
     assert "eager" in {m.provider for m in found.measurements}
 
 
-def test_torch_compile_is_timed_even_if_it_is_less_accurate_because_the_rest_is_compared_with_it(
+def test_torch_compile_is_timed_even_if_it_is_less_accurate(
     tmp_path: Path,
 ) -> None:
     def less_accurate(inputs: Any, backend: str) -> torch.Tensor:

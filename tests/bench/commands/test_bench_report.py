@@ -1,4 +1,4 @@
-"""The page shows what the records hold and needs nothing but itself; the documents have the tables of the records."""
+"""``bench report``: one self-contained page of the records, and tables of the records in the documents."""
 
 from __future__ import annotations
 
@@ -107,16 +107,16 @@ def test_every_value_is_in_a_table(written: tuple[Path, str]) -> None:
     assert "apex (adaln dit-xl-256 bfloat16): not installed:" in texts
 
 
-def test_contestants_come_best_first_and_a_sweep_in_its_order() -> None:
+def test_providers_come_best_first_and_a_sweep_in_its_order() -> None:
     op = next(table for table in report.tables(rows("op")) if table.title == "Measured")
     times = [[float(row.cells[0][0].replace(",", "")) for row in group] for _, group in op.groups]
-    assert all(of_case == sorted(of_case) for of_case in times)
+    assert all(case_values == sorted(case_values) for case_values in times)
     sweep = next(table for table in report.tables(rows("step")) if table.title == "Measured")
     assert [case.split(", ")[2] for case, _ in sweep.groups] == [f"batch {2**n}" for n in range(3, 9)]
     assert [row.provider for row in sweep.groups[0][1]] == ["fastdiff ddp", "fastdiff ddp compiled"]
 
 
-def test_tables_part_what_does_not_belong_together() -> None:
+def test_unrelated_measurements_are_in_tables_of_their_own() -> None:
     titles = {bench: [table.title for table in report.tables(rows(bench))] for bench in bench_records.BENCHES}
     assert titles == {
         "op": ["Limits of the machine", "Measured"],
@@ -133,8 +133,8 @@ def test_cases_with_a_column_in_common_by_way_of_others_are_in_one_table() -> No
         Measurement(
             bench="step", case=case, provider="p", quantity=quantity, unit="1", value=1.5 + place, better="lower"
         )
-        for place, (case, of_case) in enumerate(quantities.items())
-        for quantity in of_case
+        for place, (case, case_values) in enumerate(quantities.items())
+        for quantity in case_values
     ]
     found = report.tables(measured)
     assert [[quantity for quantity, _ in table.columns] for table in found] == [["a", "e", "b", "d"], ["c"]]
@@ -149,16 +149,14 @@ def test_cases_with_a_column_in_common_by_way_of_others_are_in_one_table() -> No
         ("unknown", "Measured on files of a commit that is not known."),
     ],
 )
-def test_a_commit_that_does_not_say_what_was_measured_is_pointed_out(
-    tmp_path: Path, git: str, doubt: str | None
-) -> None:
+def test_an_uncommitted_tree_is_pointed_out(tmp_path: Path, git: str, doubt: str | None) -> None:
     bench_records.write(tmp_path, "data")
     one = record.read(tmp_path / "data.jsonl")
     page = report.page([replace(one, fingerprint=replace(one.fingerprint, git=git))])
     assert re.findall(r'<span class="doubt">(.*?)</span>', page) == ([doubt] if doubt else [])
 
 
-def test_what_is_launch_bound_is_marked(tmp_path: Path) -> None:
+def test_launch_bound_times_are_marked(tmp_path: Path) -> None:
     measured = [m for m in rows("op") if m.case.startswith("adaln dit-xl-256 bfloat16")]
     for file, bound in (("a.jsonl", True), ("b.jsonl", False)):
         with Log(tmp_path / file) as log:
@@ -191,7 +189,7 @@ def test_the_breakdown_says_how_long_each_phase_takes() -> None:
     assert {"data", "objective", "forward", "backward", "optimizer", "ema", "other"} <= set(texts)
 
 
-def test_points_lie_where_the_measurements_are() -> None:
+def test_plots_have_the_values_of_the_measurements() -> None:
     sweep = [m for m in rows("step") if m.provider == "fastdiff ddp"]
     with charts.style():
         figure, _ = next(plots._over_batch(sweep))
@@ -297,7 +295,7 @@ def test_the_tables_of_a_readme_are_rewritten(tmp_path: Path) -> None:
         line for line in TABLES.splitlines() if line and line != "| old |"
     ]
     assert "| old |" not in text
-    found = record.by_contestant(m for one in record.read_all([tmp_path]) for m in one.measurements)
+    found = record.by_provider(m for one in record.read_all([tmp_path]) for m in one.measurements)
     case = "digits-t2i, 4x8x8, batch 8, fp32, online"
     ratio = found[case, "fastdiff ddp over diffusers"]["speed-up"]
     ours, theirs = (found[case, name]["step time"] for name in ("fastdiff ddp", "diffusers"))

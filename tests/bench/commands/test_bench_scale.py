@@ -1,4 +1,4 @@
-"""``bench scale``: what ranks really send is what the model says, and the command's records."""
+"""``bench scale``: ranks send exactly the bytes of the model, and the records of the command."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 
 from bench.__main__ import main
 from bench.commands import scale
-from bench.commands.scale import VOTES
+from bench.commands.scale import CONSENSUS
 from bench.measure import synthetic
-from bench.measure.session import Enough, Turn
-from bench.measure.workload import Subject
+from bench.measure.session import Enough, StepTimer
+from bench.measure.workload import Workload
 from bench.records import record
 from bench.records.record import Failure, Log, Measurement
 from bench.scaling.communication import sent
@@ -54,17 +54,17 @@ def deepspeed_file(folder: Path, name: str) -> str:
     return str(path)
 
 
-def count(world: World, data: Path, subjects: list[Subject]) -> list[list[list[Any]]]:
+def count(world: World, data: Path, workloads: list[Workload]) -> list[list[list[Any]]]:
     """The collectives of the last of a few steps of each, on this rank."""
     found = []
-    for subject in subjects:
+    for workload in workloads:
         bench, mine = multiprocessing.Pipe()
         for steps in (STEPS, 0):
             bench.send(steps)
-        turn = Turn(mine, torch.device("cpu"))
+        timer = StepTimer(mine, torch.device("cpu"))
         with pytest.raises(Enough):
-            collectives.run(turn, subject, data, (STEPS - 2, STEPS))
-        first, last = json.loads(str(turn.facts["calls"]))
+            collectives.run(timer, workload, data, (STEPS - 2, STEPS))
+        first, last = json.loads(str(timer.facts["calls"]))
         assert [call[:2] for call in first] == [call[:2] for call in last]
         found.append(last)
     assert torch.distributed.all_reduce.__module__.startswith("torch")
@@ -79,28 +79,28 @@ def count(world: World, data: Path, subjects: list[Subject]) -> list[list[list[A
 
 
 def test_two_ranks_send_exactly_what_the_model_says(torch_extensions: Path, tmp_path: Path) -> None:
-    subjects = [
-        Subject(preset="digits", batch=4, deepspeed=deepspeed_file(tmp_path, name), precision=dtype, loader="prefetch")
+    workloads = [
+        Workload(preset="digits", batch=4, deepspeed=deepspeed_file(tmp_path, name), precision=dtype, loader="prefetch")
         for name, dtype in CASES
     ]
-    model = subjects[0].config(tmp_path, tmp_path).model
+    model = workloads[0].config(tmp_path, tmp_path).model
     data = synthetic.write(tmp_path / "data", model, 64)
-    first, second = run_ranks(count, data, subjects, ranks=2)
-    for subject, case, calls, others in zip(subjects, CASES, first, second, strict=True):
+    first, second = run_ranks(count, data, workloads, ranks=2)
+    for workload, case, calls, others in zip(workloads, CASES, first, second, strict=True):
         assert [call[:2] for call in calls] == [call[:2] for call in others], case
         assert all(0 < seconds < 60 for *_, seconds in calls)
-        messages = Zero.of(subject.deepspeed_json()).messages(parameters_of(model), width_of(case[1]), 2)
+        messages = Zero.of(workload.deepspeed_json()).messages(parameters_of(model), width_of(case[1]), 2)
         # Besides, DeepSpeed asks after overflows and adds up norms, and the ranks vote: a few bytes.
-        seen = sorted((kind, size) for kind, size, _ in calls if size > VOTES.bytes)
-        model_says = sorted((message.kind, message.bytes) for message in messages if message.bytes > VOTES.bytes)
+        seen = sorted((kind, size) for kind, size, _ in calls if size > CONSENSUS.bytes)
+        model_says = sorted((message.kind, message.bytes) for message in messages if message.bytes > CONSENSUS.bytes)
         if case[0] == "small buckets":  # which gradients share one is up to the order in which autograd has them
             assert volumes(seen) == volumes(model_says)
             assert abs(len(seen) - len(model_says)) <= 1
             assert all(size <= 4 * 300_000 for kind, size in seen if kind == "all-reduce")
         else:
             assert seen == model_says, case
-        few = sum(sent(kind, size, 2) for kind, size, _ in calls if size <= VOTES.bytes)
-        assert VOTES.bytes <= few <= 64 + VOTES.bytes, case
+        few = sum(sent(kind, size, 2) for kind, size, _ in calls if size <= CONSENSUS.bytes)
+        assert CONSENSUS.bytes <= few <= 64 + CONSENSUS.bytes, case
 
 
 def volumes(calls: list[tuple[str, int]]) -> Counter[str]:
@@ -140,9 +140,9 @@ def test_the_command_measures_fits_and_checks(torch_extensions: Path, tmp_path: 
 
 
 def test_a_sweep_that_fails_is_recorded_and_keeps_what_was_measured(tmp_path: Path, capsys: Any) -> None:
-    subject = Subject(preset="digits", batch=4)
+    workload = Workload(preset="digits", batch=4)
     # Three numbers for two ranks: they cannot be scattered.
-    plan = scale.Plan(subject, ("ddp",), (2,), "cpu", scale.SMOKE, sizes=(6,))
+    plan = scale.Plan(workload, ("ddp",), (2,), "cpu", scale.SMOKE, sizes=(6,))
     with Log(tmp_path / "scale.jsonl") as log:
         assert scale.fit_links(plan, 2, log) is None
     [failure] = record.read(log.path).failures
@@ -159,7 +159,7 @@ def step_record(folder: Path, memory: str = "peak allocated", **facts: Any) -> P
         "batch": 256,
         "micro": None,
     }
-    model = Subject(preset="dit-xl-2-256").config(Path(), Path()).model
+    model = Workload(preset="dit-xl-2-256").config(Path(), Path()).model
     given |= {"parameters": sum(parameters_of(model))} | facts
     given["marked_step_ms"] = 420.0
     marked = {"forward": 136.5, "backward": 252.0, "optimizer": 21.0, "ema": 4.2, "other": 6.3}
@@ -254,7 +254,7 @@ def test_a_slower_link_costs_time_and_overlap_saves_it(tmp_path: Path) -> None:
         (["--device", "cpu", "--stages", "zero9"], "zero9.json: no such file"),
     ],
 )
-def test_what_cannot_be_asked_is_one_message(
+def test_impossible_requests_are_one_message(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("lora", "accumulated", "gpu"):

@@ -1,4 +1,4 @@
-"""``bench step``: the loop that is timed is the real one, its figures add up, and the largest batch is found."""
+"""``bench step``: it times the real loop, its figures add up, and it finds the largest batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.measure import largest_batch, launches, stepping
 from bench.measure.interleaved import Result
 from bench.measure.session import Steps
 from bench.measure.synthetic import write
-from bench.measure.workload import Subject
+from bench.measure.workload import Workload
 from bench.records import record
 from bench.records.fingerprint import ROOT
 from bench.records.record import Measurement, Record
@@ -27,8 +27,8 @@ from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.presets import preset
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.models.flops import training_flops
-from tests.support.benches import racing
-from tests.support.benches.racing import BROKEN_BATCH
+from tests.support.benches import programs
+from tests.support.benches.programs import BROKEN_BATCH
 
 CASE = "digits, 1x8x8, batch 16, fp32, micro 8"
 QUANTITIES = {
@@ -53,8 +53,8 @@ def swept(torch_extensions: Path, watched: Path, tmp_path_factory: pytest.TempPa
     out = tmp_path_factory.mktemp("swept")
     command = ["step", "--smoke", "--device", "cpu", "--sweep", f"batch={BROKEN_BATCH},16", "--micro", "8"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stepping, "contestant", racing.ours_watched)
-        patch.setenv(racing.WATCHED, str(watched))
+        patch.setattr(stepping, "run_fastdiff", programs.ours_watched)
+        patch.setenv(programs.WATCHED, str(watched))
         assert main([*command, "--out", str(out)]) == 0
     return record.read(out / "step.jsonl")
 
@@ -84,7 +84,7 @@ def test_the_record_of_a_configuration_is_whole(found: dict[str, Measurement]) -
 
 
 def test_phases_add_up_to_the_step(found: dict[str, Measurement]) -> None:
-    """Of two micro-batches: what were not marked, or only of one of them, would be "other"."""
+    """A step has two micro-batches; a phase that is not marked, or only in one of them, would count as "other"."""
     phases = {name: row.value for name, row in found.items() if name.startswith("phase")}
     marked = found["marked step time"].value
     assert found["phase other"].facts["marked_step_ms"] == marked
@@ -94,10 +94,10 @@ def test_phases_add_up_to_the_step(found: dict[str, Measurement]) -> None:
     assert phases["phase forward"] > phases["phase data"]
 
 
-def test_what_is_not_marked_is_other() -> None:
+def test_unmarked_time_is_other() -> None:
     """So that in every step the phases add up."""
     parts = {name: [0.1, 0.2] for name in stepping.PHASES[:-1]}
-    result = Result(turns=[Steps([1.0, 2.0], parts), Steps([0.7, 1.3], {**parts, "ema": [0.0, 0.0]})])
+    result = Result(sessions=[Steps([1.0, 2.0], parts), Steps([0.7, 1.3], {**parts, "ema": [0.0, 0.0]})])
     seconds = stepping.phases_of(result)
     assert list(seconds) == list(stepping.PHASES)
     assert seconds["ema"] == [0.1, 0.2, 0.0, 0.0]
@@ -140,8 +140,8 @@ def test_launches_on_a_gpu_are_kernels() -> None:
 
 @pytest.mark.nightly
 def test_the_largest_batch_is_found_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a contestant whose memory per sample is known: what is left over is less than 8 samples and 4 % need."""
-    monkeypatch.setattr(stepping, "contestant", racing.growing)
+    """Of a program whose memory per sample is known: what is left over is less than 8 samples and 4 % need."""
+    monkeypatch.setattr(stepping, "run_fastdiff", programs.growing)
     command = ["step", "--smoke", "--device", "cpu", "--find-batch", "--memory", "1", "--out", str(tmp_path)]
     assert main(command) == 0
     read = record.read(tmp_path / "step.jsonl")
@@ -154,7 +154,7 @@ def test_the_largest_batch_is_found_and_measured(tmp_path: Path, monkeypatch: py
     assert isinstance(peak, float)
     assert isinstance(trials, int)
     assert largest.facts["limit_gib"] == 1.0
-    assert 1 - racing.PER_SAMPLE * (8 + 0.05 * batch) / 2**30 <= peak <= 1
+    assert 1 - programs.PER_SAMPLE * (8 + 0.05 * batch) / 2**30 <= peak <= 1
     assert 3 <= trials <= 6
     measured = values(read, f"digits, 1x8x8, batch {batch}, fp32")
     assert set(measured) == QUANTITIES
@@ -165,16 +165,16 @@ def test_a_search_that_fails_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the trial fails for another reason than memory."""
-    monkeypatch.setattr(stepping, "contestant", racing.wrong)
+    monkeypatch.setattr(stepping, "run_fastdiff", programs.wrong)
     assert main(["step", "--smoke", "--device", "cpu", "--find-batch", "--out", str(tmp_path)]) == 1
     (failure,) = record.read(tmp_path / "step.jsonl").failures
     assert (failure.case, failure.reason) == ("digits, 1x8x8, any batch, fp32", "batch 8: ValueError: wrong")
     assert f"FAILED: {failure.reason}" in capsys.readouterr().out
 
 
-def test_what_is_measured_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clean steps are kept where the marked ones, or whoever stops the command, come to nothing."""
-    monkeypatch.setattr(stepping, "contestant", racing.failing_with_marks)
+    monkeypatch.setattr(stepping, "run_fastdiff", programs.failing_with_marks)
     command = ["step", "--smoke", "--device", "cpu", "--batch", "16", "--micro", "8", "--out", str(tmp_path)]
     assert main(command) == 1
     read = record.read(tmp_path / "step.jsonl")
@@ -210,7 +210,7 @@ def test_the_search_ends_near_the_largest_batch(
     assert found.peak <= limit
 
 
-def test_the_search_tells_that_nothing_fits() -> None:
+def test_the_search_reports_that_nothing_fits() -> None:
     tried: Counter[int] = Counter()
 
     def peak(batch: int) -> int:
@@ -222,14 +222,14 @@ def test_the_search_tells_that_nothing_fits() -> None:
     assert tried == {8: 1, 1: 1}
 
 
-def test_what_makes_the_figures_worse_is_named() -> None:
+def test_compilations_and_graph_breaks_are_named() -> None:
     """A compilation that falls into the time, and a graph that breaks."""
     from bench.trainers.ours import AfterStep
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    turn: Any = SimpleNamespace(facts={}, after_step=lambda: None)
-    callback = AfterStep(turn)
+    timer: Any = SimpleNamespace(facts={}, after_step=lambda: None)
+    callback = AfterStep(timer)
 
     def broken(x: torch.Tensor) -> torch.Tensor:
         x = x + 1
@@ -242,15 +242,15 @@ def test_what_makes_the_figures_worse_is_named() -> None:
         compiled(x)
         callback.on_step(state)
     torch._dynamo.reset()
-    assert turn.facts["last_compilation"] == 3, "for the other type"
-    assert turn.facts["compilations"] >= 4, "two graphs for each"
-    assert turn.facts["graph_breaks"] >= 1
-    result = Result(turns=[Steps([1.0])], facts=turn.facts)
+    assert timer.facts["last_compilation"] == 3, "for the other type"
+    assert timer.facts["compilations"] >= 4, "two graphs for each"
+    assert timer.facts["graph_breaks"] >= 1
+    result = Result(sessions=[Steps([1.0])], facts=timer.facts)
     again, breaks = stepping.problems(result, warm_up=2)
     assert again.startswith("torch.compile recompiled in step 3")
     assert breaks.endswith("graph breaks: the blocks are not compiled as a whole")
     assert len(stepping.problems(result, warm_up=3)) == 1
-    result.turns += [Steps([1.0], allocation_retries=2), Steps([1.0], allocation_retries=3)]
+    result.sessions += [Steps([1.0], allocation_retries=2), Steps([1.0], allocation_retries=3)]
     assert "retried 5 times" in stepping.problems(result, warm_up=3)[-1]
 
 
@@ -290,22 +290,22 @@ def test_a_mistake_is_one_clear_error(
     assert not (tmp_path / "out").exists(), "nothing was begun"
 
 
-def test_a_subject_takes_the_batch_of_its_preset_or_the_given_one() -> None:
+def test_a_workload_takes_the_batch_of_its_preset_or_the_given_one() -> None:
     """And does not accumulate a batch that was not the preset's."""
-    assert Subject(preset="sd2-512").case == "sd2-512, 4x64x64, batch 2048, bf16, micro 16"
-    assert Subject(preset="sd2-512", batch=8).case == "sd2-512, 4x64x64, batch 8, bf16"
-    named = Subject(preset="digits", deepspeed="zero3", compile=True, kernels="reference", recompute=True)
+    assert Workload(preset="sd2-512").case == "sd2-512, 4x64x64, batch 2048, bf16, micro 16"
+    assert Workload(preset="sd2-512", batch=8).case == "sd2-512, 4x64x64, batch 8, bf16"
+    named = Workload(preset="digits", deepspeed="zero3", compile=True, kernels="reference", recompute=True)
     assert named.provider == "fastdiff zero3 compiled recompute kernels=reference"
     assert "deepspeed_file" not in named.facts
     file = ROOT / "deepspeed_configs" / "zero2.json"
-    of_path = Subject(preset="digits", deepspeed=str(file)).facts
-    assert (of_path["deepspeed"], of_path["deepspeed_file"]) == ("zero2", os.path.relpath(file))
+    facts = Workload(preset="digits", deepspeed=str(file)).facts
+    assert (facts["deepspeed"], facts["deepspeed_file"]) == ("zero2", os.path.relpath(file))
 
 
-def test_a_subject_runs_under_what_a_run_without_a_file_does() -> None:
-    subject = Subject(preset="digits")
-    config = subject.config(Path(), Path())
-    assert deepspeed_config.resolve(subject.deepspeed_json(), config, 1) == deepspeed_config.resolve(
+def test_a_workload_runs_under_what_a_run_without_a_file_does() -> None:
+    workload = Workload(preset="digits")
+    config = workload.config(Path(), Path())
+    assert deepspeed_config.resolve(workload.deepspeed_json(), config, 1) == deepspeed_config.resolve(
         deepspeed_config.DEFAULT, config, 1
     )
 

@@ -1,4 +1,4 @@
-"""The least operations and bytes of the cases, against what eager PyTorch is seen to do."""
+"""Least operations and bytes of the cases, compared with those of eager PyTorch."""
 
 from __future__ import annotations
 

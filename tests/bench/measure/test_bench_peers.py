@@ -1,4 +1,4 @@
-"""The peers compute what fastdiff computes, and train; the race between them is recorded."""
+"""The peers compute the same as fastdiff and train; interleaved comparisons are recorded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from bench import BenchError
 from bench.__main__ import main
 from bench.measure import peers, synthetic
 from bench.measure.interleaved import Effort
-from bench.measure.workload import Subject
+from bench.measure.workload import Workload
 from bench.records import record
-from bench.trainers import images, text_encoders
+from bench.trainers import encoders, images
 from bench.trainers.dit import Dit
 from bench.trainers.plain import Plain
 from bench.trainers.plain_torch import Noise, Samples, of_steps, untrained
@@ -62,7 +62,7 @@ def _another_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def config(preset: str, precision: str = "fp32", **objective: Any) -> RunConfig:
     """Constant learning rate, and an epsilon that lets the size of a gradient count in the first step of Adam."""
-    found = Subject(preset=preset, batch=BATCH, precision=precision).config(Path(), Path())
+    found = Workload(preset=preset, batch=BATCH, precision=precision).config(Path(), Path())
     optim = replace(found.optim, lr=1e-2, eps=1e-2, weight_decay=0.1, clip=0.5, schedule="constant", warmup_steps=0)
     model = replace(found.model, learn_sigma=True) if isinstance(found.model, DiTConfig) else found.model
     objective = {"condition_dropout": 0.0, **objective}
@@ -87,7 +87,7 @@ def woken(model: nn.Module) -> nn.Module:
     return model
 
 
-def of_fastdiff(run: RunConfig, batch: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+def fastdiff_step(run: RunConfig, batch: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
     """Loss and gradients, and the noise and timesteps of them."""
     model = build_network(run)
     woken(model)
@@ -112,7 +112,7 @@ def test_loss_and_gradients_of_a_peer_are_those_of_fastdiff(
 ) -> None:
     run = config(preset, **objective)
     batch = batch_of(run)
-    loss, expected, noise, time = of_fastdiff(run, batch)
+    loss, expected, noise, time = fastdiff_step(run, batch)
     peer = build(run, CPU, best=best)
     woken(peer.model)
     found = peer.loss(batch.latents, noise, time, batch.condition)
@@ -135,7 +135,7 @@ def test_a_peer_in_bf16_trains_in_mixed_precision(
 ) -> None:
     run = config(preset, precision="bf16", prediction="epsilon")
     batch = batch_of(run)
-    loss, expected, noise, time = of_fastdiff(run, batch)
+    loss, expected, noise, time = fastdiff_step(run, batch)
     peer = build(run, CPU, best=best)
     woken(peer.model)
     in_bf16 = best or build is not Dit
@@ -260,7 +260,7 @@ def test_posteriors_in_memory_are_sampled_anew(tmp_path: Path) -> None:
 def test_online_images_are_decoded_cropped_and_normalised_with_their_captions(tmp_path: Path) -> None:
     folder = images.write(tmp_path / "images", 2 * BATCH, 64)
     assert Image.open(folder / "000000.jpg").size == (96, 80)
-    loader = images.loader(folder, 64, BATCH, text_encoders.tokenizer())
+    loader = images.loader(folder, 64, BATCH, encoders.tokenizer())
     assert len(loader) == 2
     batch = next(iter(loader))
     assert batch["pixel_values"].shape == (BATCH, 3, 64, 64)
@@ -272,36 +272,36 @@ def test_online_images_are_decoded_cropped_and_normalised_with_their_captions(tm
 
 
 def test_the_frozen_parts_are_in_stable_diffusions_proportions() -> None:
-    published = text_encoders.Shares.of(SD15_UNET)
+    published = encoders.Shares.of(SD15_UNET)
     # 1.117 and 0.0133 TFLOP over three times 0.803, by torch's counter on the published pipeline.
     assert published.autoencoder == pytest.approx(1.1167 / (3 * 0.8033), rel=0.01)
     assert published.text_encoder == pytest.approx(0.013299 / (3 * 0.8033), rel=0.01)
     model = config("digits-t2i").model
     assert isinstance(model, UNetConfig)
-    here = text_encoders.Shares.of(model)
+    here = encoders.Shares.of(model)
     assert here.autoencoder == pytest.approx(published.autoencoder, rel=0.1)
     assert here.text_encoder < 0.03
 
 
 @pytest.mark.parametrize(
-    ("subject", "names", "message"),
+    ("workload", "names", "message"),
     [
-        (Subject(preset="digits"), ["torchrec"], "expected some of plain, dit, diffusers, each once"),
-        (Subject(preset="digits"), [], "expected some of"),
-        (Subject(preset="digits"), ["dit", "dit"], "each once"),
-        (Subject(preset="digits-t2i"), ["dit"], "preset digits-t2i has a UNet; try --preset dit-s-2-256"),
-        (Subject(preset="sit-xl-2-256"), ["plain"], "--peer plain .* sit-xl-2-256, which has --objective.process"),
-        (Subject(preset="digits"), ["diffusers"], "preset digits has another network; try --preset digits-t2i"),
-        (Subject(preset="digits", batch=16, micro=4), ["plain"], "--micro 4: .*leave it out"),
-        (Subject(preset="sd2-512"), ["diffusers"], "preset sd2-512 accumulates gradients: .*give --batch"),
-        (Subject(preset="digits", precision="fp16"), ["plain"], "--precision fp16: .*use one of them"),
+        (Workload(preset="digits"), ["torchrec"], "expected some of plain, dit, diffusers, each once"),
+        (Workload(preset="digits"), [], "expected some of"),
+        (Workload(preset="digits"), ["dit", "dit"], "each once"),
+        (Workload(preset="digits-t2i"), ["dit"], "preset digits-t2i has a UNet; try --preset dit-s-2-256"),
+        (Workload(preset="sit-xl-2-256"), ["plain"], "--peer plain .* sit-xl-2-256, which has --objective.process"),
+        (Workload(preset="digits"), ["diffusers"], "preset digits has another network; try --preset digits-t2i"),
+        (Workload(preset="digits", batch=16, micro=4), ["plain"], "--micro 4: .*leave it out"),
+        (Workload(preset="sd2-512"), ["diffusers"], "preset sd2-512 accumulates gradients: .*give --batch"),
+        (Workload(preset="digits", precision="fp16"), ["plain"], "--precision fp16: .*use one of them"),
     ],
 )
-def test_a_peer_that_cannot_train_the_subject_is_refused(
-    subject: Subject, names: list[str], message: str, tmp_path: Path
+def test_a_peer_that_cannot_train_the_workload_is_refused(
+    workload: Workload, names: list[str], message: str, tmp_path: Path
 ) -> None:
     with record.Log(tmp_path / "peer.jsonl") as log, pytest.raises(BenchError, match=message):
-        peers.run(subject, names, Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
+        peers.run(workload, names, Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
 
 
 @pytest.mark.parametrize(
@@ -342,25 +342,25 @@ def test_what_the_peers_do_not_train_is_named(given: Any, timesteps: Any, flags:
 def test_an_objective_that_a_peer_would_train_otherwise_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = Subject(preset="digits-t2i" if name == "diffusers" else "digits")
-    run = subject.config(tmp_path, tmp_path)
+    workload = Workload(preset="digits-t2i" if name == "diffusers" else "digits")
+    run = workload.config(tmp_path, tmp_path)
     changed = replace(run, objective=replace(run.objective, prediction="previous_x"))
-    monkeypatch.setattr(Subject, "config", lambda *_: changed)
+    monkeypatch.setattr(Workload, "config", lambda *_: changed)
     message = (
-        f"--peer {name} does not support preset {subject.preset}, which has --objective.prediction previous_x; try"
+        f"--peer {name} does not support preset {workload.preset}, which has --objective.prediction previous_x; try"
     )
     with record.Log(tmp_path / "peer.jsonl") as log, pytest.raises(BenchError, match=message):
-        peers.run(subject, [name], Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
+        peers.run(workload, [name], Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("torch_extensions")
-def test_a_race_with_diffusers_is_recorded_with_its_speed_ups(
+def test_a_comparison_with_diffusers_is_recorded_with_its_speed_ups(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    subject = Subject(preset="digits-t2i", batch=2, precision="bf16", deepspeed="zero1")
+    workload = Workload(preset="digits-t2i", batch=2, precision="bf16", deepspeed="zero1")
     with record.Log(tmp_path / "peer.jsonl") as log:
-        assert peers.run(subject, ["diffusers"], Effort(rounds=2, steps=1, warm_up=1), "cpu", log) == 0
+        assert peers.run(workload, ["diffusers"], Effort(rounds=2, steps=1, warm_up=1), "cpu", log) == 0
     rows = {row.name: row for row in record.read(tmp_path / "peer.jsonl").measurements}
     case = "digits-t2i, 4x8x8, batch 2, bf16"
     where = {"fastdiff zero1": "cached", "diffusers": "online", "diffusers, best flags": "cached"}
@@ -389,7 +389,7 @@ def test_a_race_with_diffusers_is_recorded_with_its_speed_ups(
 
 @pytest.mark.parametrize("names", [["dit"], pytest.param(["plain", "dit"], marks=pytest.mark.nightly)], ids="-".join)
 @pytest.mark.usefixtures("torch_extensions")
-def test_a_race_of_dits_from_the_command_line_states_how_each_computes(tmp_path: Path, names: list[str]) -> None:
+def test_a_comparison_of_dits_from_the_command_line_states_how_each_computes(tmp_path: Path, names: list[str]) -> None:
     arguments = ["--smoke", "--preset", "digits", "--precision", "bf16", "--batch", "2", "--device", "cpu"]
     arguments += ["--rounds", "2", "--steps", "1", "--out", str(tmp_path), "--peer", *names]
     assert main(["step", *arguments]) == 0
@@ -397,9 +397,9 @@ def test_a_race_of_dits_from_the_command_line_states_how_each_computes(tmp_path:
     found = record.read(path)
     assert not found.failures
     times = {row.provider: row for row in found.measurements if row.quantity == "step time"}
-    rivals = [rival for name in names for rival in (name, f"{name}, best flags")]
+    baselines = [baseline for name in names for baseline in (name, f"{name}, best flags")]
     ours = ["zero1", "zero3"] if "plain" in names else ["zero1"]  # plain PyTorch shards nothing
-    assert list(times) == [*(f"fastdiff {how}" for how in ours), *rivals]
+    assert list(times) == [*(f"fastdiff {how}" for how in ours), *baselines]
     flags = {name: [row.facts.get(flag) for flag in ("precision", "fused", "kernels")] for name, row in times.items()}
     for name in names:
         assert flags[name] == ["bf16" if name == "plain" else "fp32", False, None]
@@ -407,7 +407,7 @@ def test_a_race_of_dits_from_the_command_line_states_how_each_computes(tmp_path:
         assert {"data", "attention", "tf32", "compile"} <= times[name].facts.keys()
     assert "loader" not in times["dit"].facts
     speed_ups = {row.provider: row for row in found.measurements if row.quantity == "speed-up"}
-    assert speed_ups.keys() == {f"fastdiff {how} over {rival}" for how in ours for rival in rivals}
+    assert speed_ups.keys() == {f"fastdiff {how} over {baseline}" for how in ours for baseline in baselines}
     for ratio in speed_ups.values():
         assert (ratio.better, ratio.n) == ("higher", 2)
         assert ratio.p20 is not None

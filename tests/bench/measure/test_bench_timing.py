@@ -1,4 +1,4 @@
-"""How calls are timed, and what a machine can do at most."""
+"""Timing of calls, and the measured limits of a machine."""
 
 from __future__ import annotations
 
@@ -23,19 +23,23 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_SIDE", {"cpu": 64})
 
 
-def test_calls_take_turns_until_each_ran_long_enough() -> None:
+def test_calls_take_turns_until_each_ran_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only the calls advance; the times of three rounds are read together."""
     calls: list[str] = []
+    now = [0.0]
 
     def call(name: str, seconds: float) -> Callable[[], None]:
-        return lambda: (calls.append(name), time.sleep(seconds))[1]
+        def run() -> None:
+            calls.append(name)
+            now[0] += seconds
 
-    watch = Stopwatch("cpu", Effort(repetitions=3, seconds=0.05, limit_seconds=60, warm_up_seconds=0))
-    timings = watch.measure({"slow": call("slow", 0.01), "fast": call("fast", 0.005)})
-    assert calls == ["slow", "fast"] * (len(calls) // 2)
-    assert timings["slow"].repetitions == timings["fast"].repetitions == len(calls) // 2 - 1  # one round warms up
-    assert 6 <= timings["fast"].repetitions <= 12
-    assert timings["slow"].median >= 0.01
-    assert timings["fast"].p20 >= 0.005
+        return run
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    watch = Stopwatch("cpu", Effort(repetitions=3, seconds=8, limit_seconds=60, warm_up_seconds=0))
+    timings = watch.measure({"slow": call("slow", 2), "fast": call("fast", 1)})
+    assert calls == ["slow", "fast"] * (1 + 9), "one round warms up"
+    assert timings == {"slow": Timing(2.0, 2.0, 2.0, 9), "fast": Timing(1.0, 1.0, 1.0, 9)}
 
 
 def test_the_limit_ends_the_repetitions_but_not_before_the_least_number() -> None:
@@ -91,7 +95,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         Stopwatch("cuda", timing.QUICK)
 
 
-def test_limits_are_what_was_moved_and_computed_over_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_bytes_and_operations_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of the clock is a millisecond after the one before, so that every repetition takes one."""
     clock = iter(range(10**6))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock) * 1e-3)

@@ -1,4 +1,4 @@
-"""What every benchmark shares: messages and tables."""
+"""Messages and tables that all benchmarks share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fastdiff_kernels import launch
         (["op", "philox", "--dtype", "bf16"], "no case of philox has dtype bf16"),
     ],
 )
-def test_what_cannot_be_measured_here_is_one_message_and_exit_code_2(
+def test_an_impossible_measurement_is_one_message_and_exit_code_2(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", True)

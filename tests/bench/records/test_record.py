@@ -1,4 +1,4 @@
-"""Records: what is written can be read, what is damaged is found out, and the schema says the same as the types."""
+"""Records: written and read back, damage is found, and the schema agrees with the types."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def written(folder: Path) -> Path:
     return path
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_records_are_read_as_written(tmp_path: Path) -> None:
     read = record.read(written(tmp_path / "new" / "folder"))
     assert read.measurements == (ROW,)
     assert read.failures == (FAILURE,)
@@ -53,7 +53,7 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
         {"n": 1.5}, {"case": None}, {"facts": {"rate": float("nan")}}, {"facts": {"shape": [1, 2]}},
     ],
 )  # fmt: skip
-def test_what_could_not_be_read_is_not_written(tmp_path: Path, row: dict[str, object]) -> None:
+def test_unreadable_values_are_not_written(tmp_path: Path, row: dict[str, object]) -> None:
     fields = {name: getattr(ROW, name) for name in ROW.__slots__}
     with Log(tmp_path / "op.jsonl") as log:
         with pytest.raises(ValueError, match=next(iter(row))):
@@ -105,7 +105,7 @@ def test_no_record_is_an_error(tmp_path: Path, name: str) -> None:
         record.read_all([tmp_path / name])
 
 
-def test_of_a_measurement_made_twice_the_last_counts(tmp_path: Path) -> None:
+def test_the_last_of_repeated_measurements_counts(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("b.jsonl", "a.jsonl")]
     for value, path in enumerate(paths, 1):
         with Log(path) as log:
@@ -116,7 +116,7 @@ def test_of_a_measurement_made_twice_the_last_counts(tmp_path: Path) -> None:
         path.write_text("\n".join([json.dumps(head), *lines[1:]]))
     read = record.read_all([tmp_path])
     assert [one.path for one in read] == paths
-    assert record.by_contestant(m for one in read for m in one.measurements)["adaln", "triton"]["time"].value == 2
+    assert record.by_provider(m for one in read for m in one.measurements)["adaln", "triton"]["time"].value == 2
 
 
 def test_a_timing_becomes_a_measurement_in_another_unit() -> None:

@@ -1,4 +1,4 @@
-"""The model of the communication: formulas by hand, limits, and a fit that finds what was put in."""
+"""The model of the communication: formulas by hand, limits, and a fit that recovers known parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench import BenchError
-from bench.measure.workload import Subject
+from bench.measure.workload import Workload
 from bench.scaling.communication import Cluster, Compute, Link, Message, fit, sent, step_seconds
 from bench.scaling.zero import Zero, parameters_of
 
@@ -20,7 +20,7 @@ STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def zero(stage: str) -> Zero:
-    return Zero.of(Subject(preset="digits", deepspeed=stage).deepspeed_json())
+    return Zero.of(Workload(preset="digits", deepspeed=stage).deepspeed_json())
 
 
 def volume(setting: Zero, parameters: Sequence[int], ranks: int, width: int = 2) -> float:
@@ -92,7 +92,7 @@ def test_stage_3_gathers_small_parameters_alone_and_large_ones_twice_only_if_the
     assert [(m.kind, m.bytes) for m in some if m.part == "backward"] == [("all-gather", 400), ("reduce-scatter", 1232)]
 
 
-def test_what_the_json_says_is_what_is_modelled() -> None:
+def test_the_model_follows_the_deepspeed_json() -> None:
     found = zero("zero3")
     assert found == Zero(
         stage=3,
@@ -109,7 +109,10 @@ def test_what_the_json_says_is_what_is_modelled() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_efficiency_falls_with_the_number_of_gpus_and_overlap_never_hurts(stage: str, overlap: bool) -> None:
-    parameters, compute = parameters_of(Subject(preset="dit-s-4-256").config(Path(), Path()).model), Compute(0.01, 0.02)
+    parameters, compute = (
+        parameters_of(Workload(preset="dit-s-4-256").config(Path(), Path()).model),
+        Compute(0.01, 0.02),
+    )
 
     def seconds(gpus: int, overlap: bool) -> float:
         messages = zero(stage).messages(parameters, 2, gpus)

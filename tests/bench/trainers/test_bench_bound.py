@@ -1,4 +1,4 @@
-"""The bound of a learned variance as the peers of the benchmark compute it."""
+"""The variational bound as the peers of the benchmark compute it."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def published(clean: Tensor, noise: Tensor, said: Tensor, time: Tensor) -> Tenso
     return Published(CONFIG).loss(model, clean, noise, time)
 
 
-@pytest.mark.parametrize("rival", [plain, published])
-def test_a_peer_learns_the_variance_by_the_same_loss(rival: Any, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+@pytest.mark.parametrize("peer", [plain, published])
+def test_a_peer_learns_the_variance_by_the_same_loss(peer: Any, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     _, _, said, _ = batch
-    expected, found = fastdiffs(*batch), rival(*batch)
+    expected, found = fastdiffs(*batch), peer(*batch)
     torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-4, atol=0)
     (ours,), (theirs,) = (torch.autograd.grad(loss, said) for loss in (expected, found))
     assert ours[:, 4:].abs().max() > 0
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-4 * ours.abs().max().item())
 
 
-@pytest.mark.parametrize("rival", [plain, published])
+@pytest.mark.parametrize("peer", [plain, published])
 def test_a_prediction_that_is_far_off_has_the_same_least_probability(
-    rival: Any, batch: tuple[Tensor, Tensor, Tensor, Tensor]
+    peer: Any, batch: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> None:
     clean, noise, said, time = batch
     far = said.detach().clone()
@@ -68,7 +68,7 @@ def test_a_prediction_that_is_far_off_has_the_same_least_probability(
     given = clean, noise, far.requires_grad_(), time
     bits = Variational(CONFIG, "cpu").loss(far, clean, noise, time)[time == 0]
     assert bits.max() > 0.5 * 12 * math.log2(10), "of 1e-12"
-    expected, found = fastdiffs(*given), rival(*given)
+    expected, found = fastdiffs(*given), peer(*given)
     torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-4, atol=0)
     (ours,), (theirs,) = (torch.autograd.grad(loss, far) for loss in (expected, found))
     torch.testing.assert_close(theirs[:, 4:], ours[:, 4:], rtol=1e-3, atol=1e-4 * ours[:, 4:].abs().max().item())

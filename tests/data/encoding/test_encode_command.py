@@ -1,4 +1,4 @@
-"""The command line of an encode, and what its processes say and blame."""
+"""``fastdiff encode``: its command line, and the messages of its processes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _names(folder: Path) -> list[str]:
     return names
 
 
-def test_synthetic_takes_its_own(tmp_path: Path) -> None:
+def test_the_options_of_synthetic_data(tmp_path: Path) -> None:
     options = ["--shape", "2,4,4", "--samples", "5", "--classes", "3"]
     assert main(["encode", "synthetic", str(tmp_path / "out"), *options]) == 0
     info = DatasetInfo.read(tmp_path / "out")
@@ -101,7 +101,8 @@ def test_a_rank_says_that_it_waits_for_the_count_of_captions(images: Path, pipel
             said.append(text)
             fcntl.flock(other, fcntl.LOCK_UN)
 
-        deadline = threading.Timer(30, lambda: say("nobody has said anything"))
+        deadline = threading.Timer(240, lambda: say("nobody has said anything"))
+        deadline.daemon = True
         deadline.start()
         encode_images(
             EncodeOptions(

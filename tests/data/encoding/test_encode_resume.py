@@ -1,12 +1,11 @@
-"""Encodes that are killed and go on, in processes of their own."""
+"""Encodes that are killed and resumed, in processes of their own."""
 
 from __future__ import annotations
 
 import multiprocessing
 import random
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.shards.verify import verify
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.tiny_pipeline import build
-from tests.support.forked import stop_server
+from tests.support.forked import end_with_the_tests, stop_server
 from tests.support.injected.durable_calls import DURABLE, dying_at
 from tests.support.inputs.encoding import captioned, files
 from tests.support.processes import BIN, run, start, stop
+from tests.support.waiting import wait_until
 
 IMAGES, PER_SHARD = 24, 2
 CALLS = 13
@@ -78,6 +78,7 @@ def rank_main(argv: list[str], rank: int, ranks: int) -> None:
     import os
     import sys
 
+    end_with_the_tests()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     sys.exit(main(argv))
 
@@ -97,13 +98,6 @@ def finish(processes: list[Any]) -> list[int]:
         process.join(TIMEOUT_S)
         process.kill()
     return [process.exitcode for process in processes]
-
-
-def until(condition: Callable[[], bool], alive: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition() and alive():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def killed_main(argv: list[str], number: int, rank: int = 0, ranks: int = 1) -> None:
@@ -160,7 +154,7 @@ def test_killed_while_it_publishes(
     out = tmp_path / "out"
     for name in ("bad_images.jsonl", "null.context.npy", "dataset.json"):
         processes = begin(ranks, command, out, 1)
-        until(lambda: (out / name).exists(), processes[0].is_alive)  # noqa: B023
+        wait_until(lambda: (out / name).exists() or not processes[0].is_alive(), name)  # noqa: B023
         for process in processes:
             process.kill()
         finish(processes)
@@ -175,7 +169,8 @@ def test_the_real_command_is_killed_and_goes_on(
     out = tmp_path / "out"
     process = start([BIN / "fastdiff", *command, out])
     try:
-        until(lambda: (out / ".encoding" / "unit-000003.json").exists(), lambda: process.poll() is None)
+        unit = out / ".encoding" / "unit-000000.json"
+        wait_until(lambda: unit.exists() or process.poll() is not None, "the first unit")
     finally:
         stop(process)
     assert process.returncode == -9

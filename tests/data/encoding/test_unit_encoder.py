@@ -1,4 +1,4 @@
-"""What goes into the autoencoder, and what is kept of the text encoder while a unit is encoded."""
+"""The encoder of a unit: rounding of its pixels, and the embeddings that it keeps."""
 
 from __future__ import annotations
 
@@ -121,6 +121,6 @@ def test_a_batch_may_have_more_captions_than_are_kept(
     np.testing.assert_allclose(found, encoder.embed(CAPTIONS)["context"].numpy(), atol=1e-5)
 
 
-def test_what_is_kept_holds_no_memory_of_its_batch(tmp_path: Path, pretrained: Pretrained) -> None:
+def test_kept_embeddings_hold_no_memory_of_their_batch(tmp_path: Path, pretrained: Pretrained) -> None:
     _, unit = encode(tmp_path / "out", open_encoder(pretrained))
     assert {value.base is None for arrays in unit._embeddings.values() for value in arrays.values()} == {True}

@@ -1,3 +1,5 @@
+"""Broken and hostile image files: each has a reason and harms no other image."""
+
 from __future__ import annotations
 
 import random
@@ -8,7 +10,6 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from fastdiff.data.images.decode import BadImage, Decoded, ImageTransform, open_decoder
@@ -18,8 +19,6 @@ from fastdiff.data.images.header import read_header
 from tests.support.inputs import images
 from tests.support.inputs.images import PIXELS, PLAIN, SIDE, SPECIAL
 from tests.support.processes import ROOT
-
-Array = npt.NDArray[np.uint8]
 
 BAD = {
     "empty": (b"", "empty file"),

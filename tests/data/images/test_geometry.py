@@ -1,3 +1,5 @@
+"""Resizing, cropping and buckets: sizes and offsets."""
+
 from __future__ import annotations
 
 import math
@@ -95,6 +97,6 @@ def test_the_bucket_is_the_nearest_in_the_logarithm(size: tuple[int, int]) -> No
     assert distances[nearest_bucket(size, buckets)] == pytest.approx(min(distances), abs=1e-12)
 
 
-def test_of_two_buckets_equally_near_the_first_is_taken() -> None:
+def test_the_first_of_two_equally_near_buckets_is_taken() -> None:
     assert nearest_bucket((100, 100), ((128, 64), (64, 128))) == 0
     assert nearest_bucket((100, 101), ((128, 64), (64, 128))) == 1

@@ -1,3 +1,5 @@
+"""Decoding of images: DALI and Pillow, orientation, colours and depth."""
+
 from __future__ import annotations
 
 import io
@@ -213,7 +215,7 @@ def test_random_crops_need_an_offset_each(decoder: Decoder) -> None:
         decoder.decode([PLAIN["png"]] * 2, [(0.0, 0.0)])
 
 
-def test_nothing_in_nothing_out(decoder: Decoder) -> None:
+def test_empty_inputs_give_empty_outputs(decoder: Decoder) -> None:
     assert decoder.decode([]) == []
 
 

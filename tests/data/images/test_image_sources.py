@@ -1,3 +1,5 @@
+"""Sources of images: folders, metadata files, classes, saved data sets and parquet."""
+
 from __future__ import annotations
 
 import csv
@@ -127,7 +129,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         ('{"text": "x"}', "line 2: file_name is None"),
     ],
 )
-def test_metadata_that_is_none(tmp_path: Path, line: str, what: str) -> None:
+def test_lines_that_are_no_metadata_are_named(tmp_path: Path, line: str, what: str) -> None:
     write(tmp_path, {"metadata.jsonl": f'{{"file_name": "a.jpg", "text": "x"}}\n{line}\n'})
     with pytest.raises(DataError, match=f"{tmp_path}/metadata.jsonl, {what}"):
         source(tmp_path)

@@ -1,3 +1,5 @@
+"""Tars of images as a source, on disk and over the network."""
+
 from __future__ import annotations
 
 import json
@@ -26,7 +28,7 @@ def tar(members: Members, format: int = tarfile.PAX_FORMAT) -> bytes:
 
 
 def img2dataset(shard: int, samples: int) -> Members:
-    """What img2dataset writes."""
+    """Return the files that img2dataset writes."""
     members: Members = []
     for number in range(samples):
         key = f"{shard:05d}{number:04d}"
@@ -274,7 +276,7 @@ def test_a_damaged_tar_gives_what_was_before_the_damage(tmp_path: Path, content:
         len(found)
 
 
-def test_what_is_no_tar(tmp_path: Path) -> None:
+def test_files_that_are_no_tar_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "page.tar"
     for content in (b"<html>not found</html>" * 100, b""):
         path.write_bytes(content)

@@ -180,7 +180,7 @@ def test_reading_ahead_is_bounded(latents, loader, prefetch, monkeypatch, device
     monkeypatch.setattr(reader, "read", lambda *args, **choice: reads.append(1) or read(*args, **choice))
     with batches(reader, order, loader, prefetch=prefetch, device=device) as stream:
         list(itertools.islice(stream, 10))
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while len(reads) < 10 + prefetch and time.monotonic() < until:
             time.sleep(0.01)
         stream._thread.join(0.2)  # time for one read too many
@@ -254,9 +254,9 @@ def test_a_thread_that_hangs_is_left_with_a_warning(latents, monkeypatch, capsys
     reader, order, _ = latents
     monkeypatch.setattr("fastdiff.data.loading.batches._JOIN_SECONDS", 0.05)
     stream, reading, hanging = batches(reader, order, "prefetch"), threading.Event(), threading.Event()
-    monkeypatch.setattr(reader, "read", lambda *_, **__: (reading.set(), hanging.wait(60)))
+    monkeypatch.setattr(reader, "read", lambda *_, **__: (reading.set(), hanging.wait(600)))
     stream._thread.start()
-    reading.wait(60)
+    assert reading.wait(120)
     try:
         stream.close()
         said = capsys.readouterr().err

@@ -122,7 +122,9 @@ def test_crops_and_flips_change_from_epoch_to_epoch_and_not_with_the_ranks(image
         ({"decode": "dali", "image_interpolation_mode": "box"}, "box"),
     ],
 )
-def test_what_does_not_fit_is_refused(images: Path, pipeline: Path, changes: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(
+    images: Path, pipeline: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         open_images(config(images, **changes), pipeline)
 
@@ -134,7 +136,7 @@ def test_what_does_not_fit_is_refused(images: Path, pipeline: Path, changes: dic
         ("text_encoder_2/model", "text_projection.weight", "pooled"),
     ],
 )
-def test_what_is_not_finite_ends_the_run_by_name(
+def test_a_latent_that_is_not_finite_ends_the_run_by_name(
     images: Path, pipeline: Path, tmp_path: Path, part: str, weight: str, column: str
 ) -> None:
     broken = shutil.copytree(pipeline, tmp_path / "broken")

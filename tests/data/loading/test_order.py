@@ -153,7 +153,7 @@ def test_threads_share_an_order(monkeypatch):
         ({"rank": 2}, "rank 2 of 2"),
     ],
 )
-def test_what_does_not_divide_is_refused(change, problem):
+def test_batches_that_do_not_divide_are_refused(change, problem):
     with pytest.raises(ConfigError, match=problem):
         RankPositions(**{"start_samples": 0, "rank": 0, "ranks": 2, "micro": 3, "global_batch": 12} | change)
 

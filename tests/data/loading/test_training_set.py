@@ -1,4 +1,4 @@
-"""What a run asks of its data before the first step."""
+"""Checks of the data before the first step of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dataset.json and the empty prompt of data with captions: what is refused, and what names a data set."""
+"""dataset.json and the empty prompt of captioned data: refusals, and the digest of a data set."""
 
 import json
 import shutil
@@ -67,7 +67,7 @@ def test_a_null_condition_that_cannot_be_read_is_a_storage_error(folder):
 
 
 @pytest.mark.parametrize("array", [np.ones((2, 2), np.float64), np.full(3, np.nan, np.float32)])
-def test_a_null_condition_that_is_none_is_refused(tmp_path, array):
+def test_a_malformed_null_condition_is_refused(tmp_path, array):
     with pytest.raises(DataError, match=r"the empty prompt's context"):
         write_null(tmp_path, {"context": array})
     with pytest.raises(DataError, match=r"the empty prompt's latent"):

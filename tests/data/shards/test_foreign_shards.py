@@ -1,4 +1,4 @@
-"""Shards that a faulty or hostile encoder wrote, with right digests, and shards that change while they are open."""
+"""Shards of a faulty or hostile encoder with correct digests, and shards that change while they are open."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def write_shards(folder: Path, change: Callable[[int, dict[str, bytes]], None]) 
     return folder
 
 
-def of_dtype(dtype: Any, shape: tuple[int, ...]) -> bytes:
+def npy_member(dtype: Any, shape: tuple[int, ...]) -> bytes:
     return Column(dtype=dtype, shape=shape).header + np.zeros(shape, dtype).tobytes()
 
 
 WRONG = {
-    "dtype": ("latent.npy", of_dtype("float32", (1, 4, 4)), "npy header"),  # of as many bytes
-    "shape": ("latent.npy", of_dtype("float16", (4, 4, 2)), "npy header"),
-    "longer": ("latent.npy", of_dtype("float16", (2, 4, 5)), "208 bytes, expected 192"),
+    "dtype": ("latent.npy", npy_member("float32", (1, 4, 4)), "npy header"),  # of as many bytes
+    "shape": ("latent.npy", npy_member("float16", (4, 4, 2)), "npy header"),
+    "longer": ("latent.npy", npy_member("float16", (2, 4, 5)), "208 bytes, expected 192"),
     "class": ("cls", b"7", "none of the 7 classes"),
     "text": ("cls", b"1e3", "none of the 7 classes"),
     "nothing": ("cls", b"", "none of the 7 classes"),

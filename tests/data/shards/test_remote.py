@@ -1,3 +1,5 @@
+"""Files over http and S3: retries, checks and the cache of shards."""
+
 from __future__ import annotations
 
 import gzip
@@ -99,7 +101,7 @@ def test_after_five_attempts_the_error_names_the_address_without_its_secrets(web
     assert len(web.requests) == 5
 
 
-def test_a_server_that_gives_nothing_more_is_given_up(web: WebServer) -> None:
+def test_a_server_that_sends_nothing_more_is_given_up(web: WebServer) -> None:
     web.drop_after, web.drops = 0, 100
     with open_url(f"{web.url}/file.bin") as file, pytest.raises(StorageError, match=r"file.bin: .*tried 5 times"):
         file.read()
@@ -111,7 +113,7 @@ def test_a_server_that_is_not_there(web: WebServer) -> None:
 
 
 @pytest.mark.parametrize(("status", "what"), [(404, "does not exist"), (403, "access is denied"), (410, "answers 410")])
-def test_what_cannot_pass_is_not_tried_again(web: WebServer, status: int, what: str) -> None:
+def test_permanent_errors_are_not_retried(web: WebServer, status: int, what: str) -> None:
     web.refuse = [status]
     with pytest.raises(StorageError, match=f"{web.url}/file.bin: .*{what}"):
         open_url(f"{web.url}/file.bin")
@@ -145,7 +147,7 @@ def test_more_bytes_than_expected_are_not_asked_for(web: WebServer, tmp_path: Pa
 
 
 @pytest.mark.fault(28)
-def test_what_a_server_calls_compressed_is_not_unpacked(web: WebServer) -> None:
+def test_compressed_responses_are_not_unpacked(web: WebServer) -> None:
     """300 kB of gzip stand for 300 MB; offsets and lengths are those of the bytes that are sent."""
     packed = gzip.compress(bytes(300 << 20), 6)
     (web.folder / "bomb.bin").write_bytes(packed)
@@ -267,10 +269,10 @@ def test_two_processes_share_a_cache(digits: Path, tmp_path: Path) -> None:
         folder = ShardCache(server.url, tmp_path).folder
         leftover = folder / "train-000000.tar.1-dead.tmp"
         leftover.write_bytes(b"half of a shard")
-        users = [context.Process(target=use_cache, args=(server.url, tmp_path, queue)) for _ in range(2)]
+        users = [context.Process(target=use_cache, args=(server.url, tmp_path, queue), daemon=True) for _ in range(2)]
         for user in users:
             user.start()
-        found = [queue.get(timeout=120) for _ in users]
+        found = [queue.get(timeout=240) for _ in users]
         for user in users:
             user.join()
     assert found == [LatentReader(digits).read(np.arange(1797))["latent"].tobytes()] * 2

@@ -1,15 +1,12 @@
-"""The format: what WebDataset, DALI and wds2idx make of our shards, and how they are written."""
+"""The shard format: WebDataset, DALI and wds2idx read it; how shards are written."""
 
 import hashlib
 import io
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +25,8 @@ from fastdiff.data.shards.verify import verify
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.errors import ConfigError, DataError, StorageError
 from tests.support.injected.tiny_disk import tiny_disk
+from tests.support.processes import start, stop
+from tests.support.waiting import wait_until
 
 TEMPLATE = pixels_template((1, 2, 2), 3, Provenance(source="test", transform="none"))
 
@@ -278,7 +277,7 @@ def test_shards_of_someone_else_are_not_replaced(tmp_path):
 
 
 @pytest.mark.fault(27)
-def test_two_encodes_do_not_meet_in_one_folder(tmp_path):
+def test_a_second_encode_into_one_folder_is_refused(tmp_path):
     with ShardWriter(tmp_path, TEMPLATE, samples_per_shard=1) as writer:
         writer.add("0", {"latent": np.zeros((1, 2, 2), np.float16)}, 0)
         with pytest.raises(ConfigError, match=r"another `fastdiff encode`"):
@@ -310,12 +309,11 @@ def test_an_interrupted_encode_is_no_data_set_and_can_be_repeated(tmp_path):
 def test_a_killed_encode_leaves_nothing_that_counts(tmp_path):
     out = tmp_path / "out"
     code = "import sys, fastdiff.data.encoding.builtin as e; e.encode_synthetic(sys.argv[1], (4, 32, 32), 10**6)"
-    process = subprocess.Popen([sys.executable, "-c", code, str(out)], env=os.environ | {"PYTHONPATH": os.getcwd()})
-    until = time.monotonic() + 60
-    while not list(out.glob("*.tar.*.tmp")) and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process = start([sys.executable, "-c", code, out])
+    try:
+        wait_until(lambda: bool(list(out.glob("*.tar.*.tmp"))) or process.poll() is not None, "a file")
+    finally:
+        stop(process)
     assert list(out.glob("*.tar.*.tmp"))
     with pytest.raises(DataError, match=r"fastdiff encode"):
         LatentReader(out)

@@ -1,4 +1,4 @@
-"""Posteriors, flips, captions, hard links: exact, in every reader, or an error with a name."""
+"""Posteriors, flips, captions and hard links: exact in every reader, or an error that names the sample."""
 
 import io
 import os
@@ -21,6 +21,7 @@ from fastdiff.data.shards.tar_writer import ShardTar
 from fastdiff.data.shards.verify import verify
 from fastdiff.errors import DataError
 from tests.support.inputs.captioned import ARRAYS, CAPTIONS, EMPTY, SIZES, encode, samples, template
+from tests.support.processes import start, stop
 
 SAMPLES = 40
 
@@ -37,7 +38,7 @@ def folder(intact, tmp_path):
 
 
 def own(sample, array):
-    """What the sample has for an array of the data set: captions in turn."""
+    """Return the sample's array for an array of the data set: captions in turn."""
     column = array.rstrip("12")
     if column in EMPTY:
         number = int(array[len(column) :] or 0) % sample.captions
@@ -57,7 +58,7 @@ def each_shard(folder, truth):
         start += shard.samples
 
 
-def of_bucket(truth, bucket):
+def bucket_ids(truth, bucket):
     return np.array([number for number, sample in enumerate(truth) if sample.bucket == bucket])
 
 
@@ -78,7 +79,7 @@ def test_dataset_json_has_the_buckets_in_the_names_of_the_shards(intact):
 @pytest.mark.parametrize("bucket", [0, 1, 2])
 def test_every_variant_comes_back(intact, bucket):
     folder, truth = intact
-    ids = of_bucket(truth, bucket)
+    ids = bucket_ids(truth, bucket)
     generator = np.random.default_rng(bucket)
     chosen = {"latent": generator.integers(0, 2, len(ids)), "caption": generator.random(len(ids), np.float32)}
     with LatentReader(folder) as reader:
@@ -131,7 +132,7 @@ def test_samples_of_two_buckets_are_no_batch(intact):
         with pytest.raises(IndexError, match=r"sample -1"):
             reader.keys([-1])
         with pytest.raises(ValueError, match=r"contiguous float16"):
-            reader.read(of_bucket(truth, 1)[:2], reader.empty(2, 0))
+            reader.read(bucket_ids(truth, 1)[:2], reader.empty(2, 0))
 
 
 def test_shards_are_fetched_before_they_are_opened(intact, tmp_path):
@@ -147,7 +148,7 @@ def test_shards_are_fetched_before_they_are_opened(intact, tmp_path):
 
     with pytest.raises(DataError, match=r"the file is missing"):
         LatentReader(tmp_path)
-    ids = of_bucket(truth, 1)
+    ids = bucket_ids(truth, 1)
     with LatentReader(tmp_path, fetch=fetch) as reader, LatentReader(folder) as local:
         assert fetched == []
         names = [shard.name for shard in reader.info.shards if shard.bucket == 1]
@@ -157,7 +158,7 @@ def test_shards_are_fetched_before_they_are_opened(intact, tmp_path):
         assert reader.null().keys() == EMPTY.keys()
     with LatentReader(tmp_path, open_shards=1, fetch=fetch) as reader:
         for bucket in (0, 1, 2, 0, 1, 2):  # with one shard of each bucket open
-            reader.read(of_bucket(truth, bucket)[:1])
+            reader.read(bucket_ids(truth, bucket)[:1])
     assert len(fetched) == len(names) + 3
 
 
@@ -307,24 +308,26 @@ def test_a_shard_of_another_bucket_is_refused(folder):
     assert of_1.name not in str(verify(folder))
 
 
-def test_two_processes_that_write_the_same_shard_do_not_meet(tmp_path):
+def test_two_processes_write_the_same_shard_without_a_conflict(tmp_path):
     encode(tmp_path / "alone", SAMPLES, per_shard=SAMPLES)
     (tmp_path / "both").mkdir()
     code = (
         "import sys, time; from pathlib import Path; from tests.support.inputs.captioned import samples, template\n"
         "from fastdiff.data.shards.sample_files import components\n"
         "from fastdiff.data.shards.tar_writer import ShardTar\n"
-        "tar, begin = ShardTar(Path(sys.argv[1]) / template().shard_name(0, 1), 1), time.time()\n"
+        "tar = ShardTar(Path(sys.argv[1]) / template().shard_name(0, 1), 1)\n"
         "for s in samples(40):\n"
         "    if s.bucket == 1: tar.add(s.key, components(template(), 1, s.key, s.arrays, captions=s.captions))\n"
         "Path(sys.argv[1], f'ready{sys.argv[2]}').touch()\n"
-        "while len(list(Path(sys.argv[1]).glob('ready*'))) < 2 and time.time() < begin + 60: time.sleep(0.01)\n"
+        "while len(list(Path(sys.argv[1]).glob('ready*'))) < 2: time.sleep(0.01)\n"
         "print(tar.publish().sha256)"
     )
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", code, tmp_path / "both"]
-    both = [subprocess.Popen([*command, n], env=environment, stdout=subprocess.PIPE, text=True) for n in "01"]
-    found = {process.communicate(timeout=90)[0].strip() for process in both}
+    both = [start([sys.executable, "-c", code, tmp_path / "both", n]) for n in "01"]
+    try:
+        found = {process.communicate(timeout=240)[0].split()[-1] for process in both}
+    finally:
+        for process in both:
+            stop(process)
     [shard] = (s for s in DatasetInfo.read(tmp_path / "alone").shards if s.bucket == 1)
     assert found == {shard.sha256}
     written = {path.name: path.read_bytes() for path in (tmp_path / "both").iterdir() if "ready" not in path.name}

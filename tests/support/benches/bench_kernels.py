@@ -1,4 +1,4 @@
-"""Small kernels for the tests of the benchmarks: one as it should be, and one for each fault that must be seen."""
+"""Small kernels for tests of the benchmarks: a correct one, and one for each fault."""
 
 from __future__ import annotations
 
@@ -118,7 +118,9 @@ def _square(inputs: Inputs, backend: Backend, factor: float) -> Tensor:
     return dispatch.plain(square_reference, backend)(inputs["x"])  # type: ignore[no-any-return]
 
 
-def squaring(rivals: dict[str, Callable[[Inputs], Callable[[], Any]]] | None = None, factor: float = 1.0) -> Case:
+def squaring(
+    other_libraries: dict[str, Callable[[Inputs], Callable[[], Any]]] | None = None, factor: float = 1.0
+) -> Case:
     """1000 squares; wrong ones by the kernel if ``factor`` is not 1."""
     return Case(
         op="philox",
@@ -128,5 +130,5 @@ def squaring(rivals: dict[str, Callable[[Inputs], Callable[[], Any]]] | None = N
         call=partial(_square, factor=factor),
         forward_operations=elements("x", 1),
         backward_operations=elements("x", 2),
-        rivals=rivals or {},
+        other_libraries=other_libraries or {},
     )

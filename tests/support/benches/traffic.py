@@ -1,4 +1,4 @@
-"""Counts the bytes that kernels load and store, in Triton's interpreter."""
+"""Counter of the bytes that kernels load and store in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 @dataclass
 class Traffic:
-    """Bytes of the elements that were addressed, masked ones left out."""
+    """Bytes of the addressed elements, without masked ones."""
 
     loaded: int = 0
     stored: int = 0

@@ -1,4 +1,4 @@
-"""A process that dies at a chosen file operation, and what a power cut then leaves of what it wrote."""
+"""A process that dies at a chosen file operation, and the state of the disk after a power cut at that moment."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Operation = dict[str, Any]
 """``op``, ``path``, ``at`` (monotonic nanoseconds); of a rename also ``to``, of an fsync or a write the ``size``."""
 
 LOSSES = ("truncated", "zeroed", "unnamed")
-"""What becomes of all that was not fsynced: contents cut off, contents zeros, names of files and folders as before."""
+"""Effects of a power cut on everything that was not fsynced: contents cut off, contents zeroed, names as before."""
 
 
 class CrashPoints:
-    """The operations of this process that change what is on the disk below a folder, one after another.
+    """Numbered operations of this process that change the disk below a folder.
 
     Args:
-        folder: below it they count.
-        journal: file that tells, after a kill too, which were done.
-        die_at: number of the one at which the process kills itself, a write half done; None: it lives.
+        folder: operations below it count.
+        journal: file with the operations done so far, readable after a kill too.
+        die_at: number of the operation at which the process kills itself, a write half done; None: it survives.
     """
 
     def __init__(self, folder: Path, journal: Path, die_at: int | None = None) -> None:
@@ -39,7 +39,7 @@ class CrashPoints:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Take part in every call of these functions while the context lasts."""
+        """Watch every call of these functions while the context lasts."""
         patches = [mock.patch.object(os, name, self._named(name)) for name in ("mkdir", "rename", "unlink", "rmdir")]
         patches += [mock.patch.object(os, name, self._on_descriptor(name)) for name in ("write", "fsync")]
         patches += [mock.patch("os.open", self._open()), mock.patch.object(files, "reserve", self._reserve())]
@@ -113,13 +113,13 @@ def _target(descriptor: int) -> str:
 
 
 def operations(journals: Sequence[Path]) -> list[Operation]:
-    """What several processes did, in order; the one at which one of them died counts as done, as far as it was."""
+    """Return the operations of several processes in order, with the one at which a process died."""
     found = [json.loads(line) for journal in journals for line in journal.read_text().splitlines()]
     return sorted(found, key=lambda record: record["at"])
 
 
 def cut_power(folder: Path, done: Sequence[Operation], loss: str) -> None:
-    """Take back what no fsync had made sure of.
+    """Undo everything that no fsync had made durable.
 
     Args:
         folder: a copy of the folder that was watched; the journals name its original by absolute paths.

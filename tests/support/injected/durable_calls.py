@@ -17,7 +17,7 @@ REMOVING: dict[str, Callable[..., Any]] = {"os.unlink": os.unlink}
 
 @contextmanager
 def dying_at(number: int, calls: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let this process kill itself before the call of that number, of those of ``calls``, counted from 1."""
+    """Kill this process before the call with this number among ``calls``, counted from 1."""
     counted = itertools.count(1)
 
     def dying(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,9 +21,9 @@ import torch
 from tests.support.injected.hostile_files import (
     HUGE,
     Payload,
+    bytearray_pickle,
     member,
     named_from_the_stack,
-    of_bytearray,
     png,
     repeated,
     sparse,
@@ -57,7 +57,7 @@ def repeated_weights(folder: Path) -> None:
 
 
 def weights_of_bytearray(folder: Path) -> None:
-    zip_of(folder / "dit.pt", of_bytearray)
+    zip_of(folder / "dit.pt", bytearray_pickle)
     open_weights(folder / "dit.pt")
 
 
@@ -249,7 +249,7 @@ def images(folder: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
 
 
 def tar_with_pickles(folder: Path) -> None:
-    """What webdataset would unpickle; nothing of it is a sample here."""
+    """A pickle that webdataset would load; here it is no part of a sample."""
     content = pickle.dumps(Payload(folder.parent / "executed"))
     kinds = ("pyd", "pkl", "pickle", "pth", "pt", "npy")
     images(folder, [(member(f"1.{kind}", len(content)), content) for kind in kinds])

@@ -1,4 +1,4 @@
-"""Files that lie, link, or would run code, for ``hostile.py``."""
+"""Files for ``hostile.py`` that lie, link elsewhere or would run code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def zip_of(path: Path, data_pkl: Callable[[bytes], bytes], compression: int = zi
                 made.writestr("bomb", bytes(400 << 20))
 
 
-def of_bytearray(content: bytes) -> bytes:
+def bytearray_pickle(content: bytes) -> bytes:
     """A pickle that asks for a ``bytearray`` of 400 MiB, which no file holds."""
     return b"\x80\x02}U\x01acbuiltins\nbytearray\nJ" + (400 << 20).to_bytes(4, "little") + b"\x85Rs."
 
@@ -66,7 +66,7 @@ def tar_of(path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
 
 
 def member(name: str, size: int, **fields: Any) -> tarfile.TarInfo:
-    """A header that says this size."""
+    """A header that claims this size."""
     header = tarfile.TarInfo(name)
     header.size = size
     for field, value in fields.items():

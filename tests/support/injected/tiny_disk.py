@@ -1,4 +1,4 @@
-"""A file system that is soon full: a real one where this user may mount it, otherwise a stand-in."""
+"""A file system that fills up soon: a real one if this user may mount it, otherwise a stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small data set with everything that the format knows: posteriors, buckets, flips, captions and the empty prompt."""
+"""A small data set with every feature of the format: posteriors, buckets, flips, captions and the empty prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CAPTIONS = 3
 ARRAYS = (
     "latent", "latent_flipped", "context", "context1", "context2", "pooled", "pooled1", "pooled2", "time_ids",
 )  # fmt: skip
-"""What each sample has in the shards."""
+"""The arrays of each sample in the shards."""
 EMPTY: dict[str, npt.NDArray[Any]] = {
     "context": np.full((3, 2), 0.5, np.float16),
     "pooled": np.full(4, 0.25, np.float32),
@@ -30,11 +30,11 @@ class CaptionedSample:
     bucket: int
     arrays: dict[str, npt.NDArray[Any]]
     captions: int
-    """How many it has, so that ``arrays`` has ``context``, ``context1``, ... up to that."""
+    """Number of captions; ``arrays`` has ``context``, ``context1``, ... for them."""
 
 
 def template(buckets: tuple[tuple[int, int], ...] = SIZES, **changes: Any) -> DatasetInfo:
-    """What dataset.json says before there are shards."""
+    """Return the contents of dataset.json before there are shards."""
     fields: dict[str, Any] = {
         "columns": {
             "latent": Column(dtype="float16", shape=(4, *(buckets or SIZES)[0])),
@@ -74,7 +74,7 @@ def samples(count: int, buckets: int = len(SIZES), seed: int = 0) -> list[Captio
 def encode(
     folder: Path, count: int, *, per_shard: int = 8, buckets: tuple[tuple[int, int], ...] = SIZES, **changes: Any
 ) -> list[CaptionedSample]:
-    """Write them; they come back in the order of their numbers in the data set."""
+    """Write samples and return them in the order of their numbers in the data set."""
     written = samples(count, max(1, len(buckets)))
     with ShardWriter(folder, template(buckets, **changes), samples_per_shard=per_shard, null=EMPTY) as writer:
         for sample in written:

@@ -1,4 +1,4 @@
-"""Small ADM UNets of each kind, inputs for them, and what the reference makes of both."""
+"""Small ADM UNets of each kind, their inputs, and the results of the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The UNet of IDDPM and ADM in float64, without any module: what ``test_adm.py`` compares with.
+"""The UNet of IDDPM and ADM in float64 without modules, the reference of ``test_adm.py``.
 
 Written from Ho et al. 2020 (arXiv:2006.11239, appendix B), Nichol & Dhariwal 2021 (arXiv:2102.09672, appendix A) and
 Dhariwal & Nichol 2021 (arXiv:2105.05233, section 3), over the names of the published checkpoints.
@@ -16,7 +16,7 @@ from torch import Tensor
 from fastdiff.config.networks.adm import AdmConfig
 
 Drop = Callable[[int, Tensor], Tensor]
-"""What dropout makes of the map of one residual block, counted from 0."""
+"""Dropout of the map of a residual block, given the number of the block from 0."""
 
 
 def silu(x: Tensor) -> Tensor:

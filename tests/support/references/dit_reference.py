@@ -1,4 +1,4 @@
-"""The equations of the DiT paper in float64, without any module: what ``test_dit.py`` compares with."""
+"""The equations of the DiT paper in float64 without modules, the reference of ``test_dit.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timestep that a training sample gets."""
+"""The timestep of a training sample."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def jsd_betas(timesteps: int) -> Array:
 
 
 def zero_terminal_betas(timesteps: int) -> Array:
-    """Of ``linear_betas``, by Lin et al. 2023, algorithm 1."""
+    """``linear_betas`` with zero terminal SNR (Lin et al. 2023, algorithm 1)."""
     root = np.sqrt(np.cumprod(1 - linear_betas(timesteps)))
     abar = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2
     return 1 - abar / np.append(1.0, abar[:-1])

@@ -1,1 +1,1 @@
-"""A network as another package would bring it; ``test_family.py`` installs and uses it."""
+"""A network of another package; ``test_family.py`` registers and uses it."""

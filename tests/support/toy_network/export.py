@@ -1,4 +1,4 @@
-"""A format that the toy network alone has: the names of its weights."""
+"""An export format that only the toy network has: the names of its weights."""
 
 from __future__ import annotations
 

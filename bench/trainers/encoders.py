@@ -1,4 +1,4 @@
-"""Frozen parts of a text-to-image pipeline, in Stable Diffusion's proportions to a UNet of any size.
+"""Frozen encoders of a text-to-image pipeline, in Stable Diffusion's proportions to a UNet of any size.
 
 The autoencoder is Stable Diffusion's (four levels of two layers, a factor of eight) and the text encoder CLIP's, with
 Stable Diffusion's widths relative to the UNet: for the UNet of SD 1.5 they are its own. The weights are random, which

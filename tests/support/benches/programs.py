@@ -1,0 +1,176 @@
+"""Programs for tests of interleaved runs: programs that step well, and one for each way to fail."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from bench.measure.session import Enough, StepTimer
+from bench.measure.workload import Workload
+
+BROKEN_BATCH = 24
+BALLAST = 2**28
+"""Bytes."""
+PER_SAMPLE = 2**22
+"""Bytes."""
+_KEPT: list[object] = []
+WATCHED = "FASTDIFF_TESTS_WATCHED"
+"""Variable with the name of a file."""
+
+
+def writing(timer: StepTimer, file: Path, word: str) -> None:
+    """Append a word to a file in every step."""
+    timer.ready(word=word, given=os.environ.get("GIVEN"))
+    while True:
+        with timer.phase("sleep"):
+            time.sleep(0.01)
+        with file.open("a") as lines:
+            lines.write(word)
+        timer.after_step()
+
+
+def failing(timer: StepTimer, step: int) -> None:
+    """Fail in a step, counted from 1."""
+    timer.ready()
+    for number in range(1, step + 1):
+        if number == step:
+            raise ValueError(f"step {step}\nand more")
+        timer.after_step()
+
+
+def ending(timer: StepTimer) -> None:
+    """Return after a step; programs should step without end."""
+    timer.ready()
+    timer.after_step()
+
+
+def waiting_on_the_gpu(timer: StepTimer, cycles: int) -> None:
+    """Give the GPU work in one of two phases, and say how long the host took for it."""
+    timer.ready()
+    while True:
+        begin = time.perf_counter()
+        with timer.phase("long"):
+            torch.cuda._sleep(cycles)
+        timer.facts["host"] = time.perf_counter() - begin
+        with timer.phase("short"):
+            torch.cuda._sleep(1)
+        timer.after_step()
+
+
+def leaving(timer: StepTimer) -> None:
+    """Leave a file and a semaphore behind, and report its folder."""
+    timer.ready(folder=str(timer.folder))
+    assert timer.folder is not None
+    (timer.folder / "left").write_text("left")
+    _KEPT.append(multiprocessing.get_context("spawn").Lock())
+    while True:
+        timer.after_step()
+
+
+def out_of_memory(timer: StepTimer) -> None:
+    timer.ready()
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def killed(timer: StepTimer, number: int) -> None:
+    timer.ready()
+    os.kill(os.getpid(), number)
+
+
+def hanging(timer: StepTimer, file: Path) -> None:
+    file.write_text(str(os.getpid()))
+    timer.ready()
+    time.sleep(3600)
+
+
+def second_rank_fails(timer: StepTimer) -> None:
+    """Fail on the second rank while the first waits for it."""
+    timer.ready(rank=os.environ["RANK"], ranks=os.environ["WORLD_SIZE"])
+    if os.environ["RANK"] == "1":
+        raise ValueError("I am the second")
+    time.sleep(3600)
+
+
+def allocating(timer: StepTimer) -> None:
+    """Hold much memory in one step only, and report the peak that the process measured itself."""
+    timer.ready(before=_high_water())
+    timer.after_step()
+    ballast = torch.ones(BALLAST // 4, device=timer.device)
+    del ballast
+    while True:
+        try:
+            timer.after_step()
+        except Enough:
+            timer.facts["high_water"] = _high_water()
+            if timer.device.type == "cuda":
+                statistics = torch.cuda.memory_stats()
+                timer.facts["allocated"] = statistics["allocated_bytes.all.peak"]
+                timer.facts["reserved"] = statistics["reserved_bytes.all.peak"]
+            raise
+
+
+def ours_watched(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
+    """fastdiff's own loop, its memory watched from another thread; it has too little for one batch size.
+
+    Its times are those of the processor, which other processes on the machine do not stretch.
+    """
+    timer._mark = time.process_time
+    if workload.batch == BROKEN_BATCH:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    from bench.trainers import ours
+
+    seen = [0]
+    threading.Thread(target=_watch, args=(seen,), daemon=True).start()
+    try:
+        ours.run(timer, workload, data, phases, launched=phases)
+    except Enough:
+        if not phases:
+            Path(os.environ[WATCHED]).write_text(json.dumps([_high_water(), seen[0]]))
+        raise
+
+
+def growing(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
+    """Hold so much memory per sample of the batch in every step."""
+    from bench.measure.stepping import PHASES
+
+    timer.ready(parameters=1, device="cpu", graph_breaks=0, compilations=0, last_compilation=0, launches=1, launched="")
+    while True:
+        held = torch.ones(workload.samples * PER_SAMPLE // 4)
+        for name in PHASES[:-1]:
+            with timer.phase(name):
+                held[:1] += 1
+        del held
+        timer.after_step()
+
+
+def failing_with_marks(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
+    """Step well as long as nothing is marked."""
+    if phases:
+        raise ValueError("marked")
+    growing(timer, workload, data, phases)
+
+
+def wrong(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
+    """Fail, but not for memory."""
+    raise ValueError("wrong")
+
+
+def _watch(seen: list[int]) -> None:
+    process = psutil.Process()
+    while True:
+        seen[0] = max(seen[0], process.memory_info().rss)
+        time.sleep(0.005)
+
+
+def _high_water() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise OSError("no high-water mark")
