@@ -37,7 +37,6 @@ def test_a_line_that_is_no_record_is_dropped(tmp_path: Path, broken: bytes, caps
     assert "removed 1 lines that are no records" in capsys.readouterr().err
 
 
-@pytest.mark.fault(4)
 def test_a_run_whose_logs_end_in_other_bytes_goes_on(world: World, digits: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(tiny(digits, run, steps=2), launch(0), world)
@@ -57,7 +56,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "other").read_text() == "untouched"
 
 
-@pytest.mark.fault(5)
+@pytest.mark.fault(7)
 def test_records_wait_for_room(tmp_path: Path) -> None:
     """A disk that is full, then is not; every record is there once and whole."""
     with tiny_disk(tmp_path / "disk", 0.25) as disk:

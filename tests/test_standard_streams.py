@@ -24,9 +24,9 @@ def _words(*words: str | Path) -> str:
     return " ".join(f"'{word}'" for word in words)
 
 
-@pytest.mark.fault(3)
+@pytest.mark.fault(16)
 @pytest.mark.parametrize("output", ["> /dev/full 2> /dev/full", ">&- 2>&- <&-"])
-def test_a_run_without_output_ends_well(torch_extensions: Path, digits: Path, tmp_path: Path, output: str) -> None:
+def test_a_run_without_output_ends_well(digits: Path, tmp_path: Path, output: str) -> None:
     config = tiny(digits, tmp_path / "run", steps=3)
     done = _shell(f"{_words(sys.executable, TRAIN, *flags(config))} {output}")
     assert done.returncode == 0
@@ -34,8 +34,8 @@ def test_a_run_without_output_ends_well(torch_extensions: Path, digits: Path, tm
     assert intact(tmp_path / "run") == [3]
 
 
-@pytest.mark.fault(3)
-def test_the_supervisor_needs_no_output(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+@pytest.mark.fault(16)
+def test_the_supervisor_needs_no_output(digits: Path, tmp_path: Path) -> None:
     config = tiny(digits, tmp_path / "run", steps=3)
     command = _words("fastdiff", "launch", "local", "--ranks", "2", "--", *flags(config))
     assert _shell(f"{command} > /dev/full 2> /dev/full").returncode == 0
