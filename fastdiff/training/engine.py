@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
 import deepspeed
-import deepspeed.comm.torch
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -27,7 +27,7 @@ from fastdiff.training.optim import build_lr_schedule, build_optimizer, create_8
 
 # On a CPU DeepSpeed would compile an all-reduce for inference, which no training calls: a minute of the first start, a
 # lock that a killed build leaves, and 66 MiB of shared memory per rank.
-deepspeed.comm.torch.build_shm_op = lambda: None
+import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 

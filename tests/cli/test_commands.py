@@ -149,8 +149,7 @@ def test_a_finished_run_started_again_is_done_at_once(world: World, digits: Path
     assert len(losses(tmp_path / "run")) == 2
 
 
-def test_doctor_names_the_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+def test_doctor_steps_every_optimizer() -> None:
     healthy = list(examine())
     assert any(line.startswith("torch ") for line in healthy)
     for name in ("adamw8bit", "adamw8bit-bnb"):
