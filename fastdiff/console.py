@@ -1,4 +1,4 @@
-"""Console output of a process: one logger, filters for third-party noise, and streams that survive a closed reader.
+"""Console output of a process: one logger, and filters for third-party noise.
 
 ``log`` is for messages during a run. It writes to standard error with the time, the level and, with several ranks, the
 rank, and does not break a progress bar. Commands print their results plainly on standard output. The error that ends a
@@ -7,7 +7,6 @@ command is printed by ``errors.report``.
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import os
@@ -15,12 +14,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import Any, TextIO, cast
 
 from tqdm import tqdm
 
-_CLOSED = (errno.EPIPE, errno.EIO)
-"""Errors of a pipe without a reader, and of a terminal that hung up."""
 _NAME = "fastdiff"
 
 
@@ -124,58 +120,3 @@ def without_prints() -> Iterator[None]:
     """Drop Python prints to standard output, for libraries that print on every rank."""
     with redirect_stdout(io.StringIO()):
         yield
-
-
-class _Tolerant:
-    """A text stream that discards output once its reader is gone, and delegates the rest to ``stream``."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Write, or discard."""
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            _discard(self._stream, error)
-            return len(text)
-
-    def flush(self) -> None:
-        """Flush, or discard buffered output."""
-        try:
-            self._stream.flush()
-        except OSError as error:
-            _discard(self._stream, error)
-            self._stream.flush()
-
-
-def _discard(stream: TextIO, error: OSError) -> None:
-    """Redirect the descriptor of a stream to /dev/null, also for code in C and for child processes."""
-    if error.errno not in _CLOSED:
-        raise error
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, stream.fileno())
-    finally:
-        os.close(nowhere)
-
-
-@contextmanager
-def ignoring_closed_output() -> Iterator[None]:
-    """Survive a closed standard output or error (EPIPE, EIO), for example after the death of a ``tee`` or an ssh.
-
-    Within this context such writes are dropped instead of raising. Buffers are flushed at its end, so that the last
-    flush of the interpreter cannot fail.
-    """
-    before = sys.stdout, sys.stderr
-    tolerant = [_Tolerant(stream) for stream in before]
-    sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in tolerant)
-    try:
-        yield
-    finally:
-        for stream in tolerant:
-            stream.flush()
-        sys.stdout, sys.stderr = before

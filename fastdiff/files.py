@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fastdiff.errors import StorageError
+from fastdiff.errors import ConfigError, StorageError
 
 _CHUNK = 2**23
 """Bytes per write; other threads run between two writes."""
@@ -112,6 +114,18 @@ def make_folders(path: Path) -> None:
         fsync(path.parent)
 
 
+def remove(path: Path) -> None:
+    """Remove a file, a link (never its target) or a folder with its content.
+
+    Raises:
+        OSError: it could not be removed.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def fsync(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk.
 
@@ -137,18 +151,102 @@ def temporary(path: Path) -> Path:
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Write a small file under a temporary name, fsync, rename, fsync the folder; raises OSError."""
-    with temporary(path).open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    rename(temporary(path), path)
+    """Write a small file under a temporary name, fsync, rename, fsync the folder.
+
+    A link of the temporary name is not followed, and one of the final name is replaced.
+
+    Raises:
+        OSError: with the name of the file; nothing is left of it.
+    """
+    source = temporary(path)
+    try:
+        with source.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        rename(source, path)
+    except OSError as error:
+        with suppress(OSError):
+            source.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def rename(source: Path, target: Path) -> None:
     """Rename an fsynced file within its folder and make the new name durable."""
     source.replace(target)
     fsync(target.parent)
+
+
+def lock(descriptor: int, folder: Path) -> None:
+    """Lock an open file of ``folder`` until it is closed.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        StorageError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # ENOLCK, EOPNOTSUPP
+        raise StorageError(
+            f"{folder}: its file system cannot lock files ({error.strerror}), which keeps two jobs apart; choose a "
+            "folder on another one, or mount it with locks (NFS: local_lock=flock)"
+        ) from None
+
+
+_UNFINISHED = ".fastdiff-unfinished"
+"""File in a folder that is being written; locked by its writer, so that an unlocked one marks a leftover."""
+
+
+@contextmanager
+def unfinished_folder(out: Path) -> Iterator[Path]:
+    """Yield ``out.unfinished``, which is renamed to ``out`` at the end, when it is on the disk, or else removed.
+
+    A leftover of a killed process is removed first; a folder of that name that is no leftover stays.
+
+    Raises:
+        ConfigError: ``out`` exists, another process writes it, or a folder of someone else has the temporary name.
+        OSError: a file cannot be written.
+    """
+    folder = out.with_name(f"{out.name}.unfinished")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    marker = _claim_unfinished(folder, out)
+    try:
+        yield folder
+        for path in (*folder.rglob("*"), folder):
+            fsync(path)
+        if out.exists():
+            raise ConfigError(f"{out} appeared meanwhile; choose another name")
+        (folder / _UNFINISHED).unlink()
+        folder.rename(out)
+        fsync(out.parent)
+    finally:
+        os.close(marker)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _claim_unfinished(folder: Path, out: Path) -> int:
+    """Make the folder with its locked marker, in place of a leftover; return the marker's descriptor."""
+    if folder.exists() or folder.is_symlink():
+        try:
+            leftover = os.open(folder / _UNFINISHED, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            raise ConfigError(
+                f"{folder} exists and is not of fastdiff, which would write {out} under this name first; rename it, or "
+                "choose another name"
+            ) from None
+        try:
+            lock(leftover, folder)
+            shutil.rmtree(folder)
+        except BlockingIOError:
+            raise ConfigError(f"another process is writing {out}; wait for it, or choose another name") from None
+        finally:
+            os.close(leftover)
+    folder.mkdir()
+    marker = os.open(folder / _UNFINISHED, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    lock(marker, folder)
+    return marker
 
 
 def read_bounded(path: Path, most: int) -> bytes:

@@ -22,13 +22,14 @@ from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from fastdiff.console import ignoring_closed_output, log, quieten, write_line
+from fastdiff.console import log, quieten, write_line
 from fastdiff.errors import FastdiffError, Preempted, as_storage_error, is_lost_connection, is_of_storage, report
 from fastdiff.exit_message import say_once
 from fastdiff.parallel.heartbeat import note_failure
 from fastdiff.parallel.preemption import StopRequest, listening
 from fastdiff.parallel.world import World, start_world, stop_world, world_size
 from fastdiff.progress import Progress
+from fastdiff.standard_streams import lossy_output
 from fastdiff.training.build import Run, build
 from fastdiff.training.callbacks.base import Callbacks
 from fastdiff.training.callbacks.divergence import RewindRequest
@@ -113,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     It is 0, 2, 65, 70, 74 or 75 (see ``errors.py``), 1 after a bug, or 130 after Ctrl-C.
     """
     quieten()
-    with ignoring_closed_output():
+    with lossy_output():
         stop = StopRequest()
         try:
             with listening(stop):
@@ -134,11 +135,7 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
 
 
 def _report(error: Exception | KeyboardInterrupt, stop: StopRequest) -> int:
-    """Print one message for all ranks of the job, with the traceback of a bug, and return its exit code.
-
-    Raises:
-        Exception: a bug, in a run of one rank.
-    """
+    """Print one message for all ranks of the job, with the traceback of a bug, and return its exit code."""
     if isinstance(error, KeyboardInterrupt):
         return say_once(
             _INTERRUPTED,
@@ -152,10 +149,8 @@ def _report(error: Exception | KeyboardInterrupt, stop: StopRequest) -> int:
         error = as_storage_error(error)
     if isinstance(error, FastdiffError):
         return report(error)
-    if world_size() == 1:
-        raise error
     code = say_once(1, partial(_say, error))
-    if isinstance(error, RuntimeError) and stop.reason is None:
+    if isinstance(error, RuntimeError) and stop.reason is None and world_size() > 1:
         # Most likely another rank ended and cut the connection. The launcher must find that one first: its exit code
         # is that of the run.
         sys.stderr.flush()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,8 +22,7 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The ninja of this environment, as for the commands that tests start (``processes``): another version hashes command
-# lines in its own way and would build DeepSpeed's operators anew.
+# The commands of this environment, as in a shell that has activated it.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 _skipped_without_reason: list[str] = []
@@ -116,27 +113,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def torch_extensions(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
-    """A private folder with the operators that DeepSpeed compiles for a run on a CPU.
-
-    They are built once, for all workers of pytest-xdist and for later runs of the tests. Each worker has a copy,
-    because a test that is killed may leave a lock in it.
-    """
-    from tests.support.processes import build_operators, run_ranks
-
-    built, folder = pytestconfig.cache.mkdir("operators"), tmp_path_factory.mktemp("torch_extensions")
-    with built.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for left in built.rglob("lock"):  # left by a build that was killed
-            left.unlink()
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(built)
-        run_ranks(build_operators, ranks=1, timeout_s=600)
-        shutil.copytree(built, folder, dirs_exist_ok=True)
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
-    return folder
-
-
 @pytest.fixture(scope="module", autouse=True)
 def released() -> Iterator[None]:
     """Release the ZeRO-3 engines of a module, to which frozen objects refer."""
@@ -148,7 +124,7 @@ def released() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def world(torch_extensions: Path) -> World:
+def world() -> World:
     """This process as the only rank."""
     import tests.support.imported  # noqa: F401
     from fastdiff.parallel.world import start_world

@@ -71,7 +71,7 @@ for _ in range(2):
     ]
 
 
-def test_no_line_of_a_run_is_printed_twice(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_no_line_of_a_run_is_printed_twice(digits: Path, tmp_path: Path) -> None:
     """The ranks alone: what DeepSpeed's launcher says is its own."""
     done = deepspeed(*flags(tiny(digits, tmp_path / "run", steps=2)), ranks=2)
     assert done.code == 0, done.output

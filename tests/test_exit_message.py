@@ -179,7 +179,7 @@ _TRIALS = [
 
 @pytest.mark.parametrize(("case", "ranks", "slow", "where"), _TRIALS)
 def test_one_message_whichever_rank_is_slow(
-    torch_extensions: Path, digits: Path, tmp_path: Path, case: str, ranks: int, slow: int, where: str
+    digits: Path, tmp_path: Path, case: str, ranks: int, slow: int, where: str
 ) -> None:
     code, fault, changes, message = CASES[case]
     config = tiny(digits, tmp_path / "run", steps=6, batch__samples=12)
@@ -193,7 +193,7 @@ def test_one_message_whichever_rank_is_slow(
     assert "ERROR" not in output
 
 
-def test_a_rank_that_loses_a_killed_one_says_so(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_a_rank_that_loses_a_killed_one_says_so(digits: Path, tmp_path: Path) -> None:
     argv = flags(tiny(digits, tmp_path / "run", steps=6, batch__samples=12))
     code, codes, output = ends(tmp_path, argv, "rank 1 is killed", 0, "before", 3)
     assert code == -signal.SIGKILL

@@ -31,7 +31,6 @@ from bench import BenchError
 from bench.measure.session import Enough, Fact, Steps, StepTimer
 from bench.measure.timing import Timing
 from bench.records.tables import progress
-from fastdiff.parallel.extension_locks import stale_locks
 from fastdiff.parallel.world import free_port
 from fastdiff.training.metrics import peak_resident_bytes
 
@@ -271,7 +270,7 @@ class _Worker:
         return content
 
     def _silent(self) -> BenchError:
-        return BenchError("; ".join([f"no answer within {self._limit:.0f} s", *stale_locks()]))
+        return BenchError(f"no answer within {self._limit:.0f} s")
 
     def _ended(self, process: BaseProcess) -> BenchError:
         process.join(self._limit)

@@ -20,6 +20,7 @@ FORMAT = "fastdiff-checkpoint"
 VERSION = 1
 """Incremented when older checkpoints would be misread, also when the codes or blocks of 8-bit moments change."""
 _FILE = re.compile(r"rank-[0-9]{5}\.safetensors")
+_STEP = re.compile(r"step-[0-9]{8,}")
 _LARGEST_MANIFEST = 2**26
 """Bytes; the manifest of a thousand ranks has less than 1 MiB."""
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
@@ -28,7 +29,8 @@ MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
 
 def committed(checkpoints: Path) -> list[Path]:
     """Return the committed checkpoints of a run, newest first; only committed ones have a manifest."""
-    return sorted((m.parent for m in checkpoints.glob(f"step-*[0-9]/{MANIFEST}")), reverse=True)
+    found = (manifest.parent for manifest in checkpoints.glob(f"step-*/{MANIFEST}"))
+    return sorted((folder for folder in found if _STEP.fullmatch(folder.name)), key=step_of, reverse=True)
 
 
 def step_of(folder: Path) -> int:
@@ -78,6 +80,9 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
         return [str(error)]
     if manifest.get("sha256") not in (None, digest_of(manifest)):  # None: written before manifests had a digest
         return [f"{folder / MANIFEST}: its content differs from its sha256"]
+    step = manifest.get("progress", {}).get("steps")
+    if _STEP.fullmatch(folder.name) and step not in (None, step_of(folder)):
+        return [f"{folder}: holds step {step}, a copy under another name; delete it, or move it out of this folder"]
     files = sorted(manifest["files"].items())
     found = (_problem_of(folder / name, entry) for name, entry in files[share::shares])
     return [problem for problem in found if problem is not None]

@@ -8,6 +8,7 @@ manifest and every digest are correct.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -21,10 +22,11 @@ from torch import Tensor
 from fastdiff.checkpoint.manifest import MANIFEST, digest_of
 from fastdiff.checkpoint.staging import HostCopy, Share
 from fastdiff.errors import StorageError
-from fastdiff.files import fsync, make_folders, no_space, write_file
+from fastdiff.files import fsync, make_folders, no_space, remove, write_file
 from fastdiff.parallel.world import World
 
 T = TypeVar("T")
+_LEFTOVER = re.compile(r"step-[0-9]+(\.old)?\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ class StepFolders:
     def drop_leftovers(self) -> None:
         """Remove uncommitted leftovers of a kill, a failed write or a partial removal; called on rank 0."""
         for leftover in self._folder.glob("step-*.tmp"):
-            shutil.rmtree(leftover)
+            if _LEFTOVER.fullmatch(leftover.name):
+                remove(leftover)
 
     def _make(self, temporary: Path) -> None:
         make_folders(self._folder)

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from fastdiff.errors import FastdiffError, report
 from fastdiff.evaluation.digits import evaluate_digits, evaluation_labels, real_digits
+from fastdiff.files import unfinished_folder
 from fastdiff.models.pretrained import tiny_pipeline
 from fastdiff.sampling.image_grid import image_grid
 
@@ -59,15 +60,14 @@ def write_pipeline(folder: Path, *, steps: int = _STEPS) -> float:
     """
     from diffusers import AutoencoderKL
 
-    unfinished = folder.with_name(folder.name + ".tmp")
-    tiny_pipeline.build(unfinished)
-    vae = AutoencoderKL.from_pretrained(unfinished, subfolder="vae")
-    pixels = _pixels()
-    _fit(vae, pixels, steps)
-    error, std = _reconstruct(vae, pixels[::4])
-    vae.register_to_config(scaling_factor=1.0 / std)
-    vae.save_pretrained(unfinished / "vae")
-    unfinished.rename(folder)
+    with unfinished_folder(folder) as unfinished:
+        tiny_pipeline.build(unfinished)
+        vae = AutoencoderKL.from_pretrained(unfinished, subfolder="vae")
+        pixels = _pixels()
+        _fit(vae, pixels, steps)
+        error, std = _reconstruct(vae, pixels[::4])
+        vae.register_to_config(scaling_factor=1.0 / std)
+        vae.save_pretrained(unfinished / "vae")
     return error
 
 

@@ -16,7 +16,6 @@ from fastdiff.config.presets import preset
 from fastdiff.config.run import OptimConfig
 from fastdiff.data.loading.build import dali_installed
 from fastdiff.models import kernel_choice
-from fastdiff.parallel.extension_locks import stale_locks
 from fastdiff.parallel.fragments import Flat, Fragment
 from fastdiff.training.optim import build_optimizer, check_is_8bit
 from fastdiff_kernels import launch
@@ -37,8 +36,7 @@ def examine() -> Iterator[str]:
     yield from _kernels()
     yield f"data loader: {'DALI' if dali_installed() else 'plain prefetcher (DALI is not installed)'}"
     yield from _eight_bit_adam()
-    yield from _build_tools()
-    yield from stale_locks()
+    yield from _compiler()
     yield from _shared_memory()
 
 
@@ -137,10 +135,9 @@ def _eight_bit_adam() -> Iterator[str]:
             yield f"8-bit Adam, {name}: runs, its state is 8-bit"
 
 
-def _build_tools() -> Iterator[str]:
-    for tool, package in (("g++", "g++"), ("ninja", "ninja")):
-        if shutil.which(tool) is None and shutil.which(tool, path=str(Path(sys.executable).parent)) is None:
-            yield f"PROBLEM: {tool} is missing, DeepSpeed compiles its operators with it; install {package}"
+def _compiler() -> Iterator[str]:
+    if shutil.which("g++") is None:
+        yield "PROBLEM: g++ is missing, Triton and torch.compile build with it; install g++"
 
 
 def _shared_memory() -> Iterator[str]:

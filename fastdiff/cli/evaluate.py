@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fastdiff.config.argument_types import Subcommands, add_averages, count
 from fastdiff.errors import ConfigError
+from fastdiff.files import publish
 
 _OF_RUN = ("ema", "ema_std")
 _OF_NLL = ("samples", "data", "clip_denoised", "png")
@@ -115,9 +115,7 @@ def _evaluate_images(arguments: argparse.Namespace) -> None:
     options = ImageComparisonOptions(**_given(arguments, "features", "batch", "seed"))
     result = evaluate_images(arguments.subject, arguments.reference, options)
     if out:
-        temporary = out.with_name(f"{out.name}.tmp")
-        temporary.write_text(json.dumps(result, indent=2) + os.linesep)
-        temporary.replace(out)
+        publish(out, json.dumps(result, indent=2).encode() + b"\n")
     print(json.dumps(result))
 
 

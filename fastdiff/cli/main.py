@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable, Sequence
 
 from fastdiff.cli import bench, check, compare, encode, evaluate, export, launch, sample
 from fastdiff.cli.compat import command
 from fastdiff.console import quieten
-from fastdiff.errors import FastdiffError, as_storage_error, report
+from fastdiff.errors import FastdiffError, StorageError, as_storage_error, report
+from fastdiff.standard_streams import lossy_output
 
 
 def entry() -> None:
@@ -20,6 +22,15 @@ def entry() -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the ``fastdiff`` command with ``argv`` and return its exit code."""
     quieten()
+    with lossy_output() as stdout:
+        code = _run(argv)
+        sys.stdout.flush()
+        if code == 0 and stdout is not None and stdout.error is not None and stdout.error.errno != errno.EPIPE:
+            return report(StorageError(f"standard output: {stdout.error.strerror}; the printed result is incomplete"))
+    return code
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
         if argv[:1] == [bench.NAME]:
             bench.run(argv[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -18,6 +17,7 @@ from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
+from fastdiff.files import lock, publish
 
 _PACKAGES = ("fastdiff", "torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes")
 
@@ -45,9 +45,10 @@ def claim(folder: Path) -> Callable[[], None]:
         ConfigError: another job holds the lock. The lock ends with its process, so it is never removed by hand.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file: IO[str] = (folder / ".lock").open("a+")
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    file: IO[str] = os.fdopen(descriptor, "a+")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file.fileno(), folder)
     except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "unknown"
@@ -72,9 +73,7 @@ def write_run_json(folder: Path, config: RunConfig, launch: Launch, ds_config: D
         "device": device,
         "deepspeed": sanitize.tree(ds_config),
     }
-    temporary = folder / "run.json.tmp"
-    temporary.write_text(json.dumps(content, indent=2))
-    temporary.replace(folder / "run.json")
+    publish(folder / "run.json", json.dumps(content, indent=2).encode())
 
 
 def require_run(folder: Path) -> None:

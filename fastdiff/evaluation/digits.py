@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import cache
 from typing import Any
 
@@ -19,6 +18,7 @@ from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.diffusion.noise_shaping import small_images
 from fastdiff.errors import ConfigError
 from fastdiff.evaluation.image_metrics import frechet_distance
+from fastdiff.files import publish
 from fastdiff.models.load import null_label
 from fastdiff.sampling.image_grid import image_grid
 from fastdiff.sampling.run import Run
@@ -44,9 +44,7 @@ def evaluate_run(run: Run) -> dict[str, Any]:
             "`fastdiff sample` draws images for your own"
         )
     result = _evaluate_enlarged(run, source) if run.config.model.low_res_size else _evaluate_drawn(run)
-    temporary = run.folder / "evaluation.json.tmp"
-    temporary.write_text(json.dumps(result, indent=2) + os.linesep)
-    temporary.replace(run.folder / "evaluation.json")
+    publish(run.folder / "evaluation.json", json.dumps(result, indent=2).encode() + b"\n")
     return result
 
 

@@ -8,9 +8,9 @@ the data and the seed alone, so that the results of two runs can be compared sam
 
 from __future__ import annotations
 
+import io
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from fastdiff.diffusion.schedules import Schedule
 from fastdiff.diffusion.variational import Variational
 from fastdiff.errors import ConfigError, require
 from fastdiff.evaluation.validation_set import batches_of, read_batch, spread
+from fastdiff.files import publish
 from fastdiff.rng import Stream, normal
 from fastdiff.sampling.pixels import may_be_pixels
 from fastdiff.sampling.run import Run
@@ -302,13 +303,10 @@ def _encoding(info: DatasetInfo) -> tuple[object, ...]:
 
 def _write(folder: Path, result: dict[str, Any], found: Likelihood) -> None:
     """Write each file atomically."""
-    temporary = folder / "nll.npz.tmp"
-    with temporary.open("wb") as file:
-        np.savez(file, vb=found.vb, xstart_mse=found.xstart_mse, mse=found.mse, total=found.terms + found.prior)
-    temporary.replace(folder / "nll.npz")
-    temporary = folder / "nll.json.tmp"
-    temporary.write_text(json.dumps(result, indent=2) + os.linesep)
-    temporary.replace(folder / "nll.json")
+    arrays = io.BytesIO()
+    np.savez(arrays, vb=found.vb, xstart_mse=found.xstart_mse, mse=found.mse, total=found.terms + found.prior)
+    publish(folder / "nll.npz", arrays.getvalue())
+    publish(folder / "nll.json", json.dumps(result, indent=2).encode() + b"\n")
 
 
 _STYLE = {

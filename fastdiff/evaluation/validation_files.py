@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from fastdiff.diffusion.snr_bins import Floats
 from fastdiff.errors import StorageError
+from fastdiff.files import publish
 
 _FOLDER = "validation"
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.npz")
@@ -45,19 +46,16 @@ def write(run: Path, validated: Validated) -> None:
     """
     path = _path(run, validated.about["step"])
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        np.savez(
-            file,
-            index=validated.index,
-            log_snr=validated.log_snr,
-            loss=validated.loss,
-            x0_mse=validated.x0_mse,
-            about=np.array(json.dumps(validated.about)),
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    arrays = io.BytesIO()
+    np.savez(
+        arrays,
+        index=validated.index,
+        log_snr=validated.log_snr,
+        loss=validated.loss,
+        x0_mse=validated.x0_mse,
+        about=np.array(json.dumps(validated.about)),
+    )
+    publish(path, arrays.getvalue())
 
 
 def read(run: Path, step: int) -> Validated:

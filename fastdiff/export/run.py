@@ -22,7 +22,7 @@ from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported, ExportFormat, format_of, formats_of
 from fastdiff.export.model_card import write_card
 from fastdiff.export.weights import ExportedWeights, exported_weights
-from fastdiff.files import fsync
+from fastdiff.files import unfinished_folder
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.sampling.run import config_of, open_checkpoint
 
@@ -102,23 +102,13 @@ def _all_of(found: ExportFormat, saved: Checkpoint, weights: ExportedWeights) ->
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to ``out`` at the end; after an error it is removed."""
-    temporary = out.with_name(f"{out.name}.tmp")
+    """Yield a folder that gets the name ``out`` at the end; after an error it is removed."""
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if temporary.exists():  # leftover of a killed export
-            shutil.rmtree(temporary)
-        temporary.mkdir()
-        yield temporary
-        for path in (*temporary.rglob("*"), temporary):
-            fsync(path)
-        temporary.rename(out)
-        fsync(out.parent)
+        with unfinished_folder(out) as folder:
+            yield folder
     except OSError as error:
         free = shutil.disk_usage(out.parent).free if out.parent.exists() else 0
         raise StorageError(
             f"{error.filename or out}: {error.strerror or error} ({free / 2**20:.1f} MiB are free); {out} is not "
             "written: free some space, or export to another disk"
         ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

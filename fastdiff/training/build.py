@@ -41,7 +41,7 @@ from fastdiff.training.callbacks.trackers import Trackers, require_installed
 from fastdiff.training.callbacks.validation import ValidationLoss
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
-from fastdiff.training.engine import Engine, wait_for_builds
+from fastdiff.training.engine import Engine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 from fastdiff.training.resume import continue_from
@@ -141,7 +141,6 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     ops = _choose_backends(config, ds_config, world)
     stack.enter_context(dispatch.forced(**config.performance.kernel_backends()))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
-    world.together(wait_for_builds)
     reader, order = _open_data(config, world, stack)
     folder = Path(config.output.folder)
     world.on_first(lambda: _claim(folder, stack))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.torch import build_shm_op
-from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -22,12 +19,15 @@ from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import DsConfig, zero_stage
 from fastdiff.config.run import RunConfig
-from fastdiff.console import log, without_prints
+from fastdiff.console import without_prints
 from fastdiff.errors import ConfigError, DivergedError
-from fastdiff.parallel import extension_locks
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
 from fastdiff.parallel.world import World
 from fastdiff.training.optim import build_lr_schedule, build_optimizer, create_8bit_state, forget, set_lr_step
+
+# On a CPU DeepSpeed would compile an all-reduce for inference, which no training calls: a minute of the first start, a
+# lock that a killed build leaves, and 66 MiB of shared memory per rank.
+import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -79,7 +79,7 @@ class Engine:
         # nothing, and its state is cleared below.
         _set_lr(optimizer, 0.0)
         ds_config = {**ds_config, **({"gradient_clipping": 0.0} if guard else {})}
-        with without_prints():  # every rank prints that an operator was built
+        with without_prints():  # of every rank
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
         if guard and world.size == 1:
             # A single rank would join all gradients, send them to itself and copy them back. (In bf16 it then sends a
@@ -93,7 +93,6 @@ class Engine:
         self.flats: list[Flat] = list(_flats(self._engine, optimizer, names, world))
         _set_masters(self.flats, exact)
         world.together(lambda: create_8bit_state(optimizer, config.optim.name, self.flats, world))
-        _unname_shared_memory()
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
         self._rank = world.rank
         self._first_scale = self.loss_scale
@@ -185,22 +184,6 @@ class Engine:
             setattr(self._engine.optimizer.loss_scaler, name, value)
 
 
-def build_operators() -> None:
-    """Compile or load the DeepSpeed operators that ranks need at their start on this machine."""
-    with without_prints():
-        build_shm_op()
-
-
-def wait_for_builds() -> None:
-    """Wait while another process builds the operators that this one needs.
-
-    Raises:
-        ConfigError: a build that was killed left its lock.
-    """
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    extension_locks.wait(extension_locks.folder(), ShareMemCommBuilder.NAME, log.info if first else lambda _: None)
-
-
 def _require_input_gradients(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
     """Give a block that follows only frozen parameters (LoRA) an input with a gradient.
 
@@ -216,16 +199,6 @@ def _require_input_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
     if not torch.is_grad_enabled() or any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return None
     return (inputs[0].detach().requires_grad_(), *inputs[1:])
-
-
-def _unname_shared_memory() -> None:
-    """Unlink the shared-memory buffers of DeepSpeed's CPU ranks, 66 MiB per rank, which nothing else removes.
-
-    All ranks have mapped them at this point; the memory itself ends with the processes.
-    """
-    job = f"{os.getuid()}_{os.environ.get('MASTER_ADDR')}_{os.environ.get('MASTER_PORT')}"
-    for name in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{job}_*"):
-        name.unlink(missing_ok=True)
 
 
 def _plan_two_passes_as_one(engine: Any) -> None:

@@ -1,25 +1,22 @@
-"""Metrics of a run: accumulated on the device, read when a callback is due, written to files."""
+"""Metrics of a run: accumulated on the device, read when a callback is due."""
 
 from __future__ import annotations
 
-import json
 import re
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastdiff.diffusion.levels import Levels
 from fastdiff.diffusion.snr_bins import BINS, SNR_EDGES
+from fastdiff.json_lines import Record
 from fastdiff.parallel.heartbeat import Heartbeat, Phase
 from fastdiff.parallel.world import World
-
-Record = dict[str, Any]
 
 QUARTILES = 4
 BY_LEVEL = (*(f"loss_q{n}" for n in range(QUARTILES)), *(f"loss_snr_{n:02d}" for n in range(BINS)))
@@ -148,44 +145,3 @@ def peak_resident_bytes() -> int:
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text() if status.exists() else "")
     return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-
-
-class JsonLines:
-    """A file with one JSON object per line, flushed line by line."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = path.open("a")
-
-    def write(self, record: Record) -> None:
-        """Append one record; NaN and infinity, which JSON lacks, become null."""
-        clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in record.items()}
-        self._file.write(json.dumps(clean) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def append_record(path: Path, record: Record) -> None:
-    """Append one record to a file of JSON lines."""
-    with closing(JsonLines(path)) as lines:
-        lines.write(record)
-
-
-def drop_records_after(path: Path, steps: int) -> None:
-    """Remove records beyond step ``steps``: a resumed run writes them again."""
-    if not path.exists():
-        return
-    kept = [line for line in path.read_text().splitlines() if _step_of(line) <= steps]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    temporary.replace(path)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line cut off by a kill

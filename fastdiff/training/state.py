@@ -10,6 +10,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.loading.training_set import Data
 from fastdiff.diffusion.objective import Objective
+from fastdiff.json_lines import JsonLines, drop_records_after
 from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
@@ -38,6 +39,16 @@ class TrainState:
     guard: StepGuard
     applied: bool = True
     """False if the last step was skipped."""
+
+    def json_lines(self, name: str) -> JsonLines:
+        """Return a file of the run folder without records of later steps; called by all ranks, rank 0 writes to it.
+
+        Raises:
+            StorageError: on every rank: the file cannot be read or replaced.
+        """
+        path = self.folder / name
+        self.world.on_first(lambda: drop_records_after(path, self.progress.steps))
+        return JsonLines(path, patient=self.config.output.failed_saves > 0)
 
     @property
     def folder(self) -> Path:

@@ -154,9 +154,7 @@ def test_weights_do_not_depend_on_ranks_or_stage(world: World, digits: Path, tmp
         assert all((a[name] - b[name]).abs().max() < 1e-5 for name in a)
 
 
-def test_a_failed_rank_fails_all_and_leaves_nothing_half_written(
-    torch_extensions: Path, digits: Path, tmp_path: Path
-) -> None:
+def test_a_failed_rank_fails_all_and_leaves_nothing_half_written(digits: Path, tmp_path: Path) -> None:
     for message in values(forked_ranks(_fail_on_rank_1, digits, tmp_path / "run")):
         assert "no space" in message
         assert "rank-00001" in message, "every rank names the file that failed"

@@ -35,7 +35,7 @@ def test_a_checkpoint_without_the_count_counts_all_steps(world: World, digits: P
     assert_same_checkpoint(tmp_path / "whole", tmp_path / "older")
 
 
-def test_an_optimizer_that_is_changed_counts_from_then_on(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_an_optimizer_that_is_changed_counts_from_then_on(digits: Path, tmp_path: Path) -> None:
     first = tiny(digits, tmp_path / "whole", steps=6, output__checkpoint_every=2, output__keep=9)
     forked_ranks(train_losses, replace(first, samples=first.samples // 3), launch(1), ranks=2)
     changed = replace(first, optim=replace(first.optim, name="adamw8bit"))

@@ -222,9 +222,7 @@ def test_the_commands_take_a_width(two_widths: Path, tmp_path: Path, capsys: pyt
         assert "step 12 is a snapshot, which only --ema-std can use" in capsys.readouterr().err
 
 
-def test_two_ranks_at_zero3_write_the_snapshots_of_one(
-    run: Path, torch_extensions: Path, digits: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_at_zero3_write_the_snapshots_of_one(run: Path, digits: Path, tmp_path: Path) -> None:
     run_ranks(train_losses, _tracking(digits, tmp_path / "two", 6), launch(3), ranks=2)
     folder = tmp_path / "two" / "ema" / "step-00000006"
     assert not verify(folder)

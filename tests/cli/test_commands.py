@@ -20,11 +20,12 @@ from tests.support.processes import ROOT, deepspeed, fastdiff
 from tests.support.runs import flags, launch, losses, newest, records, tiny, train_losses
 
 
-def test_two_gloo_ranks_train_the_preset(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_two_gloo_ranks_train_the_preset(digits: Path, tmp_path: Path) -> None:
     short = ["--samples", "640", "--data.path", digits, "--output.folder", tmp_path / "run", "--output.log_every", "5"]
     zero3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
-    done = deepspeed("--preset", "digits", *short, *zero3, ranks=2)
+    done = deepspeed("--preset", "digits", *short, *zero3, ranks=2, TORCH_EXTENSIONS_DIR=str(tmp_path / "compiled"))
     assert done.code == 0, done.output
+    assert not (tmp_path / "compiled").exists(), "a start compiles nothing"
     assert [r["step"] for r in records(tmp_path / "run")] == [5, 10]
     saved = committed(tmp_path / "run" / "checkpoints")[0]
     assert {p.name for p in saved.glob("rank-*")} == {"rank-00000.safetensors", "rank-00001.safetensors"}
@@ -148,19 +149,14 @@ def test_a_finished_run_started_again_is_done_at_once(world: World, digits: Path
     assert len(losses(tmp_path / "run")) == 2
 
 
-def test_doctor_names_the_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+def test_doctor_steps_every_optimizer() -> None:
     healthy = list(examine())
     assert any(line.startswith("torch ") for line in healthy)
     for name in ("adamw8bit", "adamw8bit-bnb"):
         assert f"8-bit Adam, {name}: runs, its state is 8-bit" in healthy
-    assert not [line for line in healthy if line.startswith("PROBLEM") and "lock" in line]
-    (tmp_path / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)
-    (tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock").touch()
-    assert any(line.startswith("PROBLEM") and "lock" in line and "delete it" in line for line in examine())
 
 
-def test_doctor_command(torch_extensions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--preset", "digits"]) == 0
     said = capsys.readouterr().out
     assert "data loader: DALI" in said

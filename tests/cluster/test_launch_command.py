@@ -23,7 +23,6 @@ from fastdiff.cluster.launchers.hostfile import Hosts, read_hostfile
 from fastdiff.cluster.launchers.job import Job
 from fastdiff.errors import ConfigError
 from tests.support.processes import BIN, ROOT, Finished, fastdiff, start, stop
-from tests.support.supervised import cache_with
 from tests.support.waiting import wait_until
 
 HOSTILE = (
@@ -87,12 +86,6 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
         path.write_text(_STAND_IN.format(python=sys.executable) + _BEHAVIOURS.get(name, ""))
         path.chmod(0o755)
     return {"PATH": f"{folder}:{BIN}:{os.environ['PATH']}", "RECORD": str(record)}
-
-
-@pytest.fixture(scope="module")
-def cache(torch_extensions: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which supervisors find compiled operators."""
-    return {"XDG_CACHE_HOME": str(cache_with(torch_extensions, tmp_path_factory.mktemp("cache")))}
 
 
 def recorded(stand_ins: dict[str, str], name: str) -> list[dict[str, Any]]:
@@ -377,17 +370,15 @@ def test_the_script_for_deepspeed_gives_it_every_word(tmp_path: Path, stand_ins:
 # --- here
 
 
-def test_local_runs_here_and_gives_the_exit_code_of_the_run(
-    tmp_path: Path, digits: Path, cache: dict[str, str]
-) -> None:
+def test_local_runs_here_and_gives_the_exit_code_of_the_run(tmp_path: Path, digits: Path) -> None:
     flags = [
         "--preset", "digits", "--data.path", digits, "--output.folder", tmp_path / "run", "--batch.samples", "32",
         "--samples", "64", "--output.sample_every", "0", "--model.depth", "1",
     ]  # fmt: skip
-    done = fastdiff("launch", "local", "--ranks", "2", "--", *flags, **cache)
+    done = fastdiff("launch", "local", "--ranks", "2", "--", *flags)
     assert done.code == 0, done.output
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
-    missing = fastdiff("launch", "local", "--ranks", "1", "--", *flags, "--data.path", tmp_path / "none", **cache)
+    missing = fastdiff("launch", "local", "--ranks", "1", "--", *flags, "--data.path", tmp_path / "none")
     assert missing.code == 65, missing.output
 
 

@@ -24,7 +24,7 @@ from fastdiff.cluster.supervisor.signals import Signals
 from tests.support.ports import reserved_port
 from tests.support.processes import ROOT
 from tests.support.runs import flags, tiny
-from tests.support.supervised import Supervised, cache_with, end, processes_of
+from tests.support.supervised import Supervised, end, processes_of
 from tests.support.waiting import wait_until
 
 STEPS = 100_000
@@ -70,13 +70,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, values if metafunc.config.getoption("--nightly") else values[:1])
 
 
-@pytest.fixture(scope="module")
-def cache(torch_extensions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cache_with(torch_extensions, tmp_path_factory.mktemp("cache"))
-
-
 @pytest.fixture
-def start(cache: Path, digits: Path, tmp_path: Path) -> Iterator[Start]:
+def start(digits: Path, tmp_path: Path) -> Iterator[Start]:
     """Start a supervisor of an endless run."""
     started = []
 
@@ -85,9 +80,7 @@ def start(cache: Path, digits: Path, tmp_path: Path) -> Iterator[Start]:
     ) -> Supervised:
         run = tmp_path / "run"
         argv = [*flags(tiny(digits, run, steps=STEPS)), "--hang-timeout", str(HANG_S), *more]
-        started.append(
-            Supervised(run, argv, cache, *(options or PLAIN), node=node, environment=environment, output=output)
-        )
+        started.append(Supervised(run, argv, *(options or PLAIN), node=node, environment=environment, output=output))
         return started[-1]
 
     yield supervised

@@ -68,9 +68,7 @@ def trained(config: RunConfig, *, ranks: int = 1, stage: int = 0) -> list[float]
 
 
 @pytest.mark.parametrize("shape", [{"dropout": 0.3}, {"low_res_size": 4, "resblock_updown": True}], ids=str)
-def test_the_losses_do_not_depend_on_ranks_and_zero(
-    torch_extensions: Path, digits: Path, tmp_path: Path, shape: dict[str, Any]
-) -> None:
+def test_the_losses_do_not_depend_on_ranks_and_zero(digits: Path, tmp_path: Path, shape: dict[str, Any]) -> None:
     alone = trained(adm(digits, tmp_path / "alone", **shape))
     config = adm(digits, tmp_path / "together", **shape)
     config = replace(config, performance=replace(config.performance, recompute=True))
@@ -78,7 +76,7 @@ def test_the_losses_do_not_depend_on_ranks_and_zero(
     assert alone[-1] < alone[0]
 
 
-def test_dropout_acts_and_is_that_of_the_position(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_dropout_acts_and_is_that_of_the_position(digits: Path, tmp_path: Path) -> None:
     plain, dropped, again = (
         trained(adm(digits, tmp_path / name, steps=3, dropout=share))
         for name, share in (("plain", 0.0), ("dropped", 0.3), ("again", 0.3))
@@ -89,7 +87,7 @@ def test_dropout_acts_and_is_that_of_the_position(torch_extensions: Path, digits
     assert hexes(dropped) == hexes(again)
 
 
-def test_a_run_that_is_stopped_goes_on_hex_equal(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_goes_on_hex_equal(digits: Path, tmp_path: Path) -> None:
     whole, parts = (adm(digits, tmp_path / name, dropout=0.3) for name in ("whole", "parts"))
     expected = trained(whole, ranks=2, stage=3)
     first = replace(parts, output=replace(parts.output, checkpoint_every=3))
@@ -123,7 +121,7 @@ def test_a_rescaled_time_is_on_the_scale_of_a_thousand_steps() -> None:
         parse(["--preset", "digits", "--objective.process", "flow", "--objective.rescale_timesteps"])
 
 
-def test_neither_validation_nor_likelihood_drops_anything(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_neither_validation_nor_likelihood_drops_anything(digits: Path, tmp_path: Path) -> None:
     """Networks of equal weights have equal losses on held-out data, with a dropout in training or without."""
     found = {}
     for share in (0.0, 0.3):
@@ -186,7 +184,7 @@ def test_grids_of_enlarged_images_are_refused(digits: Path, tmp_path: Path) -> N
 
 
 def test_a_run_that_enlarges_digits_is_measured_on_scans_that_it_has_not_seen(
-    torch_extensions: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     encode_digits(tmp_path / "train", split="train")
     found = {}
@@ -203,7 +201,7 @@ def test_a_run_that_enlarges_digits_is_measured_on_scans_that_it_has_not_seen(
     assert not (tmp_path / "seen" / "evaluation.json").exists()
 
 
-def test_pixels_are_clamped_where_a_run_is_drawn(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_pixels_are_clamped_where_a_run_is_drawn(digits: Path, tmp_path: Path) -> None:
     """In the grids of the training, and where the digits are measured; without it this model leaves their range."""
     config = adm(digits, tmp_path / "run", steps=2)
     config = replace(config, output=replace(config.output, sample_every=2))

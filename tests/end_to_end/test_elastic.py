@@ -223,9 +223,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory, nightly: bool) -> Path:
 
 
 @pytest.fixture(scope="module")
-def courses(
-    world: World, torch_extensions: Path, shards: Path, tmp_path_factory: pytest.TempPathFactory, nightly: bool
-) -> dict[str, Both]:
+def courses(world: World, shards: Path, tmp_path_factory: pytest.TempPathFactory, nightly: bool) -> dict[str, Both]:
     """Every course, on real ranks: two for the beginnings, this process for the middles, and two for the ends."""
     folder, threads = tmp_path_factory.mktemp("courses"), torch.get_num_threads()
     found = {
@@ -383,7 +381,7 @@ def stop_and_go_on(world: World, shards: Path, folder: Path, stage: int) -> tupl
 
 @pytest.mark.fault(24)
 def test_a_sigterm_during_accumulation_saves_at_the_boundary_and_loses_no_gradient(
-    torch_extensions: Path, shards: Path, tmp_path: Path
+    shards: Path, tmp_path: Path
 ) -> None:
     """DeepSpeed would save at once, without the gradients so far; here the next losses have equal bits."""
     (whole, parts, left), (other_whole, other_parts, _) = values(forked_ranks(stop_and_go_on, shards, tmp_path, 3))

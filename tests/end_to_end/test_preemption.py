@@ -65,7 +65,7 @@ def _main_signalled_as_it_draws(world: World, argv: list[str], rank: int, number
 
 
 @pytest.fixture(scope="module")
-def whole(torch_extensions: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def whole(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("preemption") / "whole"
     assert values(forked_ranks(_main, [*flags(config_of(digits, folder)), *ZERO3])) == [0, 0]
     return losses(folder)

@@ -22,7 +22,7 @@ def config_of(data: Path, folder: Path) -> RunConfig:
 
 
 @pytest.mark.fault(1)
-def test_a_killed_command_resumes_hex_equal(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_a_killed_command_resumes_hex_equal(digits: Path, tmp_path: Path) -> None:
     """SIGKILL to all processes at about step 13, with two ranks under ZeRO-3; then the same command.
 
     ``test_random_kills`` has many kills, and both optimizers.

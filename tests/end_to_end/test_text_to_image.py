@@ -20,7 +20,7 @@ from tests.support.text_runs import encode, text_run, train_on_rank
 PROMPTS = ("a red cat", "a blue dog", "two birds")
 
 
-def test_zero3_ema_recompute_checkpoint_images_and_export(torch_extensions: Path, tmp_path: Path) -> None:
+def test_zero3_ema_recompute_checkpoint_images_and_export(tmp_path: Path) -> None:
     from diffusers import StableDiffusionPipeline
 
     pipeline = build(tmp_path / "pipeline")

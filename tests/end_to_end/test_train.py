@@ -82,7 +82,7 @@ def _every_stage(world: World, digits: Path, folder: Path) -> dict[str, list[lis
     }
 
 
-def test_zero_stages_agree(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_zero_stages_agree(digits: Path, tmp_path: Path) -> None:
     for optimizer, stages in values(forked_ranks(_every_stage, digits, tmp_path))[0].items():
         for stage in (1, 2, 3):
             assert close(stages[stage], stages[0], 1e-5), (optimizer, stage)
@@ -189,7 +189,7 @@ def check_clipping(world: World, config: RunConfig, stage: int) -> None:
 
 
 @pytest.mark.fault(26)
-def test_sharded_ema_equals_a_gathered_ema_bitwise(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_sharded_ema_equals_a_gathered_ema_bitwise(digits: Path, tmp_path: Path) -> None:
     for equal in values(forked_ranks(_compare_ema, digits, tmp_path)):
         assert len(equal) == 16
         assert all(equal.values()), equal

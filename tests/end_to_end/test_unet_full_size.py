@@ -62,7 +62,7 @@ def _one_step(world: World) -> dict[str, float]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_one_step_of_the_full_size_fits_in_24_gib(torch_extensions: Path) -> None:
+def test_one_step_of_the_full_size_fits_in_24_gib() -> None:
     (found,) = run_ranks(_one_step, ranks=1, timeout_s=540)
     assert found["parameters"] == 859_520_964
     assert math.isfinite(found["loss"])

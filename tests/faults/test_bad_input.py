@@ -88,7 +88,7 @@ def test_a_wrong_command_exits_2(
     assert "Traceback" not in said
 
 
-def test_two_ranks_print_one_message(torch_extensions: Path) -> None:
+def test_two_ranks_print_one_message() -> None:
     done = deepspeed("--preset", "digist", ranks=2)
     assert done.code == 2
     assert done.output.count("did you mean digits?") == 1
@@ -147,9 +147,7 @@ def test_a_wrong_shard_exits_65(
 
 
 @pytest.mark.fault(17)
-def test_an_error_on_one_rank_is_the_message_and_the_exit_code(
-    torch_extensions: Path, digits: Path, tmp_path: Path, nightly: bool
-) -> None:
+def test_an_error_on_one_rank_is_the_message_and_the_exit_code(digits: Path, tmp_path: Path, nightly: bool) -> None:
     """Only rank 1 reads the damaged sample; rank 0 loses its peer and must not have the last word."""
     shutil.copytree(digits, tmp_path / "damaged")
     config = tiny(tmp_path / "damaged", tmp_path / "run", steps=40)

@@ -84,14 +84,14 @@ class Trial:
 
 
 @pytest.fixture(scope="module")
-def whole(torch_extensions: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def whole(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The losses of the run that nothing happens to."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     return hexes(values(forked_ranks(resume_all, digits, [folder]))[0][0])
 
 
 @pytest.fixture(scope="module")
-def trials(torch_extensions: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Trial]:
+def trials(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Trial]:
     """One per operation and rank."""
     root = tmp_path_factory.mktemp("trials")
     values(forked_ranks(train_losses, config_of(digits, root / "start", DIES_IN - 1), launch()))

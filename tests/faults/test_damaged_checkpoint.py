@@ -38,7 +38,7 @@ def config_of(data: Path, folder: Path) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def trained(torch_extensions: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of two ranks, with checkpoints 2 and 4."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     values(forked_ranks(train_losses, config_of(digits, folder), launch()))

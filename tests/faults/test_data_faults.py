@@ -300,7 +300,7 @@ def test_a_run_goes_on_without_damaged_samples(world: World, digits: Path, tmp_p
 
 
 @pytest.mark.fault(17)
-def test_two_ranks_replace_and_log_the_same(world: World, torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_two_ranks_replace_and_log_the_same(world: World, digits: Path, tmp_path: Path) -> None:
     plain = tiny(digits, tmp_path / "plain", steps=4)
     data = damaged_digits(digits, tmp_path / "damaged", plain, [3, 12, 40, 60])
     one, two = (tiny(data, tmp_path / f"{ranks}", steps=4, data__damaged="skip") for ranks in (1, 2))

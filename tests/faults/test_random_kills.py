@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import statistics
 import time
@@ -19,9 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from fastdiff.parallel.world import World
 from tests.support.forked import Ranks, forked_ranks, values
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, losses, records, tiny, train_losses
 
@@ -99,33 +96,16 @@ def wait_for(ranks: Ranks, folder: Path, moment: Moment, old_log: int, timeout_s
         time.sleep(0.002)
 
 
-def train_noting_the_port(world: World, config: RunConfig, start: Launch, note: Path) -> None:
-    world.on_first(lambda: note.write_text(os.environ["MASTER_PORT"]))
-    train_losses(world, config, start)
-
-
-def remove_leftovers(note: Path, torch_extensions: Path) -> None:
-    """Remove DeepSpeed's named buffers and the locks of its operators, as a supervisor does after a kill."""
-    if note.exists():
-        for name in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{note.read_text()}_*"):
-            name.unlink()
-        note.unlink()
-    for lock in torch_extensions.rglob("lock"):
-        lock.unlink()
-
-
-def kill_again_and_again(torch_extensions: Path, config: RunConfig, kills: int, step_s: float) -> None:
+def kill_again_and_again(config: RunConfig, kills: int, step_s: float) -> None:
     """Train in sessions that are killed at random moments, and then to the end."""
     folder, every = Path(config.output.folder), config.output.checkpoint_every
-    note = folder.with_name("port")
     newest = 0
     for number, moment in enumerate(moments(kills, config.steps - AFTER, step_s)):
         old_log = log_file(folder)
-        with Ranks(train_noting_the_port, config, launch(3), note) as ranks:
+        with Ranks(train_losses, config, launch(3)) as ranks:
             wait_for(ranks, folder, moment, old_log)
             ranks.kill()
             ended = ranks.wait()
-        remove_leftovers(note, torch_extensions)
         committed = intact(folder) if folder.exists() else []
         left = [path.name for path in folder.glob("checkpoints/*.tmp*")]
         report = (
@@ -137,11 +117,10 @@ def kill_again_and_again(torch_extensions: Path, config: RunConfig, kills: int, 
         assert found >= newest, "a checkpoint was lost"
         assert found >= logged(folder) - 2 * every, "more than the steps since the last checkpoint was lost"
         newest = found
-    values(forked_ranks(train_noting_the_port, config, launch(3), note, timeout_s=4 * 3600))
+    values(forked_ranks(train_losses, config, launch(3), timeout_s=4 * 3600))
 
 
 def assert_survives(
-    torch_extensions: Path,
     digits: Path,
     folder: Path,
     optimizer: str,
@@ -152,7 +131,7 @@ def assert_survives(
     whole, killed = (config_of(digits, folder / name, optimizer, steps, every) for name in ("whole", "killed"))
     values(forked_ranks(train_losses, whole, launch(3), timeout_s=4 * 3600))
     step_s = statistics.median(record["step_ms"] for record in records(folder / "whole")) / 1e3
-    kill_again_and_again(torch_extensions, killed, kills, step_s)
+    kill_again_and_again(killed, kills, step_s)
     assert len(losses(folder / "killed")) == steps
     assert hexes(losses(folder / "killed")) == hexes(losses(folder / "whole"))
     assert all(math.isfinite(loss) for loss in losses(folder / "whole"))
@@ -163,7 +142,6 @@ def assert_survives(
 @pytest.mark.timeout(2 * 3600)
 @pytest.mark.parametrize(("optimizer", "kills"), [("adamw", 3), ("adamw8bit", 2)])
 def test_a_run_that_is_killed_at_random_moments_ends_hex_equal(
-    torch_extensions: Path,
     digits: Path,
     tmp_path: Path,
     optimizer: str,
@@ -174,13 +152,12 @@ def test_a_run_that_is_killed_at_random_moments_ends_hex_equal(
     """5 kills, by night 300: losses, weights, moments and averages have equal bytes."""
     trials = kills * (60 if nightly else 1)
     record_property("trials", trials)
-    assert_survives(torch_extensions, digits, tmp_path, optimizer, trials, steps=3 * trials + AFTER, every=3)
+    assert_survives(digits, tmp_path, optimizer, trials, steps=3 * trials + AFTER, every=3)
 
 
 @pytest.mark.fault(30)
 @pytest.mark.timeout(8 * 3600)
 def test_a_long_run_that_is_killed_now_and_then_ends_hex_equal(
-    torch_extensions: Path,
     digits: Path,
     tmp_path: Path,
     nightly: bool,
@@ -189,4 +166,4 @@ def test_a_long_run_that_is_killed_now_and_then_ends_hex_equal(
     """By night 10,000 steps (89 epochs of the digits), killed about every 200; by day 60 steps, killed once."""
     steps, kills = (10_000, 50) if nightly else (60, 1)
     record_property("trials", kills)
-    assert_survives(torch_extensions, digits, tmp_path, "adamw", kills, steps, every=20)
+    assert_survives(digits, tmp_path, "adamw", kills, steps, every=20)

@@ -46,9 +46,7 @@ def found_in(text: bytes) -> list[str]:
 
 @pytest.mark.fault(28)
 @pytest.mark.parametrize("ends", ["well", "in an error", "before it begins"])
-def test_no_secret_is_in_any_file_or_line_of_a_run(
-    torch_extensions: Path, served: str, tmp_path: Path, ends: str
-) -> None:
+def test_no_secret_is_in_any_file_or_line_of_a_run(served: str, tmp_path: Path, ends: str) -> None:
     out = tmp_path / "out"
     config = tiny(Path("x"), out / "run", steps=2)
     data = dataclasses.replace(config.data, path="")

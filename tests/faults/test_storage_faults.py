@@ -214,9 +214,7 @@ def fail_on_rank_1(
 
 @pytest.mark.fault(7)
 @pytest.mark.fault(10)
-def test_all_ranks_stop_after_the_same_step_when_too_many_saves_fail(
-    torch_extensions: Path, digits: Path, tmp_path: Path
-) -> None:
+def test_all_ranks_stop_after_the_same_step_when_too_many_saves_fail(digits: Path, tmp_path: Path) -> None:
     config = config_of(digits, tmp_path / "run", steps=40, output__failed_saves=1)
     (error, steps), other = values(forked_ranks(fail_on_rank_1, config, (4, 8, 10)))
     assert (error, steps) == other
@@ -228,9 +226,7 @@ def test_all_ranks_stop_after_the_same_step_when_too_many_saves_fail(
 
 @pytest.mark.fault(10)
 @pytest.mark.parametrize("fails_in", [(), (3,)])
-def test_a_run_that_is_preempted_saves_or_fails(
-    torch_extensions: Path, digits: Path, tmp_path: Path, fails_in: tuple[int, ...]
-) -> None:
+def test_a_run_that_is_preempted_saves_or_fails(digits: Path, tmp_path: Path, fails_in: tuple[int, ...]) -> None:
     """However many failed saves it survives: the failure at step 2 may be made good, the one at the end may not."""
     config = config_of(digits, tmp_path / "run", steps=40, output__failed_saves=9)
     ended = forked_ranks(fail_on_rank_1, config, (2, *fails_in), 2)
@@ -246,7 +242,7 @@ def test_a_run_that_is_preempted_saves_or_fails(
 
 
 @pytest.mark.fault(10)
-def test_a_snapshot_that_fails_does_not_cost_a_preemption(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_a_snapshot_that_fails_does_not_cost_a_preemption(digits: Path, tmp_path: Path) -> None:
     """The snapshot of step 3, at which the run ends, fails; its checkpoint matters more."""
     averages = EmaConfig(rates=(), power_stds=(0.05,), snapshot_every=3)
     config = config_of(digits, tmp_path / "run", steps=40, ema=averages)
@@ -285,9 +281,7 @@ def run_under_strace(injection: str, config: RunConfig) -> Finished:
 
 
 @pytest.mark.fault(10)
-def test_an_fsync_that_fails_costs_one_checkpoint(
-    torch_extensions: Path, digits: Path, tmp_path: Path, nightly: bool
-) -> None:
+def test_an_fsync_that_fails_costs_one_checkpoint(digits: Path, tmp_path: Path, nightly: bool) -> None:
     """The fsync of a file, or of the parent after the rename; nightly also of run folder, manifest and folder.
 
     The run goes on, and the next save works.
@@ -305,9 +299,7 @@ def test_an_fsync_that_fails_costs_one_checkpoint(
 
 
 @pytest.mark.fault(10)
-def test_an_fsync_that_fails_ends_a_run_that_survives_none(
-    torch_extensions: Path, digits: Path, tmp_path: Path
-) -> None:
+def test_an_fsync_that_fails_ends_a_run_that_survives_none(digits: Path, tmp_path: Path) -> None:
     config = config_of(digits, tmp_path / "run", steps=40)
     done = run_under_strace("fsync:error=EIO:when=2", config)
     assert done.code == 74, done.output
@@ -342,7 +334,7 @@ def save_slowly(world: World, config: RunConfig, during: int) -> list[float]:
 
 
 @pytest.mark.fault(11)
-def test_the_training_goes_on_during_a_save(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_the_training_goes_on_during_a_save(digits: Path, tmp_path: Path) -> None:
     """On both ranks the first fsync of the save of step 4 returns only after three more steps."""
     found = []
     for during in (3, 0):
@@ -355,7 +347,7 @@ def test_the_training_goes_on_during_a_save(torch_extensions: Path, digits: Path
 
 
 @pytest.mark.fault(11)
-def test_slow_storage_delays_and_does_not_end_a_run(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_slow_storage_delays_and_does_not_end_a_run(digits: Path, tmp_path: Path) -> None:
     """Every fsync takes 0.7 s longer, so that each save is still being written when the next one is due."""
     config = config_of(digits, tmp_path / "run", steps=6)
     done = run_under_strace("fsync:delay_enter=700000", config)

@@ -37,8 +37,21 @@ ROOMS: dict[str, set[str]] = {
     },
     "train": {"", "config", "parallel", "training"},
 }  # fmt: skip
-GROUND = {"", "batch", "console", "errors", "exit_message", "files", "progress", "rng", "sanitize"}
-FREE_OF_TORCH = ("config", "errors", "exit_message", "files", "sanitize", "progress", "console")
+GROUND = {
+    "", "batch", "console", "errors", "exit_message", "files", "json_lines", "progress", "rng", "sanitize",
+    "standard_streams",
+}  # fmt: skip
+FREE_OF_TORCH = (
+    "config",
+    "errors",
+    "exit_message",
+    "files",
+    "sanitize",
+    "progress",
+    "console",
+    "standard_streams",
+    "json_lines",
+)
 
 
 def module_name(path: Path) -> str:

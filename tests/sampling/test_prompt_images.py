@@ -103,7 +103,7 @@ def _train_without_memory(world: World, config: RunConfig, start: Launch, where:
 
 
 @pytest.mark.parametrize("where", ["sample", "reserve"])
-def test_a_rank_that_cannot_draw_stops_all(torch_extensions: Path, made: Path, tmp_path: Path, where: str) -> None:
+def test_a_rank_that_cannot_draw_stops_all(made: Path, tmp_path: Path, where: str) -> None:
     config = text_run(made / "sd15-data", made / "sd15", tmp_path / "run", validation=DRAWN, output__checkpoint_every=1)
     found = run_ranks(_train_without_memory, config, launch(3), where, ranks=2)
     assert found[0] == found[1]

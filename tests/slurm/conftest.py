@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.cluster.supervisor import operators
 from tests.slurm.nodes import Cluster, cluster
 from tests.slurm.slurm import Slurm, start_slurm
 from tests.slurm.ssh import start_sshd
@@ -20,26 +19,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.cluster)
-            # Longer than others: the first test also compiles operators, and a requeued job waits for Slurm.
+            # Longer than others: a requeued job waits for Slurm.
             item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")
-def cache(torch_extensions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A user's cache folder, in which supervisors find the compiled operators."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        operators.publish(torch_extensions, operators.cache_folder())
-        yield folder
-
-
-@pytest.fixture(scope="session")
-def machines(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A head and two nodes, which reach one another by ssh."""
     folder = tmp_path_factory.mktemp("machines")
     with cluster(folder / "network") as found:
-        start_sshd(found, folder / "keys", {"XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"})
+        start_sshd(found, folder / "keys", {"OMP_NUM_THREADS": "1"})
         yield found
 
 
@@ -56,7 +45,7 @@ def queue(_slurm: Slurm) -> Iterator[Slurm]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(torch_extensions: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of two ranks on one machine."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     done = deepspeed(*command_line(digits, folder), ranks=2)

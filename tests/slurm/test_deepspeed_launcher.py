@@ -11,14 +11,11 @@ from tests.support.processes import BIN
 from tests.support.runs import hexes, losses
 
 
-def test_two_nodes_train_like_one(
-    machines: Cluster, undisturbed: list[float], torch_extensions: Path, digits: Path, tmp_path: Path
-) -> None:
+def test_two_nodes_train_like_one(machines: Cluster, undisturbed: list[float], digits: Path, tmp_path: Path) -> None:
     """One rank on each of two hosts with addresses of their own: bit for bit the losses of two ranks on one machine."""
     hostfile, environment = tmp_path / "hostfile", tmp_path / "environment"
     hostfile.write_text("".join(f"{node.name} slots=1\n" for node in machines.nodes))
-    # What pdsh gives to the nodes: a login shell finds no ninja, without which PyTorch loads no operator.
-    given = {"PATH": f"{BIN}:{os.environ['PATH']}", "TORCH_EXTENSIONS_DIR": torch_extensions, "OMP_NUM_THREADS": 1}
+    given = {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": 1}
     given["GLOO_SOCKET_IFNAME"] = "eth0"  # the machines' own names are 127.0.1.1; supervisors see to that by themselves
     environment.write_text("".join(f"{name}={value}\n" for name, value in given.items()))
 

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
 from typing import Any, Self
 
 from tests.support.ports import reserved_port
@@ -91,8 +90,6 @@ class Ranks:
         self.kill()
         for process in self.processes:
             process.join()
-        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self._port}_*"):
-            buffer.unlink(missing_ok=True)  # of ranks that died before they had taken its name away
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to all of them."""

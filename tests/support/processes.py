@@ -88,13 +88,3 @@ def deepspeed_command(*flags: str | Path, ranks: int = 1) -> list[str | Path]:
 def fastdiff(*arguments: str | Path, **options: Any) -> Finished:
     """Run the ``fastdiff`` command."""
     return run([BIN / "fastdiff", *arguments], **options)
-
-
-def build_operators(world: Any) -> None:
-    """Let DeepSpeed compile what it compiles at a start."""
-    import deepspeed
-
-    from fastdiff.training.engine import _unname_shared_memory
-
-    deepspeed.init_distributed()
-    _unname_shared_memory()

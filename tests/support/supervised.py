@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 
-from fastdiff.cluster.supervisor import operators
 from tests.support.processes import DIE_WITH_TESTS, ROOT
 from tests.support.waiting import LIMIT_S, steps_logged, wait_until
 
@@ -22,7 +21,6 @@ class Supervised:
     Args:
         run: the run folder; every process of the run has it on its command line.
         flags: of the trainer.
-        cache: ``XDG_CACHE_HOME``, with the operators.
         options: of the supervisor.
         environment: more variables.
         output: a descriptor for the output instead.
@@ -32,7 +30,6 @@ class Supervised:
         self,
         run: Path,
         flags: Sequence[str],
-        cache: Path,
         *options: str,
         node: int = 0,
         environment: dict[str, str] | None = None,
@@ -43,7 +40,7 @@ class Supervised:
         command = [sys.executable, "-m", "fastdiff.cluster.supervisor.main", "--node-rank", str(node), *options]
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCH_EXTENSIONS_DIR", "MASTER_ADDR", "MASTER_PORT")
         env = {name: value for name, value in os.environ.items() if name not in names}
-        env |= {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache), "TMPDIR": str(run.parent)}
+        env |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(run.parent)}
         env |= environment or {}
         with self._log.open("wb") as log:
             target = log if output is None else output
@@ -88,20 +85,6 @@ class Supervised:
             return steps_logged(self.run) >= steps
 
         wait_until(logged, f"step {steps} of {self.run}")
-
-
-def cache_with(built: Path, cache: Path) -> Path:
-    """Put the operators in ``built`` where a supervisor with ``XDG_CACHE_HOME=cache`` looks for them."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(cache)
-    try:
-        operators.publish(built, operators.cache_folder())
-    finally:
-        if before is None:
-            del os.environ["XDG_CACHE_HOME"]
-        else:
-            os.environ["XDG_CACHE_HOME"] = before
-    return cache
 
 
 def processes_of(run: Path) -> list[psutil.Process]:

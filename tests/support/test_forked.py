@@ -22,7 +22,7 @@ def test_a_killed_rank_is_distinguished_from_one_that_returned() -> None:
     assert forked_ranks(_die_on_rank_1)[1].code == -signal.SIGKILL
 
 
-def test_ranks_train(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_ranks_train(digits: Path, tmp_path: Path) -> None:
     runs = [
         values(forked_ranks(train_losses, tiny(digits, tmp_path / name, batch__micro=8), launch(3)))[0]
         for name in ("first", "second")

@@ -43,7 +43,7 @@ class TwoRanks:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(torch_extensions: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+def two_ranks(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     folder = tmp_path_factory.mktemp("two")
     return run_ranks(train_on_two, digits, folder, ranks=2)[0]  # type: ignore[no-any-return]
 

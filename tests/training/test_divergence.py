@@ -388,7 +388,7 @@ def test_a_run_that_is_killed_at_its_rewind_ends_like_one_that_is_not(
 
 
 @pytest.fixture(scope="module")
-def whole(torch_extensions: Path, two_spikes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(two_spikes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks that rewinds twice and is not disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     values(forked_ranks(_train, spiky(two_spikes, folder, divergence__policy="rewind"), 3))
@@ -509,7 +509,7 @@ ON_HOST = {"device": "cpu"}
     ids=lambda value: str(value["stage"]) + "-offload" * (len(value) > 2) if isinstance(value, dict) else str(value),
 )
 def test_a_rewind_in_the_engine_equals_a_new_start(
-    torch_extensions: Path, two_spikes: Path, tmp_path: Path, zero: Any, precision: str, optimizer: str, ranks: int
+    two_spikes: Path, tmp_path: Path, zero: Any, precision: str, optimizer: str, ranks: int
 ) -> None:
     """To the bit, and in the memory that it has."""
     runs = [
@@ -590,7 +590,7 @@ def test_a_run_that_is_to_stop_at_a_spike_comes_to_it_again(
 
 @pytest.mark.fault(20)
 @pytest.mark.parametrize("value", [np.nan, -np.inf], ids=str)
-def test_a_sample_of_one_rank_skips_the_step_of_all(torch_extensions: Path, tmp_path: Path, value: float) -> None:
+def test_a_sample_of_one_rank_skips_the_step_of_all(tmp_path: Path, value: float) -> None:
     """Step 3, in the half of rank 1."""
     data = marred(tmp_path / "data", {in_step(3, 11): value})
     config = tiny(data, tmp_path / "run", optim__schedule="linear", output__checkpoint_every=1, output__keep=9)
@@ -622,7 +622,7 @@ def test_the_keys_of_a_batch_that_is_not_finite_are_bounded(
 
 
 @pytest.mark.fault(20)
-def test_nan_in_every_batch_ends_the_run_of_two_ranks(torch_extensions: Path, tmp_path: Path) -> None:
+def test_nan_in_every_batch_ends_the_run_of_two_ranks(tmp_path: Path) -> None:
     """Always at rank 0 only; the checkpoint before it stays, with finite weights."""
     data = marred(tmp_path / "data", {in_step(step): np.nan for step in range(5, 20)})
     config = tiny(data, tmp_path / "run", 20, output__checkpoint_every=4)

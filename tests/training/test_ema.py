@@ -82,8 +82,6 @@ def _every_stage(world: World, folder: Path) -> list[bool]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_masters_are_the_given_weights_and_not_their_roundings(
-    torch_extensions: Path, tmp_path: Path, ranks: int
-) -> None:
+def test_the_masters_are_the_given_weights_and_not_their_roundings(tmp_path: Path, ranks: int) -> None:
     for found in run_ranks(_every_stage, tmp_path, ranks=ranks):
         assert found == [True] * 8

@@ -31,7 +31,7 @@ def empty_tensors(folder: Path) -> list[str]:
 
 
 @pytest.mark.fault(26)
-def test_no_empty_tensor_is_ever_written_under_zero3(torch_extensions: Path, digits: Path, tmp_path: Path) -> None:
+def test_no_empty_tensor_is_ever_written_under_zero3(digits: Path, tmp_path: Path) -> None:
     """Where parameters are (0,) outside of the forward pass: checkpoints, snapshots, exports, those of an adapter."""
     data = encode(tmp_path / "data", build(tmp_path / "pipeline"))
     adapter = text_run(data, tmp_path / "pipeline", tmp_path / "adapter", lora=LoraConfig(rank=2), optim__lr=0.1)

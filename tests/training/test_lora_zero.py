@@ -165,7 +165,7 @@ def train_with_torch(config: RunConfig) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def stages(torch_extensions: Path) -> dict[tuple[str, str, str], list[Trained]]:
+def stages() -> dict[tuple[str, str, str], list[Trained]]:
     """Results of two ranks at each stage."""
     first, second = run_ranks(every_stage, ranks=2)
     for of_first, of_second in zip(first, second, strict=True):

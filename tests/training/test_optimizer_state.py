@@ -104,7 +104,7 @@ def train_and_load(world: World, digits: Path, folder: Path) -> dict[str, dict[s
 
 
 @pytest.fixture(scope="module")
-def blockwise(torch_extensions: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Moments]:
+def blockwise(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Moments]:
     """The run of two ranks under ZeRO-3, and its moments."""
     folder = tmp_path_factory.mktemp("blockwise")
     arrays = values(forked_ranks(train_and_load, digits, folder))[0]

@@ -77,7 +77,7 @@ def _every_way(world: World, kind: str) -> dict[str, Learned]:
 
 
 @pytest.fixture(scope="module", params=["sd15", "sdxl"])
-def learned(request: pytest.FixtureRequest, torch_extensions: Path) -> list[dict[str, Learned]]:
+def learned(request: pytest.FixtureRequest) -> list[dict[str, Learned]]:
     return values(forked_ranks(_every_way, request.param, timeout_s=600))
 
 

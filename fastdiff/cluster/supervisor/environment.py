@@ -32,7 +32,6 @@ def of_rank(
     nodes: int,
     master: tuple[str, int],
     node_folder: Path,
-    extensions: Path,
     run: Path,
 ) -> dict[str, str]:
     """Return the environment of one rank.
@@ -46,7 +45,6 @@ def of_rank(
         master: host and port of the supervisors' store, which also serves the rendezvous of the ranks: its port is
             already bound, so no other program can take it.
         node_folder: private folder of the supervisor on this node.
-        extensions: folder of the compiled operators.
         run: the run folder; NCCL's flight recorder writes to ``nccl/`` in it at a timeout.
     """
     return {
@@ -59,7 +57,6 @@ def of_rank(
         "MASTER_PORT": str(master[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         NODE_FOLDER: str(node_folder),
-        "TORCH_EXTENSIONS_DIR": str(extensions),
         # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
         "TORCH_FR_BUFFER_SIZE": base.get("TORCH_FR_BUFFER_SIZE", "2000"),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",

@@ -20,7 +20,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 import fastdiff
 from fastdiff.cluster.preflight.run import run as check_nodes
-from fastdiff.cluster.supervisor import environment, operators
+from fastdiff.cluster.supervisor import environment
 from fastdiff.cluster.supervisor.nodes import Nodes, connect, join
 from fastdiff.cluster.supervisor.outcome import Outcome, of_lost_node
 from fastdiff.cluster.supervisor.ranks import Ranks
@@ -28,8 +28,9 @@ from fastdiff.cluster.supervisor.signals import STOP, Interrupted, Signals
 from fastdiff.cluster.supervisor.watch import Limits, Watch
 from fastdiff.config import command_line
 from fastdiff.config.run import RunConfig
-from fastdiff.console import ignoring_closed_output, log, write_line
+from fastdiff.console import write_line
 from fastdiff.errors import FastdiffError, Preempted, as_storage_error, report, require
+from fastdiff.standard_streams import lossy_output
 
 _CONTACT_S = 60.0
 """Time without contact after which a node is lost; the hang timeout if that is shorter."""
@@ -37,7 +38,7 @@ _START_S = 600.0
 """Time for a rank to build, restore and take its first batch; the hang timeout if that is longer."""
 
 
-@ignoring_closed_output()
+@lossy_output()
 def main(argv: Sequence[str]) -> int:
     """Run the supervisor of one node and return the exit code of the run."""
     try:
@@ -79,11 +80,10 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
             notify=signals.wake,
         )
     try:
-        extensions = folder / "torch_extensions"
-        if not _prepare(job, config, store, nodes, signals, extensions):
+        if not _prepare(job, config, store, nodes, signals):
             return _wait_for_outcome(nodes, signals, contact_s, job)
         watch = Watch(
-            _start_ranks(job, config, folder, extensions, store.port),
+            _start_ranks(job, config, folder, store.port),
             nodes,
             signals,
             Limits(launch.hang_timeout_s, max(_START_S, launch.hang_timeout_s), contact_s),
@@ -101,9 +101,7 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
         nodes.close()
 
 
-def _prepare(
-    job: argparse.Namespace, config: RunConfig, store: TCPStore, nodes: Nodes, signals: Signals, extensions: Path
-) -> bool:
+def _prepare(job: argparse.Namespace, config: RunConfig, store: TCPStore, nodes: Nodes, signals: Signals) -> bool:
     """Prepare this node and return whether it is ready; otherwise send the reason to all nodes."""
 
     def reason(number: int) -> str | None:
@@ -112,7 +110,6 @@ def _prepare(
     try:
         with signals.raising(reason):
             environment.choose_interface(store, job.master, job.node_rank, job.nodes)
-            operators.prepare(extensions, log.info)
             if job.preflight:
                 check_nodes(store, job.node_rank, job.nodes, config, ranks_per_node=job.ranks_per_node)
     except Interrupted as interrupted:
@@ -138,7 +135,7 @@ def _wait_for_outcome(nodes: Nodes, signals: Signals, contact_s: float, job: arg
     return nodes.outcome
 
 
-def _start_ranks(job: argparse.Namespace, config: RunConfig, folder: Path, extensions: Path, port: int) -> Ranks:
+def _start_ranks(job: argparse.Namespace, config: RunConfig, folder: Path, port: int) -> Ranks:
     environments = [
         environment.of_rank(
             os.environ,
@@ -148,7 +145,6 @@ def _start_ranks(job: argparse.Namespace, config: RunConfig, folder: Path, exten
             nodes=job.nodes,
             master=(job.master, port),
             node_folder=folder,
-            extensions=extensions,
             run=Path(config.output.folder),
         )
         for local_rank in range(job.ranks_per_node)

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from fastdiff.data.shards.format import INFO_FILE, DatasetInfo, ShardInfo, canonical_json, idx_path, index_path
 from fastdiff.data.shards.null_embedding import write_null
 from fastdiff.errors import ConfigError, DataError, StorageError
-from fastdiff.files import publish
+from fastdiff.files import lock, publish
 
 BAD_IMAGES = "bad_images.jsonl"
 
@@ -265,7 +265,7 @@ class EncodeFolder:
         with file:
             with self.storage():
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lock(file.fileno(), self.out)
                 except BlockingIOError as error:
                     if wait is None:
                         raise ConfigError(

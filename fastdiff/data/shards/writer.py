@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import io
 import os
 import shutil
@@ -24,6 +23,7 @@ from fastdiff.data.shards.null_embedding import write_null
 from fastdiff.data.shards.sample_files import components
 from fastdiff.data.shards.tar_writer import ShardTar
 from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.files import lock
 
 # Present during an encode, or after a killed one: all shards in the folder then belong to it and may be replaced.
 _MARKER = ".encoding"
@@ -124,7 +124,7 @@ class ShardWriter:
             )
         self._marker = open(marker, "wb", buffering=0)  # noqa: SIM115  (held, with its lock, until __exit__)
         try:
-            fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._marker.fileno(), self.folder)
         except BlockingIOError as error:
             self._marker.close()
             raise ConfigError(f"another `fastdiff encode` is writing to {self.folder}; wait until it ends") from error

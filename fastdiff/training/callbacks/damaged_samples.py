@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 from fastdiff.console import log
 from fastdiff.data.shards.reader import LatentReader, Substitution
 from fastdiff.errors import DataError
+from fastdiff.json_lines import read_records
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
-from fastdiff.training.metrics import JsonLines, drop_records_after
 from fastdiff.training.state import TrainState
 
 SHARE, LEAST = 0.001, 10
@@ -55,11 +53,10 @@ class DamagedSamples(Callback):
     def _write(self, state: TrainState, found: list[tuple[int, Substitution]]) -> None:
         if not found:
             return
-        with closing(JsonLines(self._path)) as lines:
-            for position, each in found:
-                step = position // state.config.batch.samples + 1
-                fields = {"key": each.damaged, "by": each.by, "reason": each.reason}
-                lines.write({"step": step, "position": position, **fields})
+        for position, each in found:
+            step = position // state.config.batch.samples + 1
+            fields = {"key": each.damaged, "by": each.by, "reason": each.reason}
+            self._lines.write({"step": step, "position": position, **fields})
         first = found[0][1]
         log.warning(
             f"up to step {state.progress.steps}, {len(found)} more damaged samples were replaced (in all "
@@ -68,12 +65,12 @@ class DamagedSamples(Callback):
 
     def _recorded(self, state: TrainState) -> int:
         """Count the records so far, and remove later ones."""
+        self._lines = state.json_lines(self._path.name)
+        return state.world.on_first(lambda: len(read_records(self._path)))
 
-        def count() -> int:
-            drop_records_after(self._path, state.progress.steps)
-            return len(self._path.read_text().splitlines()) if self._path.exists() else 0
-
-        return state.world.on_first(count)
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
 
 
 def _replaced(state: TrainState) -> list[tuple[int, Substitution]]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.console import log
 from fastdiff.errors import DivergedError, Preempted
+from fastdiff.json_lines import JsonLines, Record
 from fastdiff.progress import Progress
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.saving import remove_after
 from fastdiff.training.checkpoints import Checkpoints
-from fastdiff.training.metrics import Record, append_record, drop_records_after
 from fastdiff.training.spikes import Spike
 from fastdiff.training.state import TrainState
 
@@ -33,8 +33,7 @@ class NonFiniteGuard(Callback):
     limit = 3
 
     def __init__(self, state: TrainState) -> None:
-        self._path = state.folder / "skipped.jsonl"
-        state.world.on_first(lambda: drop_records_after(self._path, state.progress.steps))
+        self._lines = state.json_lines("skipped.jsonl")
 
     def on_step(self, state: TrainState) -> None:
         """Log a skipped step with the keys of its non-finite samples; raise DivergedError at the third in a row."""
@@ -47,7 +46,7 @@ class NonFiniteGuard(Callback):
             more = f" and {len(bad) - len(keys)} more" if len(bad) > len(keys) else ""
             which = f"non-finite samples: {', '.join(keys)}{more}"
         record = {"step": state.progress.steps, "samples": len(bad), "keys": keys, **state.engine.loss_scale}
-        state.world.on_first(lambda: _note(f"step {state.progress.steps} skipped, {which}", self._path, record))
+        state.world.on_first(lambda: _note(f"step {state.progress.steps} skipped, {which}", self._lines, record))
         is_scale_search = not bad and state.config.performance.precision == "fp16"
         if state.progress.skipped_in_a_row >= self.limit and not is_scale_search:
             raise DivergedError(
@@ -56,6 +55,10 @@ class NonFiniteGuard(Callback):
                 "--performance.precision bf16. The checkpoints before are intact: the same command resumes from the "
                 "newest"
             )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
 
 
 def _non_finite(state: TrainState) -> list[int]:
@@ -108,7 +111,8 @@ class Rewind:
             f"weights of step {before.steps}, without the {self.spiked.samples - before.samples} samples after it"
         )
         record = {"step": self.spiked.steps, "rewound_to": before.steps, "rewinds": state.progress.rewinds}
-        append_record(state.folder / _SPIKES, {**record, "positions": ends, "first_key": first, "last_key": last})
+        with closing(JsonLines(state.folder / _SPIKES, patient=state.config.output.failed_saves > 0)) as lines:
+            lines.write({**record, "positions": ends, "first_key": first, "last_key": last})
 
 
 class RewindRequest(Exception):
@@ -123,8 +127,11 @@ class SpikeGuard(Callback):
     """Report of the samples of a loss spike, and its handling according to ``config.divergence``."""
 
     def __init__(self, state: TrainState) -> None:
-        self._path = state.folder / _SPIKES
-        state.world.on_first(lambda: drop_records_after(self._path, state.progress.steps))
+        self._lines = state.json_lines(_SPIKES)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
 
     def on_preempted(self, state: TrainState) -> None:
         """Prevent the save of a step that a rewind would undo.
@@ -153,7 +160,7 @@ class SpikeGuard(Callback):
             f"largest losses: {', '.join(keys)}"
         )
         record = {"step": state.progress.steps, "policy": state.config.divergence.policy, **asdict(spike), "keys": keys}
-        state.world.on_first(lambda: _note(what, self._path, record))
+        state.world.on_first(lambda: _note(what, self._lines, record))
         _act(state, spike, what)
 
 
@@ -205,6 +212,6 @@ def _keys(state: TrainState, positions: Sequence[int]) -> list[str]:
     return state.world.on_first(lambda: state.reader.keys(state.order.samples(chosen))) if chosen else []
 
 
-def _note(warning: str, path: Path, record: Record) -> None:
+def _note(warning: str, lines: JsonLines, record: Record) -> None:
     log.warning(warning)
-    append_record(path, record)
+    lines.write(record)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch
 from tqdm import tqdm
 
+from fastdiff.json_lines import Record
 from fastdiff.models.flops import peak_flops, training_flops
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.trackers import Trackers
-from fastdiff.training.metrics import BY_LEVEL, JsonLines, Record, drop_records_after, peak_gib
+from fastdiff.training.metrics import BY_LEVEL, peak_gib
 from fastdiff.training.state import TrainState
 
 
@@ -24,10 +23,9 @@ class Log(Callback):
         self._is_first = state.world.is_first
         self._flops = _flops(state)
         self._peak = peak_flops(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
+        self._lines = state.json_lines("metrics.jsonl")
         if not self._is_first:
             return
-        drop_records_after(state.folder / "metrics.jsonl", state.progress.steps)
-        self._lines = JsonLines(state.folder / "metrics.jsonl")
         self._bar = tqdm(
             total=state.config.samples,
             initial=state.progress.samples,
@@ -75,8 +73,7 @@ class Log(Callback):
         """Close the file and leave the bar as it stands."""
         if self._is_first:
             self._bar.close()
-            with suppress(OSError):  # a failed write was reported when it happened
-                self._lines.close()
+            self._lines.close()
 
 
 def _tracker_name(name: str) -> str:

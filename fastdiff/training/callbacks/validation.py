@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,13 +23,13 @@ from fastdiff.diffusion.snr_bins import Mean, by_log_snr
 from fastdiff.evaluation import validation_files
 from fastdiff.evaluation.validation_files import Validated
 from fastdiff.evaluation.validation_set import batches_of, even_shares, open_validation, read_batch, spread
+from fastdiff.json_lines import Record, read_records
 from fastdiff.models.build import Model
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.previews import averaged_model, memory_beside_training
 from fastdiff.training.callbacks.trackers import Trackers
-from fastdiff.training.metrics import Record, append_record, drop_records_after
 from fastdiff.training.state import TrainState
 
 LINES = "validation.jsonl"
@@ -82,6 +81,7 @@ class ValidationLoss(Callback):
         self._index = spread(len(reader), config.validation.samples)
         self._levels = self._objective.process.draw(even_shares(len(self._index)).to(world.device))
         self._batches = batches_of(reader.info, self._index)
+        self._lines = state.json_lines(LINES)
         self._done = world.on_first(lambda: self._resume_records(state))
         if self._every.due(state.progress) and 0 < state.progress.steps != self._done:
             self._validate(state)  # the run was killed between its checkpoint and its validation
@@ -97,24 +97,23 @@ class ValidationLoss(Callback):
             self._validate(state)
 
     def close(self) -> None:
-        """Close the data."""
+        """Close the data and the file."""
         self._reader.close()
+        self._lines.close()
 
     def _resume_records(self, state: TrainState) -> int:
         """Remove the records that a resumed run repeats; return the last comparable validated step, or -1."""
-        lines = state.folder / LINES
-        drop_records_after(lines, state.progress.steps)
         validation_files.drop_after(state.folder, state.progress.steps)
-        kept = lines.read_text().splitlines() if lines.exists() else []
+        kept = read_records(state.folder / LINES)
         if not kept:
             return -1
-        last = json.loads(kept[-1])
+        last = kept[-1]
         now = {"data": self._data, "val_count": len(self._index), "unit": unit(self._config)}
         changes = [f"{name} {last.get(name)} -> {value}" for name, value in now.items() if last.get(name) != value]
         if changes:
             log.warning(
-                f"{lines} continues with a loss that is not comparable with that up to step {last['step']}: "
-                f"{', '.join(changes)}"
+                f"{state.folder / LINES} continues with a loss that is not comparable with that up to step "
+                f"{last['step']}: {', '.join(changes)}"
             )
         return -1 if changes else int(last["step"])
 
@@ -152,7 +151,7 @@ class ValidationLoss(Callback):
         total, bins = by_log_snr(log_snr, loss)
         record = {"step": step, "samples": state.progress.samples, **_record(total, bins)}
         record |= {"unit": unit(self._config), "data": self._data}
-        append_record(state.folder / LINES, record)
+        self._lines.write(record)
         shown = {"val_loss": total.mean, "val_loss_se": total.error}
         shown |= {f"log_snr/val_loss_snr_{n:02d}": found.mean for n, found in enumerate(bins) if found.count}
         self._trackers.scalars(shown, step)

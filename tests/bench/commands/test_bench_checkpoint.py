@@ -28,7 +28,7 @@ QUANTITIES = {
 }
 
 
-def test_everything_runs(torch_extensions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     storage = tmp_path / "storage"
     storage.mkdir()
     given = ["--smoke", "--device", "cpu", "--ranks", "2", "--folder", str(storage), "--out", str(tmp_path / "out")]
@@ -44,7 +44,7 @@ def test_everything_runs(torch_extensions: Path, tmp_path: Path, capsys: pytest.
     assert not list(storage.iterdir()), "the checkpoints are gone"
 
 
-def test_a_program_that_fails_is_recorded(torch_extensions: Path, tmp_path: Path) -> None:
+def test_a_program_that_fails_is_recorded(tmp_path: Path) -> None:
     given = ["--smoke", "--device", "cpu", "--folder", str(tmp_path / "missing"), "--out", str(tmp_path / "out")]
     assert main(["checkpoint", *given]) == 1
     (failure,) = record.read(tmp_path / "out" / "checkpoint.jsonl").failures

@@ -41,7 +41,7 @@ NAME = "hybrid, learned range, importance"
 
 
 @pytest.fixture(scope="module")
-def folder(torch_extensions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one objective was tried out: ``runs`` and ``out``."""
     folder = tmp_path_factory.mktemp("objectives")
     places = ["--folder", str(folder / "runs"), "--out", str(folder / "out")]

@@ -78,7 +78,7 @@ def count(world: World, data: Path, workloads: list[Workload]) -> list[list[list
     return found
 
 
-def test_two_ranks_send_exactly_what_the_model_says(torch_extensions: Path, tmp_path: Path) -> None:
+def test_two_ranks_send_exactly_what_the_model_says(tmp_path: Path) -> None:
     workloads = [
         Workload(preset="digits", batch=4, deepspeed=deepspeed_file(tmp_path, name), precision=dtype, loader="prefetch")
         for name, dtype in CASES
@@ -112,7 +112,7 @@ def volumes(calls: list[tuple[str, int]]) -> Counter[str]:
 
 
 @pytest.mark.nightly
-def test_the_command_measures_fits_and_checks(torch_extensions: Path, tmp_path: Path, capfd: Any) -> None:
+def test_the_command_measures_fits_and_checks(tmp_path: Path, capfd: Any) -> None:
     assert main(["scale", "--smoke", "--device", "cpu", "--out", str(tmp_path)]) == 0
     found = record.read(tmp_path / "scale.jsonl")
     assert found.failures == ()

@@ -48,7 +48,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def swept(torch_extensions: Path, watched: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
+def swept(watched: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """The record of a batch for which there is not enough memory, and of one for which there is."""
     out = tmp_path_factory.mktemp("swept")
     command = ["step", "--smoke", "--device", "cpu", "--sweep", f"batch={BROKEN_BATCH},16", "--micro", "8"]

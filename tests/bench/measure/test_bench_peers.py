@@ -354,7 +354,6 @@ def test_an_objective_that_a_peer_would_train_otherwise_is_refused(
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("torch_extensions")
 def test_a_comparison_with_diffusers_is_recorded_with_its_speed_ups(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -388,7 +387,6 @@ def test_a_comparison_with_diffusers_is_recorded_with_its_speed_ups(
 
 
 @pytest.mark.parametrize("names", [["dit"], pytest.param(["plain", "dit"], marks=pytest.mark.nightly)], ids="-".join)
-@pytest.mark.usefixtures("torch_extensions")
 def test_a_comparison_of_dits_from_the_command_line_states_how_each_computes(tmp_path: Path, names: list[str]) -> None:
     arguments = ["--smoke", "--preset", "digits", "--precision", "bf16", "--batch", "2", "--device", "cpu"]
     arguments += ["--rounds", "2", "--steps", "1", "--out", str(tmp_path), "--peer", *names]

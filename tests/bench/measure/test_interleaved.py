@@ -127,15 +127,10 @@ def raise_on_top(error: BaseException) -> None:
         raise KeyError("while it was handled")  # noqa: B904
 
 
-def test_a_program_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the lock is named that it may have waited for."""
-    file, lock = tmp_path / "pid", tmp_path / "extensions" / "operator" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+def test_a_program_that_hangs_is_stopped(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
     (result,) = interleaved(Program("hanging", programs.hanging, (file,)), limit_seconds=8)
-    assert result.failure is not None
-    assert result.failure.startswith(f"no answer within 8 s; PROBLEM: {lock}")
+    assert result.failure == "no answer within 8 s"
     # On a machine with much to do it may not have come so far.
     assert not file.exists() or not psutil.pid_exists(int(file.read_text()))
 

@@ -1,0 +1,94 @@
+"""Output is never worth a run: full disks, closed descriptors and encodings of standard output and standard error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import Finished, run
+from tests.support.runs import flags, intact, losses, tiny
+from tests.support.scripts import TRAIN
+
+
+def _shell(command: str, **environment: str) -> Finished:
+    return run(["bash", "-c", command], OMP_NUM_THREADS="1", **environment)
+
+
+def _words(*words: str | Path) -> str:
+    return " ".join(f"'{word}'" for word in words)
+
+
+@pytest.mark.fault(16)
+@pytest.mark.parametrize("output", ["> /dev/full 2> /dev/full", ">&- 2>&- <&-"])
+def test_a_run_without_output_ends_well(digits: Path, tmp_path: Path, output: str) -> None:
+    config = tiny(digits, tmp_path / "run", steps=3)
+    done = _shell(f"{_words(sys.executable, TRAIN, *flags(config))} {output}")
+    assert done.code == 0
+    assert len(losses(tmp_path / "run")) == 3
+    assert intact(tmp_path / "run") == [3]
+
+
+@pytest.mark.fault(16)
+def test_the_supervisor_needs_no_output(digits: Path, tmp_path: Path) -> None:
+    config = tiny(digits, tmp_path / "run", steps=3)
+    command = _words("fastdiff", "launch", "local", "--ranks", "2", "--", *flags(config))
+    assert _shell(f"{command} > /dev/full 2> /dev/full").code == 0
+    assert intact(tmp_path / "run") == [3]
+
+
+@pytest.mark.parametrize("output", ["2> /dev/full", "2>&-"])
+def test_a_report_that_nobody_gets_does_not_change_the_exit_code(tmp_path: Path, output: str) -> None:
+    assert _shell(f"fastdiff verify {tmp_path / 'absent'} {output}").code == 65
+    assert _shell(f"{_words(sys.executable, TRAIN, '--preset', 'none')} {output}").code == 2
+
+
+def test_a_result_that_was_not_written_is_an_error() -> None:
+    done = _shell("fastdiff doctor > /dev/full")
+    assert done.code == 74
+    assert "fastdiff: error: standard output: No space left on device; the printed result is incomplete" in done.output
+
+
+def test_a_reader_that_has_seen_enough_is_none() -> None:
+    assert _shell("set -o pipefail; fastdiff doctor | head -c 1").code == 0
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    done = _shell(f"fastdiff verify {tmp_path / 'größe'}", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert done.code == 65
+    assert r"gr\xf6\xdfe" in done.output
+
+
+def test_a_closed_descriptor_is_not_given_to_a_file(tmp_path: Path) -> None:
+    code = """
+import sys, fastdiff
+with open(sys.argv[1], "w") as file:
+    assert file.fileno() > 2, file.fileno()
+print("dropped")
+"""
+    assert _shell(f"{_words(sys.executable, '-c', code, tmp_path / 'file')} >&- 2>&- <&-").code == 0
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_stream_takes_a_part_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    """A pipe that is full for a while, and set to non-blocking by its other user."""
+    from fastdiff.standard_streams import Lossy
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    size = 2**20
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        got = 0
+        while chunk := os.read(reader, 2**12):
+            got += len(chunk)
+        os._exit(got != size)
+    os.close(reader)
+    stream = Lossy(writer)
+    assert stream.write(bytes(size)) == size
+    os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert stream.error is None
