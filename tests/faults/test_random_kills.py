@@ -75,16 +75,16 @@ def logged(folder: Path) -> int:
     return int(json.loads(whole[-1])["step"]) if whole else 0
 
 
-def log_file(folder: Path) -> int:
-    """Number of the file that the log is in: a start makes a new one, without the steps that it will take again."""
-    path = folder / "metrics.jsonl"
+def last_start(folder: Path) -> int:
+    """Return the inode of ``run.json``, which every start replaces."""
+    path = folder / "run.json"
     return path.stat().st_ino if path.exists() else 0
 
 
-def wait_for(ranks: Ranks, folder: Path, moment: Moment, old_log: int, timeout_s: float = 180) -> None:
+def wait_for(ranks: Ranks, folder: Path, moment: Moment, before: int, timeout_s: float = 180) -> None:
     """Return at the moment, or when the run has ended; a run that takes no step for the time fails."""
     seen, deadline = 0, time.monotonic() + timeout_s
-    while moment.step is not None and (log_file(folder) == old_log or logged(folder) < moment.step):
+    while moment.step is not None and (last_start(folder) == before or logged(folder) < moment.step):
         if not any(process.is_alive() for process in ranks.processes):
             return
         if (now := logged(folder)) != seen:
@@ -92,7 +92,7 @@ def wait_for(ranks: Ranks, folder: Path, moment: Moment, old_log: int, timeout_s
         assert time.monotonic() < deadline, f"no step for {timeout_s} s behind {seen}, expected {moment.step}"
         time.sleep(0.002)
     until = time.monotonic() + moment.delay_s
-    while time.monotonic() < until and (moment.step is not None or log_file(folder) == old_log):
+    while time.monotonic() < until and (moment.step is not None or last_start(folder) == before):
         time.sleep(0.002)
 
 
@@ -101,9 +101,9 @@ def kill_again_and_again(config: RunConfig, kills: int, step_s: float) -> None:
     folder, every = Path(config.output.folder), config.output.checkpoint_every
     newest = 0
     for number, moment in enumerate(moments(kills, config.steps - AFTER, step_s)):
-        old_log = log_file(folder)
+        before = last_start(folder)
         with Ranks(train_losses, config, launch(3)) as ranks:
-            wait_for(ranks, folder, moment, old_log)
+            wait_for(ranks, folder, moment, before)
             ranks.kill()
             ended = ranks.wait()
         committed = intact(folder) if folder.exists() else []

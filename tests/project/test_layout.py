@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "training": {
         "", "config", "parallel", "diffusion", "checkpoint", "models", "data", "sampling", "evaluation",
     },
-    "cluster": {"", "config", "parallel", "checkpoint", "models", "data", "training"},
+    "cluster": {"", "config", "parallel", "checkpoint", "models", "data"},
     "export": {"", "config", "parallel", "diffusion", "checkpoint", "models", "sampling", "training"},
     "cli": {
         "", "config", "parallel", "checkpoint", "models", "data", "sampling", "evaluation", "training", "cluster",
