@@ -128,7 +128,8 @@ def _of_process(objective: ObjectiveConfig) -> tuple[str, str, str, str]:
             return steps, f", {objective.variance} variance", objective.loss, ""
         case FlowConfig():
             cosine = f", cosine distance times {objective.cosine_weight:g}" if objective.cosine_weight else ""
-            return f"flow matching, {objective.path} path", "", "mse", cosine
+            convention = ", time and velocity of SiT" if objective.convention == "sit" else ""
+            return f"flow matching, {objective.path} path{convention}", "", "mse", cosine
         case EdmConfig():
             return f"EDM, sigma of the data {objective.sigma_data:g}", "", "mse", ""
 

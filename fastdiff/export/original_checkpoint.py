@@ -27,6 +27,7 @@ from fastdiff.export.card_text import Place, load_pickle
 from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import ExportedWeights, exported_weights
 from fastdiff.models.family import family_of
+from fastdiff.models.pretrained.sit_transport import transport
 from fastdiff.sanitize import address
 
 
@@ -165,10 +166,10 @@ def _save(path: Path, content: dict[str, Any]) -> None:
 
 
 def _arguments(config: RunConfig) -> argparse.Namespace:
-    """Return the arguments of DiT's train.py; None for values unknown to the run, and base names of folders."""
-    model, output = cast(DiTConfig, config.model), config.output
+    """Return the arguments of DiT's or SiT's train.py; None for values unknown to the run, base names of folders."""
+    model, output, of_sit = cast(DiTConfig, config.model), config.output, transport(config.objective)
     shapes = {
-        (depth, hidden, heads, patch): f"DiT-{letter}/{patch}"
+        (depth, hidden, heads, patch): f"{'SiT' if of_sit else 'DiT'}-{letter}/{patch}"
         for letter, (depth, hidden, heads) in DIT_SIZES.items()
         for patch in DIT_PATCHES
     }
@@ -185,6 +186,7 @@ def _arguments(config: RunConfig) -> argparse.Namespace:
         num_workers=config.data.workers,
         log_every=output.log_every,
         ckpt_every=output.checkpoint_every,
+        **of_sit,
     )
 
 
