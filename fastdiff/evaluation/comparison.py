@@ -204,7 +204,8 @@ def _mean_of_bins(bins: Sequence[Mean]) -> Mean:
 
 def _loss_of(found: Validated) -> dict[str, object]:
     """Return the fields that determine the loss; older records lack the newer ones, whose defaults hold for them."""
-    return DEFAULTS | found.about["objective"] | {"convention": DEFAULTS["convention"]}  # it changes no loss
+    recorded: dict[str, object] = found.about["objective"]
+    return DEFAULTS | recorded | {"convention": DEFAULTS["convention"]}  # it changes no loss
 
 
 def _require_same_samples(a: MeasuredRun, b: MeasuredRun) -> None:

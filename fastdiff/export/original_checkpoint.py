@@ -51,7 +51,7 @@ def write_dit_training(folder: Path, exported: Exported) -> None:
     Raises:
         StorageError: it could not be written.
     """
-    saved, config, fp32 = exported.saved, exported.config, torch.float32
+    saved, config, fp32 = exported.checkpoint, exported.config, torch.float32
     step = saved.manifest["progress"]["steps"]
     raw = _as_trained(saved, config)
     read = _moments_or_say(saved, config)
@@ -78,7 +78,7 @@ def write_iddpm(folder: Path, exported: Exported) -> None:
     Raises:
         StorageError: a file could not be written.
     """
-    saved, config = exported.saved, exported.config
+    saved, config = exported.checkpoint, exported.config
     step, raw = saved.manifest["progress"]["steps"], _as_trained(saved, config)
     if saved.ema_stds:
         log.warning(f"the averages of the widths {list(saved.ema_stds)} are left out: file names hold rates only")

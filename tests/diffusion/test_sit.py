@@ -22,6 +22,7 @@ from fastdiff.config.run_record import as_json
 from fastdiff.config.sampler import SamplerConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
+from fastdiff.export.original_checkpoint import _arguments
 from fastdiff.models.build import build_model
 from fastdiff.models.dit.network import DiT
 from fastdiff.models.load import build_network
@@ -139,6 +140,12 @@ def drawn(model: Any, objective: ObjectiveConfig, steps: int, scheduler: Any = "
     sampler = SamplerConfig(scheduler=scheduler, steps=steps, seed=7)
     null = {"label": torch.tensor(MODEL.classes)}
     return sample(model, objective, {"label": LABELS}, sampler, shape=SHAPE, null=null)
+
+
+def test_an_exported_training_names_its_transport() -> None:
+    arguments = _arguments(preset("sit-xl-2-256"))
+    assert (arguments.model, arguments.path_type, arguments.prediction) == ("SiT-XL/2", "Linear", "velocity")
+    assert "path_type" not in vars(_arguments(preset("dit-xl-2-256")))
 
 
 # ---- records and files ---------------------------------------------------------------------------------

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastdiff.config.objective import FlowConfig, FlowPath, FlowPrediction, ObjectiveConfig
+from fastdiff.config.objective import FlowConfig, ObjectiveConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.pickles import read_arguments
 
-PATH_TYPES: dict[FlowPath, str] = {"linear": "Linear", "gvp": "GVP", "vp": "VP"}
-PREDICTIONS: dict[FlowPrediction, str] = {"flow": "velocity", "epsilon": "noise", "score": "score"}
+PATH_TYPES = {"linear": "Linear", "gvp": "GVP", "vp": "VP"}
+"""SiT's ``path_type`` of each path."""
+PREDICTIONS = {"flow": "velocity", "epsilon": "noise", "score": "score"}
+"""SiT's ``prediction`` of each prediction."""
 
 
 def transport(objective: ObjectiveConfig) -> dict[str, str]:
     """Return ``path_type`` and ``prediction`` of the equivalent transport; empty if SiT has none."""
     if not isinstance(objective, FlowConfig) or objective.convention != "sit":
         return {}
-    predictions: dict[str, str] = {**PREDICTIONS}
-    return {"path_type": PATH_TYPES[objective.path], "prediction": predictions[objective.predicted]}
+    return {"path_type": PATH_TYPES[objective.path], "prediction": PREDICTIONS[objective.predicted]}
 
 
 def check_transport(path: Path, objective: ObjectiveConfig) -> None:
@@ -49,7 +50,7 @@ def _in_words(arguments: dict[str, str]) -> str:
 
 
 def _flags(objective: ObjectiveConfig) -> str:
-    flags = {"process": objective.process, "prediction": objective.predicted}
+    flags: dict[str, str] = {"process": objective.process, "prediction": objective.predicted}
     if isinstance(objective, FlowConfig):
         flags |= {"convention": objective.convention, "path": objective.path}
     return " ".join(f"--objective.{name} {value}" for name, value in flags.items())
@@ -57,13 +58,11 @@ def _flags(objective: ObjectiveConfig) -> str:
 
 def _remedy(theirs: dict[str, str]) -> str:
     flags = ["--objective.process flow --objective.convention sit"]
-    known = {
-        "path_type": ("path", {value: name for name, value in PATH_TYPES.items()}),
-        "prediction": ("prediction", {value: name for name, value in PREDICTIONS.items()}),
-    }
-    for name, value in theirs.items():
-        flag, ours = known[name]
-        if value not in ours:
+    for name, flag, known in (("path_type", "path", PATH_TYPES), ("prediction", "prediction", PREDICTIONS)):
+        if name not in theirs:
+            continue
+        ours = {value: key for key, value in known.items()}
+        if theirs[name] not in ours:
             return f"SiT has the {name.replace('_', ' ')}s {', '.join(ours)}"
-        flags.append(f"--objective.{flag} {ours[value]}")
+        flags.append(f"--objective.{flag} {ours[theirs[name]]}")
     return f"set {' '.join(flags)}"
