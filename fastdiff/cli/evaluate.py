@@ -6,12 +6,14 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastdiff.config.argument_types import Subcommands, add_averages, add_preset, count
-from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.files import publish
+
+if TYPE_CHECKING:
+    from fastdiff.config.run import RunConfig
 
 _OF_RUN = ("ema", "ema_std", "preset")
 _OF_NLL = ("samples", "data", "clip_denoised", "png")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from fastdiff.config.argument_types import Subcommands, add_averages, add_preset, classes, count, finite
-from fastdiff.config.run import RunConfig
 from fastdiff.config.sampler import SamplerConfig, SchedulerName
 from fastdiff.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastdiff.config.run import RunConfig
 
 _USUAL = SamplerConfig()
 _OF_SETS = "num", "low_res", "batch", "precision", "autoencoder"

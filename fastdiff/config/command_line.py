@@ -81,7 +81,7 @@ def parse_published(path: Path, name: str | None, flags: Sequence[str]) -> RunCo
         ConfigError: a run with a preset or flags, a file without a preset, or a network that no file can hold.
         SystemExit: as ``parse``.
     """
-    is_file = path.suffix in WEIGHT_FILES
+    is_file = path.suffix in WEIGHT_FILES and not path.is_dir()
     if name is None:
         require(not flags, f"{' '.join(flags)}: only a published file of weights has such flags, with its --preset")
         require(not is_file, f"{path} is a file of weights: name its network by --preset, for example dit-xl-2-256")
