@@ -115,6 +115,7 @@ def outcome(flags: Sequence[str], data: Path, folder: Path) -> Outcome:
     """
     _train("--preset", "digits", *flags, "--data.path", str(data), "--output.folder", str(folder))
     run = Run(folder)
+    assert run.step is not None
     measured = evaluate_run(run)
     # The first of the measured images: an image depends on its seed, its number and its class.
     sampler = SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=run.family.usual_guidance)

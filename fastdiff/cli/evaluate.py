@@ -1,4 +1,4 @@
-"""``fastdiff evaluate``: quality metrics of a run or of its images."""
+"""``fastdiff evaluate``: quality metrics of a run, of a published file of weights, or of images."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastdiff.config.argument_types import Subcommands, add_averages, count
-from fastdiff.errors import ConfigError
+from fastdiff.config.argument_types import Subcommands, add_averages, add_preset, count
+from fastdiff.errors import ConfigError, require
 from fastdiff.files import publish
 
-_OF_RUN = ("ema", "ema_std")
+if TYPE_CHECKING:
+    from fastdiff.config.run import RunConfig
+
+_OF_RUN = ("ema", "ema_std", "preset")
 _OF_NLL = ("samples", "data", "clip_denoised", "png")
 _OF_IMAGES = ("features", "out")
 _OF_BOTH = ("batch", "seed")
@@ -25,16 +28,19 @@ def add(commands: Subcommands) -> None:
         help="measure the images of a run against real ones, or with --nll its likelihood",
         description="For a run: draws or enlarges digits and evaluates them; writes RUN/evaluation.json. With --nll: "
         "the bound on the negative log-likelihood of data, in bits per dimension, over all timesteps, in "
-        "RUN/nll.json; its terms, with the errors of x0 and of the noise, by timestep in RUN/nll.npz. With "
-        "--reference: FID, KID, precision and recall of images. They are npz files with arr_0 uint8 [N, H, W, C] "
-        "(fastdiff sample RUN --npz) or folders of images of one size; nothing is resized.",
+        "RUN/nll.json; its terms, with the errors of x0 and of the noise, by timestep in RUN/nll.npz; for FILE.pt in "
+        "FILE.nll.json and FILE.nll.npz. With --reference: FID, KID, precision and recall of images. They are npz "
+        "files with arr_0 uint8 [N, H, W, C] (fastdiff sample RUN --npz) or folders of images of one size; nothing is "
+        "resized.",
     )
     parser.add_argument(
         "subject",
         type=Path,
-        metavar="RUN|SAMPLES",
-        help="run folder, whose newest checkpoint is used; with --reference: npz file or folder of images",
+        metavar="RUN|FILE|SAMPLES",
+        help="run folder, whose newest checkpoint is used; .pt or .safetensors file, with --preset and --nll; with "
+        "--reference: npz file or folder of images",
     )
+    add_preset(parser)
     add_averages(parser)
     parser.add_argument("--batch", type=count, help="images, or samples times timesteps, per pass; default: 64")
     parser.add_argument("--seed", type=int, help="seed of the noise, or of the KID subsets; default: 0")
@@ -68,19 +74,24 @@ def add(commands: Subcommands) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    from fastdiff.config.command_line import parse_published
+
     if arguments.nll and arguments.reference:
         raise ConfigError("--nll evaluates a run and --reference images; give one of them")
     if arguments.reference:
         _refuse(arguments, _OF_NLL, "needs --nll")
         _refuse(arguments, _OF_RUN, "applies to a run, and --reference evaluates images")
+        require(not arguments.fields, f"{' '.join(arguments.fields[:1])} applies to a published file of weights")
         _evaluate_images(arguments)
         return
     _refuse(arguments, _OF_IMAGES, "needs --reference")
     if not arguments.nll:
         _refuse(arguments, _OF_NLL, "needs --nll")
         _refuse(arguments, _OF_BOTH, "needs --nll or --reference")
-    _require_run(arguments.subject)
-    (_evaluate_nll if arguments.nll else _evaluate_digits)(arguments)
+    published = parse_published(arguments.subject, arguments.preset, arguments.fields)
+    if published is None:
+        _require_run(arguments.subject)
+    (_evaluate_nll if arguments.nll else _evaluate_digits)(arguments, published)
 
 
 def _refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
@@ -98,10 +109,15 @@ def _require_run(subject: Path) -> None:
         raise ConfigError(f"{error}; to measure images, give real ones with --reference") from None
 
 
-def _evaluate_digits(arguments: argparse.Namespace) -> None:
+def _evaluate_digits(arguments: argparse.Namespace, published: RunConfig | None) -> None:
     from fastdiff.evaluation.digits import evaluate_run
     from fastdiff.sampling.run import Run
 
+    if published is not None:
+        raise ConfigError(
+            f"{arguments.subject}: give --nll for its likelihood; to measure its images, draw them with `fastdiff "
+            "sample --npz` and give real ones with --reference"
+        )
     run = Run(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std)
     print(json.dumps(evaluate_run(run)))
 
@@ -119,17 +135,17 @@ def _evaluate_images(arguments: argparse.Namespace) -> None:
     print(json.dumps(result))
 
 
-def _evaluate_nll(arguments: argparse.Namespace) -> None:
+def _evaluate_nll(arguments: argparse.Namespace, published: RunConfig | None) -> None:
     from fastdiff.evaluation.likelihood import NllOptions, draw, evaluate_nll, require_matplotlib
     from fastdiff.sampling.run import Run
 
     if arguments.png:
         require_matplotlib()
     options = NllOptions(**_given(arguments, "samples", "data", "batch", "seed"), clip=arguments.clip_denoised)
-    run = Run(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std)
+    run = Run(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std, published=published)
     result, found = evaluate_nll(run, options, progress=True)
     print(
-        f"{arguments.subject / 'nll.json'}: {result['total_bpd']:.4f} ± {result['total_bpd_se']:.4f} bits per "
+        f"{run.result('nll.json')}: {result['total_bpd']:.4f} ± {result['total_bpd_se']:.4f} bits per "
         f"dimension ({result['prior_bpd']:.1e} of them from the prior), {result['samples']} samples; {run.description}"
     )
     if arguments.png:

@@ -1,18 +1,23 @@
-"""``fastdiff export``: a run in the formats of other programs."""
+"""``fastdiff export``: a run, or a published file of weights, in the formats of other programs."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from fastdiff.config.argument_types import Subcommands, add_averages, count
+from fastdiff.config.argument_types import Subcommands, add_averages, add_preset, count
 from fastdiff.errors import require
 
 
 def add(commands: Subcommands) -> None:
     """Register the command."""
     parser = commands.add_parser("export", help="write a run in the format of another program")
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="run folder; its newest checkpoint is used")
+    parser.add_argument(
+        "run_folder",
+        type=Path,
+        metavar="RUN|FILE",
+        help="run folder, whose newest checkpoint is used, or .pt or .safetensors file",
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
     parser.add_argument(
         "--format",
@@ -24,6 +29,7 @@ def add(commands: Subcommands) -> None:
         "model*.pt, ema_*.pt and opt*.pt; safetensors: the weights alone. All except lora merge an adapter into its "
         "base",
     )
+    add_preset(parser)
     which = add_averages(parser)
     which.add_argument("--raw", action="store_true", help="export the raw weights instead of an average")
     parser.add_argument(
@@ -42,12 +48,14 @@ def add(commands: Subcommands) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    from fastdiff.config.command_line import parse_published
     from fastdiff.export.hub import check_repo_id, push
     from fastdiff.export.run import Choice, export
 
     require(not arguments.private or arguments.push_to_hub is not None, "--private needs --push-to-hub")
     if arguments.push_to_hub is not None:
         check_repo_id(arguments.push_to_hub)
+    published = parse_published(arguments.run_folder, arguments.preset, arguments.fields)
     choice = Choice(
         format=arguments.format,
         ema=arguments.ema,
@@ -56,7 +64,7 @@ def _export(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         step=arguments.step,
     )
-    export(arguments.run_folder, arguments.out, choice, published_as=arguments.push_to_hub)
+    export(arguments.run_folder, arguments.out, choice, published=published, repo_id=arguments.push_to_hub)
     print(f"{arguments.out}: {arguments.format}")
     if arguments.push_to_hub is not None:
         print(push(arguments.out, arguments.push_to_hub, private=arguments.private))

@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 
 from fastdiff.cli import bench, check, compare, encode, evaluate, export, launch, sample
 from fastdiff.cli.compat import command
+from fastdiff.config.argument_types import split_fields
 from fastdiff.console import quieten
 from fastdiff.errors import FastdiffError, StorageError, as_storage_error, report
 from fastdiff.standard_streams import lossy_output
+
+_OF_NETWORKS = ("sample", "evaluate", "export")
+"""Commands that read runs and, with ``--preset`` and flags of its fields, published files."""
 
 
 def entry() -> None:
@@ -34,7 +38,8 @@ def _run(argv: Sequence[str]) -> int:
     try:
         if argv[:1] == [bench.NAME]:
             bench.run(argv[1:])
-        arguments = _parser().parse_args(list(argv))
+        own, fields = split_fields(argv) if argv[:1] and argv[0] in _OF_NETWORKS else (argv, [])
+        arguments = _parser().parse_args(own, argparse.Namespace(fields=fields))
         run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
     except FastdiffError as error:

@@ -1,14 +1,17 @@
-"""``fastdiff sample``: images drawn from a trained run."""
+"""``fastdiff sample``: images drawn from a trained run or from a published file of weights."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from fastdiff.config.argument_types import Subcommands, add_averages, classes, count, finite
+from fastdiff.config.argument_types import Subcommands, add_averages, add_preset, classes, count, finite
 from fastdiff.config.sampler import SamplerConfig, SchedulerName
 from fastdiff.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastdiff.config.run import RunConfig
 
 _USUAL = SamplerConfig()
 _OF_SETS = "num", "low_res", "batch", "precision", "autoencoder"
@@ -18,12 +21,13 @@ def add(commands: Subcommands) -> None:
     """Register the command."""
     sample = commands.add_parser(
         "sample",
-        help="draw images from a run",
-        description="Draw images from a run: a few as a picture (--grid), or any number as an npz (--npz). For an npz, "
-        "run it on many GPUs with torchrun --no-python --, deepspeed --no_python --no_local_rank --, or "
-        "srun: the file is the same for any number of GPUs, and after a kill the same command resumes.",
+        help="draw images from a run, or from a published file of weights",
+        description="Draw images from a run or a published file: a few as a picture (--grid), or any number as an npz "
+        "(--npz). For an npz, run it on many GPUs with torchrun --no-python --, deepspeed --no_python --no_local_rank "
+        "--, or srun: the file is the same for any number of GPUs, and after a kill the same command resumes.",
     )
-    sample.add_argument("folder", type=Path, metavar="RUN", help="run folder")
+    sample.add_argument("folder", type=Path, metavar="RUN|FILE", help="run folder, or .pt or .safetensors file")
+    add_preset(sample)
     _add_solver(sample)
     _add_content(sample)
     add_averages(sample)
@@ -109,9 +113,11 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def _sample(arguments: argparse.Namespace) -> None:
+    from fastdiff.config.command_line import parse_published
     from fastdiff.sampling.run import Run
 
     _check(arguments)
+    published = parse_published(arguments.folder, arguments.preset, arguments.fields)
     sampler = SamplerConfig(
         scheduler=arguments.scheduler,
         steps=arguments.steps,
@@ -122,9 +128,9 @@ def _sample(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     if arguments.npz is not None:
-        _draw_set(arguments, sampler)
+        _draw_set(arguments, sampler, published)
         return
-    run = Run(arguments.folder, ema=arguments.ema, ema_std=arguments.ema_std, step=arguments.step)
+    run = Run(arguments.folder, ema=arguments.ema, ema_std=arguments.ema_std, step=arguments.step, published=published)
     grid = arguments.grid or Path("grid.png")
     if arguments.prompt:
         run.draw_prompts(
@@ -155,7 +161,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--npz: give the number of images by --num, --per-class, --prompt or --low-res")
 
 
-def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig) -> None:
+def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig, published: RunConfig | None) -> None:
     from fastdiff.data.encoding.options import Rank
     from fastdiff.sampling.conditions import SampleRequest
     from fastdiff.sampling.run import Run
@@ -168,6 +174,7 @@ def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig) -> None:
         ema_std=arguments.ema_std,
         step=arguments.step,
         device=rank.device(),
+        published=published,
     )
     request = SampleRequest(
         num=arguments.num,

@@ -19,6 +19,7 @@ ScheduleName = Literal[
     "linear", "scaled_linear", "cosine", "sigmoid", "quad", "const", "jsd", "warmup10", "warmup50", "laplace"
 ]
 FlowPath = Literal["linear", "gvp", "vp"]
+FlowConvention = Literal["sd3", "sit"]
 DdpmPrediction = Literal["epsilon", "v", "x0", "previous_x"]
 FlowPrediction = Literal["flow", "epsilon", "score"]
 EdmPrediction = Literal["edm"]
@@ -275,8 +276,12 @@ class FlowConfig(_OfEveryProcess):
     path: FlowPath = "linear"
     """Path from data to noise, as in SiT: linear (rectified flow, SD3), gvp (trigonometric) or vp (variance preserving,
     as in score SDEs)."""
+    convention: FlowConvention = "sd3"
+    """Time input and velocity of the network. sd3 (Stable Diffusion 3): 1000 t, where t = 1 is noise, and the velocity
+    from data to noise. sit (SiT, LightningDiT): 1 - t, where 1 is data, and the velocity from noise to data. Weights
+    need the convention that they were trained with; their names and shapes do not show it."""
     prediction: Literal["auto", FlowPrediction] = "auto"
-    """Prediction target: flow (the velocity noise - x0), epsilon or score. auto: flow."""
+    """Prediction target: flow (the velocity), epsilon or score. auto: flow."""
     weighting: Literal["auto", FlowWeighting] = "auto"
     """Weight of the squared error by noise level: none, min_snr, soft_min_snr, sigma_sqrt and cosmap (SD3), or velocity
     and likelihood (SiT, for epsilon and score). auto: min_snr if its gamma is given, otherwise none."""

@@ -1,7 +1,8 @@
 """Flow matching and stochastic interpolants: continuous time, data at t = 0 and pure noise at t = 1.
 
 Lipman et al. 2023 (arXiv:2210.02747); Ma et al. 2024, SiT (arXiv:2401.08740); Esser et al. 2024, Stable Diffusion 3
-(arXiv:2403.03206). The direction of time is that of Stable Diffusion 3; SiT's t is 1 - t here.
+(arXiv:2403.03206). The direction of time is that of Stable Diffusion 3; SiT's t is 1 - t here. Only the network's time
+input and the sign of its velocity follow ``FlowConfig.convention``; the loss is the same in both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fastdiff.config.objective import FlowConfig, FlowPath
 from fastdiff.diffusion.levels import ALPHA, SIGMA, Levels, noise_per_error, rows, snr_weights
 
 TIME_SCALE = 1000.0
-"""The model's time input is 1000 t, as in Stable Diffusion 3: its time embedding is made for numbers up to 1000."""
+"""Time input of the model per t in Stable Diffusion 3, whose time embedding is made for numbers up to 1000."""
 
 _BETA_MIN, _BETA_MAX = 0.1, 20.0
 """Ends of beta on the vp path (Song et al. 2021, arXiv:2011.13456, appendix C)."""
@@ -25,7 +26,7 @@ class Flow:
     """Path from data to noise; ``native`` levels are t, fp32 in ``interval``, on any device.
 
     Args:
-        config: path, prediction and weighting.
+        config: path, convention, prediction and weighting.
     """
 
     interval: tuple[float, float]
@@ -35,7 +36,7 @@ class Flow:
     over (0, 1) is infinite."""
 
     def __init__(self, config: FlowConfig) -> None:
-        self._path, self._prediction = config.path, config.predicted
+        self._path, self._prediction, self._sit = config.path, config.predicted, config.convention == "sit"
         self._weighting, self._gamma = config.weighted, config.min_snr_gamma
         if config.path == "vp":
             self.interval = (1e-5, 1.0)
@@ -54,7 +55,7 @@ class Flow:
         alpha, sigma, alpha_slope, sigma_slope = interpolant(self._path, native)
         zero, one = torch.zeros_like(native), torch.ones_like(native)
         if self._prediction == "flow":
-            target_x0, target_noise = alpha_slope, sigma_slope
+            target_x0, target_noise = (-alpha_slope, -sigma_slope) if self._sit else (alpha_slope, sigma_slope)
         else:
             target_x0, target_noise = zero, (one if self._prediction == "epsilon" else -1.0 / sigma)
         table = rows(alpha=alpha, sigma=sigma, target_x0=target_x0, target_noise=target_noise)
@@ -62,7 +63,8 @@ class Flow:
         # At sigma = 0 the SNR is infinite, so that min_snr and soft_min_snr are correctly 0.
         weights = self._weights(table, (alpha / sigma) ** 2, sigma * alpha_slope - alpha * sigma_slope)
         row = torch.arange(len(native), device=native.device)
-        return Levels(TIME_SCALE * native, row, table, weights, log_snr, depth=native)
+        time = 1.0 - native if self._sit else TIME_SCALE * native
+        return Levels(time, row, table, weights, log_snr, depth=native)
 
     def _weights(self, table: Tensor, snr: Tensor, determinant: Tensor) -> Tensor:
         """Return the weights ``[B]`` of the squared error of the prediction.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from fastdiff.config.objective import DEFAULTS
 from fastdiff.config.run_record import require_run
 from fastdiff.diffusion.snr_bins import BINS, SNR_CENTRES, SNR_EDGES, Floats, Mean, by_log_snr, name_of
 from fastdiff.errors import ConfigError
@@ -118,7 +119,7 @@ def compare(a: MeasuredRun, b: MeasuredRun) -> Comparison:
     """
     _require_same_samples(a, b)
     first, second = a.found, b.found
-    same_loss = first.about["objective"] == second.about["objective"]
+    same_loss = _loss_of(first) == _loss_of(second)
     unit = f"loss ({first.about['unit']})" if same_loss else "squared error of x0, as the losses differ in kind"
     values = [one.loss if same_loss else one.x0_mse for one in (first, second)]
     finite = np.isfinite(values[0]) & np.isfinite(values[1])
@@ -199,6 +200,12 @@ def _mean_of_bins(bins: Sequence[Mean]) -> Mean:
         return Mean(0, math.nan, math.nan)
     error = math.hypot(*(found.error for found in bins)) / len(bins)
     return Mean(sum(found.count for found in bins), sum(found.mean for found in bins) / len(bins), error)
+
+
+def _loss_of(found: Validated) -> dict[str, object]:
+    """Return the fields that determine the loss; older records lack the newer ones, whose defaults hold for them."""
+    recorded: dict[str, object] = found.about["objective"]
+    return DEFAULTS | recorded | {"convention": DEFAULTS["convention"]}  # it changes no loss
 
 
 def _require_same_samples(a: MeasuredRun, b: MeasuredRun) -> None:

@@ -176,6 +176,8 @@ def measure(
 def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tuple[dict[str, Any], Likelihood]:
     """Measure a run and write ``nll.json`` and ``nll.npz``: ``vb``, ``xstart_mse``, ``mse`` ``[T]``, ``total`` ``[N]``.
 
+    The results of a published file lie beside it.
+
     Returns:
         The content of ``nll.json``, and the full measurement.
 
@@ -205,7 +207,7 @@ def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tu
         "step": run.step,
         "weights": run.description,
     }
-    _write(run.folder, result, found)
+    _write(run, result, found)
     return result, found
 
 
@@ -284,11 +286,12 @@ def _open(run: Run, path: str) -> LatentReader:
         f"{run.folder} was trained on images encoded during training; encode some with `fastdiff encode` and "
         "give their folder as --data",
     )
+    require(bool(path) or not run.is_file, f"{run.folder} is a file of weights: name the data to measure by --data")
     own = replace(config, data=DataConfig(path=path or config.data.path, cache=config.data.cache))
     reader = open_data(own, torch.device("cpu"))
     assert isinstance(reader, LatentReader)
     check_provenance(own, reader.info)
-    if path and not config.data.online:
+    if path and not (config.data.online or run.is_file):
         with open_data(config, torch.device("cpu")) as training:
             alike = _encoding(reader.info) == _encoding(training.info)
         require(alike, f"--data {path} was encoded differently from {config.data.path}; encode both alike")
@@ -301,12 +304,12 @@ def _encoding(info: DatasetInfo) -> tuple[object, ...]:
     return info.kind, info.normalisation, made.autoencoder_digest, made.text_encoder_digest
 
 
-def _write(folder: Path, result: dict[str, Any], found: Likelihood) -> None:
+def _write(run: Run, result: dict[str, Any], found: Likelihood) -> None:
     """Write each file atomically."""
     arrays = io.BytesIO()
     np.savez(arrays, vb=found.vb, xstart_mse=found.xstart_mse, mse=found.mse, total=found.terms + found.prior)
-    publish(folder / "nll.npz", arrays.getvalue())
-    publish(folder / "nll.json", json.dumps(result, indent=2).encode() + b"\n")
+    publish(run.result("nll.npz"), arrays.getvalue())
+    publish(run.result("nll.json"), json.dumps(result, indent=2).encode() + b"\n")
 
 
 _STYLE = {

@@ -10,6 +10,7 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig, Prediction
 from fastdiff.config.run import RunConfig
 from fastdiff.models.family import PublishedClass, family_of
+from fastdiff.models.pretrained.sit_transport import transport
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -98,13 +99,15 @@ def conventions(config: RunConfig, *, diffusers: bool = False) -> str:
         time = f"\nIts time input is t * 1000 / {objective.timesteps} (`rescale_timesteps`), not the timestep t.\n"
         return (time if rescaled else "") + _returned(objective.predicted, where, published, diffusers)
     returned = {"flow": "the velocity dx/dt", "epsilon": "the noise", "score": "the score"}
-    time, returns = (
-        ("x and 1000 t (t = 0: the data, 1: noise)", returned.get(objective.predicted))
-        if isinstance(objective, FlowConfig)
-        else ("c_in x and ln(sigma) / 4", "F of the denoiser c_skip x + c_out F (Karras et al. 2022)")
-    )
-    sampler = f"the sampler that comes with {published.sampler}"
-    return f"\nIts inputs are {time}; it returns {returns}{where}: {sampler} cannot use it.\n"
+    use = f"the sampler that comes with {published.sampler} cannot use it"
+    if isinstance(objective, FlowConfig):
+        time, returns = "x and 1000 t (t = 0: the data, 1: noise)", returned.get(objective.predicted)
+    else:
+        time, returns = "c_in x and ln(sigma) / 4", "F of the denoiser c_skip x + c_out F (Karras et al. 2022)"
+    if theirs := transport(objective):
+        time = "x and t (t = 0: noise, 1: the data)"
+        use += f', that of SiT can: `create_transport("{theirs["path_type"]}", "{theirs["prediction"]}")`'
+    return f"\nIts inputs are {time}; it returns {returns}{where}: {use}.\n"
 
 
 def _returned(predicted: Prediction, where: str, published: PublishedClass, diffusers: bool) -> str:

@@ -28,14 +28,20 @@ from fastdiff.models.lora import WEIGHTS_FILE, save_lora
 class Exported:
     """The content of an export."""
 
-    saved: Checkpoint
-    """The exported checkpoint."""
+    saved: Checkpoint | None
+    """The exported checkpoint; None: a published file of weights, which no training format supports."""
     config: RunConfig
     """The configuration of the run."""
     weights: ExportedWeights
     """The selected weights."""
     dtype: torch.dtype
     """Dtype of the files."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint, for a format of a training."""
+        assert self.saved is not None
+        return self.saved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

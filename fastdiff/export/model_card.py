@@ -5,48 +5,47 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.diffusion.levels import GAMMA
 from fastdiff.export.card_text import Place, base_name
-from fastdiff.export.formats import format_of
-from fastdiff.export.weights import ExportedWeights
+from fastdiff.export.formats import Exported, format_of
 from fastdiff.models.family import family_of
-from fastdiff.sampling.run import config_of
 
 _SAMPLES = "samples.png"
 _NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}
 """Default mean and standard deviation."""
 
 
-def write_card(
-    folder: Path, run: Path, saved: Checkpoint, weights: ExportedWeights, format_: str, dtype: str, place: Place
-) -> None:
+def write_card(folder: Path, run: Path, exported: Exported, format_: str, dtype: str, place: Place) -> None:
     """Write the card, and copy the newest sample picture up to the step of the checkpoint.
 
     Args:
         folder: of the exported files.
-        run: run folder.
-        saved: the checkpoint that was exported.
-        weights: the selected weights.
+        run: run folder, or published file of weights.
+        exported: the content.
         format_: of the exported files.
         dtype: of the exported weights.
         place: location of the model in the examples.
     """
-    config = config_of(saved)
-    step = int(saved.manifest["progress"]["steps"])
+    config, saved = exported.config, exported.saved
+    step = 0 if saved is None else int(saved.manifest["progress"]["steps"])
+    title, origin, heading = (
+        (run.stem, f"converted from `{run.name}` by fastdiff", "Model")
+        if saved is None
+        else (run.resolve().name, "trained with fastdiff", "Training")
+    )
     picture = _newest_picture(run, step)
     if picture is not None:
         shutil.copyfile(picture, folder / _SAMPLES)
-    facts = "\n".join(f"| {name} | {value} |" for name, value in _facts(config, saved, weights, dtype).items())
+    facts = "\n".join(f"| {name} | {value} |" for name, value in _facts(exported, dtype).items())
     shown = f"![samples drawn during the training]({_SAMPLES})\n\n" if picture is not None else ""
     text = (
         f"---\n{_front_matter(config, format_)}---\n\n"
-        f"# {run.resolve().name}\n\n"
-        f"{_subject(config, format_)}, trained with fastdiff.\n\n"
-        f"{shown}## Training\n\n| | |\n| --- | --- |\n{facts}\n\n"
+        f"# {title}\n\n"
+        f"{_subject(config, format_)}, {origin}.\n\n"
+        f"{shown}## {heading}\n\n| | |\n| --- | --- |\n{facts}\n\n"
         f"## Use\n\n{use_of(config, format_, place, step)}\n"
         "## License\n\nNot stated yet: the owner of this model chooses it, within the licenses of the base model "
         "and of the data.\n"
@@ -77,8 +76,13 @@ def _subject(config: RunConfig, format_: str) -> str:
     return f"A LoRA adapter of {network[0].lower()}{network[1:]}" if adapter else network
 
 
-def _facts(config: RunConfig, saved: Checkpoint, weights: ExportedWeights, dtype: str) -> dict[str, object]:
-    manifest, optim = saved.manifest, config.optim
+def _facts(exported: Exported, dtype: str) -> dict[str, object]:
+    config = exported.config
+    weights = f"{exported.weights.description}, in {dtype}"
+    if exported.saved is None:  # of its training no more is known
+        known = objective_facts(config.objective, config.timesteps)
+        return {"Noise": known["Noise"], "Prediction": known["Prediction"], "Weights": weights}
+    manifest, optim = exported.saved.manifest, config.optim
     pretrained, lora = config.pretrained, config.lora
     facts: dict[str, object] = {"Steps": manifest["progress"]["steps"], "Samples seen": manifest["progress"]["samples"]}
     if pretrained.path:
@@ -92,7 +96,7 @@ def _facts(config: RunConfig, saved: Checkpoint, weights: ExportedWeights, dtype
         "Learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of warm-up",
         **objective_facts(config.objective, config.timesteps),
         "Precision": config.performance.precision,
-        "Weights": f"{weights.description}, in {dtype}",
+        "Weights": weights,
         "Software": ", ".join(f"{name} {manifest['versions'][name]}" for name in ("fastdiff", "torch", "deepspeed")),
     }
 
@@ -128,7 +132,8 @@ def _of_process(objective: ObjectiveConfig) -> tuple[str, str, str, str]:
             return steps, f", {objective.variance} variance", objective.loss, ""
         case FlowConfig():
             cosine = f", cosine distance times {objective.cosine_weight:g}" if objective.cosine_weight else ""
-            return f"flow matching, {objective.path} path", "", "mse", cosine
+            convention = ", time and velocity of SiT" if objective.convention == "sit" else ""
+            return f"flow matching, {objective.path} path{convention}", "", "mse", cosine
         case EdmConfig():
             return f"EDM, sigma of the data {objective.sigma_data:g}", "", "mse", ""
 

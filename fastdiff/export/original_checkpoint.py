@@ -27,6 +27,7 @@ from fastdiff.export.card_text import Place, load_pickle
 from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import ExportedWeights, exported_weights
 from fastdiff.models.family import family_of
+from fastdiff.models.pretrained.sit_transport import transport
 from fastdiff.sanitize import address
 
 
@@ -50,7 +51,7 @@ def write_dit_training(folder: Path, exported: Exported) -> None:
     Raises:
         StorageError: it could not be written.
     """
-    saved, config, fp32 = exported.saved, exported.config, torch.float32
+    saved, config, fp32 = exported.checkpoint, exported.config, torch.float32
     step = saved.manifest["progress"]["steps"]
     raw = _as_trained(saved, config)
     read = _moments_or_say(saved, config)
@@ -77,7 +78,7 @@ def write_iddpm(folder: Path, exported: Exported) -> None:
     Raises:
         StorageError: a file could not be written.
     """
-    saved, config = exported.saved, exported.config
+    saved, config = exported.checkpoint, exported.config
     step, raw = saved.manifest["progress"]["steps"], _as_trained(saved, config)
     if saved.ema_stds:
         log.warning(f"the averages of the widths {list(saved.ema_stds)} are left out: file names hold rates only")
@@ -165,10 +166,10 @@ def _save(path: Path, content: dict[str, Any]) -> None:
 
 
 def _arguments(config: RunConfig) -> argparse.Namespace:
-    """Return the arguments of DiT's train.py; None for values unknown to the run, and base names of folders."""
-    model, output = cast(DiTConfig, config.model), config.output
+    """Return the arguments of DiT's or SiT's train.py; None for values unknown to the run, base names of folders."""
+    model, output, of_sit = cast(DiTConfig, config.model), config.output, transport(config.objective)
     shapes = {
-        (depth, hidden, heads, patch): f"DiT-{letter}/{patch}"
+        (depth, hidden, heads, patch): f"{'SiT' if of_sit else 'DiT'}-{letter}/{patch}"
         for letter, (depth, hidden, heads) in DIT_SIZES.items()
         for patch in DIT_PATCHES
     }
@@ -185,6 +186,7 @@ def _arguments(config: RunConfig) -> argparse.Namespace:
         num_workers=config.data.workers,
         log_every=output.log_every,
         ckpt_every=output.checkpoint_every,
+        **of_sit,
     )
 
 

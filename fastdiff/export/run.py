@@ -1,4 +1,4 @@
-"""Export of a trained run to the formats of other programs, with a model card.
+"""Export of a trained run, or of published weights, to the formats of other programs, with a model card.
 
 The weights are copied from the checkpoint one tensor at a time. The folder appears under its name only when it is
 complete and on the disk.
@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Literal
 
 from fastdiff.checkpoint.power_function import constant_name, in_words
-from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.weights import AS_TRAINED
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError, StorageError, require
 from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported, ExportFormat, format_of, formats_of
 from fastdiff.export.model_card import write_card
-from fastdiff.export.weights import ExportedWeights, exported_weights
+from fastdiff.export.weights import exported_weights, published_weights
 from fastdiff.files import unfinished_folder
 from fastdiff.models.kernel_choice import DTYPES
-from fastdiff.sampling.run import config_of, open_checkpoint
+from fastdiff.models.load import resolve
+from fastdiff.sampling.run import config_of, open_checkpoint, refuse_selection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,14 +49,17 @@ class Choice:
     """Step of the checkpoint, with ``ema_std`` also of a snapshot; None: the newest intact checkpoint."""
 
 
-def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = None) -> None:
-    """Write the weights of a run, and a model card ``README.md``, to a new folder.
+def export(
+    run: Path, out: Path, choice: Choice, *, published: RunConfig | None = None, repo_id: str | None = None
+) -> None:
+    """Write the weights of a run or of a published file, and a model card ``README.md``, to a new folder.
 
     Args:
-        run: run folder.
+        run: run folder, or the file.
         out: must not exist.
         choice: weights and format.
-        published_as: Hugging Face hub id in the examples of the card; None: ``out``.
+        published: configuration of the network in the file (``config.command_line.parse_published``); None: a run.
+        repo_id: Hugging Face hub id in the examples of the card; None: ``out``.
 
     Raises:
         ConfigError: ``out`` exists, or the run cannot be exported in this format.
@@ -64,6 +67,15 @@ def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = N
     """
     if out.exists():
         raise ConfigError(f"{out} exists; export to a new folder, or delete it")
+    form, exported = _of_run(run, choice) if published is None else _of_file(run, resolve(published), choice)
+    with _new_folder(out) as folder:
+        form.write(folder, exported)
+        if form.training:
+            exported = replace(exported, weights=replace(exported.weights, description=_all_of(form, exported)))
+        write_card(folder, run, exported, choice.format, choice.dtype, Place(out, repo_id))
+
+
+def _of_run(run: Path, choice: Choice) -> tuple[ExportFormat, Exported]:
     saved = open_checkpoint(run, choice.step, snapshots=choice.ema_std is not None)
     config = config_of(saved)
     form = _checked(choice, config)
@@ -72,11 +84,14 @@ def export(run: Path, out: Path, choice: Choice, *, published_as: str | None = N
     weights = exported_weights(
         saved, config, ema=choice.ema, raw=choice.raw, merge=not form.adapter, ema_std=choice.ema_std
     )
-    with _new_folder(out) as folder:
-        form.write(folder, Exported(saved, config, weights, DTYPES[choice.dtype]))
-        if form.training:
-            weights = replace(weights, description=_all_of(form, saved, weights))
-        write_card(folder, run, saved, weights, choice.format, choice.dtype, Place(out, published_as))
+    return form, Exported(saved, config, weights, DTYPES[choice.dtype])
+
+
+def _of_file(path: Path, config: RunConfig, choice: Choice) -> tuple[ExportFormat, Exported]:
+    refuse_selection(path, ema=choice.ema, ema_std=choice.ema_std, raw=choice.raw, step=choice.step)
+    form = _checked(choice, config)
+    require(not form.training, f"--format {choice.format}: {path} has no optimizer and no averages; choose another")
+    return form, Exported(None, config, published_weights(config), DTYPES[choice.dtype])
 
 
 def _checked(choice: Choice, config: RunConfig) -> ExportFormat:
@@ -94,10 +109,10 @@ def _checked(choice: Choice, config: RunConfig) -> ExportFormat:
     return found
 
 
-def _all_of(found: ExportFormat, saved: Checkpoint, weights: ExportedWeights) -> str:
+def _all_of(found: ExportFormat, exported: Exported) -> str:
     """Describe the weights in the files of a training."""
-    averages = [in_words(constant_name(rate)) for rate in saved.ema_rates]
-    return ", ".join([AS_TRAINED, *(averages if found.every_average else [weights.description])])
+    averages = [in_words(constant_name(rate)) for rate in exported.checkpoint.ema_rates]
+    return ", ".join([AS_TRAINED, *(averages if found.every_average else [exported.weights.description])])
 
 
 @contextmanager

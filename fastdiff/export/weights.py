@@ -70,6 +70,21 @@ def exported_weights(
     return ExportedWeights(shapes, _merged(base, chosen.read, trained, config.lora), chosen.description)
 
 
+def published_weights(config: RunConfig) -> ExportedWeights:
+    """Return the weights of a published file, checked against the network.
+
+    Raises:
+        ConfigError: the file belongs to another network, or cannot be read.
+    """
+    return ExportedWeights(*_built(config), f"weights of {Path(config.pretrained.path).name}")
+
+
+def _built(config: RunConfig) -> tuple[Shapes, Read]:
+    """Return the pretrained weights of a network, in memory."""
+    found = {name: value.detach() for name, value in build_network(config).named_parameters()}
+    return {name: tuple(value.shape) for name, value in found.items()}, found.__getitem__
+
+
 def _merged(base: Read, adapter: Read, trained: Mapping[str, object], config: LoraConfig) -> Read:
     """Merge LoRA adapters: ``W + alpha / rank * B A`` (Hu et al. 2021, arXiv:2106.09685, section 4.1)."""
     scale = config.numerator / config.rank
@@ -88,9 +103,7 @@ def _base(config: RunConfig) -> tuple[Shapes, Read]:
     """Return the frozen weights of a LoRA run, read one by one from safetensors files, or from memory."""
     path = Path(config.pretrained.path)
     if path.suffix == ".pt":
-        plain = replace(config, lora=LoraConfig())
-        found = {name: value.detach() for name, value in build_network(plain).named_parameters()}
-        return {name: tuple(value.shape) for name, value in found.items()}, found.__getitem__
+        return _built(replace(config, lora=LoraConfig()))
     files = [path] if path.suffix == ".safetensors" else pretrained(config).weight_files("unet")
     buffers = family_of(config.model).buffers(config.model)
     handles: dict[str, Any] = {}

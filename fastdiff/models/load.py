@@ -21,6 +21,7 @@ from fastdiff.models.family import family_of
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.pickles import load_published
 from fastdiff.models.pretrained.pipeline import TEXT_ENCODERS, Pretrained, readable
+from fastdiff.models.pretrained.sit_transport import check_transport
 from fastdiff.models.pretrained.training_state import read_published_training
 
 
@@ -151,6 +152,8 @@ def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
     if not path.is_file():
         raise ConfigError(f"--pretrained.path {path}: no such file")
     with readable(path):
+        if path.suffix == ".pt":
+            check_transport(path, config.objective)
         if config.pretrained.training:
             found = read_published_training(path).weights
         else:

@@ -1,9 +1,11 @@
-"""A run opened by one process for sampling and evaluation, finished or still training."""
+"""A trained network opened by one process for sampling and evaluation: a run, or a published file of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,30 +18,47 @@ from fastdiff.checkpoint.weights import select
 from fastdiff.config.config_file import from_mapping
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
-from fastdiff.config.run_record import require_run
+from fastdiff.config.run_record import as_json, require_run
 from fastdiff.config.sampler import SamplerConfig
 from fastdiff.console import log
-from fastdiff.errors import ConfigError, StorageError
+from fastdiff.errors import ConfigError, StorageError, require
+from fastdiff.files import file_digest
 from fastdiff.models.family import ModelFamily, family_of
-from fastdiff.models.load import build_network, check_base, null_label, pretrained
+from fastdiff.models.load import build_network, check_base, null_label, pretrained, resolve
+from fastdiff.models.pretrained.pipeline import readable
 from fastdiff.sampling.image_grid import image_grid
 from fastdiff.sampling.pixels import IDENTITY, autoencoder_of
 from fastdiff.sampling.solvers import grid_classes, sample
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """Origin of a network; the fields are those of ``Run``."""
+
+    config: RunConfig
+    step: int | None
+    digest: str
+    classes: int | None
+    description: str
+    weights: Mapping[str, Tensor] | None
+    """Trained parameters; None: those of ``config.pretrained``."""
+
+
 class Run:
-    """A checkpoint of a run, ready to draw: the newest intact one, or the one of a given step.
+    """A trained network, ready to draw: of a run the newest intact checkpoint, or the one of a given step; or a file.
 
     Args:
-        folder: ``runs/NAME``.
+        folder: ``runs/NAME``, or the file.
         ema: decay rate of the average to use.
         ema_std: relative width of the power-function average to use, stored or reconstructed from snapshots. Without
             ``ema`` and ``ema_std``: the first average of the run, or the raw weights if there is none.
         step: None: the newest.
         device: of the model; None: the first GPU, or the CPU.
+        published: configuration of the network in a file (``config.command_line.parse_published``); None: a run.
 
     Raises:
-        ConfigError: ``folder`` has no run, checkpoint or such average, or the base weights of its LoRA have changed.
+        ConfigError: ``folder`` has no run, checkpoint or such average, or the base weights of its LoRA have changed; or
+            the file belongs to another network, or cannot be read.
         StorageError: no checkpoint is intact.
     """
 
@@ -51,24 +70,31 @@ class Run:
         *,
         step: int | None = None,
         device: torch.device | None = None,
+        published: RunConfig | None = None,
     ) -> None:
-        saved = open_checkpoint(folder, step)
-        self.folder = folder
-        self.config = config_of(saved)
-        self.step = int(saved.manifest["progress"]["steps"])
-        self.digest = digest_of(saved.manifest)
-        """Sha256 that identifies the configuration and every weight of the checkpoint."""
-        self.classes: int | None = saved.manifest["classes"]
+        if published is None:
+            found = _of_checkpoint(folder, ema, ema_std, step)
+        else:
+            refuse_selection(folder, ema=ema, ema_std=ema_std, step=step)
+            found = _of_file(folder, resolve(published))
+        self.folder, self.is_file = folder, published is not None
+        self.config = found.config
+        self.step = found.step
+        """Optimizer steps; None for a file, which does not tell them."""
+        self.digest = found.digest
+        """Sha256 that identifies the configuration and every weight."""
+        self.classes = found.classes
         """Number of classes of the data; None: data without classes."""
+        self.description = found.description
+        """Step and weights in words, for messages."""
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        check_base(self.config, saved.manifest.get("base"))
         # An attention backend forced for the training may be unavailable on this machine.
         anywhere = replace(self.config, performance=replace(self.config.performance, attention="auto"))
-        chosen = select(saved, rate=ema, std=ema_std)
-        self.description = f"step {self.step}, {chosen.description}"
-        """Step and weights in words, for messages."""
-        weights = {name: chosen.read(name) for name in saved.manifest["parameters"]}
-        self.model = build_network(anywhere, weights).to(device).eval()
+        self.model = build_network(anywhere, found.weights).to(device).eval()
+
+    def result(self, name: str) -> Path:
+        """Return the path of a result: in the run folder, or beside a file, with its stem in front of the name."""
+        return self.folder.with_name(f"{self.folder.stem}.{name}") if self.is_file else self.folder / name
 
     @property
     def family(self) -> ModelFamily[ModelConfig]:
@@ -214,6 +240,43 @@ class Run:
             first_index=first_index,
             progress=progress,
         ).cpu()
+
+
+def refuse_selection(path: Path, **given: object) -> None:
+    """Raise ConfigError if one of the options that choose weights of a run is given for a file."""
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        require(value in (None, False), f"{flag}: {path} is a file of weights, not a run to choose from; leave it out")
+
+
+def _of_checkpoint(folder: Path, ema: float | None, ema_std: float | None, step: int | None) -> _Source:
+    saved = open_checkpoint(folder, step)
+    config, steps = config_of(saved), int(saved.manifest["progress"]["steps"])
+    check_base(config, saved.manifest.get("base"))
+    chosen = select(saved, rate=ema, std=ema_std)
+    return _Source(
+        config=config,
+        step=steps,
+        digest=digest_of(saved.manifest),
+        classes=saved.manifest["classes"],
+        description=f"step {steps}, {chosen.description}",
+        weights={name: chosen.read(name) for name in saved.manifest["parameters"]},
+    )
+
+
+def _of_file(path: Path, config: RunConfig) -> _Source:
+    with readable(path):
+        weights = file_digest(path)
+    record = as_json(config)
+    identity = {"model": record["model"], "objective": record["objective"], "weights": weights}
+    return _Source(
+        config=config,
+        step=None,
+        digest=hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
+        classes=config.model.classes or None,
+        description=f"weights of {path.name}",
+        weights=None,
+    )
 
 
 def open_checkpoint(folder: Path, step: int | None = None, *, snapshots: bool = False) -> Checkpoint:

@@ -91,6 +91,7 @@ def test_a_published_run_is_that_of_the_papers(name: str) -> None:
     else:
         assert isinstance(objective, FlowConfig)
         assert (objective.path, objective.predicted) == ("linear", "flow")
+        assert objective.convention == "sit", "published weights get the time that they were trained with"
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -76,6 +76,12 @@ def test_losses_of_another_kind_are_compared_as_errors_of_x0() -> None:
     assert found.total.difference == pytest.approx((b**2 - a**2).mean())
 
 
+def test_losses_of_both_conventions_and_of_older_records_are_of_one_kind() -> None:
+    a, b = 1 + np.abs(NOISE)
+    for objective in ({"prediction": "v", "convention": "sit"}, {"prediction": "v", "convention": "sd3"}):
+        assert compare(run("a", a), run("b", b, objective=objective)).unit == "loss (squared error of v)"
+
+
 def test_other_noise_levels_are_compared_bin_by_bin() -> None:
     """As independent samples; the total is the mean of the bins that both have."""
     a, b = 1 + np.abs(NOISE)

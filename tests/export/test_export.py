@@ -209,7 +209,7 @@ def test_two_exports_have_the_same_bytes(world: World, digits: Path, made: Path,
         found = []
         for number in range(2):
             out = tmp_path / f"{number}-{folder.name}" / name
-            export(folder, out, Choice(format=name), published_as="me/model")  # type: ignore[arg-type]
+            export(folder, out, Choice(format=name), repo_id="me/model")  # type: ignore[arg-type]
             found.append(digests(out))
         assert found[0] == found[1]
 

@@ -32,7 +32,7 @@ def test_the_card_of_published_recipes() -> None:
             "Conditions dropped": "0.1",
         },
         "sit-xl-2-256": {
-            "Noise": "flow matching, linear path",
+            "Noise": "flow matching, linear path, time and velocity of SiT",
             "Prediction": "flow",
             "Loss": "mse, weighting none",
             "Timesteps": "uniform",
@@ -87,7 +87,12 @@ def test_the_time_that_a_flow_or_edm_model_gets_is_on_the_card(format_: str) -> 
         card = use_of(RunConfig(objective=given), format_, Place(Path("out")))
         assert words in card
         assert "the sampler that comes with DiT cannot use it" in card
-    assert "in the first half of its channels:" in use_of(preset("sit-xl-2-256"), format_, Place(Path("out")))
+    sit = use_of(preset("sit-xl-2-256"), format_, Place(Path("out")))
+    assert (
+        "Its inputs are x and t (t = 0: noise, 1: the data); it returns the velocity dx/dt in the first half of its "
+        "channels: the sampler that comes with DiT cannot use it, that of SiT can: "
+        '`create_transport("Linear", "velocity")`.'
+    ) in sit
     assert "cannot use it" not in use_of(preset("dit-xl-2-256"), format_, Place(Path("out")))
 
 

@@ -23,6 +23,10 @@ OBJECTIVES = [
         FlowConfig(path=path, prediction=prediction)
         for path, prediction in product(("linear", "gvp", "vp"), ("flow", "epsilon", "score"))
     ),
+    *(
+        FlowConfig(path=path, prediction=prediction, convention="sit")
+        for path, prediction in (("linear", "flow"), ("gvp", "flow"), ("vp", "score"))
+    ),
     EdmConfig(),
     EdmConfig(sigma_data=1.5),
 ]
@@ -34,7 +38,7 @@ def name(objective: Any) -> str | None:
         case DdpmConfig():
             kind = objective.schedule
         case FlowConfig():
-            kind = objective.path
+            kind = f"{objective.convention}-{objective.path}"
         case EdmConfig():
             kind = str(objective.sigma_data)
         case _:

@@ -8,6 +8,8 @@ from typing import Literal
 
 from fastdiff.errors import require
 
+WEIGHT_FILES = (".pt", ".safetensors")
+"""Suffixes of the files that hold the weights of one network."""
 CAPTION_TOKENS = 77
 """Length of a caption in CLIP tokens."""
 
@@ -41,7 +43,7 @@ class PretrainedConfig:
     @property
     def is_file(self) -> bool:
         """Whether ``path`` names a file of weights instead of a pipeline."""
-        return Path(self.path).suffix in (".safetensors", ".pt")
+        return Path(self.path).suffix in WEIGHT_FILES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

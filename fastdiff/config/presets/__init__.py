@@ -56,12 +56,13 @@ def sit_xl_2_256() -> RunConfig:
     deepspeed fastdiff/train.py --preset sit-xl-2-256 --data.path data/imagenet256
 
     Source: Ma et al. 2024, arXiv:2401.08740, and its published train.py: velocity, uniform t, no weighting. The network
-    is DiT's; its outputs for the variance are not trained. Options: --optim.name adamw8bit; EDM2's averages,
-    --ema.power_stds 0.05 0.1 --ema.snapshot_every 10000.
+    is DiT's; its outputs for the variance are not trained. Its time and the sign of its velocity are SiT's
+    (--objective.convention sit), so that published weights mean the same here, and weights of this run there. Options:
+    --optim.name adamw8bit; EDM2's averages, --ema.power_stds 0.05 0.1 --ema.snapshot_every 10000.
 
     Expected: FID-50K 17.2 without guidance, by their SDE sampler. Not measured here.
     """
-    objective = FlowConfig(path="linear", prediction="flow")
+    objective = FlowConfig(path="linear", convention="sit", prediction="flow")
     return _imagenet("sit-xl-2-256", dit_config("DiT-XL/2", learn_sigma=True), objective)
 
 

@@ -1,4 +1,4 @@
-"""Published checkpoints (IDDPM, ADM, DiT): ``.pt`` files of PyTorch, read without executing their code."""
+"""Published checkpoints (IDDPM, ADM, DiT, SiT): ``.pt`` files of PyTorch, read without executing their code."""
 
 from __future__ import annotations
 
@@ -64,6 +64,17 @@ def read_published(path: Path) -> dict[Any, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"expected a dict, it holds {type(content).__name__}")
     return content
+
+
+def read_arguments(path: Path) -> dict[str, Any]:
+    """Return the command line in the file of a training, by argument; empty if the file has none.
+
+    Raises:
+        ValueError: Unexpected or hostile file.
+        OSError: The file cannot be read.
+    """
+    found = read_published(path).get("args")
+    return vars(found) if isinstance(found, argparse.Namespace) else {}
 
 
 def state_dict(content: Any, expected: str) -> dict[str, Tensor]:

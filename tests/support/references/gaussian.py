@@ -61,7 +61,12 @@ class Gaussian:
         return alpha, sigma, *targets[self.objective.predicted]
 
     def _flow(self, time: Tensor) -> tuple[Any, ...]:
-        t = time.double() / 1000
+        if self.objective.convention == "sit":
+            alpha, sigma, a, b = self._path(1 - time.double())
+            return (alpha, sigma, -a, -b) if self.objective.predicted == "flow" else (alpha, sigma, a, b)
+        return self._path(time.double() / 1000)
+
+    def _path(self, t: Tensor) -> tuple[Any, ...]:
         if self.objective.path == "linear":
             alpha, sigma, slopes = 1 - t, t, (-1, 1)
         elif self.objective.path == "gvp":
