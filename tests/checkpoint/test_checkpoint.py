@@ -53,8 +53,9 @@ def test_one_checkpoint_may_be_kept(world: World, digits: Path, tmp_path: Path) 
     assert [p.name for p in committed(tmp_path / "run" / "checkpoints")] == ["step-00000003"]
     train(tiny(digits, tmp_path / "run", steps=4, output__checkpoint_every=1, output__keep=1), launch(), world)
     assert [p.name for p in committed(tmp_path / "run" / "checkpoints")] == ["step-00000004"]
+    rewinding = {"output__checkpoint_every": 1, "divergence": DivergenceConfig(policy="rewind")}
     with pytest.raises(ConfigError, match="rewind goes back behind a spike, and --output"):
-        tiny(digits, tmp_path / "run", output__keep=1, divergence=DivergenceConfig(policy="rewind"))
+        tiny(digits, tmp_path / "run", **rewinding, output__keep=1)
 
 
 def test_nothing_is_pruned_while_fewer_than_two_are_intact(world: World, digits: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from fastdiff.data.images.items import BadItem, ClassesFrom, ImageItem, ImageSou
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.shards.remote import is_remote, list_folder, shown
 from fastdiff.errors import ConfigError, DataError, require
-from fastdiff.sanitize import escape
+from fastdiff.sanitize import address, escape
 
 __all__ = ["BadItem", "ImageItem", "ImageSource", "open_source"]
 
@@ -58,6 +58,7 @@ def open_source(
         raise ConfigError(f"{samples_per_unit} samples per unit, at most {max_samples} samples: expected at least 1")
     tars, folder = _tars(text), Path(text)
     is_list = tars is None and folder.suffix.lower() in LISTS and folder.is_file()
+    require("://" not in image_root, f"--image-root {address(image_root)}: expected a folder of this machine")
     _require_use("--image-root", image_root, "a file of metadata (.json, .jsonl or .csv)", is_list)
     if is_list:
         _require_use("--classes-from", "" if classes_from == "auto" else classes_from, "a folder of images", False)
