@@ -47,7 +47,7 @@ def say_once(exit_code: int, say: Callable[[], None]) -> int:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)  # no rank exits before the message is printed
         said = os.read(file, 64).split()
-        if len(said) == 2 and float(said[1]) > _started_s("self") + _TICK_S:
+        if len(said) == 2 and float(said[1]) > started_s("self") + _TICK_S:
             return int(said[0])
         say()
         with suppress(OSError):
@@ -70,21 +70,31 @@ def _file() -> Path:
     Raises:
         OSError: there is no folder that belongs to this user alone.
     """
+    folder = private_folder()
+    job = "-".join(re.sub(r"[^\w.]", "_", os.environ.get(name, "")) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    mine = f"{_LAUNCHER}-{job}"
+    for path in folder.glob("*-*"):
+        process, started, *_ = path.name.split("-")
+        if path.name != mine and str(started_s(process)) != started:
+            path.unlink(missing_ok=True)
+    return folder / mine
+
+
+def private_folder() -> Path:
+    """Return a folder of this user alone for files between the ranks of a node; their names begin with their launcher.
+
+    Raises:
+        OSError: there is no such folder, and none can be made.
+    """
     folder = Path(tempfile.gettempdir()) / f"fastdiff-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o7777 != 0o700:
         raise PermissionError(f"{folder}: of another user, or open to others")
-    job = "-".join(re.sub(r"[^\w.]", "_", os.environ.get(name, "")) for name in ("MASTER_ADDR", "MASTER_PORT"))
-    mine = f"{_LAUNCHER}-{job}"
-    for path in folder.glob("*-*"):
-        process, started, *_ = path.name.split("-")
-        if path.name != mine and str(_started_s(process)) != started:
-            path.unlink(missing_ok=True)
-    return folder / mine
+    return folder
 
 
-def _started_s(process: int | str) -> float:
+def started_s(process: int | str) -> float:
     """Return the start time of a process in seconds since boot; 0 if the process is gone."""
     try:
         ticks = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
@@ -93,5 +103,5 @@ def _started_s(process: int | str) -> float:
     return int(ticks) * _TICK_S
 
 
-_LAUNCHER = f"{os.getppid()}-{_started_s(os.getppid())}"
+_LAUNCHER = f"{os.getppid()}-{started_s(os.getppid())}"
 """Computed on import, while the launcher is certainly alive."""

@@ -60,7 +60,11 @@ class Every:
     """A cadence in optimizer steps; 0 means never."""
 
     steps: int
+    first: int | None = None
+    """Step of the first time; None: ``steps``."""
 
     def due(self, progress: Progress) -> bool:
-        """True after every ``steps``-th step."""
-        return self.steps > 0 and progress.steps % self.steps == 0
+        """True after step ``first``, and after every ``steps``-th step from there."""
+        if self.steps == 0 or self.first is None:
+            return self.steps > 0 and progress.steps % self.steps == 0
+        return progress.steps >= self.first and (progress.steps - self.first) % self.steps == 0

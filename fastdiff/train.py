@@ -97,7 +97,7 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
                 corruption = objective.corrupt(batch, engine)
                 prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
                 losses = objective.loss(prediction, batch, corruption)  # [micro, C, H, W] -> [micro]
-            meters.add(losses, batch.position, corruption.levels, corruption.importance)
+            meters.add(losses, batch.position, corruption.levels, corruption.importance, objective.parts)
             discard = guard.observe(losses)
             engine.backward(losses.mean(), discard=discard)
         objective.timesteps.end_step(state.world)

@@ -28,9 +28,9 @@ def add(commands: Subcommands) -> None:
     )
     parser.add_argument(
         "source",
-        help="images: a folder (with metadata.jsonl or .csv, or text files beside them, or one folder per class), "
-        "WebDataset tars (path or address, braces allowed), or a Hugging Face dataset; or digits (scikit-learn's 1,797 "
-        "real scans) or synthetic, which take no --pretrained",
+        help="images: a folder (with metadata.jsonl or .csv, or text files beside them, or one folder per class), a "
+        "file of metadata (.json with a list, .jsonl or .csv), WebDataset tars (path or address, braces allowed), or a "
+        "Hugging Face dataset; or digits (scikit-learn's 1,797 real scans) or synthetic, which take no --pretrained",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not hold a data set yet")
     _add_pipeline(parser)
@@ -100,8 +100,10 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
         choices=("first", "all"),
         help="captions of an image to embed; all counts them first, which downloads remote tars completely",
     )
-    group.add_argument("--image-column", help="column of a Hugging Face dataset")
+    group.add_argument("--image-root", metavar="FOLDER", help="folder of the images of a file of metadata")
+    group.add_argument("--image-column", help="column of a Hugging Face dataset or a file of metadata")
     group.add_argument("--caption-column", help="column or field of the captions")
+    group.add_argument("--dataset-config", metavar="NAME", help="configuration of a Hugging Face dataset")
     group.add_argument("--split", help="split of a Hugging Face dataset or a folder; of digits: all, train or test")
     group.add_argument("--max-samples", type=count, help="use only the first N images")
 

@@ -8,8 +8,8 @@ from typing import Literal
 from fastdiff.errors import require
 
 _ONLINE = (
-    "image_column", "caption_column", "max_samples", "resolution", "center_crop", "image_interpolation_mode", "decode",
-    "workers",
+    "image_column", "caption_column", "image_root", "dataset_config", "max_samples", "subset", "resolution",
+    "center_crop", "image_interpolation_mode", "decode", "workers",
 )  # fmt: skip
 """Fields that only online encoding reads."""
 
@@ -42,8 +42,15 @@ class DataConfig:
     """Image column of a Hugging Face dataset."""
     caption_column: str = "text"
     """Caption column of a Hugging Face dataset or of metadata.jsonl: one caption or a list of captions."""
+    image_root: str = ""
+    """Folder of the images if --data.path is a file of metadata (.json with a list, .jsonl or .csv); default: that of
+    the file."""
+    dataset_config: str | None = None
+    """Configuration of a Hugging Face dataset that has several."""
     max_samples: int | None = None
-    """Use only the first this many images."""
+    """Use only this many images."""
+    subset: Literal["first", "random"] = "first"
+    """Which images --data.max_samples uses: the first, or others drawn by --seed."""
     resolution: int = 512
     """Height and width of the images after resizing the shorter side and cropping, in pixels."""
     center_crop: bool = False
@@ -61,6 +68,7 @@ class DataConfig:
         require(self.resolution >= 8, f"--data.resolution {self.resolution}: at least 8")
         require(self.workers >= 1, f"--data.workers {self.workers}: at least 1")
         require(self.max_samples is None or self.max_samples >= 1, f"--data.max_samples {self.max_samples}: at least 1")
+        require(self.subset == "first" or self.max_samples is not None, "--data.subset random needs --data.max_samples")
         changed = [f.name for f in fields(self) if f.name in _ONLINE and getattr(self, f.name) != f.default]
         require(
             self.online or not changed,

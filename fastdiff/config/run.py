@@ -39,6 +39,8 @@ class ValidationConfig:
     """Prompts of the sample images; empty: no images."""
     every: int = 1000
     """Optimizer steps between validations (loss and prompts), in addition to one at the end. 0: never."""
+    first: int | None = None
+    """Optimizer step of the first validation. None: as many as between two."""
     images_per_prompt: int = 4
     """Images per prompt."""
     steps: int = 20
@@ -49,6 +51,8 @@ class ValidationConfig:
     def __post_init__(self) -> None:
         for name, least in (("samples", 1), ("every", 0), ("images_per_prompt", 1), ("steps", 1)):
             require(getattr(self, name) >= least, f"--validation.{name} {getattr(self, name)}: at least {least}")
+        require(self.first is None or self.first >= 1, f"--validation.first {self.first}: at least 1, or None")
+        require(self.first is None or self.every > 0, f"--validation.first {self.first} needs --validation.every")
         require(
             self.every > 0 or not self.data,
             f"--validation.data {self.data} with --validation.every 0 is never read; set --validation.every to the "
@@ -223,7 +227,7 @@ class OutputConfig:
     checkpoint_every: int = 1000
     """Steps between checkpoints; one is always written at the end."""
     keep: int = 2
-    """Number of newest checkpoints to keep; at least 2."""
+    """Number of newest checkpoints to keep. 1: none is left to fall back on if the newest is damaged."""
     failed_saves: int = 0
     """Consecutive checkpoints, or snapshots, that may fail before the run stops, for example because a disk is full.
     The last checkpoint, at the end or on preemption, must succeed."""
@@ -239,8 +243,14 @@ class OutputConfig:
     """Classifier-free guidance scale of a grid; 1: none."""
 
     def __post_init__(self) -> None:
-        require(self.keep >= 2, f"--output.keep {self.keep}: at least 2, so that one verified checkpoint is left")
-        least = {"log_every": 1, "checkpoint_every": 0, "failed_saves": 0, "sample_every": 0, "sample_steps": 1}
+        least = {
+            "keep": 1,
+            "log_every": 1,
+            "checkpoint_every": 0,
+            "failed_saves": 0,
+            "sample_every": 0,
+            "sample_steps": 1,
+        }
         for name, value in least.items():
             require(getattr(self, name) >= value, f"--output.{name} {getattr(self, name)}: at least {value}")
 
@@ -282,6 +292,11 @@ class RunConfig:
             self.divergence.policy != "rewind" or self.output.checkpoint_every > 0,
             "--divergence.policy rewind reloads a checkpoint, and --output.checkpoint_every 0 writes none; set it "
             "to the optimizer steps between two, for example 1000",
+        )
+        require(
+            self.divergence.policy != "rewind" or self.output.keep > 1,
+            "--divergence.policy rewind goes back behind a spike, and --output.keep 1 leaves only the newest "
+            "checkpoint; set it to at least 2",
         )
         self._check_pretrained()
         self._check_objective()

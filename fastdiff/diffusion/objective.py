@@ -90,6 +90,11 @@ class Objective:
             timesteps, config, self.process, seed=seed, batch_samples=batch_samples, device=device
         )
         self.variational = Variational(config, device) if isinstance(config, DdpmConfig) and config.has_bound else None
+        hybrid = self.variational is not None and not self.variational.config.is_bound
+        self.part_names = ("mse", "vb") if hybrid else ()
+        self.parts: tuple[Tensor, ...] = ()
+        """Parts of the last losses, ``[B]`` fp32 each, in the order of ``part_names``; unlike these, not weighted by
+        the importance of the timesteps."""
         self._cosine_weight = config.cosine_weight if isinstance(config, FlowConfig) else 0.0
         self._preserved_detail = config.dream_detail_preservation if isinstance(config, DdpmConfig) else 1.0
         # The target of epsilon and score prediction does not contain the latents.
@@ -199,7 +204,9 @@ class Objective:
             return self._bound(prediction, batch, corruption, self.variational)
         losses = self.squared_error(prediction, batch, corruption, corruption.levels.weights)
         if self.variational is not None:
-            losses = losses + self._bound(prediction, batch, corruption, self.variational)
+            bound = self._bound(prediction, batch, corruption, self.variational)
+            self.parts = losses.detach(), bound.detach()
+            losses = losses + bound
         if self._cosine_weight:
             losses = losses + self._cosine_weight * self._cosine_distance(prediction, batch, corruption)
         return losses

@@ -1,6 +1,7 @@
 """Rendezvous of the ranks: a TCPStore that rank 0 hosts on the address of MASTER_ADDR alone.
 
-PyTorch's own rendezvous listens on every interface of the machine without authentication.
+PyTorch's own rendezvous listens on every interface of the machine without authentication. DeepSpeed's launcher gives
+every run the same port; runs on one machine then agree on a free one instead, so that two of them never meet.
 """
 
 from __future__ import annotations
@@ -8,15 +9,24 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
+from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fastdiff.errors import ConfigError
+from fastdiff.exit_message import private_folder, started_s
+from fastdiff.files import publish
+
+_DEEPSPEED = 29_500
+"""Port of every run of DeepSpeed's launcher without --master_port."""
+_POLL_S = 0.05
 
 
-def meet(rank: int, host: str, port: int, timeout_s: float) -> Store:
+def meet(rank: int, host: str, port: int, timeout_s: float) -> TCPStore:
     """Open the store for ``torch.distributed.init_process_group``.
 
     Args:
@@ -30,11 +40,17 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> Store:
         ConfigError: the port is taken, or the host is unknown (rank 0 only).
     """
     timeout = timedelta(seconds=timeout_s)
-    if rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return TCPStore(host, port, is_master=False, timeout=timeout)
+    alone = os.environ.get("LOCAL_SIZE") == os.environ.get("WORLD_SIZE")
+    note = _note() if alone and port == _DEEPSPEED else None
+    if rank:
+        return TCPStore(host, _noted(note, timeout_s) if note else port, is_master=False, timeout=timeout)
     try:
-        alone = os.environ.get("LOCAL_SIZE") == os.environ.get("WORLD_SIZE")
-        listener = listen(host, port, alone=alone)
+        listener = listen(host, 0 if note else port, alone=alone)
+        if note:
+            port = listener.getsockname()[1]
+            publish(note, str(port).encode())
     except OSError as error:
         taken = "used by another program, perhaps another job" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(
@@ -45,6 +61,42 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> Store:
     return TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+def forget() -> None:
+    """Remove the note of rank 0's port, if any; called by rank 0 after all ranks have met."""
+    if note := _note():
+        note.unlink(missing_ok=True)
+
+
+def _note() -> Path | None:
+    """Return the file in which rank 0 notes its port; None if DeepSpeed's launcher has not started the ranks.
+
+    The launcher may have started a script for each rank, which is then their parent.
+    """
+    process = os.getpid()
+    while process > 1:
+        try:
+            command = Path(f"/proc/{process}/cmdline").read_bytes()
+            status = Path(f"/proc/{process}/stat").read_text()
+        except OSError:
+            return None
+        if b"\0deepspeed.launcher.launch\0" in command:
+            with suppress(OSError):
+                return private_folder() / f"{process}-{started_s(process)}-port"
+            return None
+        process = int(status.rpartition(")")[2].split()[1])
+    return None
+
+
+def _noted(note: Path, timeout_s: float) -> int:
+    """Wait until rank 0 has noted its port."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        with suppress(FileNotFoundError):
+            return int(note.read_text())
+        time.sleep(_POLL_S)
+    raise ConfigError(f"rank 0 did not start within {timeout_s:.0f} s; look for its message", everywhere=False)
 
 
 def listen(host: str, port: int, *, alone: bool) -> socket.socket:

@@ -117,6 +117,7 @@ def start_world(timeout_s: float = 1800.0) -> World:
     if not torch.distributed.is_initialized():
         _record_collectives()
         store = rendezvous.meet(rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
+        os.environ["MASTER_PORT"] = str(store.port)  # DeepSpeed names shared memory after it
         torch.distributed.init_process_group(
             "nccl" if on_cuda else "gloo",
             store=store,
@@ -124,6 +125,8 @@ def start_world(timeout_s: float = 1800.0) -> World:
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
         )
+        if rank == 0:
+            rendezvous.forget()
     return World(rank=rank, size=size, device=device)
 
 

@@ -171,13 +171,14 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
     engine = Engine(model, config, parts.ds_config, world, blocks=model.block_classes)
     spikes = Spikes(config.divergence, config.batch.samples, world)
     accumulation = config.batch.accumulation(world.size)
+    objective = _build_objective(config, parts.reader, model, world)
     return TrainState(
         config=config,
         world=world,
         engine=engine,
-        objective=_build_objective(config, parts.reader, model, world),
+        objective=objective,
         ema=Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup),
-        meters=Meters(world, parts.heart),
+        meters=Meters(world, parts.heart, objective.part_names),
         reader=parts.reader,
         order=parts.order,
         facts=parts.facts,

@@ -33,7 +33,7 @@ class Checkpoints:
 
     Args:
         folder: ``runs/NAME/checkpoints``.
-        keep: number to keep; pruning leaves at least two that this process committed or verified.
+        keep: number to keep; pruning leaves at least two that this process committed or verified, with ``keep`` 1 one.
         world: the ranks; all of them call every method. It has a separate process group if commits run beside the
             training.
     """
@@ -97,22 +97,22 @@ class Checkpoints:
         self._world.on_first(self._prune)
 
     def _prune(self) -> None:
-        """Delete all but the ``keep`` newest checkpoints, once two of the kept ones are known to be intact.
+        """Delete all but the ``keep`` newest checkpoints, once two of these (or the only one) are known to be intact.
 
         Intact are those committed by this process, which are not read back, and those that verify.
         """
         folders = committed(self._folder)
         kept, old = folders[: self._keep], folders[self._keep :]
-        if old and self._two_are_intact(kept):
+        if old and self._are_intact(kept, min(2, self._keep)):
             self._folders.remove(old)
 
-    def _two_are_intact(self, folders: Sequence[Path]) -> bool:
+    def _are_intact(self, folders: Sequence[Path], least: int) -> bool:
         intact = 0
         for folder in folders:
             if folder in self._verified or not verify(folder):
                 self._verified.add(folder)
                 intact += 1
-            if intact == 2:
+            if intact == least:
                 return True
         return False
 

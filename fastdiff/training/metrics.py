@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,22 +31,33 @@ class Meters:
     Args:
         world: the ranks.
         heart: heartbeat of this rank, driven by ``phase``; None outside of training.
+        parts: names of the parts that the losses are sums of.
     """
 
-    def __init__(self, world: World, heart: Heartbeat | None = None) -> None:
+    def __init__(self, world: World, heart: Heartbeat | None = None, parts: Sequence[str] = ()) -> None:
         self._world = world
+        suffixes = ("", *(f"_q{n}" for n in range(QUARTILES)))
+        self.names = (*BY_LEVEL, *(part + suffix for part in parts for suffix in suffixes))
+        """Names of the means other than ``loss``: ``BY_LEVEL``, and every part as a whole and by quartile."""
         self._heart = heart
         self._taken = 0
-        self.sums = torch.zeros(2, 1 + len(BY_LEVEL), dtype=torch.float64, device=world.device)
-        """``[2, 1 + levels]`` float64 of this rank's finite losses since the last read: their sums (row 0) and weights
-        (row 1), over all samples (column 0: their number) and by noise level (``BY_LEVEL``); part of a checkpoint."""
+        self.sums = torch.zeros(2, 1 + len(self.names), dtype=torch.float64, device=world.device)
+        """``[2, 1 + names]`` float64 of this rank's finite losses since the last read: their sums (row 0) and weights
+        (row 1), over all samples (column 0: their number) and by name; part of a checkpoint."""
         self._edges = torch.tensor(SNR_EDGES, device=world.device)
         self._groups = torch.tensor([*range(QUARTILES), *range(BINS)], device=world.device)
         self._reset_times()
         self.step: list[tuple[Tensor, Tensor]] = []
         """(position, loss), both ``[micro]``, of each micro-batch of the current step on this rank."""
 
-    def add(self, losses: Tensor, position: Tensor, levels: Levels, importance: Tensor | None = None) -> None:
+    def add(
+        self,
+        losses: Tensor,
+        position: Tensor,
+        levels: Levels,
+        importance: Tensor | None = None,
+        parts: Sequence[Tensor] = (),
+    ) -> None:
         """Add the losses of one micro-batch.
 
         Args:
@@ -54,15 +65,18 @@ class Meters:
             position: ``[B]`` int64 positions of the samples in the run.
             levels: their noise levels.
             importance: ``[B]`` weights of levels that are drawn unevenly, over which a group's mean is taken; None: 1.
+            parts: ``[B]`` each, in the order of the names; their sum times ``importance`` is ``losses``.
         """
         losses = losses.detach()
         finite = torch.isfinite(losses)
-        values = torch.where(finite, losses, 0.0).double()
-        self.sums[:, 0] += torch.stack([values.sum(), finite.sum()])
         weights = finite.double() if importance is None else finite * importance.double()
-        # Sums over one-hot rows have a fixed shape and a fixed order, unlike scattered additions on a GPU.
         member = self._members(levels).double()
-        self.sums[:, 1:] += (torch.stack([values, weights]).unsqueeze(2) * member).sum(1)  # [2, B, L] -> [2, L]
+        ends = 1 + len(BY_LEVEL)
+        self.sums[:, :ends] += _sums(losses, finite, weights, member)
+        for number, part in enumerate(parts):
+            own = slice(ends + number * (1 + QUARTILES), ends + (number + 1) * (1 + QUARTILES))
+            weighted = part if importance is None else part * importance
+            self.sums[:, own] += _sums(weighted, finite, weights, member[:, :QUARTILES])
         self.step.append((position, losses))
 
     def _members(self, levels: Levels) -> Tensor:
@@ -90,7 +104,7 @@ class Meters:
     def read(self) -> Record:
         """Return ``loss`` (mean over all ranks' samples since the last read) and times; start anew.
 
-        ``BY_LEVEL`` are the means by noise level, None without samples.
+        ``names`` are the other means, None without samples.
         """
         (total, *totals), (samples, *weights) = self._world.sum_(self.sums.clone()).tolist()
         elapsed = time.perf_counter() - self._since
@@ -100,16 +114,16 @@ class Meters:
             "step_ms": 1e3 * elapsed / steps,
             "data_wait_ms": 1e3 * self._data_wait / steps,
         }
-        groups = zip(BY_LEVEL, totals, weights, strict=True)
+        groups = zip(self.names, totals, weights, strict=True)
         record |= {name: value / weight if weight else None for name, value, weight in groups}
         self.sums.zero_()
         self._reset_times()
         return record
 
     def restore(self, sums: Tensor) -> None:
-        """Continue with the sums of a checkpoint; ignore those of an older format without noise levels."""
-        if sums.shape == self.sums.shape:
-            self.sums.copy_(sums)
+        """Continue with the sums of a checkpoint; older formats lack the parts, or the noise levels and are ignored."""
+        if sums.shape in (self.sums.shape, (2, 1 + len(BY_LEVEL))):
+            self.sums[:, : sums.shape[1]].copy_(sums)
 
     def reset(self) -> None:
         """Discard everything accumulated, which belongs to undone steps."""
@@ -128,6 +142,21 @@ class Meters:
         self._since = time.perf_counter()
         self._data_wait = 0.0
         self._steps = 0
+
+
+def _sums(losses: Tensor, finite: Tensor, weights: Tensor, member: Tensor) -> Tensor:
+    """Return sums and weights ``[2, 1 + L]`` float64, over all samples (their number) and by group.
+
+    Args:
+        losses: ``[B]``, weighted.
+        finite: ``[B]`` bool, whether a sample counts.
+        weights: ``[B]`` float64, 0 for samples that do not count.
+        member: ``[B, L]`` float64, 1 for the members of a group. Sums over such one-hot rows have a fixed shape and a
+            fixed order, unlike scattered additions on a GPU.
+    """
+    values = torch.where(finite, losses, 0.0).double()
+    whole = torch.stack([values.sum(), finite.sum().double()]).unsqueeze(1)
+    return torch.cat([whole, (torch.stack([values, weights]).unsqueeze(2) * member).sum(1)], dim=1)  # [2, B, L] summed
 
 
 def peak_gib(device: torch.device) -> float:

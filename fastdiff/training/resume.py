@@ -33,6 +33,7 @@ FREE = (
     "output.",
     "validation.",
     "data.path",
+    "data.image_root",
     "data.cache",
     "data.damaged",
     "data.loader",

@@ -20,7 +20,8 @@ from fastdiff.checkpoint.manifest import committed
 from fastdiff.checkpoint.reader import METERS, Checkpoint
 from fastdiff.checkpoint.staging import HostCopy
 from fastdiff.checkpoint.step_folders import StepFolders
-from fastdiff.errors import StorageError
+from fastdiff.config.divergence import DivergenceConfig
+from fastdiff.errors import ConfigError, StorageError
 from fastdiff.files import file_digest
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
@@ -45,6 +46,16 @@ DTYPES = (
 def test_retention_keeps_the_newest(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", steps=6, output__checkpoint_every=1, output__keep=3), launch(), world)
     assert [p.name for p in committed(tmp_path / "run" / "checkpoints")] == [f"step-{n:08d}" for n in (6, 5, 4)]
+
+
+def test_one_checkpoint_may_be_kept(world: World, digits: Path, tmp_path: Path) -> None:
+    train(tiny(digits, tmp_path / "run", steps=3, output__checkpoint_every=1, output__keep=1), launch(), world)
+    assert [p.name for p in committed(tmp_path / "run" / "checkpoints")] == ["step-00000003"]
+    train(tiny(digits, tmp_path / "run", steps=4, output__checkpoint_every=1, output__keep=1), launch(), world)
+    assert [p.name for p in committed(tmp_path / "run" / "checkpoints")] == ["step-00000004"]
+    rewinding = {"output__checkpoint_every": 1, "divergence": DivergenceConfig(policy="rewind")}
+    with pytest.raises(ConfigError, match="rewind goes back behind a spike, and --output"):
+        tiny(digits, tmp_path / "run", **rewinding, output__keep=1)
 
 
 def test_nothing_is_pruned_while_fewer_than_two_are_intact(world: World, digits: Path, tmp_path: Path) -> None:

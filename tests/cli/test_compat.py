@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from fastdiff.cli.compat.run import in_words, translate
-from fastdiff.cli.main import main
+from fastdiff.cli.compat.translation import Translation, program
+from fastdiff.cli.main import _parser, main
 from fastdiff.config.command_line import parse
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
 from fastdiff.config.run import EmaConfig, RunConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
 from tests.support.inputs.images import encode, natural
+from tests.support.processes import fastdiff, run
 
 T2I = ["--pretrained_model_name_or_path", "some/pipeline", "--train_data_dir", "images", "--max_train_steps", "100"]
 
@@ -42,8 +45,15 @@ ckpt-every
 def run_of(script: str, flags: list[str], gpus: int = 1) -> tuple[RunConfig, list[str]]:
     """The configuration of the translated training command, which the trainer's own parser reads, and the notes."""
     done = translate(script, flags, gpus=gpus)
-    command = next(words for words in done.commands if words[0] == "deepspeed")
-    return parse(command[command.index("fastdiff/train.py") + 1 :])[1], done.notes
+    return config_of(training_command(done)), done.notes
+
+
+def training_command(done: Translation) -> list[str]:
+    return next(words for words in done.commands if words[1] == "launch")
+
+
+def config_of(command: list[str]) -> RunConfig:
+    return parse(command[command.index("--") + 1 :])[1]
 
 
 @pytest.fixture
@@ -86,7 +96,7 @@ def test_the_defaults_of_the_script_are_those_of_the_run() -> None:
     assert (config.objective.prediction, config.objective.min_snr_gamma) == ("auto", None)
     assert (config.performance.precision, config.performance.recompute) == ("fp32", False)
     assert (config.data.online, config.data.resolution, config.data.center_crop) == (True, 512, False)
-    assert config.output.keep == 2
+    assert (config.output.keep, config.data.subset) == (2, "first")
     assert any("without --seed" in note for note in notes)
 
 
@@ -99,6 +109,7 @@ def test_the_flags_arrive() -> None:
         "--snr_gamma", "5.0", "--noise_offset", "0.1", "--input_perturbation", "0.1", "--mixed_precision", "bf16",
         "--checkpointing_steps", "20", "--checkpoints_total_limit", "3", "--report_to", "all", "--variant", "fp16",
         "--max_train_samples", "50", "--image_column", "picture", "--caption_column", "said", "--output_dir", "out",
+        "--dataset_config_name", "small",
     ]  # fmt: skip
     config, notes = run_of("t2i", flags, gpus=2)
     assert (config.batch.samples, config.batch.micro, config.batch.accumulation(2)) == (32, 4, 4)
@@ -115,7 +126,8 @@ def test_the_flags_arrive() -> None:
     data = config.data
     assert (data.center_crop, data.random_flip, data.resolution, data.max_samples) == (True, True, 256, 50)
     assert (data.image_column, data.caption_column, data.decode) == ("picture", "said", "pillow")
-    assert (config.pretrained.variant, config.seed, config.output.folder) == ("fp16", 7, "out")
+    assert (data.dataset_config, data.subset) == ("small", "random")
+    assert (config.pretrained.variant, config.seed, config.output.folder) == ("fp16", 7, os.path.abspath("out"))
     assert (config.output.checkpoint_every, config.output.keep) == (20, 3)
     assert config.output.report_to == ("tensorboard", "wandb")
     for word in ("comet_ml", "--variant fp16: the UNet", "every sample has its own", "fp32 masters"):
@@ -144,7 +156,7 @@ def test_epochs_count_the_images(classes: Path) -> None:
     config, _ = run_of("t2i", [*flags, "--num_train_epochs", "3", "--validation_prompts", "a", "b"], gpus=2)
     assert config.steps == 9, "12 images by 2 GPUs by 2, three times"
     assert config.validation.prompts == ("a", "b")
-    assert config.validation.every == 5 * 3
+    assert (config.validation.first, config.validation.every) == (3, 5 * 3), "after epochs 1, 6, 11, ..."
     with pytest.raises(ConfigError, match=r"cannot be counted .*give --max_train_steps"):
         translate("t2i", ["--pretrained_model_name_or_path", "p", "--train_data_dir", "/nowhere"], gpus=1)
 
@@ -153,12 +165,12 @@ def test_dit(classes: Path) -> None:
     done = translate(
         "dit", ["--data-path", str(classes), "--model", "DiT-B/4", "--epochs", "10", "--global-batch-size", "4"], gpus=2
     )
-    encode, train, export = done.commands
+    encode, train, export, sample = done.commands
     assert encode[:3] == ["fastdiff", "encode", str(classes)]
     assert {"--flip", "adm", "stabilityai/sd-vae-ft-ema"} <= set(encode)
     assert export[-1] == "dit-training", "model, ema, opt and args, as theirs leaves them"
     assert any("--step N exports an earlier one" in note for note in done.notes)
-    config = parse(train[4:])[1]
+    config = config_of(train)
     assert (config.steps, config.batch.samples) == (10 * 3, 4)
     assert (config.model.kind, config.model.size) == ("dit", 32)
     assert (config.optim.weight_decay, config.optim.clip, config.ema.rates) == (0.0, 0.0, (0.9999,))
@@ -171,9 +183,26 @@ def test_dit(classes: Path) -> None:
     assert config.timesteps == TimestepConfig()
     assert (config.optim.name, config.optim.lr, config.optim.schedule) == ("adamw", 1e-4, "constant")
     assert (config.data.random_flip, objective.condition_dropout) == (True, 0.1)
-    assert not any("learn_sigma" in note or "sample.py" in note for note in done.notes)
+    given = _parser().parse_args(sample[1:])
+    assert (str(given.folder), str(given.npz)) == (config.output.folder, f"{config.output.folder}/samples.npz")
+    assert (given.scheduler, given.respacing, given.cfg, given.cfg_channels) == ("ddpm", "250", 4.0, 3)
+    assert (given.classes, given.per_class, given.clip_denoised) == ([207, 360, 387, 974, 88, 979, 417, 279], 1, False)
+    notes = "\n".join(done.notes)
+    for word in ("EXIF rotation", "16-bit gray", "incomplete last batch", "their sample.py", "--dtype float32"):
+        assert word in notes, word
+    assert "is not here" not in notes
     with pytest.raises(ConfigError, match="is not divisible by 3 GPUs"):
         translate("dit", ["--data-path", str(classes)], gpus=3)
+
+
+def test_dit_without_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a network: what is no folder is not looked for on the hub."""
+    monkeypatch.setattr("socket.socket.connect", None)
+    config, notes = run_of("dit", ["--data-path", "imagenet/train", "--epochs", "2"])
+    assert config.steps == 2 * (1_281_167 // 256)
+    assert any("imagenet/train is not here" in note and "1281167 of ImageNet" in note for note in notes)
+    few = translate("dit", ["--data-path", "flowers", "--num-classes", "102"], gpus=1).commands[-1]
+    assert _parser().parse_args(few[1:]).classes is None, "theirs are of ImageNet"
 
 
 @pytest.mark.parametrize(("side", "latents"), [(256, 32), (512, 64)])
@@ -183,7 +212,7 @@ def test_every_model_of_dit_becomes_its_preset(side: int, latents: int, classes:
         for patch in DIT_PATCHES:
             config, _ = run_of("dit", [*flags, "--model", f"DiT-{letter}/{patch}"])
             assert config.model == dit_config(f"DiT-{letter}/{patch}", size=latents, learn_sigma=True)
-            assert config.output.folder == f"results/dit-{letter.lower()}-{patch}-{side}"
+            assert config.output.folder == os.path.abspath(f"results/dit-{letter.lower()}-{patch}-{side}")
 
 
 def test_the_encode_command_is_one_that_fastdiff_has(classes: Path, tmp_path: Path) -> None:
@@ -197,10 +226,12 @@ def test_the_encode_command_is_one_that_fastdiff_has(classes: Path, tmp_path: Pa
     ("flags", "message"),
     [
         (["--pretrained_model_name_or_path", "p"], "neither --dataset_name nor --train_data_dir"),
-        ([*T2I, "--no_such_flag"], "unrecognized arguments: --no_such_flag"),
+        ([*T2I, "--no_such_flag"], "unrecognized arguments: --no_such_flag; give"),
+        ([*T2I, "--snr_gama", "5"], "unrecognized arguments: --snr_gama 5 (did you mean --snr_gamma?)"),
+        ([*T2I, "--use-emma"], "--use-emma (did you mean --use_ema?)"),
+        ([*T2I, "--lr_w=3", "--adam", "1"], "ambiguous option: --adam could match"),
         (T2I[2:], "--pretrained_model_name_or_path"),
         ([*T2I, "--report_to", "wandb", "--hub_token", "secret"], "hf auth login"),
-        ([*T2I, "--dataset_config_name", "x"], "save_to_disk"),
         ([*T2I, "--lr_scheduler", "steps"], "invalid choice"),
         ([*T2I, "--image_interpolation_mode", "best"], "invalid choice"),
         ([*T2I, "--train_batch_size", "0"], "--train_batch_size: 0: expected a whole number of at least 1"),
@@ -216,7 +247,83 @@ def test_untranslatable_flags_are_refused(flags: list[str], message: str) -> Non
 def test_the_command_prints_lines_for_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compat", "--gpus", "8", "t2i", "--", *T2I, "--output_dir", "my runs"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("deepspeed \\\n    --num_gpus 8 fastdiff/train.py")
-    assert "--output.folder 'my runs'" in printed
+    assert printed.startswith(f"{program()} launch local \\\n    --ranks 8 \\\n    -- \\\n    --preset sd15-finetune")
+    assert f"--output.folder '{os.path.abspath('my runs')}'" in printed
     assert "# Not the same:" in printed
     assert "secret" not in in_words(translate("t2i", [*T2I, "--hub_token", "secret"], gpus=1))
+
+
+def test_flags_are_abbreviated_as_argparse_allows_it() -> None:
+    config, _ = run_of("t2i", [*T2I[:4], "--max_train_st", "7", "--snr", "5", "--use_ema", "--train_b=2"])
+    assert (config.steps, config.objective.min_snr_gamma, config.batch.micro) == (7, 5.0, 2)
+    assert config.ema.rates == (0.9999,)
+
+
+def test_what_theirs_does_otherwise_is_said() -> None:
+    config, notes = run_of("t2i", T2I)
+    assert config.output.log_every == 1, "theirs logs every step"
+    told = "\n".join(notes)
+    for word in ("starts anew", "every step is logged", "last step of an epoch", "16 bits", "EXIF", "16-bit gray"):
+        assert word in told, word
+    _, resumed = run_of("t2i", [*T2I, "--resume_from_checkpoint", "latest"])
+    assert "starts anew" not in "\n".join(resumed)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("t2i", ["--pretrained_model_name_or_path", "pipeline", "--train_data_dir", "images", "--output_dir", "out"]),
+        ("t2i-lora", ["--pretrained_model_name_or_path", "./pipeline", "--dataset_name", "images"]),
+        ("dit", ["--data-path", "images", "--epochs", "1", "--global-batch-size", "2"]),
+        ("iddpm", ["--data_dir", "images", "--resume_checkpoint", "logs/model000100.pt"]),
+        ("iddpm-sr", ["--data_dir", "images"]),
+    ],
+)
+def test_the_commands_run_in_any_folder(
+    script: str, flags: list[str], classes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every path is one from the root, so that a translation elsewhere is another one."""
+    monkeypatch.chdir(classes.parent)
+    (classes.parent / "pipeline").mkdir()
+    more = ["--max_train_steps", "5"] if script.startswith("t2i") else []
+    commands = translate(script, [*flags, *more], gpus=1).commands
+    words = [word for command in commands for word in command]
+    named = [word for word in words if "/" in word and word != "stabilityai/sd-vae-ft-ema"]
+    assert len(named) >= 4
+    assert all(word.startswith(f"{classes.parent}/") for word in named), named
+    assert f"{classes}" in words
+    assert "images" not in words
+
+
+def test_one_checkpoint_may_be_enough() -> None:
+    config, notes = run_of("t2i", [*T2I, "--checkpoints_total_limit", "1"])
+    assert config.output.keep == 1
+    assert any("deleted when the new one is complete" in note for note in notes)
+
+
+@pytest.mark.parametrize("id_", ["stable-diffusion-v1-5/stable-diffusion-v1-5", "gpt2"])
+def test_an_id_of_the_hub_stays_one(id_: str) -> None:
+    flags = ["--pretrained_model_name_or_path", id_, "--dataset_name", id_, "--max_train_steps", "5"]
+    config, _ = run_of("t2i", flags)
+    assert (config.pretrained.path, config.data.path) == (id_, id_)
+    config, _ = run_of("t2i", [*flags[:2], "--dataset_name", "s3://bucket/{0..9}.tar", *flags[4:]])
+    assert config.data.path == "s3://bucket/{0..9}.tar"
+
+
+def test_the_printed_commands_run(tmp_path: Path) -> None:
+    """In a shell, from another folder than that of the translation: encode, train, export."""
+    for number in range(4):
+        (tmp_path / "images").mkdir(exist_ok=True)
+        (tmp_path / "images" / f"{number}.png").write_bytes(encode(natural(40, 50), "PNG"))
+    shape = "--image_size 32 --num_channels 32 --num_res_blocks 1 --num_heads 1 --batch_size 2 --lr_anneal_steps 2"
+    translated = fastdiff("compat", "iddpm", "--", "--data_dir", "images", *shape.split(), cwd=tmp_path)
+    assert translated.code == 0, translated.output
+    commands = re.split(r"(?<!\\)\n", translated.output.partition("\n\n")[0])
+    assert [command.split()[1] for command in commands] == ["encode", "launch", "export", "sample"]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for command in commands[:3]:
+        done = run(["bash", "-c", command], cwd=elsewhere)
+        assert done.code == 0, done.output
+    assert (tmp_path / "runs" / "iddpm-images-32-export" / "model000002.pt").is_file()
+    assert not list(elsewhere.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from fastdiff.cli.compat.run import SCRIPTS, translate
+from fastdiff.cli.compat.translation import program
 from fastdiff.cli.main import _parser, main
-from fastdiff.config.command_line import parse
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
@@ -19,7 +20,7 @@ from fastdiff.data.loading.training_set import open_data
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
 from fastdiff.models.load import build_network
-from tests.cli.test_compat import flags_of, run_of
+from tests.cli.test_compat import config_of, flags_of, run_of
 from tests.support.inputs.images import encode, natural
 
 DATA = ["--data_dir", "path/to/images"]
@@ -178,6 +179,9 @@ def test_the_flags_arrive() -> None:
     assert (config.output.log_every, config.output.checkpoint_every, config.output.keep) == (7, 500, 7)
     for word in ("of the 3 microbatches are averaged", "--fp16_scale_growth is not used", "1000 classes"):
         assert word in notes, word
+    _, notes_of_bound = iddpm("--schedule_sampler loss-second-moment --batch_size 8 --microbatch 4")
+    for word in ("means of the weighted losses", "theirs after each microbatch"):
+        assert word in notes_of_bound, word
     for absent in ("never ends", "bf16", "importance"):
         assert absent not in notes, absent
 
@@ -215,7 +219,7 @@ def test_super_resolution() -> None:
 def test_a_resumed_run_goes_on_with_the_whole_training() -> None:
     config, notes = iddpm("--resume_checkpoint logs/model030000.pt --lr_anneal_steps 40000 --lr 1e-4")
     given = config.pretrained
-    assert (given.path, given.weights, given.training) == ("logs/model030000.pt", True, True)
+    assert (given.path, given.weights, given.training) == (os.path.abspath("logs/model030000.pt"), True, True)
     assert (config.steps, config.optim.lr) == (40_000, 1e-4), "both of the whole run"
     assert "Adam's state and the step are read" in notes
     assert "; --weight_decay is applied, whereas theirs" in notes, "their learning rate is set at every step"
@@ -275,18 +279,18 @@ def test_a_resumed_run_begins_with_the_weights_of_the_file(tmp_path: Path) -> No
 def test_the_other_commands_are_ones_that_fastdiff_has() -> None:
     for script, side in (("iddpm", 64), ("iddpm-sr", 256)):
         encode, train, export, sample = translate(script, [*DATA, "--diffusion_steps", "4000"], gpus=1).commands
-        shards = parse(train[4:])[1].data.path
+        shards = config_of(train).data.path
         given = _parser().parse_args(encode[1:])
-        assert (given.source, str(given.out), given.resolution) == ("path/to/images", shards, side)
+        assert (given.source, str(given.out), given.resolution) == (os.path.abspath("path/to/images"), shards, side)
         assert (given.crop, given.autoencoder, hasattr(given, "flip")) == ("adm", "identity", False)
         assert given.classes_from == "none", "an unconditional network needs none, whatever the files are called"
         given = _parser().parse_args(export[1:])
-        folder = parse(train[4:])[1].output.folder
+        folder = config_of(train).output.folder
         assert (str(given.run_folder), given.format) == (folder, "iddpm")
         given = _parser().parse_args(sample[1:])
         assert (str(given.folder), str(given.npz)) == (folder, f"{folder}/samples.npz")
         assert (given.scheduler, given.respacing, given.clip_denoised) == ("ddpm", "4000", None)
-        wanted = (10_000, None) if script == "iddpm" else (None, Path("base.npz"))
+        wanted = (10_000, None) if script == "iddpm" else (None, Path("base.npz").absolute())
         assert (given.num, given.low_res) == wanted
     with_classes = translate("iddpm", [*DATA, "--class_cond", "True"], gpus=1).commands[0]
     assert _parser().parse_args(with_classes[1:]).classes_from == "prefix"
@@ -358,6 +362,7 @@ def test_differences_of_images_and_sampling_are_reported() -> None:
         for word in (
             "a palette or alpha, of 1 bit or in CMYK become RGB before", "scaled to 8 bits, theirs clipped",
             f"their {theirs} with its defaults, over all 500 timesteps", "theirs truncated", "--step N",
+            "--respacing ddim50", "evaluate RUN --nll",
         ):  # fmt: skip
             assert word in notes, word
         assert ("--base_samples" in notes) == (script == "iddpm-sr")
@@ -366,7 +371,9 @@ def test_differences_of_images_and_sampling_are_reported() -> None:
 def test_the_command_prints_all_four(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compat", "--gpus", "8", "iddpm", "--", *DATA, "--batch_size", "16"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("fastdiff encode path/to/images data/images-64 \\\n    --autoencoder identity")
+    assert printed.startswith(
+        f"{program()} encode {os.getcwd()}/path/to/images {os.getcwd()}/data/images-64 \\\n    --autoencoder identity"
+    )
     assert "--batch.samples 128 \\\n    --batch.micro 16 \\\n" in printed
     assert "--format iddpm" in printed
     assert "--scheduler ddpm \\\n    --respacing 1000 \\\n    --num 10000" in printed

@@ -106,6 +106,25 @@ def test_other_networks_are_refused_by_the_entry(entries: dict[str, Any]) -> Non
         UNetConfig.from_diffusers(changed(**entries))
 
 
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"in_channels": 9}, "in_channels 9 and out_channels 4: the network of an inpainting pipeline"),
+        ({"addition_embed_type_num_heads": 8}, "heads with which addition_embed_type 'text' .* remove it"),
+        (
+            {
+                "addition_embed_type": "text_time", "addition_time_embed_dim": 256, "cross_attention_dim": 1280,
+                "projection_class_embeddings_input_dim": 2560,
+            },
+            "refiner of Stable Diffusion XL .* five numbers",
+        ),
+    ],
+)  # fmt: skip
+def test_related_networks_are_refused_by_name(entries: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        UNetConfig.from_diffusers(changed(**entries))
+
+
 def test_entries_may_be_left_out_or_be_one_number() -> None:
     short = {"in_channels": 4, "out_channels": 4, "block_out_channels": [320, 640, 1280, 1280], "_class_name": "x"}
     assert UNetConfig.from_diffusers({**short, "attention_head_dim": 8, "cross_attention_dim": 768}) == UNetConfig()

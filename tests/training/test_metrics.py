@@ -84,6 +84,29 @@ def test_a_weighted_group_has_the_mean_of_an_even_draw() -> None:
     assert meters.read()["loss_q0"] == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_parts_of_a_loss(weighted: bool) -> None:
+    meters = Meters(ALONE, parts=("mse", "vb"))
+    rows = torch.tensor([9, 1, 8, 10])
+    mse, vb = torch.tensor([1.0, 2.0, 3.0, math.inf]), torch.tensor([0.5, 0.25, 0.125, 1.0])
+    importance = torch.tensor([1.0, 3.0, 2.0, 1.0]) if weighted else torch.ones(4)
+    given = importance if weighted else None
+    meters.add((mse + vb) * importance, torch.arange(4), levels_of(rows), given, (mse, vb))
+    older = torch.full((2, 1 + len(BY_LEVEL)), 2.0, dtype=torch.float64)
+    found = meters.read()
+    for name, part in (("mse", mse), ("vb", vb)):
+        finite = (part * importance)[:3]
+        assert found[name] == pytest.approx(float(finite.mean())), "as the loss, without samples that are not finite"
+        first = [n for n in range(3) if group_of("loss_q0", int(rows[n]))]
+        expected = float(finite[first].sum() / importance[first].sum())
+        assert found[f"{name}_q0"] == pytest.approx(expected)
+    assert found["mse"] + found["vb"] == pytest.approx(found["loss"])
+    assert found["mse_q1"] is None
+    meters.restore(older)
+    again = meters.read()
+    assert (again["loss"], again["mse"]) == (1.0, None), "a checkpoint of before has no parts"
+
+
 def test_nothing_is_read_from_the_device() -> None:
     """Under fake tensors, which have shapes and no values, every such read fails."""
     with FakeTensorMode():

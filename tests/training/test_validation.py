@@ -116,6 +116,15 @@ def trained(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
+def test_the_first_validation_may_be_earlier(world: World, digits: Path, tmp_path: Path) -> None:
+    """As of a script that validates after the epochs 1, 3, 5."""
+    config = config_of(digits, tmp_path / "run", steps=6)
+    train(replace(config, validation=replace(config.validation, first=1)), launch(0), world)
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 3, 5, 6]
+    with pytest.raises(ConfigError, match=r"--validation\.first 1 needs --validation\.every"):
+        ValidationConfig(first=1, every=0)
+
+
 def test_the_seed_of_the_run_does_not_matter(world: World, digits: Path, trained: Path, tmp_path: Path) -> None:
     """The same weights give the same losses, whatever the run draws for its training."""
     for seed, batch in ((1, 16), (2, 8)):

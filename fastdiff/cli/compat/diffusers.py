@@ -8,7 +8,15 @@ from __future__ import annotations
 import argparse
 import math
 
-from fastdiff.cli.compat.translation import Translation, count_images, flag, launcher
+from fastdiff.cli.compat.translation import (
+    GRAY_NOTE,
+    Translation,
+    absolute,
+    absolute_or_id,
+    count_images,
+    flag,
+    training,
+)
 from fastdiff.config.argument_types import count
 from fastdiff.errors import ConfigError
 
@@ -125,26 +133,27 @@ def _add_commands(done: Translation, flags: argparse.Namespace, gpus: int, own: 
     _check(flags)
     batch = _batch(flags, gpus)
     steps = flags.max_train_steps or flags.num_train_epochs * _steps_per_epoch(flags, gpus)
-    train = [
-        *launcher(gpus),
-        *flag("preset", "sd15-finetune"),
-        *flag("samples", steps * batch),
-        *flag("seed", flags.seed),
-        *flag("pretrained.path", flags.pretrained_model_name_or_path),
-        *flag("pretrained.revision", flags.revision),
-        *flag("pretrained.variant", flags.variant),
-        *flag("data.online", True),
-        *flag("data.path", _source(flags)),
-        *_data(flags),
-        *flag("batch.samples", batch),
-        *flag("batch.micro", flags.train_batch_size),
-        *_objective(flags),
-        *_optimizer(flags, gpus),
-        *_performance(flags),
-        *own,
-        *_output(flags, steps),
-    ]
-    done.commands += [train, ["fastdiff", "export", flags.output_dir, f"{flags.output_dir}/export", "--format", export]]
+    train = training(
+        gpus,
+        flag("preset", "sd15-finetune"),
+        flag("samples", steps * batch),
+        flag("seed", flags.seed),
+        flag("pretrained.path", absolute_or_id(flags.pretrained_model_name_or_path)),
+        flag("pretrained.revision", flags.revision),
+        flag("pretrained.variant", flags.variant),
+        flag("data.online", True),
+        flag("data.path", _source(flags)),
+        _data(flags),
+        flag("batch.samples", batch),
+        flag("batch.micro", flags.train_batch_size),
+        _objective(flags),
+        _optimizer(flags, gpus),
+        _performance(flags),
+        own,
+        _output(flags, steps),
+    )
+    run = absolute(flags.output_dir)
+    done.commands += [train, ["fastdiff", "export", run, f"{run}/export", "--format", export]]
     if flags.push_to_hub:
         done.commands[-1] += ["--push-to-hub", flags.hub_model_id or flags.output_dir.rstrip("/").split("/")[-1]]
     _add_notes(done, flags)
@@ -155,15 +164,10 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError("neither --dataset_name nor --train_data_dir is given; one of them names the images")
     if flags.report_to == "wandb" and flags.hub_token:
         raise ConfigError("--report_to wandb with --hub_token: their script refuses it too; use `hf auth login`")
-    if flags.dataset_config_name:
-        raise ConfigError(
-            f"--dataset_config_name {flags.dataset_config_name}: save that configuration with `datasets` "
-            "(load_dataset(...).save_to_disk(FOLDER)) and give the folder as --dataset_name"
-        )
 
 
 def _source(flags: argparse.Namespace) -> str:
-    return str(flags.dataset_name or flags.train_data_dir)
+    return absolute_or_id(flags.dataset_name) if flags.dataset_name else absolute(flags.train_data_dir)
 
 
 def _batch(flags: argparse.Namespace, gpus: int) -> int:
@@ -176,6 +180,7 @@ def _steps_per_epoch(flags: argparse.Namespace, gpus: int) -> int:
         "give --max_train_steps, and no validation prompts",
         image_column=flags.image_column,
         caption_column=flags.caption_column,
+        dataset_config=flags.dataset_config_name,
     )
     images = min(images, flags.max_train_samples or images)
     per_process = math.ceil(math.ceil(images / gpus) / flags.train_batch_size)
@@ -191,7 +196,9 @@ def _data(flags: argparse.Namespace) -> list[str]:
         *flag("data.image_interpolation_mode", flags.image_interpolation_mode),
         *flag("data.image_column", flags.image_column),
         *flag("data.caption_column", flags.caption_column),
+        *flag("data.dataset_config", flags.dataset_config_name),
         *flag("data.max_samples", flags.max_train_samples),
+        *flag("data.subset", "random" if flags.max_train_samples else None),
         *flag("data.workers", max(1, flags.dataloader_num_workers)),
         *flag("data.decode", "pillow"),
     ]
@@ -232,9 +239,11 @@ def _performance(flags: argparse.Namespace) -> list[str]:
 def _validation(flags: argparse.Namespace, gpus: int, prompts: list[str], images: int) -> list[str]:
     if not prompts:
         return []
+    epoch = _steps_per_epoch(flags, gpus)
     return [
         *flag("validation.prompts", prompts),
-        *flag("validation.every", flags.validation_epochs * _steps_per_epoch(flags, gpus)),
+        *flag("validation.first", epoch),
+        *flag("validation.every", flags.validation_epochs * epoch),
         *flag("validation.images_per_prompt", images),
         *flag("validation.steps", 20 if hasattr(flags, "validation_prompts") else 30),
     ]
@@ -244,9 +253,10 @@ def _output(flags: argparse.Namespace, steps: int) -> list[str]:
     trackers = ("tensorboard", "wandb") if flags.report_to == "all" else (flags.report_to,)
     every = flags.checkpointing_steps
     return [
-        *flag("output.folder", flags.output_dir),
+        *flag("output.folder", absolute(flags.output_dir)),
+        *flag("output.log_every", 1),
         *flag("output.checkpoint_every", every),
-        *flag("output.keep", max(2, flags.checkpoints_total_limit or math.ceil(steps / every) + 1)),
+        *flag("output.keep", flags.checkpoints_total_limit or math.ceil(steps / every) + 1),
         *flag("output.report_to", [name for name in trackers if name in ("tensorboard", "wandb")]),
     ]
 
@@ -258,6 +268,11 @@ def _add_notes(done: Translation, flags: argparse.Namespace) -> None:
         "alphas_cumprod stays fp32; theirs is rounded to the dtype of the latents, so in fp16 and bf16 the first "
         "timesteps get no noise",
         "a resumed run continues at the sample where it stopped; theirs restarts the epoch",
+        "every step is logged, as in their script; --output.log_every 50 waits for the GPU less often",
+        "every step has --batch.samples images, across the epochs; theirs has fewer in the last step of an epoch if "
+        "their number is no multiple of the batch",
+        "posteriors and embeddings are rounded to 16 bits, as in shards, also in fp32; theirs have the run's precision",
+        f"{GRAY_NOTE}; EXIF rotation is applied, as by recent versions of `datasets`",
         "the images are encoded again in every epoch, as in their script; to encode them once, use `fastdiff encode`, "
         "give the shards as --data.path and drop --data.online (centre crops only)",
     ]
@@ -287,10 +302,15 @@ def _add_notes(done: Translation, flags: argparse.Namespace) -> None:
         flags.dataset_name and flags.train_data_dir,
         "--train_data_dir is not used together with --dataset_name; theirs passes it to the data set's loading script",
     )
-    done.note(flags.max_train_samples, "--max_train_samples: takes the first images; theirs shuffles them first")
+    done.note(flags.max_train_samples, "--max_train_samples: --seed draws the images, others than their generator")
     done.note(
-        flags.checkpoints_total_limit == 1,
-        "--checkpoints_total_limit 1: two are kept, so that one stays intact while the next is written",
+        flags.checkpoints_total_limit,
+        "--checkpoints_total_limit: an old checkpoint is deleted when the new one is complete; theirs before",
+    )
+    done.note(
+        flags.resume_from_checkpoint is None,
+        "without --resume_from_checkpoint theirs starts anew in the same --output_dir; here the same command resumes: "
+        "for a new run give another --output.folder, or remove the old one",
     )
     done.note(
         flags.resume_from_checkpoint == "latest",

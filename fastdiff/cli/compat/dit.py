@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from fastdiff.cli.compat.translation import EXPORT_NOTE, Translation, count_images, flag, launcher
+from fastdiff.cli.compat.translation import EXPORT_NOTE, GRAY_NOTE, Translation, absolute, count_images, flag, training
 from fastdiff.config.argument_types import count
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES
 from fastdiff.errors import ConfigError
 
+_IMAGENET = 1_281_167
+"""Images of the training set of ImageNet's ILSVRC 2012."""
+_SHOWN = (207, 360, 387, 974, 88, 979, 417, 279)
+"""Classes that their sample.py draws."""
 _MODELS = [f"DiT-{letter}/{patch}" for letter in DIT_SIZES for patch in DIT_PATCHES]
 
 
@@ -33,45 +38,48 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
     batch = flags.global_batch_size
     if batch % gpus:
         raise ConfigError(f"--global-batch-size {batch} is not divisible by {gpus} GPUs; their script refuses it too")
-    images = count_images(flags.data_path, "give --data-path of a folder with one folder of images per class")
+    here = Path(flags.data_path).is_dir()
+    images = _count(flags.data_path) if here else _IMAGENET
     steps = flags.epochs * (images // batch)
     if not steps:
         raise ConfigError(f"{flags.data_path} holds {images} images, fewer than --global-batch-size {batch}")
-    latents = f"{flags.results_dir}/latents-{flags.image_size}"
+    results = absolute(flags.results_dir)
+    latents = f"{results}/latents-{flags.image_size}"
     model = flags.model.lower().replace("/", "-")
-    run, every = f"{flags.results_dir}/{model}-{flags.image_size}", flags.ckpt_every
-    return Translation(
+    run, every = f"{results}/{model}-{flags.image_size}", flags.ckpt_every
+    done = Translation(
         commands=[
             _encode(flags, latents),
-            [
-                *launcher(gpus),
-                *flag("preset", f"{model}-256"),
-                *flag("samples", steps * batch),
-                *flag("seed", flags.global_seed),
-                *flag("model.size", flags.image_size // 8),
-                *flag("model.classes", flags.num_classes),
-                *flag("model.learn_sigma", True),
-                *flag("data.path", latents),
-                *flag("data.random_flip", True),
-                *flag("batch.samples", batch),
-                *flag("optim.name", "adamw"),
-                *flag("optim.lr", 1e-4),
-                *flag("optim.weight_decay", 0.0),
-                *flag("optim.clip", 0.0),
-                *flag("ema.rates", (0.9999,)),
-                *flag("objective.prediction", "epsilon"),
-                *flag("objective.variance", "learned_range"),
-                *flag("objective.loss", "mse"),
-                *flag("objective.condition_dropout", 0.1),
-                *flag("performance.precision", "fp32"),
-                *flag("performance.allow_tf32", True),
-                *flag("output.folder", run),
-                *flag("output.log_every", flags.log_every),
-                *flag("output.checkpoint_every", every),
-                *flag("output.keep", max(2, steps // every + 1)),
-                *flag("output.sample_every", 0),
-            ],
+            training(
+                gpus,
+                flag("preset", f"{model}-256"),
+                flag("samples", steps * batch),
+                flag("seed", flags.global_seed),
+                flag("model.size", flags.image_size // 8),
+                flag("model.classes", flags.num_classes),
+                flag("model.learn_sigma", True),
+                flag("data.path", latents),
+                flag("data.random_flip", True),
+                flag("batch.samples", batch),
+                flag("optim.name", "adamw"),
+                flag("optim.lr", 1e-4),
+                flag("optim.weight_decay", 0.0),
+                flag("optim.clip", 0.0),
+                flag("ema.rates", (0.9999,)),
+                flag("objective.prediction", "epsilon"),
+                flag("objective.variance", "learned_range"),
+                flag("objective.loss", "mse"),
+                flag("objective.condition_dropout", 0.1),
+                flag("performance.precision", "fp32"),
+                flag("performance.allow_tf32", True),
+                flag("output.folder", run),
+                flag("output.log_every", flags.log_every),
+                flag("output.checkpoint_every", every),
+                flag("output.keep", max(2, steps // every + 1)),
+                flag("output.sample_every", 0),
+            ),
             ["fastdiff", "export", run, f"{run}-export", "--format", "dit-training"],
+            _sample(flags, run),
         ],
         notes=[
             "the run is one folder that a second start continues; theirs creates a new numbered folder each time, "
@@ -79,16 +87,40 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
             "noise, timesteps and dropped labels come from the seed and the position in the run, the same on any "
             "number of GPUs; theirs come from seed * processes + rank",
             "the posterior of each image, and of its mirror image, is stored as mean and standard deviation in 16 "
-            "bits, and sampled at every use, as in theirs",
+            "bits (`fastdiff encode --dtype float32`: in 32, as theirs), and sampled at every use, as in theirs",
+            "an epoch has all images; theirs drops an incomplete last batch",
+            f"{GRAY_NOTE}; EXIF rotation is applied, not in theirs",
             EXPORT_NOTE,
+            "the last command is their sample.py with its classes and defaults, with the averaged weights and the "
+            "autoencoder of the training; theirs decodes with --vae mse, and writes sample.png",
             "--performance.precision bf16 is several times faster than their fp32",
         ],
     )  # fmt: skip
+    done.note(
+        not here,
+        f"--data-path {flags.data_path} is not here, so that its images cannot be counted: --samples is for the "
+        f"{_IMAGENET} of ImageNet; translate where the images are, or set it to --epochs times the images",
+    )
+    return done
+
+
+def _count(folder: str) -> int:
+    return count_images(absolute(folder), "give --data-path of a folder with one folder of images per class")
+
+
+def _sample(flags: argparse.Namespace, run: str) -> list[str]:
+    """Return the equivalent of their sample.py, whose images are of eight classes of ImageNet."""
+    shown = ("--classes", ",".join(map(str, _SHOWN))) if flags.num_classes > max(_SHOWN) else ()
+    return [
+        "fastdiff", "sample", run,
+        "--scheduler", "ddpm", "--respacing", "250", "--cfg", "4", "--cfg-channels", "3", "--no-clip-denoised",
+        *shown, "--per-class", "1", "--npz", f"{run}/samples.npz",
+    ]  # fmt: skip
 
 
 def _encode(flags: argparse.Namespace, latents: str) -> list[str]:
     return [
-        "fastdiff", "encode", flags.data_path, latents,
+        "fastdiff", "encode", absolute(flags.data_path), latents,
         "--pretrained", f"stabilityai/sd-vae-ft-{flags.vae}",
         "--resolution", str(flags.image_size), "--crop", "adm", "--decode", "pillow", "--flip",
         "--workers", str(max(1, flags.num_workers)),

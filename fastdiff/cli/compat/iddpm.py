@@ -9,7 +9,7 @@ import argparse
 from dataclasses import fields
 from pathlib import PurePath
 
-from fastdiff.cli.compat.translation import EXPORT_NOTE, Translation, flag, launcher
+from fastdiff.cli.compat.translation import EXPORT_NOTE, GRAY_NOTE, Translation, absolute, flag, training
 from fastdiff.config.argument_types import count, finite
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.presets import preset
@@ -89,31 +89,31 @@ def _translated(flags: argparse.Namespace, gpus: int, script: str, published: st
     batch = flags.batch_size * gpus
     steps = flags.lr_anneal_steps or _steps_before(flags) + preset(published).steps
     name = f"{PurePath(flags.data_dir).name or 'images'}-{network.size}"
-    shards, run = f"data/{name}", f"runs/{script}-{name}"
-    train = [
-        *launcher(gpus),
-        *flag("preset", published),
-        *flag("samples", steps * batch),
-        *flag("seed", 0),
-        *_start(flags),
-        *_model(network),
-        *flag("data.path", shards),
-        *flag("data.random_flip", False),
-        *flag("batch.samples", batch),
-        *flag("batch.micro", _micro(flags)),
-        *_objective(flags),
-        *_optimizer(flags),
-        *flag("ema.rates", flags.ema_rate),
-        *flag("ema.warmup", False),
-        *flag("performance.precision", "fp16" if flags.use_fp16 else "fp32"),
-        *flag("performance.allow_tf32", True),
-        *flag("performance.recompute", flags.use_checkpoint),
-        *flag("output.folder", run),
-        *flag("output.log_every", flags.log_interval),
-        *flag("output.checkpoint_every", flags.save_interval),
-        *flag("output.keep", max(2, steps // flags.save_interval + 1)),
-        *flag("output.sample_every", 0),
-    ]
+    shards, run = absolute(f"data/{name}"), absolute(f"runs/{script}-{name}")
+    train = training(
+        gpus,
+        flag("preset", published),
+        flag("samples", steps * batch),
+        flag("seed", 0),
+        _start(flags),
+        _model(network),
+        flag("data.path", shards),
+        flag("data.random_flip", False),
+        flag("batch.samples", batch),
+        flag("batch.micro", _micro(flags)),
+        _objective(flags),
+        _optimizer(flags),
+        flag("ema.rates", flags.ema_rate),
+        flag("ema.warmup", False),
+        flag("performance.precision", "fp16" if flags.use_fp16 else "fp32"),
+        flag("performance.allow_tf32", True),
+        flag("performance.recompute", flags.use_checkpoint),
+        flag("output.folder", run),
+        flag("output.log_every", flags.log_interval),
+        flag("output.checkpoint_every", flags.save_interval),
+        flag("output.keep", max(2, steps // flags.save_interval + 1)),
+        flag("output.sample_every", 0),
+    )
     done = Translation([_encode(flags, network.size, shards), train, _export(run), _sample(flags, network, run)])
     _add_notes(done, flags, network, published, steps)
     return done
@@ -121,7 +121,7 @@ def _translated(flags: argparse.Namespace, gpus: int, script: str, published: st
 
 def _encode(flags: argparse.Namespace, size: int, shards: str) -> list[str]:
     return [
-        "fastdiff", "encode", flags.data_dir, shards,
+        "fastdiff", "encode", absolute(flags.data_dir), shards,
         "--autoencoder", "identity", "--resolution", str(size), "--crop", "adm", "--decode", "pillow",
         "--classes-from", "prefix" if flags.class_cond else "none",
     ]  # fmt: skip
@@ -136,7 +136,7 @@ def _sample(flags: argparse.Namespace, network: AdmConfig, run: str) -> list[str
     return [
         "fastdiff", "sample", run,
         "--scheduler", "ddpm", "--respacing", str(flags.diffusion_steps),
-        *(("--low-res", "base.npz") if network.low_res_size else ("--num", "10000")),
+        *(("--low-res", absolute("base.npz")) if network.low_res_size else ("--num", "10000")),
         "--npz", f"{run}/samples.npz",
     ]  # fmt: skip
 
@@ -228,7 +228,7 @@ def _start(flags: argparse.Namespace) -> list[str]:
     if not flags.resume_checkpoint:
         return []
     return [
-        *flag("pretrained.path", flags.resume_checkpoint),
+        *flag("pretrained.path", absolute(flags.resume_checkpoint)),
         *flag("pretrained.weights", True),
         *flag("pretrained.training", _steps_before(flags) > 0),
     ]
@@ -279,13 +279,13 @@ def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig,
         "GPUs; theirs have no seed, and give each process its own share of the images",
         "an epoch has all images; theirs drops an incomplete last batch",
         "the images are cropped once, into shards of 8-bit pixels; EXIF rotation is applied; images with a palette or "
-        "alpha, of 1 bit or in CMYK become RGB before the resize, in theirs after it; 16-bit gray images are scaled to "
-        "8 bits, theirs clipped; GIFs are not read, WebPs are",
+        "alpha, of 1 bit or in CMYK become RGB before the resize, in theirs after it; "
+        f"{GRAY_NOTE}; GIFs are not read, WebPs are",
         "the run is one folder that a second start continues, not $OPENAI_LOGDIR or a new folder each time; its "
         "checkpoint after N steps holds the weights, all averages and Adam's state; their files numbered N are "
         "written after N + 1 steps, the first ones after one step",
-        "metrics.jsonl has loss, loss_q0 to loss_q3 and grad_norm; `fastdiff evaluate RUN --nll` reports its parts, "
-        "mse and vb, by timestep",
+        "metrics.jsonl has loss and, with --learn_sigma, its parts mse and vb, each also by quarter (loss_q0), and "
+        "grad_norm; with --use_kl the loss is vb alone",
         "--performance.allow_tf32: theirs is PyTorch's default, which allows TF32 in convolutions only",
     ]
     done.note(
@@ -305,7 +305,12 @@ def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig,
     done.note(not flags.use_fp16, "--performance.precision bf16 is faster on a GPU than their fp32")
     done.note(
         flags.schedule_sampler != "uniform",
-        "a checkpoint holds the loss history of importance sampling; theirs is collected again by a resumed run",
+        "a checkpoint holds the loss history of importance sampling; theirs is collected again by a resumed run; "
+        "loss_q0 to loss_q3 are means over the importance weights; theirs are means of the weighted losses",
+    )
+    done.note(
+        flags.schedule_sampler != "uniform" and _micro(flags) < flags.batch_size,
+        "the history is updated after each step; theirs after each microbatch",
     )
     done.notes += _notes_of_results(flags, network)
     factors = {2**level for level in range(len(network.channel_mult))}
@@ -321,6 +326,8 @@ def _notes_of_results(flags: argparse.Namespace, network: AdmConfig) -> list[str
         EXPORT_NOTE,
         f"the last command is their {script} with its defaults, over all {flags.diffusion_steps} timesteps; without "
         "--scheduler and --respacing it takes 50 steps of DDIM; pixels are rounded, theirs truncated",
+        "image_sample.py --use_ddim True --timestep_respacing ddim50 is --scheduler ddim --respacing ddim50; "
+        "image_nll.py is `fastdiff evaluate RUN --nll`",
     ]
     if network.low_res_size:
         notes.append(

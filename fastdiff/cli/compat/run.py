@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import shlex
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from fastdiff.cli.compat import diffusers, dit, iddpm
-from fastdiff.cli.compat.translation import TRAINER, Translation
+from fastdiff.cli.compat.translation import LAUNCH, Translation, program
 from fastdiff.config.command_line import parse
 from fastdiff.errors import ConfigError
 
+_UNKNOWN = "unrecognized arguments: "
+"""Start of argparse's message."""
 Translate = Callable[[argparse.Namespace, int], Translation]
 
 SCRIPTS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Translate]] = {
@@ -40,18 +43,18 @@ def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
         ConfigError: a flag is unknown to the script, contradicts another one, or describes an invalid run.
     """
     name, add_flags, translated = SCRIPTS[script]
-    parser = _Parser(prog=name, add_help=False, allow_abbrev=False)
+    parser = _Parser(prog=name, add_help=False)  # abbreviations as the scripts accept them
     add_flags(parser)
     translation = translated(parser.parse_args(list(flags)), gpus)
     for command in translation.commands:
-        if TRAINER in command:
-            _check(command[command.index(TRAINER) + 1 :])
+        if command[: len(LAUNCH)] == LAUNCH:
+            _check(command[command.index("--") + 1 :])
     return translation
 
 
 def in_words(translation: Translation) -> str:
     """Return the commands, ready for a shell, and then the differences, one line each."""
-    commands = "\n".join(_broken(command) for command in translation.commands)
+    commands = "\n".join(_broken([program(), *command[1:]]) for command in translation.commands)
     notes = "\n".join(f"# - {note}" for note in translation.notes)
     return f"{commands}\n\n# Not the same:\n{notes}" if notes else commands
 
@@ -77,4 +80,16 @@ def _broken(command: Sequence[str]) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; give its flags unchanged, after --")
+        raise ConfigError(f"{self.prog}: {message}{self._nearest(message)}; give its flags unchanged, after --")
+
+    def _nearest(self, message: str) -> str:
+        """Return a question for the first flag that argparse does not know; empty if none is near."""
+        words = message.removeprefix(_UNKNOWN).split() if message.startswith(_UNKNOWN) else []
+        given = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
+        near = difflib.get_close_matches(given.replace("-", "_"), self._written, n=1)
+        return f" (did you mean {self._written[near[0]]}?)" if near else ""
+
+    @property
+    def _written(self) -> dict[str, str]:
+        """Flags as they are written, by their names with underscores."""
+        return {name.replace("-", "_"): name for name in self._option_string_actions}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+import shutil
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from fastdiff.data.images.sources import open_source
+from fastdiff.data.images.sources import HUB_ID, open_source
 from fastdiff.errors import ConfigError, FastdiffError
 
-TRAINER = "fastdiff/train.py"
-"""The flags of a training command follow it."""
+LAUNCH = ["fastdiff", "launch", "local"]
+"""Start of a training command; it runs in any folder, and on a free port. The flags of the run follow ``--``."""
+_ADDRESS = r"[A-Za-z0-9+.-]+:/.*"
 EXPORT_NOTE = (
     "the newest checkpoint is exported; theirs writes its files at every save; --step N exports an earlier one"
 )
 """Note for scripts with their own file format, which ``fastdiff export`` writes from a run."""
+GRAY_NOTE = "16-bit gray images are scaled to 8 bits, theirs clipped"
 
 
 @dataclass(slots=True)
@@ -41,7 +47,17 @@ def flag(name: str, value: object) -> list[str]:
     return [f"--{name}", str(value)]
 
 
-def count_images(source: str, remedy: str, **columns: str) -> int:
+def absolute(path: str) -> str:
+    """Return the path from the root; an address stays as it is."""
+    return path if re.fullmatch(_ADDRESS, path, re.DOTALL) else os.path.abspath(path)
+
+
+def absolute_or_id(text: str) -> str:
+    """Return the path from the root; what may be an id of the Hugging Face hub, and is no path here, stays as it is."""
+    return text if re.fullmatch(HUB_ID, text) and not os.path.exists(text) else absolute(text)
+
+
+def count_images(source: str, remedy: str, **columns: str | None) -> int:
     """Count the images of a source, for epochs; ConfigError with the remedy if they cannot be counted."""
     try:
         return len(open_source(source, samples_per_unit=1, **columns))  # type: ignore[arg-type]
@@ -51,6 +67,12 @@ def count_images(source: str, remedy: str, **columns: str) -> int:
         ) from None
 
 
-def launcher(gpus: int) -> Sequence[str]:
-    """Return the beginning of a training command."""
-    return ["deepspeed", "--num_gpus", str(gpus), TRAINER]
+def training(gpus: int, *flags: list[str]) -> list[str]:
+    """Return the training command."""
+    return [*LAUNCH, "--ranks", str(gpus), "--", *(word for words in flags for word in words)]
+
+
+def program() -> str:
+    """Return the command of this installation: its name if the shell finds it by that, otherwise its path."""
+    own, found = Path(sys.executable).with_name("fastdiff"), shutil.which("fastdiff")
+    return str(own) if own.is_file() and (found is None or not own.samefile(found)) else "fastdiff"

@@ -113,6 +113,7 @@ class UNetConfig(ModelConfig):
         for key, kinds in _UNET_KINDS.items():
             if key in config and not isinstance(config[key], kinds):
                 raise _refused(key, config[key], " or ".join(kind.__name__ for kind in kinds))
+        _refuse_relatives(config)
         widths = config.get("block_out_channels", (320, 640, 1280, 1280))
         levels = len(widths)
         down = list(config.get("down_block_types", ["CrossAttnDownBlock2D"] * (levels - 1) + ["DownBlock2D"]))
@@ -207,6 +208,7 @@ _EQUIVALENT = ("attention_head_dim", "transformer_layers_per_block", "sample_siz
 
 _UNET_KINDS: dict[str, tuple[type, ...]] = {
     "in_channels": (int,),
+    "out_channels": (int,),
     "sample_size": (int, type(None)),
     "block_out_channels": (list, tuple),
     "down_block_types": (list, tuple),
@@ -221,6 +223,31 @@ def _refused(key: str, value: Any, expected: str) -> ConfigError:
     return ConfigError(
         f"the UNet's config.json has {key} {value!r}, expected {expected}: fastdiff supports the UNets of "
         "Stable Diffusion 1.x, 2.x and XL"
+    )
+
+
+def _refuse_relatives(config: Mapping[str, Any]) -> None:
+    """Refuse networks by name that resemble the supported ones."""
+    inputs, outputs = config.get("in_channels", 4), config.get("out_channels", 4)
+    require(
+        inputs <= outputs,
+        f"the UNet's config.json has in_channels {inputs} and out_channels {outputs}: the network of an inpainting "
+        "pipeline (9: latents, mask and masked image) or another one that is given an image (InstructPix2Pix 8, "
+        "upscaler 7, depth 5); fastdiff trains text-to-image networks, which return as many channels as they take",
+    )
+    heads = config.get("addition_embed_type_num_heads", 64)
+    require(
+        heads == 64,
+        f"the UNet's config.json has addition_embed_type_num_heads {heads}: the attention heads with which "
+        "addition_embed_type 'text' (DeepFloyd IF) pools the caption; fastdiff has no such network, and those of "
+        "Stable Diffusion 1.x, 2.x and XL do not use the entry: remove it if addition_embed_type is not 'text'",
+    )
+    added = config.get("projection_class_embeddings_input_dim")
+    require(
+        config.get("addition_embed_type") != "text_time" or (config.get("cross_attention_dim"), added) != (1280, 2560),
+        "the UNet's config.json is that of the refiner of Stable Diffusion XL (cross_attention_dim 1280, "
+        "projection_class_embeddings_input_dim 2560), which is told five numbers: sizes, crop and an aesthetic score; "
+        "fastdiff trains the base network, which is told six; give --pretrained.path of the base",
     )
 
 

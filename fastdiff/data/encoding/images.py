@@ -63,6 +63,8 @@ class _ImageEncode:
             split=options.split,
             max_samples=options.max_samples,
             classes_from=options.classes_from,
+            image_root=options.image_root,
+            dataset_config=options.dataset_config,
         )
         self._device = rank.device()
         self._in_pixels = options.autoencoder == "identity"

@@ -48,6 +48,9 @@ class EncodeOptions:
     classes_from: ClassesFrom = "auto"
     image_column: str = "image"
     caption_column: str = "text"
+    image_root: str = ""
+    """Folder of the images of a file of metadata; empty: the folder of the file."""
+    dataset_config: str | None = None
     split: str = "train"
     max_samples: int | None = None
     samples_per_shard: int = 1024

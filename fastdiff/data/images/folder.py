@@ -31,6 +31,8 @@ from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.sanitize import escape
 
 METADATA = ("metadata.jsonl", "metadata.csv")
+LISTS = (".json", ".jsonl", ".csv")
+"""Extensions of files of metadata that are a source by themselves."""
 
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
 
@@ -64,6 +66,9 @@ class ImageFolder:
         split: Name of the subfolder, if ``folder`` holds only splits.
         max_samples: Use only the first images, up to this number.
         classes_from: See above.
+        metadata: File of metadata of images in ``folder``, instead of one in it; also a .json file with a list of rows.
+        image_column: Column of ``metadata`` with the path of an image, absolute or below ``folder``, if it has no
+            ``file_name``.
 
     Raises:
         ConfigError: The metadata has no such column, or the folder holds only other splits.
@@ -80,13 +85,19 @@ class ImageFolder:
         split: str = "train",
         max_samples: int | None = None,
         classes_from: ClassesFrom = "auto",
+        metadata: Path | None = None,
+        image_column: str = "file_name",
     ) -> None:
-        self.root = _root(folder, split)
-        self.name = f"images in {escape(str(self.root))}"
+        self.root = folder if metadata else _root(folder, split)
+        self.name = f"images {f'of {escape(str(metadata))} ' if metadata else ''}in {escape(str(self.root))}"
         self.class_names: tuple[str, ...] = ()
         self.captioned = False
         self._per_unit = samples_per_unit
-        entries = self._described(caption_column) if classes_from == "auto" else self._classified(classes_from)
+        if metadata is not None:
+            self.captioned = True
+            entries = _rows(metadata, caption_column, image_column, self.root)
+        else:
+            entries = self._described(caption_column) if classes_from == "auto" else self._classified(classes_from)
         self.classes = len(self.class_names) or None
         self._entries = sorted(entries, key=lambda entry: entry.path)[:max_samples]
         facts = ([entry.path, entry.captions, entry.label] for entry in self._entries)
@@ -270,15 +281,15 @@ def _root(folder: Path, split: str) -> Path:
     return folder / split
 
 
-def _rows(path: Path, caption_column: str) -> list[_Entry]:
-    """Read the entries of a metadata file, one per ``file_name``."""
+def _rows(path: Path, caption_column: str, image_column: str = "file_name", root: Path = Path()) -> list[_Entry]:
+    """Read the entries of a metadata file, one per image; absolute paths below ``root`` become relative."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
     except OSError as error:
         raise _unreadable(path, error) from error
-    rows = list((_json_rows if path.suffix == ".jsonl" else _csv_rows)(path, text))
+    rows = list(_READERS[path.suffix.lower()](path, text))
     columns = list(dict.fromkeys(name for _, row in rows for name in row if name is not None))
     if not rows:
         raise DataError(f"{path} holds no rows")
@@ -286,11 +297,13 @@ def _rows(path: Path, caption_column: str) -> list[_Entry]:
         raise ConfigError(f"{path} has no caption column {caption_column!r}; its columns: {', '.join(columns)}")
     captions: dict[str, list[Any]] = {}
     for line, row in rows:
-        name = row.get("file_name")
+        column = "file_name" if "file_name" in row else image_column
+        name = row.get(column)
         if not isinstance(name, str) or not name.strip():
-            raise DataError(f"{path}, line {line}: file_name is {name!r}, expected the path of an image")
-        value = row.get(caption_column)
-        captions.setdefault(str(PurePosixPath(name)), []).extend(value if isinstance(value, list) else [value])
+            raise DataError(f"{path}, line {line}: {column} is {name!r}, expected the path of an image")
+        value, image = row.get(caption_column), PurePosixPath(name)
+        image = image.relative_to(root) if image.is_relative_to(root) else image
+        captions.setdefault(str(image), []).extend(value if isinstance(value, list) else [value])
     return [_Entry(name, values) for name, values in captions.items()]
 
 
@@ -306,6 +319,17 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, row
 
 
+def _json_list(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of one list, numbered from 1."""
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not valid JSON ({str(error)[:200]})") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path}: expected a list of objects, each with the path of an image and a caption")
+    yield from enumerate(rows, start=1)
+
+
 def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
     # A caption beyond csv's limit must only make its own image unusable.
     limit = csv.field_size_limit(max(len(text), 1))
@@ -317,6 +341,9 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({error})") from error
     finally:
         csv.field_size_limit(limit)
+
+
+_READERS = {".json": _json_list, ".jsonl": _json_rows, ".csv": _csv_rows}
 
 
 def _lines(path: Path) -> list[str]:

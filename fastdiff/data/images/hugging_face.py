@@ -36,6 +36,7 @@ class HuggingFaceSource:
         caption_column: Column of captions or lists of captions.
         split: Name of the split, if there are several.
         max_samples: Use only the first rows, up to this number.
+        config: Name of the configuration, if there are several.
 
     Raises:
         ConfigError: ``datasets`` is not installed, or the split or a column does not exist.
@@ -51,9 +52,10 @@ class HuggingFaceSource:
         caption_column: str = "text",
         split: str = "train",
         max_samples: int | None = None,
+        config: str | None = None,
     ) -> None:
-        self.name = f"data set {path}, split {split}"
-        found = _load(path, split)
+        self.name = f"data set {path}{f', configuration {config}' if config else ''}, split {split}"
+        found = _load(path, split, config)
         import datasets
 
         if len(found) == 0:
@@ -186,7 +188,7 @@ def holds_rows(file: str) -> bool:
     return file.lower().endswith((".parquet", ".arrow", ".jsonl", ".json", ".csv"))
 
 
-def _load(path: str, split: str) -> Dataset:
+def _load(path: str, split: str, config: str | None) -> Dataset:
     """Load a split of a data set, from the cache of ``datasets`` if possible.
 
     Raises:
@@ -200,8 +202,10 @@ def _load(path: str, split: str) -> Dataset:
             f"reading the data set {path} needs the package datasets; pip install 'fastdiff[hf]'"
         ) from error
     folder = Path(path)
+    if config is not None and is_saved_dataset(folder):
+        raise ConfigError(f"{path} was saved as one data set, without configurations; leave {config} out")
     try:
-        found = datasets.load_from_disk(path) if is_saved_dataset(folder) else datasets.load_dataset(path)
+        found = datasets.load_from_disk(path) if is_saved_dataset(folder) else datasets.load_dataset(path, config)
     except Exception as error:  # any kind: hub, network, parquet, JSON
         what = "its files are not a data set" if folder.is_dir() else "it is neither a local path nor an id of the hub"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -6,17 +6,18 @@ import glob
 import re
 from pathlib import Path, PurePosixPath
 
-from fastdiff.data.images.folder import METADATA, ImageFolder, is_image, walk_files
+from fastdiff.data.images.folder import LISTS, METADATA, ImageFolder, is_image, walk_files
 from fastdiff.data.images.hugging_face import HuggingFaceSource, holds_rows, is_saved_dataset
 from fastdiff.data.images.items import BadItem, ClassesFrom, ImageItem, ImageSource
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.shards.remote import is_remote, list_folder, shown
-from fastdiff.errors import ConfigError, DataError
-from fastdiff.sanitize import escape
+from fastdiff.errors import ConfigError, DataError, require
+from fastdiff.sanitize import address, escape
 
 __all__ = ["BadItem", "ImageItem", "ImageSource", "open_source"]
 
-_HUB_ID = r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?"
+HUB_ID = r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?"
+"""Pattern of an id of the Hugging Face hub."""
 
 
 def open_source(
@@ -28,12 +29,14 @@ def open_source(
     split: str = "train",
     max_samples: int | None = None,
     classes_from: ClassesFrom = "auto",
+    image_root: str = "",
+    dataset_config: str | None = None,
 ) -> ImageSource:
     """Recognise the kind of a source and open it.
 
     Kinds in the order of the checks: paths or addresses of tars, with braces (``s3://bucket/{00000..00099}.tar``) and,
     in paths, wildcards (``images/*.tar``), or a folder of tars; a folder saved by ``datasets``; a folder of images; a
-    folder of parquet, arrow, JSON or CSV files; a Hugging Face hub id.
+    folder of parquet, arrow, JSON or CSV files; a file of metadata; a Hugging Face hub id.
 
     Args:
         text: The argument of the user.
@@ -43,6 +46,8 @@ def open_source(
         split: Name of the split, if there are several.
         max_samples: Use only the first samples, up to this number.
         classes_from: Origin of the classes of a folder of images, see ``ImageFolder``.
+        image_root: Folder of the images of a file of metadata; empty: the folder of the file.
+        dataset_config: Name of the configuration of a data set that has several.
 
     Raises:
         ConfigError: A column or split does not exist, a package is missing, or the source does not support an option.
@@ -52,6 +57,19 @@ def open_source(
     if samples_per_unit < 1 or (max_samples is not None and max_samples < 1):
         raise ConfigError(f"{samples_per_unit} samples per unit, at most {max_samples} samples: expected at least 1")
     tars, folder = _tars(text), Path(text)
+    is_list = tars is None and folder.suffix.lower() in LISTS and folder.is_file()
+    require("://" not in image_root, f"--image-root {address(image_root)}: expected a folder of this machine")
+    _require_use("--image-root", image_root, "a file of metadata (.json, .jsonl or .csv)", is_list)
+    if is_list:
+        _require_use("--classes-from", "" if classes_from == "auto" else classes_from, "a folder of images", False)
+        return ImageFolder(
+            Path(image_root or folder.parent),
+            samples_per_unit=samples_per_unit,
+            caption_column=caption_column,
+            max_samples=max_samples,
+            metadata=folder,
+            image_column=image_column,
+        )
     if tars is None and folder.is_dir() and not is_saved_dataset(folder) and not _holds_only_rows(folder):
         return ImageFolder(
             folder,
@@ -61,7 +79,7 @@ def open_source(
             max_samples=max_samples,
             classes_from=classes_from,
         )
-    if tars is None and not folder.is_dir() and (folder.exists() or not re.fullmatch(_HUB_ID, text)):
+    if tars is None and not folder.is_dir() and (folder.exists() or not re.fullmatch(HUB_ID, text)):
         raise _no_source(text)
     name = shown(text) if is_remote(text) else escape(text)
     if classes_from != "auto":
@@ -78,13 +96,18 @@ def open_source(
         caption_column=caption_column,
         split=split,
         max_samples=max_samples,
+        config=dataset_config,
     )
+
+
+def _require_use(flag: str, value: str | None, of: str, used: bool) -> None:
+    require(used or not value, f"{flag} {value} is for {of}, which the source is not; leave it out")
 
 
 def _no_source(text: str) -> DataError:
     return DataError(
-        f"{escape(text)} is not a source: expected a folder of images, a folder or hub id of Hugging Face's datasets, "
-        "or tars of images (a path or address ending in .tar, with braces for several)"
+        f"{escape(text)} is not a source: expected a folder of images, a file of metadata, a folder or hub id of "
+        "Hugging Face's datasets, or tars of images (a path or address ending in .tar, with braces for several)"
     )
 
 

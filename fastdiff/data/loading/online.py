@@ -24,7 +24,7 @@ from fastdiff.data.images.decode import BadImage, Crop, Decoded, ImageTransform,
 from fastdiff.data.images.items import BadItem, ImageItem
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.loading.batches import Batches, Tensors
-from fastdiff.data.loading.order import RankPositions, SampleOrder
+from fastdiff.data.loading.order import RankPositions, SampleOrder, subset
 from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance, ShardInfo, canonical_json
 from fastdiff.data.shards.remote import is_remote, shown
 from fastdiff.errors import ConfigError, DataError
@@ -44,13 +44,16 @@ class OnlineImages:
         pretrained: the pipeline with the autoencoder and the text encoders.
         device: device of the encoders.
         dtype: dtype of their weights and activations.
+        seed: of the run, which draws a random subset.
 
     Raises:
         ConfigError: the source has no captions or no random access, or the resolution does not fit the autoencoder.
         DataError: the source does not exist.
     """
 
-    def __init__(self, config: DataConfig, pretrained: Pretrained, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: DataConfig, pretrained: Pretrained, device: torch.device, dtype: torch.dtype, *, seed: int = 0
+    ) -> None:
         self.folder = shown(config.path) if is_remote(config.path) else config.path
         self.encoder = LatentEncoder(pretrained, device, dtype)
         if config.resolution % self.encoder.factor:
@@ -63,10 +66,13 @@ class OnlineImages:
             samples_per_unit=_SHUFFLED_TOGETHER,
             image_column=config.image_column,
             caption_column=config.caption_column,
-            max_samples=config.max_samples,
+            max_samples=config.max_samples if config.subset == "first" else None,
+            image_root=config.image_root,
+            dataset_config=config.dataset_config,
         )
         if not self.source.captioned:
             raise ConfigError(f"{self.folder} has no captions in {config.caption_column!r}; see --data.caption_column")
+        self._chosen = subset(seed, len(self.source), config.max_samples) if config.subset == "random" else None
         crop: Crop = "center" if config.center_crop else "random"
         transform = ImageTransform(config.resolution, crop, config.image_interpolation_mode)
         self.decoder = open_decoder(config.decode, transform, config.workers)
@@ -81,7 +87,15 @@ class OnlineImages:
 
     def keys(self, sample_ids: npt.ArrayLike) -> list[str]:
         """Return the names of samples, for messages."""
-        return [self.source.item(int(number)).name for number in np.asarray(sample_ids)]
+        return [self.item(int(number)).name for number in np.asarray(sample_ids)]
+
+    def __len__(self) -> int:
+        """Return the number of images in use."""
+        return len(self.source) if self._chosen is None else len(self._chosen)
+
+    def item(self, number: int) -> ImageItem | BadItem:
+        """Return an image in use by number; StorageError if the storage fails."""
+        return self.source.item(number if self._chosen is None else int(self._chosen[number]))
 
     def close(self) -> None:
         """End the threads."""
@@ -109,12 +123,13 @@ class OnlineImages:
         facts = [
             self.source.digest, provenance.transform, provenance.autoencoder_digest, provenance.text_encoder_digest,
         ]  # fmt: skip
+        facts += [] if self._chosen is None else [self._chosen.tolist()]
         digest = hashlib.sha256(canonical_json(facts)).hexdigest()
         columns = {LATENT: Column(dtype="float16", shape=(2 * self.encoder.channels, side, side))}
         columns |= {name: Column(dtype="float16", shape=value.shape) for name, value in self._null.items()}
         if "pooled" in columns:
             columns["time_ids"] = Column(dtype="float32", shape=(6,))
-        count = len(self.source)
+        count = len(self)
         runs = [min(_SHUFFLED_TOGETHER, count - start) for start in range(0, count, _SHUFFLED_TOGETHER)]
         return DatasetInfo(
             columns=columns,
@@ -169,7 +184,7 @@ class OnlineBatches(Batches):
             )
 
     def _item(self, number: int) -> ImageItem:
-        item = self.images.source.item(number)
+        item = self.images.item(number)
         if isinstance(item, BadItem):
             raise DataError(f"{item.name}: {item.reason}; repair it or remove it from {self.images.folder}")
         return item

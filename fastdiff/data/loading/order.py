@@ -36,7 +36,7 @@ class SampleOrder(Protocol):
 
 
 # Second word of the counter: the purpose of the random words, plus 4 times the bucket.
-_SHARDS, _SAMPLES, BATCHES = 1, 2, 3
+_SUBSET, _SHARDS, _SAMPLES, BATCHES = 0, 1, 2, 3
 # "fastdiff" as a number: the order shares the seed of the noise streams, but not their random words.
 _KEY = 0x6661737464696666
 
@@ -139,6 +139,11 @@ def shuffle(seed: int, size: int, purpose: int, epoch: int, window: int) -> Int6
     counter = np.array([0, purpose, epoch, window], np.uint64)
     words = np.random.Philox(key=key, counter=counter).random_raw(size)
     return np.argsort(words, kind="stable").astype(np.int64)
+
+
+def subset(seed: int, size: int, count: int | None) -> Int64:
+    """Return ``count`` of ``size`` samples, drawn by the seed, in ascending order; all if there are fewer."""
+    return np.sort(shuffle(seed, size, _SUBSET, 0, 0)[:count])
 
 
 def cached(

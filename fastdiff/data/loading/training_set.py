@@ -74,7 +74,8 @@ def null_condition(config: RunConfig, reader: Data) -> Condition:
 def _open_images(config: RunConfig, device: torch.device) -> OnlineImages:
     from fastdiff.data.loading.online import OnlineImages
 
-    return OnlineImages(config.data, pretrained(config), device, DTYPES[config.performance.precision])
+    dtype = DTYPES[config.performance.precision]
+    return OnlineImages(config.data, pretrained(config), device, dtype, seed=config.seed)
 
 
 def _check(config: RunConfig, info: DatasetInfo) -> None:

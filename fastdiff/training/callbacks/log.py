@@ -10,7 +10,7 @@ from fastdiff.models.flops import peak_flops, training_flops
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.trackers import Trackers
-from fastdiff.training.metrics import BY_LEVEL, peak_gib
+from fastdiff.training.metrics import peak_gib
 from fastdiff.training.state import TrainState
 
 
@@ -66,7 +66,7 @@ class Log(Callback):
             "peak_gib": peak_gib(state.world.device),
             "mfu": mfu,
             "skipped": state.progress.skipped,
-            **{name: read[name] for name in BY_LEVEL},
+            **{name: read[name] for name in state.meters.names},
         }
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Log(Callback):
 
 def _tracker_name(name: str) -> str:
     """Return the name of a number in the trackers, with the losses by noise level in two sections."""
-    section = "log_snr/" if name.startswith("loss_snr_") else "depth/" if name in BY_LEVEL else ""
+    section = "log_snr/" if name.startswith("loss_snr_") else "depth/" if name[-3:-1] == "_q" else ""
     return section + name
 
 

@@ -42,7 +42,7 @@ class PromptImages(Callback):
     """
 
     def __init__(self, state: TrainState, trackers: Trackers) -> None:
-        self._every = Every(state.config.validation.every)
+        self._every = Every(state.config.validation.every, state.config.validation.first)
         self._trackers = trackers
         self._drawn = -1
         self._pipeline = pretrained(state.config)

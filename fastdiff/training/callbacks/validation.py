@@ -62,7 +62,7 @@ class ValidationLoss(Callback):
     def __init__(self, state: TrainState, trackers: Trackers) -> None:
         world, config = state.world, state.config
         self._trackers = trackers
-        self._every = Every(config.validation.every)
+        self._every = Every(config.validation.every, config.validation.first)
         self._reader = reader = world.together(lambda: open_validation(config, state.reader.info))
         self._data = reader.info.digest[:12]
         self._scales = per_channel(reader.info.normalisation, world.device)

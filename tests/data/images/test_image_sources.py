@@ -92,6 +92,29 @@ def test_metadata_csv(tmp_path: Path) -> None:
         source(tmp_path)
 
 
+@pytest.mark.parametrize("column", ["file_name", "image"])
+def test_one_list_of_images_that_lie_elsewhere(tmp_path: Path, column: str) -> None:
+    write(tmp_path / "pictures", PICTURES)
+    rows = [{column: "sub/b.PNG", "text": ["two", "a pair"]}, {column: f"{tmp_path}/pictures/a.jpg", "text": "eins"}]
+    outside = {column: "../lists/x.jpg", "text": "out"}
+    write(tmp_path / "lists", {"train.json": json.dumps(rows), "outside.json": json.dumps([*rows, outside])})
+    root = str(tmp_path / "pictures")
+    found = source(tmp_path / "lists" / "train.json", image_root=root)
+    assert contents(found) == [(PICTURES["a.jpg"], ("eins",), None), (PICTURES["sub/b.PNG"], ("two", "a pair"), None)]
+    assert "lists/train.json in" in found.name
+    bad = reasons(source(tmp_path / "lists" / "outside.json", image_root=root))
+    assert bad == {"x.jpg": "its path in the metadata leads out of the folder"}
+    beside = reasons(source(tmp_path / "lists" / "train.json"))
+    assert beside.pop("b.PNG") == "b.PNG is missing", "without a root they lie beside the list"
+    with pytest.raises(ConfigError, match="--image-root x is for a file of metadata"):
+        source(tmp_path / "pictures", image_root="x")
+    with pytest.raises(ConfigError, match=r"--image-root https://host/x: expected a folder of this machine"):
+        source(tmp_path / "lists" / "train.json", image_root="https://user:secret@host/x")
+    write(tmp_path / "lists", {"other.json": '{"a": 1}'})
+    with pytest.raises(DataError, match=r"other\.json: expected a list of objects"):
+        source(tmp_path / "lists" / "other.json")
+
+
 @pytest.mark.fault(28)
 def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     rows = [
@@ -289,6 +312,20 @@ def test_parquet_with_classes_and_gaps(tmp_path: Path, monkeypatch: pytest.Monke
     assert isinstance(fourth, BadItem)
     assert fourth.reason == "its image /no/such.jpg is outside the data set"
     assert fourth.name.endswith("rows, split train, row 3")
+
+
+def test_a_configuration_of_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    front = "---\nconfigs:\n" + "".join(f"- config_name: {n}\n  data_files: {n}.jsonl\n" for n in ("few", "many"))
+    rows = [json.dumps({"image": str(tmp_path / "data" / "a.jpg"), "text": f"row {number}"}) for number in range(3)]
+    files = {"README.md": f"{front}---\n", "few.jsonl": rows[0], "many.jsonl": "\n".join(rows)}
+    write(tmp_path / "data", files)
+    assert len(source(tmp_path / "data", dataset_config="few")) == 1
+    assert len(source(tmp_path / "data", dataset_config="many")) == 3
+    with pytest.raises(DataError, match="cannot load the data set"):
+        source(tmp_path / "data", dataset_config="none")
 
 
 def test_packages_that_are_not_installed_are_named(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def draw(reader: Any, data: DataConfig, *, count: int, start: int = 0, rank: int
         return [next(batches) for _ in range(count)]
 
 
-def open_images(data: DataConfig, pipeline: Path) -> OnlineImages:
-    return OnlineImages(data, Pretrained(str(pipeline)), torch.device("cpu"), torch.float32)
+def open_images(data: DataConfig, pipeline: Path, seed: int = 0) -> OnlineImages:
+    return OnlineImages(data, Pretrained(str(pipeline)), torch.device("cpu"), torch.float32, seed=seed)
 
 
 def test_online_batches_are_those_of_the_shards(images: Path, pipeline: Path, tmp_path: Path) -> None:
@@ -92,6 +92,23 @@ def test_online_batches_are_those_of_the_shards(images: Path, pipeline: Path, tm
         torch.testing.assert_close(first.latents, second.latents, rtol=2e-3, atol=1e-4)
         for name in ("context", "pooled"):
             torch.testing.assert_close(first.condition[name], second.condition[name], rtol=2e-3, atol=1e-4)
+
+
+def test_a_random_subset_is_that_of_the_seed(images: Path, pipeline: Path) -> None:
+    def names(seed: int, **changes: Any) -> list[str]:
+        with open_images(config(images, max_samples=5, **changes), pipeline, seed) as online:
+            assert (len(online), online.info.samples) == (5, 5)
+            digests.add(online.info.shards[0].sha256)
+            return [Path(name).name for name in online.keys(range(5))]
+
+    digests: set[str] = set()
+    first, again, other = (names(seed, subset="random") for seed in (1, 1, 2))
+    assert first == again == sorted(set(first)), "in the order of the source, none twice"
+    assert first != other
+    assert names(1) == [f"{number:02d}.png" for number in range(5)] not in (first, other)
+    assert len(digests) == 3, "another subset is another data set"
+    with pytest.raises(ConfigError, match=r"--data\.subset random needs"):
+        config(images, subset="random")
 
 
 def test_crops_and_flips_change_from_epoch_to_epoch_and_not_with_the_ranks(images: Path, pipeline: Path) -> None:

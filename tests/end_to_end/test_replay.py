@@ -1,0 +1,282 @@
+"""Runs that ``fastdiff compat`` starts, against the published steps of the scripts that it translates.
+
+A run is dumped (clean images, noise, timesteps and conditions of every micro-batch, and the initial weights) and fed to
+an independent rendering of the script's step in float64: network, loss, accumulation, clipping, AdamW, schedule and
+average. Nothing of fastdiff computes there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from fastdiff.batch import Batch, Condition
+from fastdiff.config.data import DataConfig
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.diffusion.objective import Objective
+from fastdiff.models.load import build_network, resolve
+from fastdiff.models.pretrained.tiny_pipeline import build
+from fastdiff.parallel.world import World
+from fastdiff.rng import Stream, normal
+from fastdiff.train import train
+from fastdiff_kernels.noising import dequantised
+from tests.cli.test_compat import run_of
+from tests.support.inputs.images import encode, natural
+from tests.support.references.dit_reference import reference_forward
+from tests.support.references.variational_reference import linear_betas
+from tests.support.runs import launch, losses, newest
+
+STEPS = 40
+TOLERANCE = 1e-5
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch as the network saw it: ``clean`` and ``noise`` ``[B, C, H, W]``, ``time`` ``[B]``, in float64."""
+
+    clean: Tensor
+    noise: Tensor
+    time: Tensor
+    condition: Condition
+
+
+@pytest.fixture
+def dump(monkeypatch: pytest.MonkeyPatch) -> list[Micro]:
+    """Every micro-batch of the runs of a test."""
+    found: list[Micro] = []
+    corrupt = Objective.corrupt
+
+    def dumped(self: Objective, batch: Batch, *args: Any, **options: Any) -> Any:
+        made = corrupt(self, batch, *args, **options)
+        shape, clean = made.noisy.shape[1:], dequantised(batch.latents, torch.float64)
+        if self.posterior:
+            mean, std = clean.chunk(2, dim=1)
+            clean = mean + std * normal(self.seed, Stream.POSTERIOR, batch.position, shape)
+        noise = normal(self.seed, Stream.NOISE, batch.position, shape).double()
+        condition = {
+            name: value.double() if value.is_floating_point() else value for name, value in made.condition.items()
+        }
+        found.append(Micro(clean, noise, made.levels.row.clone(), condition))
+        return made
+
+    monkeypatch.setattr(Objective, "corrupt", dumped)
+    return found
+
+
+@dataclass
+class Script:
+    """The training step of a script, without its loss."""
+
+    rate: Callable[[int], float]
+    """Learning rate of step n, from 0."""
+    weight_decay: float
+    clip: float = 0.0
+    decays: dict[float, Callable[[int], float]] = field(default_factory=dict)
+    """Decay of each average after step n, from 1, by its name in the run."""
+
+    def replay(
+        self, weights: Weights, loss_of: Callable[[Weights, Micro], Tensor], dump: list[Micro]
+    ) -> tuple[list[float], dict[float, Weights]]:
+        """Return the loss of every step, and the averages after the last one."""
+        accumulation = len(dump) // STEPS
+        optimizer = torch.optim.AdamW(weights.values(), betas=(0.9, 0.999), eps=1e-8, weight_decay=self.weight_decay)
+        averages = {rate: {name: value.detach().clone() for name, value in weights.items()} for rate in self.decays}
+        found = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = self.rate(step)
+            micros = dump[step * accumulation : (step + 1) * accumulation]
+            values = [loss_of(weights, micro) for micro in micros]
+            (torch.stack(values).sum() / accumulation).backward()
+            if self.clip:
+                torch.nn.utils.clip_grad_norm_(weights.values(), self.clip)
+            optimizer.step()
+            for rate, decay in self.decays.items():
+                for name, value in averages[rate].items():
+                    value.lerp_(weights[name].detach(), 1.0 - decay(step + 1))
+            found.append(float(torch.stack(values).detach().mean()))
+        return found, averages
+
+
+def run(config: RunConfig, world: World, dump: list[Micro]) -> tuple[RunConfig, Weights]:
+    """Train; return the resolved configuration and the initial weights, as leaves in float64."""
+    config = resolve(config)
+    start = {name: value for name, value in build_network(config).named_parameters() if value.requires_grad}
+    train(config, launch(1), world)
+    assert len(dump) == STEPS * config.batch.accumulation(1)
+    assert len({float(micro.noise.flatten()[0]) for micro in dump}) == len(dump), "each has its own noise"
+    return config, {name: value.detach().double().requires_grad_() for name, value in start.items()}
+
+
+def assert_replayed(config: RunConfig, found: list[float], averages: dict[float, Weights]) -> None:
+    folder = Path(config.output.folder)
+    assert losses(folder) == pytest.approx(found, rel=TOLERANCE)
+    assert abs(found[0] - found[-1]) > 100 * TOLERANCE * found[0]
+    for rate, average in averages.items():
+        ours = newest(folder).weights(rate)
+        assert ours.keys() == average.keys()
+        for name, value in average.items():
+            torch.testing.assert_close(ours[name].double(), value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+# diffusers' train_text_to_image.py and train_text_to_image_lora.py
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("pipeline") / "sd15")
+
+
+@pytest.fixture(scope="module")
+def text_flags(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("images")
+    rows = [json.dumps({"file_name": f"{number}.png", "text": f"picture {number}"}) for number in range(12)]
+    for number in range(12):
+        (folder / f"{number}.png").write_bytes(encode(natural(40, 60, seed=number), "PNG"))
+    (folder / "metadata.jsonl").write_text("\n".join(rows))
+    return [
+        "--pretrained_model_name_or_path", str(pipeline), "--train_data_dir", str(folder), "--resolution", "32",
+        "--train_batch_size", "2", "--gradient_accumulation_steps", "2", "--max_train_steps", str(STEPS), "--seed", "3",
+        "--lr_scheduler", "cosine", "--lr_warmup_steps", "10", "--learning_rate", "1e-3", "--random_flip",
+    ]  # fmt: skip
+
+
+def warmed_cosine(step: int) -> float:
+    if step < 10:
+        return 1e-3 * step / 10
+    return 1e-3 * 0.5 * (1 + math.cos(math.pi * (step - 10) / (STEPS - 10)))
+
+
+def unet_of(pipeline: Path) -> tuple[Any, Any]:
+    from diffusers import DDPMScheduler, UNet2DConditionModel
+
+    unet = UNet2DConditionModel.from_pretrained(pipeline, subfolder="unet").double()
+    return unet, DDPMScheduler.from_pretrained(pipeline, subfolder="scheduler")
+
+
+def error_of(unet: Any, weights: Weights, scheduler: Any, micro: Micro) -> Tensor:
+    noisy = scheduler.add_noise(micro.clean, micro.noise, micro.time)
+    given = (noisy, micro.time, micro.condition["context"])
+    prediction = functional_call(unet, weights, given, {"return_dict": False})[0]
+    return (prediction - micro.noise).square().mean(dim=(1, 2, 3))
+
+
+def test_text_to_image(world: World, pipeline: Path, text_flags: list[str], dump: list[Micro], tmp_path: Path) -> None:
+    own = ["--use_ema", "--snr_gamma", "5", "--max_grad_norm", "0.5", "--output_dir", str(tmp_path / "run")]
+    config, weights = run(run_of("t2i", [*text_flags, *own])[0], world, dump)
+    unet, scheduler = unet_of(pipeline)
+    abar = scheduler.alphas_cumprod.double()
+
+    def loss_of(weights: Weights, micro: Micro) -> Tensor:
+        snr = abar[micro.time] / (1 - abar[micro.time])
+        return (error_of(unet, weights, scheduler, micro) * snr.clamp(max=5) / snr).mean()
+
+    decays = {0.9999: lambda step: (1 + step - 1) / (10 + step - 1) if step > 1 else 0.0}  # diffusers' EMAModel
+    script = Script(warmed_cosine, weight_decay=1e-2, clip=0.5, decays=decays)
+    assert_replayed(config, *script.replay(weights, loss_of, dump))
+
+
+def test_lora(world: World, pipeline: Path, text_flags: list[str], dump: list[Micro], tmp_path: Path) -> None:
+    # Their clipping has no effect, because its list of parameters is empty.
+    own = ["--rank", "4", "--max_grad_norm", "0", "--output_dir", str(tmp_path / "run")]
+    config, weights = run(run_of("t2i-lora", [*text_flags, *own])[0], world, dump)
+    unet, scheduler = unet_of(pipeline)
+    base = dict(unet.named_parameters())
+    layers = sorted({name.partition(".lora_")[0] for name in weights})
+    assert len(layers) >= 4 * 2 * 3
+
+    def loss_of(weights: Weights, micro: Micro) -> Tensor:
+        added = {}
+        for layer in layers:
+            down, up = (weights[f"{layer}.lora_{which}.default.weight"] for which in "AB")
+            added[f"{layer}.weight"] = base[f"{layer}.weight"].detach() + up @ down  # alpha is the rank
+        return error_of(unet, added, scheduler, micro).mean()
+
+    script = Script(warmed_cosine, weight_decay=1e-2)
+    assert_replayed(config, *script.replay(weights, loss_of, dump))
+
+
+# facebookresearch/DiT: a learned variance
+
+
+class Diffusion:
+    """Hybrid loss of Nichol & Dhariwal 2021: squared error, and the bound, which trains the variance."""
+
+    def __init__(self, betas: np.ndarray[Any, np.dtype[np.float64]], factor: float) -> None:
+        self.beta, self.factor = torch.from_numpy(betas), factor
+        self.abar = torch.cumprod(1 - self.beta, 0)
+        self.before = torch.cat([torch.ones(1, dtype=torch.float64), self.abar[:-1]])
+        variance = self.beta * (1 - self.before) / (1 - self.abar)
+        self.log_smallest = torch.cat([variance[1:2], variance[1:]]).log()
+
+    def at(self, values: Tensor, micro: Micro) -> Tensor:
+        return values[micro.time].view(-1, 1, 1, 1)
+
+    def noisy(self, micro: Micro) -> Tensor:
+        abar = self.at(self.abar, micro)
+        return abar.sqrt() * micro.clean + (1 - abar).sqrt() * micro.noise
+
+    def loss(self, output: Tensor, micro: Micro) -> Tensor:
+        epsilon, share = output.chunk(2, dim=1)
+        error = (epsilon - micro.noise).square().mean(dim=(1, 2, 3))
+        return (error + self.factor * self.bound(epsilon.detach(), share, micro)).mean()
+
+    def bound(self, epsilon: Tensor, share: Tensor, micro: Micro) -> Tensor:
+        beta, abar, before = (self.at(values, micro) for values in (self.beta, self.abar, self.before))
+        low, high = self.at(self.log_smallest, micro), beta.log()
+        log_variance = (share + 1) / 2 * high + (1 - share) / 2 * low
+        noisy = self.noisy(micro)
+        estimate = (noisy - (1 - abar).sqrt() * epsilon) / abar.sqrt()
+        of_clean, of_noisy = before.sqrt() * beta / (1 - abar), (1 - beta).sqrt() * (1 - before) / (1 - abar)
+        truth, mean = of_clean * micro.clean + of_noisy * noisy, of_clean * estimate + of_noisy * noisy
+        divergence = 0.5 * (
+            log_variance - low - 1 + (low - log_variance).exp() + (truth - mean) ** 2 / log_variance.exp()
+        )
+        decoded = -self.log_likelihood(micro.clean, mean, log_variance / 2)
+        terms = torch.where(micro.time.view(-1, 1, 1, 1) == 0, decoded, divergence)
+        return terms.mean(dim=(1, 2, 3)) / math.log(2)
+
+    def log_likelihood(self, clean: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+        """Of pixels in bins of 2 / 255, with the tanh approximation of the normal distribution function."""
+
+        def below(x: Tensor) -> Tensor:
+            return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+        upper = below((clean - mean + 1 / 255) * (-log_std).exp())
+        lower = below((clean - mean - 1 / 255) * (-log_std).exp())
+        inner = torch.where(clean > 0.999, 1 - lower, upper - lower)
+        return torch.where(clean < -0.999, upper, inner).clamp(min=1e-12).log()
+
+
+def on_digits(config: RunConfig, digits: Path, folder: Path, **changes: Any) -> RunConfig:
+    """A translated run with a small network on other data."""
+    data = DataConfig(path=str(digits), loader="prefetch")
+    output = replace(config.output, folder=str(folder))
+    return replace(config, data=data, output=output, samples=STEPS * config.batch.samples, **changes)
+
+
+def test_dit(world: World, digits: Path, dump: list[Micro], tmp_path: Path) -> None:
+    flags = ["--data-path", "none", "--global-batch-size", "4", "--epochs", "1", "--log-every", "1"]
+    model = DiTConfig(depth=2, hidden=32, heads=2, patch=2, channels=1, size=8, classes=10, learn_sigma=True)
+    config, weights = run(on_digits(run_of("dit", flags)[0], digits, tmp_path / "run", model=model), world, dump)
+    assert 10 in torch.cat([micro.condition["label"] for micro in dump]), "a label was dropped"
+    diffusion = Diffusion(linear_betas(1000), factor=1.0)
+
+    def loss_of(weights: Weights, micro: Micro) -> Tensor:
+        output = reference_forward(weights, model, diffusion.noisy(micro), micro.time, micro.condition["label"])
+        return diffusion.loss(output, micro)
+
+    script = Script(lambda step: 1e-4, weight_decay=0.0, decays={0.9999: lambda step: 0.9999})
+    assert_replayed(config, *script.replay(weights, loss_of, dump))
