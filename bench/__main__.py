@@ -10,13 +10,14 @@ from importlib import import_module
 from types import FrameType
 
 from bench import BenchError
+from fastdiff.errors import as_storage_error, report
 
 COMMANDS = ("op", "step", "data", "scale", "checkpoint", "aot", "objectives", "compare", "report")
 """Subcommands; each is a module with ``add``."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one benchmark and return the exit code: 2 if it cannot run with these flags."""
+    """Run one benchmark and return the exit code: 2 if it cannot run with these flags, 74 without its files."""
     parser = argparse.ArgumentParser(prog="python -m bench", description="Speed and memory, with evidence.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # Import only the requested command; some take seconds.
@@ -28,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
         return run(arguments)
     except BenchError as error:
         parser.error(str(error))
+    except OSError as error:
+        return report(as_storage_error(error))
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

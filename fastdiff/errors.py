@@ -113,4 +113,26 @@ def as_storage_error(error: OSError) -> StorageError:
     """Convert a file system error to a StorageError; raise any other error again."""
     if not is_of_storage(error):
         raise error
-    return StorageError(f"{error.filename or 'storage'}: {error.strerror}")
+    return storage_error(error)
+
+
+def storage_error(error: OSError) -> StorageError:
+    """Return the StorageError of a file system error: its path, its cause and a remedy."""
+    return StorageError(f"{error.filename or 'storage'}: {error.strerror or error}; {remedy(error)}")
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space (df -h; for inodes, df -i)",
+    errno.EDQUOT: "free some space, or raise the quota of this user",
+    errno.EACCES: "check the permissions of the file and of its folders",
+    errno.EPERM: "check the owner and the attributes of the file",
+    errno.EROFS: "mount the file system for writing, or choose another folder",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path: a part of it is a file",
+    errno.EISDIR: "name a file in this folder",
+}
+
+
+def remedy(error: OSError) -> str:
+    """Return what to do about a file system error."""
+    return _REMEDIES.get(error.errno or 0, "check the disk or its network, or choose another folder")

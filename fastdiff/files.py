@@ -15,13 +15,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fastdiff.errors import ConfigError, StorageError
+from fastdiff.errors import ConfigError, StorageError, remedy
 
 _CHUNK = 2**23
 """Bytes per write; other threads run between two writes."""
 _KEEP_SIZE = 1
 """FALLOC_FL_KEEP_SIZE: the size stays that of the written bytes, so a truncated file does not look complete."""
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk and of a spent quota."""
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -88,10 +89,10 @@ def _chunks(views: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 def _explained(error: OSError, path: Path, size: int) -> StorageError:
-    if error.errno in _NO_SPACE:
+    if error.errno in NO_SPACE:
         free = shutil.disk_usage(path.parent).free
         return no_space(path.parent, path.name, size, free)
-    return StorageError(f"{path}: could not be written ({error.strerror})")
+    return StorageError(f"{path}: could not be written ({error.strerror}); {remedy(error)}")
 
 
 def no_space(folder: Path, what: str, needed: int, free: int) -> StorageError:
@@ -150,17 +151,22 @@ def temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}-{_TOKEN}.tmp")
 
 
-def publish(path: Path, content: bytes) -> None:
+def publish(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a small file under a temporary name, fsync, rename, fsync the folder.
 
     A link of the temporary name is not followed, and one of the final name is replaced.
+
+    Args:
+        path: of the file.
+        content: of the file.
+        mode: its permissions, less those of the umask.
 
     Raises:
         OSError: with the name of the file; nothing is left of it.
     """
     source = temporary(path)
     try:
-        with source.open("xb") as file:
+        with open(source, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -169,6 +175,21 @@ def publish(path: Path, content: bytes) -> None:
         with suppress(OSError):
             source.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def write_output(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file that the user named, and its folder if missing.
+
+    An earlier file stays until the new one is complete. A link is followed; a pipe or a device is written to.
+
+    Raises:
+        OSError: with the path.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(content)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish(path.resolve(), content, mode)
 
 
 def rename(source: Path, target: Path) -> None:
@@ -195,13 +216,13 @@ def lock(descriptor: int, folder: Path) -> None:
         ) from None
 
 
-_UNFINISHED = ".fastdiff-unfinished"
-"""File in a folder that is being written; locked by its writer, so that an unlocked one marks a leftover."""
+_UNFINISHED, _CONTENT = ".fastdiff-unfinished", "content"
+"""Entries of the folder in which another one is written: a file that its writer locks, and the content."""
 
 
 @contextmanager
 def unfinished_folder(out: Path) -> Iterator[Path]:
-    """Yield ``out.unfinished``, which is renamed to ``out`` at the end, when it is on the disk, or else removed.
+    """Yield a new folder in ``out.unfinished``, which becomes ``out`` at the end, when it is on the disk.
 
     A leftover of a killed process is removed first; a folder of that name that is no leftover stays.
 
@@ -209,44 +230,77 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
         ConfigError: ``out`` exists, another process writes it, or a folder of someone else has the temporary name.
         OSError: a file cannot be written.
     """
-    folder = out.with_name(f"{out.name}.unfinished")
+    place = out.with_name(f"{out.name}.unfinished")
     out.parent.mkdir(parents=True, exist_ok=True)
-    marker = _claim_unfinished(folder, out)
+    marker = _claim_unfinished(place, out)
     try:
+        folder = place / _CONTENT
+        folder.mkdir()
         yield folder
         for path in (*folder.rglob("*"), folder):
             fsync(path)
-        if out.exists():
+        if out.exists() or out.is_symlink():
             raise ConfigError(f"{out} appeared meanwhile; choose another name")
-        (folder / _UNFINISHED).unlink()
         folder.rename(out)
         fsync(out.parent)
     finally:
+        _remove_unfinished(place)
         os.close(marker)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _claim_unfinished(folder: Path, out: Path) -> int:
+def _claim_unfinished(place: Path, out: Path) -> int:
     """Make the folder with its locked marker, in place of a leftover; return the marker's descriptor."""
-    if folder.exists() or folder.is_symlink():
+    busy = ConfigError(f"another process is writing {out}; wait for it, or choose another name")
+    while True:
         try:
-            leftover = os.open(folder / _UNFINISHED, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:
-            raise ConfigError(
-                f"{folder} exists and is not of fastdiff, which would write {out} under this name first; rename it, or "
-                "choose another name"
-            ) from None
+            place.mkdir()
+            marker = os.open(place / _UNFINISHED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            _remove_leftover(place, out, busy)
+            continue
+        except FileNotFoundError:  # another process has removed the folder, which was empty
+            if not out.parent.is_dir():
+                raise
+            continue
         try:
-            lock(leftover, folder)
-            shutil.rmtree(folder)
+            lock(marker, place)
         except BlockingIOError:
-            raise ConfigError(f"another process is writing {out}; wait for it, or choose another name") from None
-        finally:
-            os.close(leftover)
-    folder.mkdir()
-    marker = os.open(folder / _UNFINISHED, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    lock(marker, folder)
-    return marker
+            os.close(marker)
+            raise busy from None
+        if os.fstat(marker).st_nlink:
+            return marker
+        os.close(marker)  # another process has removed it before the lock
+
+
+def _remove_leftover(place: Path, out: Path, busy: ConfigError) -> None:
+    """Remove the folder of a killed process; raise ConfigError if it is of a living one, or of someone else."""
+    try:
+        marker = os.open(place / _UNFINISHED, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        with suppress(OSError):
+            place.rmdir()  # killed before the marker; only an empty folder can be removed so
+            return
+        if not (place.exists() or place.is_symlink()):
+            return
+        raise ConfigError(
+            f"{place} exists and is not of fastdiff, which would write {out} under this name first; rename it, or "
+            "choose another name"
+        ) from None
+    try:
+        lock(marker, place)
+        _remove_unfinished(place)
+    except BlockingIOError:
+        raise busy from None
+    finally:
+        os.close(marker)
+
+
+def _remove_unfinished(place: Path) -> None:
+    """Remove the content and then the marker, so that a kill leaves a folder that is known as a leftover."""
+    shutil.rmtree(place / _CONTENT, ignore_errors=True)
+    with suppress(OSError):
+        (place / _UNFINISHED).unlink()
+        place.rmdir()
 
 
 def read_bounded(path: Path, most: int) -> bytes:

@@ -8,24 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from fastdiff.console import log
-from fastdiff.files import publish
+from fastdiff.files import NO_SPACE, publish
+from fastdiff.patient_files import AppendedFile
 
 Record = dict[str, Any]
 
 
-class JsonLines:
-    """An append-only file with one JSON object per line, unbuffered; the first record creates it.
-
-    Args:
-        path: of the file; a link is refused.
-        patient: keep records that cannot be written in memory, and write them before the next one.
-    """
-
-    def __init__(self, path: Path, *, patient: bool = False) -> None:
-        self._path = path
-        self._patient = patient
-        self._waiting = b""
-        self._descriptor: int | None = None
+class JsonLines(AppendedFile):
+    """An append-only file with one JSON object per line; see ``AppendedFile`` for its arguments."""
 
     def write(self, record: Record) -> None:
         """Append one record; NaN and infinity, which JSON lacks, become null.
@@ -34,31 +24,7 @@ class JsonLines:
             OSError: with the path; the record cannot be written, and the file is not ``patient``.
         """
         clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in record.items()}
-        self._waiting += json.dumps(clean).encode() + b"\n"
-        try:
-            self._append()
-        except OSError as error:
-            if not self._patient:
-                raise OSError(error.errno, error.strerror, str(self._path)) from None
-            log.warning(f"{self._path}: {error.strerror}; its records wait in memory until they can be written")
-
-    def close(self) -> None:
-        """Write what still waits, if possible, and close the file."""
-        try:
-            self._append()
-        except OSError as error:
-            lost = self._waiting.count(b"\n")
-            log.warning(f"{self._path}: {error.strerror}; the last {lost} records are lost")
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _append(self) -> None:
-        if self._waiting and self._descriptor is None:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._descriptor = os.open(self._path, flags, 0o666)
-        while self._waiting:  # a full disk may take a part of a line; the rest follows later
-            self._waiting = self._waiting[os.write(self._descriptor, self._waiting) :]  # type: ignore[arg-type]
+        self.append(json.dumps(clean).encode() + b"\n")
 
 
 def read_records(path: Path) -> list[Record]:
@@ -75,6 +41,8 @@ def read_records(path: Path) -> list[Record]:
 def drop_records_after(path: Path, step: int) -> None:
     """Remove records beyond ``step``, which a resumed run writes again, and lines that are no records.
 
+    The file is replaced or, on a full disk, cut off behind the last record that stays.
+
     Raises:
         OSError: the file cannot be read or replaced.
     """
@@ -86,8 +54,23 @@ def drop_records_after(path: Path, step: int) -> None:
     broken = sum(record is None for _, record in found)
     if broken:
         log.warning(f"{path}: removed {broken} lines that are no records, left by a kill or a fault of the disk")
-    if kept != before:
+    if kept == before:
+        return
+    try:
         publish(path, kept)
+    except OSError as error:
+        if error.errno not in NO_SPACE or not before.startswith(kept):
+            raise
+        _cut(path, len(kept))
+
+
+def _cut(path: Path, size: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+    try:
+        os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _record(line: bytes) -> Record | None:

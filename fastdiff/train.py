@@ -145,8 +145,7 @@ def _report(error: Exception | KeyboardInterrupt, stop: StopRequest) -> int:
             ),
         )
     _note(error)
-    if isinstance(error, OSError) and is_of_storage(error):
-        error = as_storage_error(error)
+    error = _explained(error)
     if isinstance(error, FastdiffError):
         return report(error)
     code = say_once(1, partial(_say, error))
@@ -156,6 +155,11 @@ def _report(error: Exception | KeyboardInterrupt, stop: StopRequest) -> int:
         sys.stderr.flush()
         time.sleep(_GRACE_S)
     return code
+
+
+def _explained(error: Exception) -> Exception:
+    """Return the StorageError of a file system error, and any other error as it is."""
+    return as_storage_error(error) if isinstance(error, OSError) and is_of_storage(error) else error
 
 
 def _say(error: Exception) -> None:
@@ -173,6 +177,7 @@ def _note(error: Exception) -> None:
     """Record the cause for a supervisor; a requested stop has none."""
     if isinstance(error, Preempted):
         return
+    error = _explained(error)
     if isinstance(error, FastdiffError):
         note_failure(error.exit_code, str(error))
     else:

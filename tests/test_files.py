@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from fastdiff.errors import ConfigError
-from fastdiff.files import publish, temporary, unfinished_folder
+from fastdiff.files import publish, temporary, unfinished_folder, write_output
+from tests.support.injected.crash_points import CrashPoints
 
 
 def _write(out: Path, *, fails: bool = False) -> None:
@@ -19,10 +23,9 @@ def _write(out: Path, *, fails: bool = False) -> None:
             raise RuntimeError("of the test")
 
 
-def _die_while_writing(out: Path) -> None:
-    with unfinished_folder(out) as folder:
-        (folder / "part").write_text("half")
-        os._exit(1)
+def _die_at(out: Path, journal: Path, operation: int) -> None:
+    with CrashPoints(out.parent, journal, operation).watched():
+        _write(out)
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -34,13 +37,22 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
-    killed = multiprocessing.get_context("fork").Process(target=_die_while_writing, args=(tmp_path / "out",))
-    killed.start()
-    killed.join(60)
-    assert killed.exitcode == 1
-    assert (tmp_path / "out.unfinished" / "part").exists()
-    _write(tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+    """Killed at every operation: the folder is absent or whole, and the next process can write it."""
+    for number in itertools.count():
+        killed = multiprocessing.get_context("fork").Process(
+            target=_die_at, args=(tmp_path / "out", tmp_path / "journal", number)
+        )
+        killed.start()
+        killed.join(60)
+        if killed.exitcode == 0:
+            break
+        assert killed.exitcode == -signal.SIGKILL
+        if not (tmp_path / "out").exists():
+            _write(tmp_path / "out")
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+        shutil.rmtree(tmp_path / "out")
+    assert number >= 8, "operations of a folder with one file"
+    assert not (tmp_path / "out.unfinished").exists()
 
 
 @pytest.mark.parametrize("name", ["out.tmp", "out.unfinished"])
@@ -81,3 +93,27 @@ def test_a_small_file_replaces_a_link_and_follows_none(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="File exists"):
         publish(tmp_path / "x", b"new")
     assert (tmp_path / "other").read_text() == "untouched"
+
+
+def test_an_output_follows_a_link_and_keeps_the_file_until_it_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("old")
+    (tmp_path / "link").symlink_to("there/file")
+    (tmp_path / "there" / "file.tmp").write_text("of the user")
+    write_output(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there" / "file").read_bytes() == b"new"
+    assert (tmp_path / "there" / "file.tmp").read_text() == "of the user"
+    write_output(tmp_path / "new" / "private", b"flags", 0o600)
+    assert (tmp_path / "new" / "private").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(IsADirectoryError):
+        write_output(tmp_path / "there", b"new")
+
+
+def test_an_output_is_written_to_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_output(tmp_path / "pipe", b"content")
+    assert os.read(reader, 100) == b"content"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()

@@ -41,8 +41,8 @@ def device(arguments: argparse.Namespace) -> str:
 def open_log(arguments: argparse.Namespace, command: str, what: str | None = None) -> record.Log:
     """Open a new record ``<command>.jsonl`` in the folder of ``--out``, or in ``..._<what>``.
 
-    Existing records stay: the second record of a folder is ``<command>-2.jsonl``, and so on. Concurrent processes get
-    different files.
+    Existing records and their pictures stay: the second record of a folder is ``<command>-2.jsonl``, and so on.
+    Concurrent processes get different files.
     """
     what = what or command
     folder = record.folder(arguments.out, f"{what}-smoke" if arguments.smoke else what)
@@ -52,7 +52,9 @@ def open_log(arguments: argparse.Namespace, command: str, what: str | None = Non
 
 
 def _created(path: Path) -> bool:
-    """Create a file unless it exists."""
+    """Create a file unless it, or a picture of its name, exists."""
+    if path.with_suffix(".png").exists():
+        return False
     try:
         path.touch(exist_ok=False)
     except FileExistsError:

@@ -159,8 +159,11 @@ class Log:
     def _write(self, kind: str, row: Fingerprint | Measurement | Failure) -> None:
         line = json.dumps({kind: asdict(row)})
         _LINE.validate_json(line, strict=True)
-        self._file.write(line + "\n")
-        self._file.flush()
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def __enter__(self) -> Log:
         return self

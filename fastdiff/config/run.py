@@ -230,7 +230,8 @@ class OutputConfig:
     """Number of newest checkpoints to keep. 1: none is left to fall back on if the newest is damaged."""
     failed_saves: int = 0
     """Consecutive checkpoints, or snapshots, that may fail before the run stops, for example because a disk is full.
-    The last checkpoint, at the end or on preemption, must succeed."""
+    Above 0, all other files of the run wait in memory, too. The last checkpoint, at the end or on preemption, must
+    succeed."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Trackers of metrics and images, in addition to metrics.jsonl and samples/."""
     project: str = "fastdiff"

@@ -5,20 +5,25 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fastdiff import sanitize
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
-from fastdiff.files import lock, publish
+from fastdiff.files import lock
 
+_LEFTOVER = re.compile(r"(run\.json|wandb-id|[a-z]+\.jsonl|step-[0-9]{8,}\.png)\.[0-9]+-[0-9a-f]{8}\.tmp")
+"""Temporary names of ``files.publish`` that a killed training leaves; those of other commands may be in use."""
 _PACKAGES = ("fastdiff", "torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes")
 
 
@@ -41,30 +46,33 @@ def versions() -> dict[str, str]:
 def claim(folder: Path) -> Callable[[], None]:
     """Create the run folder and lock it for this job; return the function that releases the lock.
 
+    Temporary files of a killed job are removed.
+
     Raises:
         ConfigError: another job holds the lock. The lock ends with its process, so it is never removed by hand.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    file: IO[str] = os.fdopen(descriptor, "a+")
     try:
-        lock(file.fileno(), folder)
+        lock(descriptor, folder)
     except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip() or "unknown"
-        file.close()
+        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
         raise ConfigError(
             f"the run folder {folder} is in use by another job ({holder}); wait for it, stop it, "
             "or choose another --output.folder"
         ) from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}")
-    file.flush()
-    return file.close
+    for leftover in (*folder.glob("*.tmp"), *folder.glob("samples/*.tmp")):
+        if _LEFTOVER.fullmatch(leftover.name):
+            leftover.unlink(missing_ok=True)
+    with suppress(OSError):  # a full disk; the text only names the holder to another job
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
+    return partial(os.close, descriptor)
 
 
-def write_run_json(folder: Path, config: RunConfig, launch: Launch, ds_config: DsConfig, device: str) -> None:
-    """Write ``run.json``: configuration, command line, versions, commit and device, without secrets."""
+def run_json(config: RunConfig, launch: Launch, ds_config: DsConfig, device: str) -> bytes:
+    """Return the content of ``run.json``: configuration, command line, versions, commit and device, without secrets."""
     content = {
         "config": as_json(config),
         "argv": [sanitize.line(argument) for argument in launch.argv],
@@ -73,7 +81,7 @@ def write_run_json(folder: Path, config: RunConfig, launch: Launch, ds_config: D
         "device": device,
         "deepspeed": sanitize.tree(ds_config),
     }
-    publish(folder / "run.json", json.dumps(content, indent=2).encode())
+    return json.dumps(content, indent=2).encode()
 
 
 def require_run(folder: Path) -> None:

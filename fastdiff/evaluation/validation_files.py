@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from fastdiff.diffusion.snr_bins import Floats
 from fastdiff.errors import StorageError
-from fastdiff.files import publish
 
 _FOLDER = "validation"
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.npz")
+_LEFTOVER = re.compile(r"step-[0-9]{8,}\.npz\.[0-9]+-[0-9a-f]{8}\.tmp")
+"""Temporary names of ``files.publish``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,8 @@ class Validated:
     ``unit``, ``precision``, ``weights`` and the ``step`` of the run."""
 
 
-def write(run: Path, validated: Validated) -> None:
-    """Write the file of the step in ``about``, atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path = _path(run, validated.about["step"])
-    path.parent.mkdir(exist_ok=True)
+def encode(validated: Validated) -> bytes:
+    """Return the content of the file of a validation."""
     arrays = io.BytesIO()
     np.savez(
         arrays,
@@ -55,7 +50,7 @@ def write(run: Path, validated: Validated) -> None:
         x0_mse=validated.x0_mse,
         about=np.array(json.dumps(validated.about)),
     )
-    publish(path, arrays.getvalue())
+    return arrays.getvalue()
 
 
 def read(run: Path, step: int) -> Validated:
@@ -65,7 +60,7 @@ def read(run: Path, step: int) -> Validated:
         StorageError: the file is damaged.
         OSError: the file cannot be read.
     """
-    path = _path(run, step)
+    path = path_of(run, step)
     try:
         with np.load(path, allow_pickle=False) as found:
             about = json.loads(str(found["about"]))
@@ -83,11 +78,13 @@ def steps_of(run: Path) -> list[int]:
 def drop_after(run: Path, step: int) -> None:
     """Remove the files of later steps, which a resumed run writes again, and incomplete files of killed processes."""
     for leftover in (run / _FOLDER).glob("step-*.tmp"):
-        leftover.unlink()
+        if _LEFTOVER.fullmatch(leftover.name):
+            leftover.unlink()
     for known in steps_of(run):
         if known > step:
-            _path(run, known).unlink()
+            path_of(run, known).unlink()
 
 
-def _path(run: Path, step: int) -> Path:
+def path_of(run: Path, step: int) -> Path:
+    """Return the path of the file of a step."""
     return run / _FOLDER / f"step-{step:08d}.npz"

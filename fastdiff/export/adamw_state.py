@@ -53,15 +53,17 @@ def adamw_state(
     """Return a state dict of ``torch.optim.AdamW``.
 
     Args:
-        saved: the checkpoint, which determines the learning rate of the next step.
+        saved: the checkpoint, which determines the learning rate: that of the next step or, after the last one, the
+            configured one, because programs that go on with the file would keep the final rate, which may be zero.
         config: the run's.
         state: the two moments by parameter number; an untrained parameter has none.
         parameters: number of parameters.
     """
-    applied, optim = Progress(**saved.manifest["progress"]).applied, config.optim
+    progress, optim = Progress(**saved.manifest["progress"]), config.optim
+    lr = optim.lr if progress.steps >= config.steps else lr_after(optim, config.steps, progress.applied)
     adamw = torch.optim.AdamW(
         [torch.zeros(1) for _ in range(parameters)],
-        lr=lr_after(optim, config.steps, applied),
+        lr=lr,
         betas=optim.betas,
         eps=optim.eps,
         weight_decay=optim.weight_decay,

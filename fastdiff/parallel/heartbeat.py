@@ -20,9 +20,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
+from fastdiff.console import log
 from fastdiff.errors import FastdiffError, report
+from fastdiff.files import NO_SPACE
 
 Phase = Literal["start", "data", "forward", "backward", "step", "callbacks", "end"]
 PHASES: tuple[Phase, ...] = ("start", "data", "forward", "backward", "step", "callbacks", "end")
@@ -101,8 +103,7 @@ class Heartbeat:
     def __init__(self, run: Path, rank: int, hang_timeout_s: float) -> None:
         node_folder = os.environ.get(NODE_FOLDER)
         self._path = stacks_path(run, rank)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = self._path.open("w")
+        self._stacks = _open_stacks(self._path)
         self._timeout_s = hang_timeout_s
         # The supervisor can name the rank that hangs, so it acts first; this timeout holds in case it is gone.
         self._factor = 2 if node_folder else 1
@@ -165,6 +166,18 @@ class Heartbeat:
             if not self._path.stat().st_size:
                 self._path.unlink()
                 self._path.parent.rmdir()  # fails while another rank's file exists
+
+
+def _open_stacks(path: Path) -> TextIO:
+    """Open the file of the stacks or, without room for it, another descriptor of standard error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w")
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        log.warning(f"{path}: {error.strerror}; the stacks of a hang would go to standard error")
+        return os.fdopen(os.dup(2), "w")
 
 
 def _shared(path: Path) -> Callable[[bytes], None]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed
 
-from fastdiff.errors import FastdiffError, StorageError
+from fastdiff.errors import FastdiffError, storage_error
 from fastdiff.parallel import rendezvous
 
 T = TypeVar("T")
@@ -85,13 +85,13 @@ class World:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, FastdiffError | None]:
-    """Return ``(value, None)`` or ``(None, error)``; an OSError becomes a StorageError."""
+    """Return ``(value, None)`` or ``(None, error)``; any OSError becomes a StorageError, so that all ranks raise it."""
     try:
         return action(), None
     except FastdiffError as error:
         return None, error
     except OSError as error:
-        return None, StorageError(f"{error.filename or 'storage'}: {error.strerror or error}")
+        return None, storage_error(error)
 
 
 def start_world(timeout_s: float = 1800.0) -> World:

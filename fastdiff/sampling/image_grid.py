@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fastdiff.errors import ConfigError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,6 +50,26 @@ def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None
     enlarged = levels.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
     canvas = _arrange(enlarged, rows).permute(1, 2, 0)
     return pillow.fromarray(canvas.squeeze(2).contiguous().numpy())
+
+
+def encoded(picture: Image, suffix: str) -> bytes:
+    """Return a picture as the content of a file.
+
+    Args:
+        picture: the picture.
+        suffix: of the file, such as ".png"; it chooses the format.
+
+    Raises:
+        ConfigError: Pillow writes no format with this suffix.
+    """
+    from PIL import Image as pillow
+
+    name = pillow.registered_extensions().get(suffix.lower())
+    if name not in pillow.SAVE:
+        raise ConfigError(f"no picture can be written with the suffix {suffix!r}; use .png")
+    buffer = io.BytesIO()
+    picture.save(buffer, name)
+    return buffer.getvalue()
 
 
 def _levels(images: Tensor) -> Tensor:

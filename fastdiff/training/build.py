@@ -15,7 +15,7 @@ from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from fastdiff.config.run_record import as_json, claim, versions, write_run_json
+from fastdiff.config.run_record import as_json, claim, run_json, versions
 from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import build_batches, build_order, loader_name
@@ -29,6 +29,7 @@ from fastdiff.parallel.consensus import Consensus
 from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
+from fastdiff.patient_files import WholeFiles
 from fastdiff.progress import Progress
 from fastdiff.training import resume
 from fastdiff.training.callbacks.base import Callback, Callbacks, Preempt
@@ -64,6 +65,7 @@ class _Parts:
     order: SampleOrder
     folder: Path
     heart: Heartbeat
+    files: WholeFiles
     facts: dict[str, Any]
     background: AsyncSaves
     checkpoints: Checkpoints
@@ -146,6 +148,8 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     world.on_first(lambda: _claim(folder, stack))
     heart = world.together(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
     stack.callback(heart.close)
+    files = WholeFiles(patient=config.output.failed_saves > 0)
+    stack.callback(files.close)
     background = stack.enter_context(AsyncSaves(world, config.output.failed_saves, heart.again))
     return _Parts(
         config=config,
@@ -157,6 +161,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
         order=order,
         folder=folder,
         heart=heart,
+        files=files,
         facts=_facts(config, reader, world),
         background=background,
         checkpoints=Checkpoints(folder / "checkpoints", config.output.keep, background.world),
@@ -185,6 +190,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         progress=Progress(),
         heart=parts.heart,
         guard=StepGuard(Consensus(world, stop), spikes, parts.heart, accumulation),
+        files=parts.files,
     )
 
 
@@ -203,7 +209,8 @@ def _announce(state: TrainState, parts: _Parts, batches: Batches) -> None:
     if state.world.is_first:
         log.info(_summary(state, batches, parts.ops))
     device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
-    state.world.on_first(lambda: write_run_json(parts.folder, state.config, parts.launch, parts.ds_config, device))
+    content = run_json(state.config, parts.launch, parts.ds_config, device)
+    state.world.on_first(lambda: state.files.write(parts.folder / "run.json", content))
 
 
 def _open_callbacks(state: TrainState, parts: _Parts, stack: ExitStack) -> Callbacks:

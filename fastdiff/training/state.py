@@ -13,6 +13,7 @@ from fastdiff.diffusion.objective import Objective
 from fastdiff.json_lines import JsonLines, drop_records_after
 from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.world import World
+from fastdiff.patient_files import WholeFiles
 from fastdiff.progress import Progress
 from fastdiff.training.ema import Ema
 from fastdiff.training.engine import Engine
@@ -37,6 +38,8 @@ class TrainState:
     progress: Progress
     heart: Heartbeat
     guard: StepGuard
+    files: WholeFiles
+    """Whole files of the run folder, written by rank 0."""
     applied: bool = True
     """False if the last step was skipped."""
 

@@ -17,8 +17,9 @@ from fastdiff.cli.main import main
 from fastdiff.config.run import ValidationConfig
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.evaluation.comparison import Comparison, MeasuredRun, compare, draw, read_both, table
-from fastdiff.evaluation.validation_files import Validated, read, write
+from fastdiff.evaluation.validation_files import Validated, encode, path_of, read
 from fastdiff.parallel.world import World
+from fastdiff.patient_files import WholeFiles
 from fastdiff.train import train
 from tests.support.runs import held_out, launch, tiny
 
@@ -154,7 +155,7 @@ def test_the_newest_common_step_is_read(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
         for step in steps:
-            write(tmp_path / name, run(name, NOISE[0] + step, step=step).found)
+            WholeFiles().write(path_of(tmp_path / name, step), encode(run(name, NOISE[0] + step, step=step).found))
     a, b = read_both(tmp_path / "a", tmp_path / "b")
     assert (a.found.about["step"], b.found.about["step"]) == (20, 20)
     np.testing.assert_array_equal(a.found.loss, NOISE[0] + 20)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import fastdiff.export.run
 from fastdiff.checkpoint.manifest import FORMAT, MANIFEST, VERSION
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.safetensors_writer import write_tensors
@@ -319,6 +320,54 @@ def _peak_mb(world: World, folder: Path) -> float:
     done.set()
     thread.join()
     return most[0] - before
+
+
+def test_folders_of_the_user_beside_an_export_stay(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
+    for name in ("out.tmp", "out.unfinished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("years of work")
+    command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "safetensors"]
+    assert main(command) == 2
+    assert f"{tmp_path / 'out.unfinished'} exists and is not of fastdiff" in capsys.readouterr().err
+    (tmp_path / "out.unfinished").rename(tmp_path / "out.other")
+    assert main(command) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.other", "out.tmp", "run"]
+    for name in ("out.tmp", "out.other"):
+        assert (tmp_path / name / "mine").read_text() == "years of work"
+
+
+def test_the_second_of_two_exports_at_once_is_refused(
+    world: World,
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The first waits before its last file until the second has ended."""
+    train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
+    command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "safetensors"]
+    begun, ended, codes = threading.Event(), threading.Event(), list[int]()
+    write_card = fastdiff.export.run.write_card
+
+    def wait(*arguments: Any) -> None:
+        begun.set()
+        assert ended.wait(300)
+        write_card(*arguments)
+
+    monkeypatch.setattr(fastdiff.export.run, "write_card", wait)
+    first = threading.Thread(target=lambda: codes.append(main(command)))
+    first.start()
+    assert begun.wait(300)
+    code, said = main(command), capsys.readouterr().err
+    ended.set()
+    first.join()
+    assert (code, codes) == (2, [0])
+    assert f"another process is writing {tmp_path / 'out'}" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == newest(tmp_path / "run").weights().keys()
 
 
 def test_the_streamed_file_is_a_safetensors_file(tmp_path: Path) -> None:

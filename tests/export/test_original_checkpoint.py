@@ -144,6 +144,18 @@ def test_a_run_goes_on_with_a_published_training_bit_for_bit(
         assert all(torch.equal(found.full(which)[name], value) for name, value in values.items())
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_finished_schedule_leaves_the_configured_rate(
+    world: World, digits: Path, tmp_path: Path, schedule: Any
+) -> None:
+    """A program that goes on with the rate of the file would otherwise train with a rate of zero."""
+    config = two_steps(world, digits, tmp_path / "run", "adm", optim__schedule=schedule)
+    for step, rate in ((1, 0.5 if schedule != "constant" else 1.0), (2, 1.0)):
+        export(tmp_path / "run", tmp_path / f"out{step}", Choice(format="iddpm", step=step))
+        (group,) = opened(tmp_path / f"out{step}" / f"opt00000{step}.pt")["param_groups"]
+        assert group["lr"] == pytest.approx(rate * config.optim.lr)
+
+
 def _as_parameters(folder: Path) -> None:
     """Save the weights and the averages anew as improved-diffusion does: they ask for a gradient."""
     for path in [*folder.glob("model*.pt"), *folder.glob("ema_*.pt")]:

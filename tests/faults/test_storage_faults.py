@@ -139,10 +139,12 @@ class Freeing(Callback):
             self.file.unlink()
 
 
-def train_with(world: World, config: RunConfig, *more: Callback, request: StopRequest | None = None) -> None:
-    """Train with more callbacks, which come after the run's own."""
+def train_with(
+    world: World, config: RunConfig, *more: Callback, request: StopRequest | None = None, **options: Any
+) -> None:
+    """Train with more callbacks, which come after the run's own; ``options`` are those of the launch."""
     with ExitStack() as stack:
-        run = build(config, launch(), world, stack, request)
+        run = build(config, launch(**options), world, stack, request)
         state, batches, callbacks = run.state, run.batches, run.callbacks
         if request is not None:
             request.arm(state.heart)

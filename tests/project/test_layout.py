@@ -38,8 +38,8 @@ ROOMS: dict[str, set[str]] = {
     "train": {"", "config", "parallel", "training"},
 }  # fmt: skip
 GROUND = {
-    "", "batch", "console", "errors", "exit_message", "files", "json_lines", "progress", "rng", "sanitize",
-    "standard_streams",
+    "", "batch", "console", "errors", "exit_message", "files", "json_lines", "patient_files", "progress", "rng",
+    "sanitize", "standard_streams",
 }  # fmt: skip
 FREE_OF_TORCH = (
     "config",
@@ -51,6 +51,7 @@ FREE_OF_TORCH = (
     "console",
     "standard_streams",
     "json_lines",
+    "patient_files",
 )
 
 

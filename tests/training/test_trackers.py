@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -19,9 +20,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fastdiff.errors import ConfigError, FastdiffError, Preempted
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
+from fastdiff.patient_files import WholeFiles
 from fastdiff.train import train
 from fastdiff.training import callbacks
 from fastdiff.training.callbacks.trackers import BackgroundTracker, Trackers, require_installed
+from tests.support.injected.tiny_disk import fill, tiny_disk
 from tests.support.runs import launch, losses, records, tiny
 from tests.support.waiting import wait_until
 
@@ -94,6 +97,32 @@ def test_wandb_gets_numbers_and_images(world: World, tmp_path: Path, monkeypatch
     with Trackers(state):  # type: ignore[arg-type]
         pass
     assert (state.folder / "wandb-id").read_text() == first, "a resume goes on with the same run"
+
+
+@pytest.mark.fault(29)
+def test_wandb_on_a_full_disk_costs_a_warning(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    with tiny_disk(tmp_path / "disk", 1) as disk:
+        state = _State(tiny(tmp_path, disk / "run", output__report_to=("wandb",), output__failed_saves=9), world)
+        state.folder.mkdir()
+        fill(disk)
+        with Trackers(state) as trackers:  # type: ignore[arg-type]
+            for step in range(5):
+                trackers.scalars({"loss": 0.25}, step)
+        wandb.teardown()
+        said = "".join(capfd.readouterr())
+        assert "Traceback" not in said
+        assert said.count("WARNING a tracker") <= 1
+        assert not (state.folder / "wandb-id").exists()
+        (disk / "ballast").unlink()
+        state.files.close()
+        assert len((state.folder / "wandb-id").read_text()) == 16
 
 
 @pytest.mark.parametrize("error", [None, Preempted("asked to stop"), ConfigError("what ends a run")], ids=str)
@@ -300,6 +329,7 @@ class _State:
     def __init__(self, config: Any, world: World) -> None:
         self.config, self.world = config, world
         self.folder = Path(config.output.folder)
+        self.files = WholeFiles(patient=config.output.failed_saves > 0)
 
 
 def _wandb_history(folder: Path) -> dict[str, Any]:

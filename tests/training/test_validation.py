@@ -230,10 +230,16 @@ def test_other_files_are_left_alone_and_half_written_ones_removed(tmp_path: Path
     folder.mkdir()
     for name in ("step-00000002.npz", "step-100000000.npz", "step-00000009.npz", "step-best.npz", "step-3.npz"):
         (folder / name).touch()
-    (folder / "step-00000004.tmp").touch()
+    (folder / "step-00000004.npz.12-0123abcd.tmp").touch()
+    (folder / "step-notes.tmp").touch()
     assert steps_of(tmp_path) == [2, 9, 100_000_000]
     drop_after(tmp_path, 2)
-    assert {path.name for path in folder.iterdir()} == {"step-00000002.npz", "step-best.npz", "step-3.npz"}
+    assert {path.name for path in folder.iterdir()} == {
+        "step-00000002.npz",
+        "step-best.npz",
+        "step-3.npz",
+        "step-notes.tmp",
+    }
 
 
 def test_runs_with_other_noise_are_validated_alike() -> None:

@@ -45,6 +45,7 @@ class Log(Callback):
         record = self._record(state)
         if self._is_first:
             self._lines.write(record)
+            state.files.retry()
             numbers = {_tracker_name(name): value for name, value in record.items() if isinstance(value, float)}
             self._trackers.scalars(numbers, state.progress.steps)
             self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import build_network, pretrained
 from fastdiff.parallel.fragments import Room, assemble
 from fastdiff.progress import Every
-from fastdiff.sampling.image_grid import image_grid
+from fastdiff.sampling.image_grid import encoded, image_grid
 from fastdiff.sampling.pixels import may_be_pixels
 from fastdiff.sampling.solvers import grid_classes, sample
-from fastdiff.sampling.text import as_bytes, decode, encode_prompts, repeated, save_grid
+from fastdiff.sampling.text import as_bytes, decode, encode_prompts, repeated
 from fastdiff.training.callbacks.base import Callback, preempted
 from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.state import TrainState
@@ -93,7 +94,7 @@ class PromptImages(Callback):
             finally:
                 self._vae.to("cpu")
         rows = state.config.validation.images_per_prompt
-        save_grid(state.folder / "samples" / f"step-{state.progress.steps:08d}.png", pixels, rows=rows)
+        state.files.write(_path(state), encoded(image_grid(pixels, rows=rows), ".png"))
         shown = {prompt: as_bytes(pixels[column :: len(prompts)]) for column, prompt in enumerate(prompts)}
         self._trackers.images(shown, state.progress.steps)
 
@@ -138,10 +139,13 @@ class SampleGrid(Callback):
             null=state.objective.null,
             shape=(config.model.channels, config.model.size, config.model.size),
         )
-        if state.world.is_first:
-            folder = state.folder / "samples"
-            folder.mkdir(exist_ok=True)
-            image_grid(images.cpu(), rows=self.rows).save(folder / f"step-{state.progress.steps:08d}.png")
+        state.world.on_first(
+            lambda: state.files.write(_path(state), encoded(image_grid(images.cpu(), rows=self.rows), ".png"))
+        )
+
+
+def _path(state: TrainState) -> Path:
+    return state.folder / "samples" / f"step-{state.progress.steps:08d}.png"
 
 
 def draw_together(

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import itertools
+import logging
+import os
 import queue
 import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +26,7 @@ from fastdiff import sanitize
 from fastdiff.config.run_record import as_json
 from fastdiff.console import log
 from fastdiff.errors import ConfigError, Preempted
+from fastdiff.patient_files import AppendedFile
 from fastdiff.sanitize import escape
 from fastdiff.training.state import TrainState
 
@@ -91,8 +97,17 @@ class Trackers:
                 tracker.close(failed=failed, patience_s=FINISH_S if kind is None else BROKEN_OFF_S)
 
     def _open(self, state: TrainState) -> None:
+        patient = state.config.output.failed_saves > 0
         for name in state.config.output.report_to:
-            self._trackers.append(_TensorBoard(state) if name == "tensorboard" else BackgroundTracker(_Wandb(state)))
+            if name == "tensorboard":
+                self._trackers.append(_TensorBoard(state.folder, state.progress.steps, patient=patient))
+                continue
+            try:
+                self._trackers.append(BackgroundTracker(_Wandb(state)))
+            except OSError as error:
+                if not patient:
+                    raise
+                log.warning(f"{error.filename or state.folder}: {error.strerror}; the run goes on without wandb")
 
 
 def require_installed(report_to: Sequence[str]) -> None:
@@ -162,24 +177,53 @@ class BackgroundTracker:
 
 
 class _TensorBoard:
-    """Events in ``tensorboard/`` of the run folder; events after the step of a resume are hidden."""
+    """Events in a new file in ``tensorboard/`` of the run folder; events after the step of a resume are hidden.
 
-    def __init__(self, state: TrainState) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it, and it takes a second
+    The file is written as the log is, without the thread of torch's ``SummaryWriter``, which prints a traceback on a
+    full disk and leaves half an event, behind which nothing is read.
 
-        self._writer = SummaryWriter(str(state.folder / "tensorboard"), purge_step=state.progress.steps + 1)
+    Args:
+        run: the run folder.
+        step: of the resume.
+        patient: events wait in memory while the disk is full.
+    """
+
+    def __init__(self, run: Path, step: int, *, patient: bool) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # only rank 0 needs it
+
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_OPENED)}"
+        self._file = AppendedFile(run / "tensorboard" / name, patient=patient)
+        self._append(file_version="brain.Event:2")
+        # TensorBoard hides earlier events of this step and of later ones.
+        self._append(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        shown = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._append(step=step, summary=Summary(value=shown))
 
     def images(self, images: Mapping[str, Tensor], step: int) -> None:
+        from torch.utils.tensorboard.summary import image
+
         for caption, pixels in images.items():
-            self._writer.add_images(f"validation/{caption}", pixels, step)
-        self._writer.flush()
+            summary = image(f"validation/{caption}", pixels, dataformats="NCHW")  # type: ignore[no-untyped-call]
+            self._append(step=step, summary=summary)
 
     def close(self, *, failed: bool, patience_s: float) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _append(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.append(record.getvalue())
+
+
+_OPENED = itertools.count()
+"""Numbers of this process's event files: two of the same second have the same name otherwise."""
 
 
 class _Wandb:
@@ -192,11 +236,12 @@ class _Wandb:
         import wandb
 
         self._wandb: Any = wandb
+        logging.raiseExceptions = False  # a full disk fails its own log, at every line
         options = {
             "project": state.config.output.project,
             "name": state.folder.name,
             "dir": str(state.folder),
-            "id": _wandb_id(state.folder),
+            "id": _wandb_id(state),
             "resume": "allow",
             "config": sanitize.tree(as_json(state.config)),
             "settings": wandb.Settings(init_timeout=INIT_S, finish_timeout=FINISH_S),
@@ -238,9 +283,11 @@ class _Wandb:
         self._run.finish(exit_code=int(failed))
 
 
-def _wandb_id(folder: Path) -> str:
+def _wandb_id(state: TrainState) -> str:
     """Return the wandb id of the run; create it for a new folder."""
-    path = folder / WANDB_ID
-    if not path.exists():
-        path.write_text(secrets.token_hex(8))
-    return path.read_text()
+    path = state.folder / WANDB_ID
+    known = path.read_text().strip() if path.exists() else ""
+    if not known:
+        known = secrets.token_hex(8)
+        state.files.write(path, known.encode())
+    return known

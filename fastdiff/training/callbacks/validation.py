@@ -147,7 +147,8 @@ class ValidationLoss(Callback):
         levels, step = self._objective.process.levels(self._levels), state.progress.steps
         log_snr = levels.log_snr[levels.row].cpu().numpy()
         loss, x0_mse = losses
-        validation_files.write(state.folder, Validated(self._index, log_snr, loss, x0_mse, self._about(state)))
+        found = Validated(self._index, log_snr, loss, x0_mse, self._about(state))
+        state.files.write(validation_files.path_of(state.folder, step), validation_files.encode(found))
         total, bins = by_log_snr(log_snr, loss)
         record = {"step": step, "samples": state.progress.samples, **_record(total, bins)}
         record |= {"unit": unit(self._config), "data": self._data}

@@ -19,6 +19,7 @@ from bench.records.fingerprint import ROOT, Fingerprint
 from bench.records.record import Failure
 from bench.records.tables import table
 from fastdiff_kernels import launch
+from tests.support.injected.tiny_disk import fill, tiny_disk
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,22 @@ def test_a_record_that_another_process_begins_at_the_same_time_is_its_own(tmp_pa
         log.__exit__(None, None, None)
     assert {log.path.name for log in logs} == {"op.jsonl", *(f"op-{number}.jsonl" for number in range(2, 9))}
     assert [record.read(log.path).failures[0].case for log in logs] == [str(number) for number in range(8)]
+
+
+def test_a_record_leaves_the_picture_of_another_one(tmp_path: Path) -> None:
+    (tmp_path / "objectives.png").write_text("of the user")
+    with open_log(argparse.Namespace(out=tmp_path, smoke=False), "objectives") as log:
+        assert log.path == tmp_path / "objectives-2.jsonl"
+
+
+def test_a_record_on_a_full_disk_names_its_file(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "disk", 0.25) as disk:
+        log = open_log(argparse.Namespace(out=disk, smoke=False), "op")
+        fill(disk)
+        with pytest.raises(OSError, match=r"No space left on device: .*op\.jsonl"):
+            log.write(Failure(bench="op", case="more than a block" * 300, provider="p", reason="none"))
+        (disk / "ballast").unlink()
+        log.__exit__(None, None, None)
 
 
 def test_the_command_without_the_benchmarks_says_where_they_are(tmp_path: Path) -> None:

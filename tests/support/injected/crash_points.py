@@ -28,10 +28,11 @@ class CrashPoints:
     Args:
         folder: operations below it count.
         journal: file with the operations done so far, readable after a kill too.
-        die_at: number of the operation at which the process kills itself, a write half done; None: it survives.
+        die_at: number of the operation at which the process kills itself, a write half done, or a function that
+            returns True for it; None: it survives.
     """
 
-    def __init__(self, folder: Path, journal: Path, die_at: int | None = None) -> None:
+    def __init__(self, folder: Path, journal: Path, die_at: int | Callable[[Operation], bool] | None = None) -> None:
         self.done = 0
         self._folder, self._die_at = str(folder.absolute()), die_at
         self._write = os.write
@@ -40,7 +41,8 @@ class CrashPoints:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch every call of these functions while the context lasts."""
-        patches = [mock.patch.object(os, name, self._named(name)) for name in ("mkdir", "rename", "unlink", "rmdir")]
+        names = ("mkdir", "rename", "replace", "unlink", "rmdir")
+        patches = [mock.patch.object(os, name, self._named(name)) for name in names]
         patches += [mock.patch.object(os, name, self._on_descriptor(name)) for name in ("write", "fsync")]
         patches += [mock.patch("os.open", self._open()), mock.patch.object(files, "reserve", self._reserve())]
         for patch in patches:
@@ -58,7 +60,9 @@ class CrashPoints:
         def call(path: Any, *args: Any, dir_fd: int | None = None, **options: Any) -> Any:
             full = os.path.join(_target(dir_fd), path) if dir_fd is not None else os.path.abspath(path)
             given = options if dir_fd is None else {**options, "dir_fd": dir_fd}
-            record = {"op": name, "path": full, **({"to": os.path.abspath(args[0])} if name == "rename" else {})}
+            record = {"op": name, "path": full}
+            if name in ("rename", "replace"):
+                record |= {"op": "rename", "to": os.path.abspath(args[0])}
             return self._do(record, lambda: original(path, *args, **given))
 
         return call
@@ -94,7 +98,7 @@ class CrashPoints:
     def _do(self, record: Operation, action: Callable[[], Any], half: Callable[[], Any] = lambda: None) -> Any:
         if not record["path"].startswith(self._folder):
             return action()
-        if self.done == self._die_at:
+        if self._die_at(record) if callable(self._die_at) else self.done == self._die_at:
             half()
             self._note(record)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 
 @contextmanager
-def tiny_disk(folder: Path, megabytes: float, *, stand_in: bool | None = None) -> Iterator[Path]:
+def tiny_disk(folder: Path, megabytes: float, *, inodes: int = 0, stand_in: bool | None = None) -> Iterator[Path]:
     """Make ``folder`` a file system of this many MiB (2**20 bytes) while the context lasts.
 
     Mounting a tmpfs needs CAP_SYS_ADMIN, which root has outside most containers. Everyone else gets a stand-in for code
@@ -30,6 +30,7 @@ def tiny_disk(folder: Path, megabytes: float, *, stand_in: bool | None = None) -
     Args:
         folder: Made if it is missing; it should be empty.
         megabytes: Size.
+        inodes: Number of files and folders that it holds, itself included; 0: no limit.
         stand_in: None: only where mounting is not possible; True or False: this way and no other.
 
     Yields:
@@ -37,7 +38,7 @@ def tiny_disk(folder: Path, megabytes: float, *, stand_in: bool | None = None) -
     """
     folder.mkdir(parents=True, exist_ok=True)
     size = int(megabytes * 2**20)
-    if not stand_in and _mount(folder, size):
+    if not stand_in and _mount(folder, size, inodes):
         try:
             yield folder
         finally:
@@ -46,12 +47,22 @@ def tiny_disk(folder: Path, megabytes: float, *, stand_in: bool | None = None) -
         return
     if stand_in is False:
         raise PermissionError(f"cannot mount a tmpfs at {folder}")
-    with _StandIn(folder, size).patched():
+    with _StandIn(folder, size, inodes).patched():
         yield folder
 
 
-def _mount(folder: Path, size: int) -> bool:
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+def fill(disk: Path) -> None:
+    """Leave not a byte on a disk, by a file ``ballast``."""
+    with (disk / "ballast").open("ab", buffering=0) as ballast:
+        for size in (2**20, 2**12, 1):
+            with suppress(OSError):
+                while True:
+                    ballast.write(bytes(size))
+
+
+def _mount(folder: Path, size: int, inodes: int) -> bool:
+    options = f"size={size}" + (f",nr_inodes={inodes}" if inodes else "")
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     try:
         return subprocess.run(command, capture_output=True).returncode == 0
     except FileNotFoundError:
@@ -61,8 +72,9 @@ def _mount(folder: Path, size: int) -> bool:
 class _StandIn:
     """Counts what lies in a folder, and refuses to let it grow beyond its size."""
 
-    def __init__(self, folder: Path, size: int) -> None:
-        self.folder, self.size = folder.absolute(), size
+    def __init__(self, folder: Path, size: int, inodes: int) -> None:
+        self.folder, self.size, self.inodes = folder.absolute(), size, inodes
+        self._mkdir = os.mkdir
         self._open, self._write = builtins.open, os.write
         self._disk_usage, self._serialize = shutil.disk_usage, safetensors.torch.serialize_file
 
@@ -73,6 +85,7 @@ class _StandIn:
             for name in ("builtins.open", "io.open"):
                 stack.enter_context(mock.patch(name, self.open))
             stack.enter_context(mock.patch("os.write", self.write))
+            stack.enter_context(mock.patch("os.mkdir", self.mkdir))
             stack.enter_context(mock.patch("fastdiff.files.reserve", self.reserve))
             stack.enter_context(mock.patch("shutil.disk_usage", self.disk_usage))
             stack.enter_context(mock.patch("safetensors.torch.serialize_file", self.serialize_file))
@@ -94,6 +107,11 @@ class _StandIn:
             if len(view) and not len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self._write(descriptor, data)
+
+    def mkdir(self, path: Any, *args: Any, **options: Any) -> None:
+        if self.inodes and self.holds(path) and 1 + sum(1 for _ in self.folder.rglob("*")) >= self.inodes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        self._mkdir(path, *args, **options)
 
     def reserve(self, descriptor: int, size: int) -> None:
         if self.holds(os.readlink(f"/proc/self/fd/{descriptor}")) and size > self.free():

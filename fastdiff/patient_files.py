@@ -1,0 +1,123 @@
+"""Files of a run folder that wait in memory while the disk is full, if the run survives failed saves."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from pathlib import Path
+
+from fastdiff.console import log
+from fastdiff.files import publish
+
+_MOST = 2**26
+"""Bytes of a file, or of all whole files, that wait in memory; later ones are lost."""
+
+
+class AppendedFile:
+    """An append-only file of records, unbuffered; the first record creates it and its folder.
+
+    Args:
+        path: of the file; a link is refused.
+        patient: keep records that cannot be written in memory, and write them before the next one.
+    """
+
+    def __init__(self, path: Path, *, patient: bool = False) -> None:
+        self._path = path
+        self._patient = patient
+        self._waiting: deque[bytes] = deque()
+        self._lost = 0
+        self._descriptor: int | None = None
+
+    def append(self, record: bytes) -> None:
+        """Append one record.
+
+        Raises:
+            OSError: with the path; the record cannot be written, and the file is not ``patient``.
+        """
+        if self._waiting and sum(map(len, self._waiting)) + len(record) > _MOST:
+            self._lost += 1
+        else:
+            self._waiting.append(record)
+        try:
+            self._write()
+        except OSError as error:
+            if not self._patient:
+                self._waiting.clear()
+                raise OSError(error.errno, error.strerror, str(self._path)) from None
+            log.warning(f"{self._path}: {error.strerror}; its records wait in memory until they can be written")
+
+    def close(self) -> None:
+        """Write what still waits, if possible, and close the file."""
+        try:
+            self._write()
+        except OSError as error:
+            self._lost += len(self._waiting)
+            log.warning(f"{self._path}: {error.strerror}")
+        if self._lost:
+            log.warning(f"{self._path}: {self._lost} records are lost, for which there was no room")
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _write(self) -> None:
+        if self._waiting and self._descriptor is None:
+            self._path.parent.mkdir(exist_ok=True)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._descriptor = os.open(self._path, flags, 0o666)
+        while self._waiting:  # a full disk may take a part of a record; the rest follows later
+            written = os.write(self._descriptor, self._waiting[0])  # type: ignore[arg-type]
+            self._waiting[0] = self._waiting[0][written:]
+            if not self._waiting[0]:
+                self._waiting.popleft()
+
+
+class WholeFiles:
+    """Files that are written at once and atomically, such as ``run.json`` and pictures.
+
+    Args:
+        patient: keep files that cannot be written in memory, and write them later.
+    """
+
+    def __init__(self, *, patient: bool = False) -> None:
+        self._patient = patient
+        self._waiting: dict[Path, bytes] = {}
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Write a file, and its folder if missing.
+
+        Raises:
+            OSError: with the path; it cannot be written, and the files are not ``patient``.
+        """
+        self._waiting[path] = content
+        self.retry()
+
+    def retry(self) -> None:
+        """Write the files that wait, as far as there is room.
+
+        Raises:
+            OSError: with the path; one cannot be written, and the files are not ``patient``.
+        """
+        for path, content in list(self._waiting.items()):
+            try:
+                path.parent.mkdir(exist_ok=True)
+                publish(path, content)
+            except OSError as error:
+                if not self._patient:
+                    del self._waiting[path]
+                    raise
+                self._keep(path, error)
+            else:
+                del self._waiting[path]
+
+    def close(self) -> None:
+        """Write what still waits, if possible."""
+        self.retry()
+        for path in self._waiting:
+            log.warning(f"{path} is lost, for which there was no room")
+
+    def _keep(self, path: Path, error: OSError) -> None:
+        if sum(map(len, self._waiting.values())) > _MOST:
+            del self._waiting[path]
+            log.warning(f"{path} is lost: {error.strerror}, and too many files wait in memory")
+        else:
+            log.warning(f"{path}: {error.strerror}; it waits in memory until it can be written")
