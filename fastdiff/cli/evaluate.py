@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastdiff.config.argument_types import Subcommands, add_averages, count
+from fastdiff.config.argument_types import (
+    VECTORS,
+    Subcommands,
+    add_averages,
+    count,
+    local_path,
+    picture,
+    require_local,
+    seed,
+)
 from fastdiff.errors import ConfigError
 from fastdiff.files import publish
 
@@ -31,13 +40,13 @@ def add(commands: Subcommands) -> None:
     )
     parser.add_argument(
         "subject",
-        type=Path,
+        type=local_path,
         metavar="RUN|SAMPLES",
         help="run folder, whose newest checkpoint is used; with --reference: npz file or folder of images",
     )
     add_averages(parser)
     parser.add_argument("--batch", type=count, help="images, or samples times timesteps, per pass; default: 64")
-    parser.add_argument("--seed", type=int, help="seed of the noise, or of the KID subsets; default: 0")
+    parser.add_argument("--seed", type=seed, help="seed of the noise, or of the KID subsets; default: 0")
     parser.add_argument("--nll", action="store_true", help="measure the likelihood")
     of_nll = parser.add_argument_group("with --nll")
     of_nll.add_argument("--samples", type=count, help="number of samples, spread evenly over the data; default: 1000")
@@ -48,10 +57,10 @@ def add(commands: Subcommands) -> None:
         default=None,
         help="clamp estimates of x0 to [-1, 1]; default: only for pixel-space models",
     )
-    of_nll.add_argument("--png", type=Path, help="write a picture of the curves over timesteps")
+    of_nll.add_argument("--png", type=picture(*VECTORS), help="write a picture of the curves over timesteps")
     parser.add_argument(
         "--reference",
-        type=Path,
+        type=local_path,
         metavar="REAL",
         help="npz file or folder of real images to compare SAMPLES with; or npz file of their statistics mu and "
         "sigma, for FID only",
@@ -63,11 +72,12 @@ def add(commands: Subcommands) -> None:
         help="inception (needs torch-fidelity and its weights), pixels, or PATH.py:FUNCTION, a function from uint8 "
         "[B, H, W, C] to [B, D]; this runs PATH.py. Default: inception",
     )
-    of_images.add_argument("--out", type=Path, metavar="JSON", help="also write the result to this file")
+    of_images.add_argument("--out", type=local_path, metavar="JSON", help="also write the result to this file")
     parser.set_defaults(run=_evaluate)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    require_local("--features", arguments.features or "")
     if arguments.nll and arguments.reference:
         raise ConfigError("--nll evaluates a run and --reference images; give one of them")
     if arguments.reference:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from fastdiff.config.argument_types import Subcommands, add_averages, count
+from fastdiff.config.argument_types import Subcommands, add_averages, count, local_path
 from fastdiff.errors import require
 
 
 def add(commands: Subcommands) -> None:
     """Register the command."""
     parser = commands.add_parser("export", help="write a run in the format of another program")
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="run folder; its newest checkpoint is used")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
+    parser.add_argument("run_folder", type=local_path, metavar="RUN", help="run folder; its newest checkpoint is used")
+    parser.add_argument("out", type=local_path, metavar="OUT", help="folder to write; must not exist")
     parser.add_argument(
         "--format",
         metavar="FORMAT",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from fastdiff.cli import bench, check, compare, encode, evaluate, export, launch, sample
 from fastdiff.cli.compat import command
-from fastdiff.console import quieten
-from fastdiff.errors import FastdiffError, StorageError, as_storage_error, report
+from fastdiff.config.argument_types import Parser
+from fastdiff.console import quieten, write_line
+from fastdiff.errors import StorageError, report, report_any
+from fastdiff.files import raise_open_files
 from fastdiff.standard_streams import lossy_output
+
+if TYPE_CHECKING:
+    import argparse
 
 
 def entry() -> None:
@@ -32,20 +38,22 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     try:
+        raise_open_files()
         if argv[:1] == [bench.NAME]:
             bench.run(argv[1:])
         arguments = _parser().parse_args(list(argv))
         run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
-    except FastdiffError as error:
-        return report(error)
-    except OSError as error:
-        return report(as_storage_error(error))
+    except KeyboardInterrupt:
+        write_line("fastdiff: error: interrupted")
+        return 128 + signal.SIGINT
+    except Exception as error:
+        return report_any(error)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fastdiff", description="Train diffusion models from sharded latents.")
+def _parser() -> Parser:
+    parser = Parser(prog="fastdiff", description="Train diffusion models from sharded latents.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (encode, launch, command, check, sample, evaluate, compare, export, bench):
         module.add(commands)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
+from fastdiff.config.argument_types import require_local
 from fastdiff.config.data import DataConfig
 from fastdiff.config.divergence import DivergenceConfig
 from fastdiff.config.networks.dit import DiTConfig
@@ -239,6 +240,7 @@ class OutputConfig:
     """Classifier-free guidance scale of a grid; 1: none."""
 
     def __post_init__(self) -> None:
+        require_local("--output.folder", self.folder)
         require(self.keep >= 2, f"--output.keep {self.keep}: at least 2, so that one verified checkpoint is left")
         least = {"log_every": 1, "checkpoint_every": 0, "failed_saves": 0, "sample_every": 0, "sample_steps": 1}
         for name, value in least.items():

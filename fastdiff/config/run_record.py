@@ -67,7 +67,7 @@ def write_run_json(folder: Path, config: RunConfig, launch: Launch, ds_config: D
     """Write ``run.json``: configuration, command line, versions, commit and device, without secrets."""
     content = {
         "config": as_json(config),
-        "argv": [sanitize.line(argument) for argument in launch.argv],
+        "argv": [sanitize.argument(argument) for argument in launch.argv],
         "versions": versions(),
         "git": _git_state(),
         "device": device,

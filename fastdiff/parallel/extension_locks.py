@@ -1,7 +1,9 @@
 """Stale locks of torch's extension builder: a killed build leaves a lock on which later starts hang silently.
 
 The builder (``torch.utils.file_baton``) creates a file ``lock`` and keeps it open until it removes it. A lock that no
-process of this machine has open is therefore stale, except for the moment between its closing and its removal.
+process of this machine has open is therefore stale, except for the moment between its closing and its removal. Only the
+holder of a lock of our own (``OURS``, which ends with its process) removes it: of two processes that found the same
+lock, the second would remove that of the build which the first has begun.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, StorageError
+from fastdiff.files import lock as flock
 
+OURS = ".fastdiff.lock"
+"""File in the folder of all extensions; its lock (flock) is held during a removal."""
 _SETTLE_S = 1.0
 _POLL_S = 0.5
 _PROGRESS_S = 10.0
@@ -81,7 +86,9 @@ def find_stale(root: Path) -> list[Lock]:
 
 
 def wait(root: Path, operator: str, say: Callable[[str], None]) -> None:
-    """Wait until no process builds ``operator`` (or a version of it) in ``root``.
+    """Wait until no process builds ``operator`` (or a version of it) in ``root``; remove the locks of killed builds.
+
+    On shared storage another machine may hold a lock, so only its age counts there.
 
     Args:
         root: the folder of all extensions.
@@ -89,8 +96,7 @@ def wait(root: Path, operator: str, say: Callable[[str], None]) -> None:
         say: prints a line of progress, every ten seconds.
 
     Raises:
-        ConfigError: a killed build left its lock. On shared storage another machine may hold the lock, so only its age
-            counts there; the remedy is printed at once.
+        ConfigError: the lock of a killed build cannot be removed; the message says how.
     """
     told_s = float("-inf")
     elsewhere = is_shared(root)
@@ -99,8 +105,8 @@ def wait(root: Path, operator: str, say: Callable[[str], None]) -> None:
         for build in root.glob(f"**/{operator}"):
             for lock in find_stale(build):
                 if not elsewhere or lock.age_s > _LONGEST_BUILD_S:
-                    raise ConfigError(explain(lock))
-                if lock.path not in explained:
+                    _remove(root, lock, say)
+                elif lock.path not in explained:
                     explained.add(lock.path)
                     say(f"waiting until it is {_LONGEST_BUILD_S / 60:.0f} minutes old: {explain(lock)}")
         held = [lock for build in root.glob(f"**/{operator}") for lock in find(build)]
@@ -110,6 +116,24 @@ def wait(root: Path, operator: str, say: Callable[[str], None]) -> None:
             told_s = time.monotonic()
             say(f"waiting for process {held[0].holder}, which compiles {operator} ({held[0].path})")
         time.sleep(_POLL_S)
+
+
+def _remove(root: Path, stale: Lock, say: Callable[[str], None]) -> None:
+    """Remove a stale lock, unless another process is doing that now."""
+    try:
+        ours = os.open(root / OURS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            flock(ours, root)
+            for found in find_stale(stale.path.parent):  # again: another process may have removed it and begun a build
+                if found.path == stale.path:
+                    found.path.unlink(missing_ok=True)
+                    say(f"removed {found.path}, the lock of a build that was killed")
+        finally:
+            os.close(ours)
+    except BlockingIOError:
+        return
+    except (OSError, StorageError) as error:
+        raise ConfigError(f"{explain(stale)} ({error})") from None
 
 
 def explain(lock: Lock) -> str:

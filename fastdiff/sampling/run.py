@@ -19,7 +19,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import require_run
 from fastdiff.config.sampler import SamplerConfig
 from fastdiff.console import log
-from fastdiff.errors import ConfigError, StorageError
+from fastdiff.errors import ConfigError, StorageError, require
 from fastdiff.models.family import ModelFamily, family_of
 from fastdiff.models.load import build_network, check_base, null_label, pretrained
 from fastdiff.sampling.image_grid import image_grid
@@ -53,6 +53,7 @@ class Run:
         device: torch.device | None = None,
     ) -> None:
         saved = open_checkpoint(folder, step)
+        saved.require("progress", "classes", "parameters", "ema_rates")
         self.folder = folder
         self.config = config_of(saved)
         self.step = int(saved.manifest["progress"]["steps"])
@@ -105,6 +106,7 @@ class Run:
         if self.config.model.low_res_size:
             raise ConfigError(f"{self.folder} was trained to enlarge images; give them with --low-res, and --npz")
         self.check_classes(classes or ())
+        _require_picture(per_class * len(classes or range(self.known_classes or 1)), "--per-class")
         columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.known_classes or None)
         condition = {"label": columns.repeat(per_class)}
         latents = self.sample(condition, {"label": null_label(self.config)}, sampler)
@@ -121,6 +123,7 @@ class Run:
         """
         from fastdiff.sampling.text import decode, repeated, save_grid
 
+        _require_picture(per_prompt * len(prompts), "--per-prompt")
         condition, null = self.embedded(prompts, negative=negative)
         latents = self.sample(repeated(condition, per_prompt), null, sampler)
         pixels = decode(pretrained(self.config).vae(self.device), latents)
@@ -216,6 +219,11 @@ class Run:
         ).cpu()
 
 
+def _require_picture(images: int, flag: str) -> None:
+    most = 10_000
+    require(images <= most, f"{flag}: a picture of {images} images, at most {most}; for more, use --npz")
+
+
 def open_checkpoint(folder: Path, step: int | None = None, *, snapshots: bool = False) -> Checkpoint:
     """Open the newest intact checkpoint of the run in ``folder``, or the one of ``step``.
 
@@ -240,7 +248,8 @@ def open_checkpoint(folder: Path, step: int | None = None, *, snapshots: bool = 
 
 
 def config_of(saved: Checkpoint) -> RunConfig:
-    """Return the configuration recorded in a checkpoint."""
+    """Return the configuration recorded in a checkpoint; StorageError if it has none."""
+    saved.require("config")
     return from_mapping(saved.manifest["config"], str(saved.folder))
 
 

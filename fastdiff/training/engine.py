@@ -195,7 +195,7 @@ def wait_for_builds() -> None:
     """Wait while another process builds the operators that this one needs.
 
     Raises:
-        ConfigError: a build that was killed left its lock.
+        ConfigError: a build that was killed left its lock, which cannot be removed.
     """
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     extension_locks.wait(extension_locks.folder(), ShareMemCommBuilder.NAME, log.info if first else lambda _: None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -14,15 +13,12 @@ import psutil
 import pytest
 
 from fastdiff.cluster.supervisor import operators
-from fastdiff.config.launch_options import Launch
-from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel import extension_locks
 from fastdiff.parallel.extension_locks import stale_locks
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.engine import wait_for_builds
 from tests.support.processes import run_ranks
-from tests.support.runs import launch, tiny
 
 HOLD = """
 import runpy, sys, time
@@ -83,8 +79,45 @@ def test_a_killed_build_leaves_a_lock_that_is_found(root: Path, builder: subproc
     assert stale.path == root / OPERATOR / "lock"
     [problem] = stale_locks()
     assert str(stale.path) in problem
+    said: list[str] = []
+    extension_locks.wait(root, OPERATOR, said.append)
+    assert said == [f"removed {stale.path}, the lock of a build that was killed"]
+    assert extension_locks.find(root) == []
+
+
+def test_a_lock_that_cannot_be_removed_is_explained(root: Path) -> None:
+    (root / OPERATOR / "lock").touch()
+    (root / extension_locks.OURS).symlink_to(root / "elsewhere")  # which is not followed
     with pytest.raises(ConfigError, match=r"(?s)lock of a build, 0 minutes old.*delete it: rm '"):
         extension_locks.wait(root, OPERATOR, lambda _: None)
+    assert not (root / "elsewhere").exists()
+
+
+def test_only_the_holder_of_our_lock_removes_another(root: Path) -> None:
+    """Who does not hold it waits, here for a holder that removes the lock itself."""
+    lock = root / OPERATOR / "lock"
+    lock.touch()
+    holder = subprocess.Popen(
+        [
+            "flock",
+            "--exclusive",
+            "--no-fork",
+            root / extension_locks.OURS,
+            "sh",
+            "-c",
+            f"echo held; read x; rm '{lock}'",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    said: list[str] = []
+    extension_locks._remove(root, extension_locks.find(root)[0], said.append)
+    assert lock.exists()
+    holder.communicate(b"\n")
+    extension_locks.wait(root, OPERATOR, said.append)
+    assert said == []
 
 
 def test_a_stopped_build_is_waited_for(root: Path, builder: subprocess.Popen[str]) -> None:
@@ -109,20 +142,26 @@ def test_the_lock_of_another_extension_does_not_matter(root: Path) -> None:
 
 
 @pytest.mark.fault(16)
-def test_a_plain_start_explains_a_stale_lock(digits: Path, tmp_path: Path, root: Path) -> None:
+def test_a_start_removes_a_stale_lock(root: Path) -> None:
     """DeepSpeed alone would wait for it for ever, on both ranks."""
     lock = root / OPERATOR / "lock"
     lock.touch()
-    os.utime(lock, (time.time() - 3600, time.time() - 3600))
-    for message in run_ranks(_fail_to_train, tiny(digits, tmp_path / "run"), launch(1), ranks=2):
-        assert re.search(rf"{re.escape(str(lock))}: the lock of a build, 6\d minutes old", message)
-        assert "delete it" in message
+    run_ranks(_wait_for_builds, ranks=2)
+    assert not lock.exists()
 
 
-def _fail_to_train(world: World, config: RunConfig, start: Launch) -> str:
-    with pytest.raises(ConfigError) as caught:
-        train(config, start, world)
-    return str(caught.value)
+def _wait_for_builds(world: World) -> None:
+    world.together(wait_for_builds)
+
+
+def test_a_build_under_a_supervisor_meets_no_lock(torch_extensions: Path, tmp_path: Path, caches: Path) -> None:
+    """A lock that a killed job left in the cache is not copied, nor is the one of our own."""
+    operators.publish(torch_extensions, operators.cache_folder())
+    (operators.cache_folder() / OPERATOR / "lock").touch()
+    (operators.cache_folder() / extension_locks.OURS).touch()
+    operators.prepare(tmp_path / "job", pytest.fail)
+    assert extension_locks.find(tmp_path / "job") == []
+    assert not (tmp_path / "job" / extension_locks.OURS).exists()
 
 
 def test_the_cache_keeps_times_and_no_locks(torch_extensions: Path, tmp_path: Path, caches: Path) -> None:
@@ -172,8 +211,9 @@ def test_a_shared_folder_may_be_in_use_elsewhere(root: Path, monkeypatch: pytest
     assert f"rm '{lock}'" in said[0]
     lock.touch()
     os.utime(lock, (time.time() - 3600, time.time() - 3600))
-    with pytest.raises(ConfigError, match="delete it"):
-        extension_locks.wait(root, OPERATOR, said.append)
+    extension_locks.wait(root, OPERATOR, said.append)
+    assert said[1:] == [f"removed {lock}, the lock of a build that was killed"]
+    assert not lock.exists()
 
 
 def test_cached_operators_are_not_built_again(torch_extensions: Path, tmp_path: Path, caches: Path) -> None:

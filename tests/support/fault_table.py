@@ -34,7 +34,7 @@ FAULTS = {
     13: ("a rank dies", "the others end; who and why is the last line"),
     14: ("a rank hangs", "found within the time-out, with all stacks"),
     15: ("network partition: short, for ever", "survived with equal losses; ended as a hang"),
-    16: ("stale lock of a build", "explained at the start"),
+    16: ("stale lock of a build", "removed at the start"),
     17: (
         "damaged, truncated, empty, missing shard; stale index",
         "named, or skipped and counted; never another tensor",

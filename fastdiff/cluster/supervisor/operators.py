@@ -21,6 +21,7 @@ from pathlib import Path
 from fastdiff.cluster.supervisor.ranks import kill_group, spawn
 from fastdiff.errors import ConfigError
 from fastdiff.files import fsync
+from fastdiff.parallel.extension_locks import OURS
 
 _TIMEOUT_S = 1800.0
 _SHOWN_LINES = 15
@@ -133,7 +134,7 @@ def _build(folder: Path) -> None:
 
 def _copy(source: Path, target: Path) -> None:
     """Copy a tree with its modification times, which ninja uses to find outdated files."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("lock"))
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("lock", OURS))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from fastdiff.config.argument_types import require_local
 from fastdiff.data.images.items import ClassesFrom
 from fastdiff.data.shards.format import MAX_SHARD_SAMPLES
 from fastdiff.errors import ConfigError, require
@@ -61,6 +62,7 @@ class EncodeOptions:
     """Decoding threads per rank."""
 
     def __post_init__(self) -> None:
+        require_local("--pretrained", self.pretrained)
         if self.autoencoder == "identity":
             changed = [f.name for f in fields(self) if f.name in _OF_PIPELINE and getattr(self, f.name) != f.default]
             flag = "--" + changed[0].replace("_", "-") if changed else ""

@@ -11,11 +11,13 @@ from fastdiff.data.images.hugging_face import HuggingFaceSource, holds_rows, is_
 from fastdiff.data.images.items import BadItem, ClassesFrom, ImageItem, ImageSource
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.shards.remote import is_remote, list_folder, shown
-from fastdiff.errors import ConfigError, DataError
+from fastdiff.errors import ConfigError, DataError, require
 from fastdiff.sanitize import escape
 
 __all__ = ["BadItem", "ImageItem", "ImageSource", "open_source"]
 
+_MOST = 1_000_000
+"""Largest number of names that braces may stand for."""
 _HUB_ID = r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?"
 
 
@@ -120,9 +122,29 @@ def _expanded(text: str) -> list[str]:
     from braceexpand import braceexpand
 
     try:
+        most = _most_expansions(text)
+        require(
+            most <= _MOST, f"{shown(text)[:200]}: its braces stand for up to {most} names, at most {_MOST} are read"
+        )
         return list(braceexpand(text, escape=False))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{shown(text)}: {error}; expected for example {{00000..00099}}.tar") from error
+
+
+def _most_expansions(text: str) -> int:
+    """Return an upper bound of the number of names that braces stand for, without writing them out."""
+    most, commas = 1, [0]
+    for character in text:
+        if character == "{":
+            commas.append(0)
+        elif character == ",":
+            commas[-1] += 1
+        elif character == "}" and len(commas) > 1:
+            most *= 1 + commas.pop()
+    for low, high in re.findall(r"\{(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])", text):
+        ends = [ord(end) if end.isalpha() else int(end) for end in (low, high)]
+        most *= abs(ends[1] - ends[0]) + 1
+    return most
 
 
 def _holds_only_rows(folder: Path) -> bool:
