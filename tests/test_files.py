@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from fastdiff.errors import ConfigError
-from fastdiff.files import publish, temporary, unfinished_folder
+from fastdiff.errors import ConfigError, StorageError
+from fastdiff.files import lock, publish, temporary, unfinished_folder
 
 
 def _write(out: Path, *, fails: bool = False) -> None:
@@ -81,3 +86,42 @@ def test_a_small_file_replaces_a_link_and_follows_none(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="File exists"):
         publish(tmp_path / "x", b"new")
     assert (tmp_path / "other").read_text() == "untouched"
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The system call is replaced: no file system of this machine lacks locks."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (tmp_path / "file").open("w") as file, pytest.raises(StorageError) as caught:
+        lock(file.fileno(), tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}: its file system cannot lock files ({os.strerror(number)})")
+    assert "local_lock=flock" in str(caught.value)
+
+
+LIMITS = "import resource, sys; from fastdiff.cli.main import main; code = main(['compat', 'dit', '--', '--wrong']); "
+LIMITS += "print(code, resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+
+
+@pytest.mark.parametrize(
+    ("limits", "soft", "said"),
+    [
+        ((40, 4096), 4096, "unrecognized arguments"),
+        ((40, 40), 40, "this process may open 40 files (ulimit -Hn), expected at least 256; raise the limit"),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_or_refused(limits: tuple[int, int], soft: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITS],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["2", str(soft)], done.stderr
+    assert said in done.stderr

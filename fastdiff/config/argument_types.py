@@ -23,6 +23,7 @@ MOST_WORKERS = 1024
 VECTORS = (".svg", ".pdf")
 """Suffixes of drawings of curves."""
 _PIXELS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+_LARGEST_SHAPE = 2**26
 _MOST_CLASSES = 100_000
 _DIGITS = 30
 
@@ -103,9 +104,12 @@ def finite(text: str) -> float:
 def shape(text: str) -> tuple[int, int, int]:
     """Parse ``4,32,32`` to channels, height and width."""
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text}: expected C,H,W, for example 4,32,32")
-    channels, height, width = map(int, parts)
+    sides = [int(part) if part.isdecimal() and len(part) <= _DIGITS else 0 for part in parts]
+    if len(parts) != 3 or not 1 <= math.prod(sides) <= _LARGEST_SHAPE:
+        raise argparse.ArgumentTypeError(
+            f"{text[:100]}: expected C,H,W of at most {_LARGEST_SHAPE} numbers, for example 4,32,32"
+        )
+    channels, height, width = sides
     return channels, height, width
 
 

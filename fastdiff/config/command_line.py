@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import json
 import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import fields
 from functools import partial
 from typing import NoReturn
@@ -79,7 +80,9 @@ def _parse_fields(default: RunConfig, flags: Sequence[str], description: str) ->
         config=(tyro.conf.AvoidSubcommands,),
     )
     try:
-        return parse(console_outputs=False)
+        # console_outputs does not silence the errors of values, which every rank would print, with their addresses.
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            return parse(console_outputs=False)
     except SystemExit as end:
         if not end.code:
             parse(console_outputs=os.environ.get("RANK", "0") == "0")

@@ -159,10 +159,14 @@ def _serve(lines: list[Line], folder: Path, results: Path, environment: dict[str
     end_with_the_tests()
     os.environ.clear()
     nowhere = {"PATH": "/nowhere", "HF_HUB_OFFLINE": "1", "AWS_EC2_METADATA_DISABLED": "true", "OMP_NUM_THREADS": "1"}
+    nowhere |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")  # refuses connections
     os.environ.update(environment | nowhere | {"HOME": str(folder), "HF_HOME": str(folder / "hub")})
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
+    import huggingface_hub.constants
     import torch
+
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # which was read from the environment of the server
 
     import fastdiff.cli.main
     import fastdiff.train
