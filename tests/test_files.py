@@ -111,7 +111,7 @@ LIMITS += "print(code, resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
 @pytest.mark.parametrize(
     ("limits", "soft", "said"),
     [
-        ((40, 4096), 4096, "unrecognized arguments"),
+        ((40, 4096), 4096, "the following arguments are required"),
         ((40, 40), 40, "this process may open 40 files (ulimit -Hn), expected at least 256; raise the limit"),
     ],
 )

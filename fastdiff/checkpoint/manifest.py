@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 
 from fastdiff.errors import StorageError
 from fastdiff.files import file_digest, read_bounded
+from fastdiff.sanitize import escape
 
 MANIFEST = "MANIFEST.json"
 FORMAT = "fastdiff-checkpoint"
@@ -114,7 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
         digest_of(manifest)  # fails if it is nested too deeply to be written
     except ValidationError as error:
         first = error.errors()[0]
-        place, given = ".".join(map(str, first["loc"])), repr(first["input"])[:100]
+        place, given = escape(".".join(map(str, first["loc"]))), repr(first["input"])[:100]
         raise StorageError(
             f"{folder / MANIFEST}: not a readable manifest ({place}: {first['msg']}, given {given})"
         ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.data import DataConfig
 from fastdiff.config.presets import preset
 from fastdiff.data.images.sources import open_source
-from fastdiff.data.shards.reader import LatentReader
+from fastdiff.data.shards.cache import ShardCache
 from fastdiff.errors import ConfigError
 
 
@@ -111,10 +110,11 @@ def test_braces_of_many_shards_are_read(tmp_path: Path) -> None:
     assert len(_expanded("{" + ",".join(map(str, range(30))) + "}.tar")) == 30
 
 
-@pytest.mark.parametrize("read", [LatentReader, lambda text: open_source(text, samples_per_unit=1)])
-def test_an_address_that_is_none_is_one_error(read: Callable[[str], object]) -> None:
-    with pytest.raises(ConfigError, match=r"http://\*\*\*|http cannot list"):
-        read("http://[::1/x")
+def test_an_address_that_is_none_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"http://\*\*\*: not an address"):
+        ShardCache("http://[::1/x", tmp_path)
+    with pytest.raises(ConfigError, match=r"http://\*\*\*: http cannot list folders"):
+        open_source("http://[::1/x", samples_per_unit=1)
 
 
 @pytest.mark.fault(28)

@@ -83,7 +83,8 @@ class EncodeOptions:
             f"--batch {self.batch}, --workers {self.workers}: expected at least 1",
         )
         require(self.bucket_step is None or self.buckets, "--bucket-step needs --buckets; add it or omit --bucket-step")
-        source, out = Path(self.source).resolve(), self.out.resolve()
+        # resolve() fails on a link in a circle, which the reader explains.
+        source, out = (Path(os.path.realpath(path)) for path in (self.source, self.out))
         require(source not in (out, *out.parents), f"{out} is inside the source {source}; choose another folder")
 
 
