@@ -10,6 +10,7 @@ from importlib import import_module
 from types import FrameType
 
 from bench import BenchError
+from fastdiff.config.argument_types import Parser
 from fastdiff.errors import as_storage_error, report
 
 COMMANDS = ("op", "step", "data", "scale", "checkpoint", "aot", "objectives", "compare", "report")
@@ -18,7 +19,7 @@ COMMANDS = ("op", "step", "data", "scale", "checkpoint", "aot", "objectives", "c
 
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark and return the exit code: 2 if it cannot run with these flags, 74 without its files."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Speed and memory, with evidence.")
+    parser = Parser(prog="python -m bench", description="Speed and memory, with evidence.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # Import only the requested command; some take seconds.
     for name in [name for name in COMMANDS if name in argv[:1]] or COMMANDS:

@@ -17,15 +17,18 @@ from contextlib import contextmanager, redirect_stdout
 
 from tqdm import tqdm
 
+from fastdiff import sanitize
+
 _NAME = "fastdiff"
 
 
 def write_line(text: str) -> None:
-    """Write a line to standard error without breaking a progress bar.
+    """Write a line, without credentials, to standard error and without breaking a progress bar.
 
     A bar of this process is drawn again below the line. In a run only rank 0 has a bar: the other ranks cannot redraw
     it, so they overwrite its line, and rank 0 draws it again below at its next step.
     """
+    text = sanitize.message(text)
     if os.environ.get("RANK", "0") != "0":
         text = ("\r\x1b[K" if sys.stderr.isatty() else "\r") + text
     tqdm.write(text, file=sys.stderr)

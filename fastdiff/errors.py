@@ -10,24 +10,33 @@ from __future__ import annotations
 import errno
 import os
 import re
+import traceback
 
 from fastdiff.console import write_line
 from fastdiff.exit_message import on_first_node, say_once
-from fastdiff.sanitize import escape
+from fastdiff.sanitize import escape, message
 
-_STORAGE_ERRNOS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.ESTALE,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EISDIR,
-)
+_REMEDIES = {
+    errno.ENOSPC: "free some space, or choose a folder on another disk",
+    errno.EDQUOT: "free some space, or ask for a larger quota",
+    errno.EFBIG: "raise the limit of the file size (ulimit -f), or choose another file system",
+    errno.EIO: "check the disk and the system's log (dmesg)",
+    errno.ESTALE: "its server has replaced it; run the same command again",
+    errno.EROFS: "its file system is mounted read-only; choose another folder",
+    errno.EACCES: "check the permissions of it and of its folders",
+    errno.EPERM: "check the permissions of it and of its folders",
+    errno.ENOENT: "check the path",
+    errno.EEXIST: "rename it, or choose another name",
+    errno.ENOTEMPTY: "rename it, or choose another name",
+    errno.ENOTDIR: "a file stands where its path needs a folder; choose another path",
+    errno.EISDIR: "it is a folder, expected a file; choose another path",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "it is a link, which is not followed, or its path goes in a circle; remove the link",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files (sysctl fs.file-max)",
+}
+"""What to do about a file system error."""
+_NOT_OF_STORAGE = (ConnectionError, ChildProcessError, ProcessLookupError)
 _LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|ncclRemoteError|remote process exited", re.IGNORECASE
 )
@@ -95,8 +104,9 @@ def report(error: FastdiffError) -> int:
         return error.exit_code
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     where = f" (rank {os.environ.get('RANK', '0')})" if several and not error.everywhere else ""
-    message = "\n".join(map(escape, str(error).split("\n")))  # it may contain names from untrusted files
-    return say_once(error.exit_code, lambda: write_line(f"fastdiff: error{where}: {message}"))
+    # It may contain names from untrusted files. Before it is cut off: a part of an address is not recognised as one.
+    text = "\n".join(map(escape, message(str(error)).split("\n")))
+    return say_once(error.exit_code, lambda: write_line(f"fastdiff: error{where}: {text}"))
 
 
 def is_lost_connection(message: str) -> bool:
@@ -106,7 +116,9 @@ def is_lost_connection(message: str) -> bool:
 
 def is_of_storage(error: Exception) -> bool:
     """Return whether it is a file system error, rather than one of a lost connection or a dead process."""
-    return isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS
+    if not isinstance(error, OSError) or isinstance(error, _NOT_OF_STORAGE):
+        return False
+    return error.errno in _REMEDIES or (error.errno is not None and error.filename is not None)
 
 
 def as_storage_error(error: OSError) -> StorageError:
@@ -117,22 +129,21 @@ def as_storage_error(error: OSError) -> StorageError:
 
 
 def storage_error(error: OSError) -> StorageError:
-    """Return the StorageError of a file system error: its path, its cause and a remedy."""
-    return StorageError(f"{error.filename or 'storage'}: {error.strerror or error}; {remedy(error)}")
-
-
-_REMEDIES = {
-    errno.ENOSPC: "free some space (df -h; for inodes, df -i)",
-    errno.EDQUOT: "free some space, or raise the quota of this user",
-    errno.EACCES: "check the permissions of the file and of its folders",
-    errno.EPERM: "check the owner and the attributes of the file",
-    errno.EROFS: "mount the file system for writing, or choose another folder",
-    errno.ENOENT: "check the path",
-    errno.ENOTDIR: "check the path: a part of it is a file",
-    errno.EISDIR: "name a file in this folder",
-}
+    """Return the StorageError of a file system error: its paths, its cause and a remedy."""
+    names = " -> ".join(os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None)
+    return StorageError(f"{names or 'storage'}: {error.strerror or error}; {remedy(error)}")
 
 
 def remedy(error: OSError) -> str:
     """Return what to do about a file system error."""
-    return _REMEDIES.get(error.errno or 0, "check the disk or its network, or choose another folder")
+    return _REMEDIES.get(error.errno or 0, "check the path and its file system")
+
+
+def report_any(error: Exception) -> int:
+    """Print an error of a command, with its traceback if it is a bug, and return the exit code."""
+    if isinstance(error, OSError) and is_of_storage(error):
+        error = as_storage_error(error)
+    if isinstance(error, FastdiffError):
+        return report(error)
+    write_line("".join(traceback.format_exception(error)).rstrip())
+    return 1

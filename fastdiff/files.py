@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import resource
 import secrets
 import shutil
 import stat
@@ -21,6 +22,8 @@ _CHUNK = 2**23
 """Bytes per write; other threads run between two writes."""
 _KEEP_SIZE = 1
 """FALLOC_FL_KEEP_SIZE: the size stays that of the written bytes, so a truncated file does not look complete."""
+_FEWEST_OPEN_FILES, _OPEN_FILES = 256, 2**16
+"""Limits of open files: what a run needs, and what no run exceeds; some programs close each number up to the limit."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a full disk and of a spent quota."""
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -301,6 +304,23 @@ def _remove_unfinished(place: Path) -> None:
     with suppress(OSError):
         (place / _UNFINISHED).unlink()
         place.rmdir()
+
+
+def raise_open_files() -> None:
+    """Raise the soft limit of open files of this process and its children to the hard one.
+
+    Raises:
+        ConfigError: the hard limit is too low for a run.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if most < _FEWEST_OPEN_FILES:
+        raise ConfigError(
+            f"this process may open {most} files (ulimit -Hn), expected at least {_FEWEST_OPEN_FILES}; raise the limit "
+            "with ulimit -n, or in /etc/security/limits.conf"
+        )
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def read_bounded(path: Path, most: int) -> bytes:

@@ -1,4 +1,8 @@
-"""Sanitized text for output: credentials are removed, and control characters are escaped."""
+"""Sanitized text for output: credentials are removed, and control characters are escaped.
+
+Credentials are found by their form, also in addresses that no program could open: with a folded ``:/`` (a path makes it
+of ``://``), with a slash in the password, or with parameters behind a semicolon.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,88 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
-# Matches only at the start of a word, so that a long word is scanned once; a password may contain quotes.
-_ADDRESS = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]+://(?:[^\s/?#]*@)?[^\s'\"<>]*")
-_NAME = re.compile(r"key|token(?!iz)|secret|passw|credential|authorization", re.IGNORECASE)
+# Matches only at the start of a run of its letters, so that a long word is scanned once.
+_SCHEME = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+):(/+)")
+_PASSWORD_OF_WORDS = re.compile(
+    r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+://+|(?:https?|s3):/)[^\s@/?#]{0,200}:"
+    r"(?!\d+(?:[/?#'\",;:)\]\s]|$))[^\n@]{0,200} [^\n@]{0,200}@"
+)
+"""A password with blanks, whose words would pass one by one."""
+_NETWORK = ("http", "https", "ftp", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "wasb", "wasbs", "hf")
+_SECRET = r"key|token(?!iz)|secret|passw|credential|authorization|signature"
+_NAME = re.compile(_SECRET, re.IGNORECASE)
+_ASSIGNMENT = re.compile(
+    rf"(?<![\w.%-])(?!key=)([\w.%-]{{0,64}}?(?:{_SECRET})[\w.%-]{{0,64}})=[^\s&;'\"<>]+", re.IGNORECASE
+)
+_IN_QUERY = re.compile(r"([?&;](?:sig|se|sp|sv|sr|st|key|auth|pass|pwd))=[^\s&;'\"<>]+", re.IGNORECASE)
+"""Matches parameters that are ordinary words elsewhere; some are those of Azure's signatures."""
+_CLOSING = "'\"<>()[]{},.;:!`"
 _HIDDEN = "***"
 
 
+def is_address(text: str) -> bool:
+    """Return whether ``text`` begins as an address, ``scheme://``, or as one that a path has folded, ``http:/``."""
+    found = _SCHEME.match(text)
+    return found is not None and (len(found[2]) > 1 or found[1].lower() in _NETWORK)
+
+
 def address(text: str) -> str:
-    """Remove user, password, query and fragment from an address; signed addresses carry their secrets there.
+    """Remove user, password, parameters, query and fragment of an address; signed ones carry their secrets there.
 
     Text that is no address, such as a local path, stays as it is.
     """
-    if not _ADDRESS.match(text):
+    found = _SCHEME.match(text)
+    if found is None:
         return text
-    scheme, _, rest = text.partition("://")
+    begin = found[0]
+    rest = re.split(r"[?#]", text[found.end() :], maxsplit=1)
+    shown, query = rest[0], "".join(rest[1:])
+    user, at, shown = shown.rpartition("@")
+    host = (user or shown).partition("/")[0]
+    if "@" in query and not at and (":" in host or "/" not in shown):  # a password that contains ? or #
+        return f"{begin}{_HIDDEN}"
+    if is_address(text) and not _is_host(shown.partition("/")[0]):
+        return f"{begin}{_HIDDEN}"
+    mark = f"{_HIDDEN}@" if "/" in user and ":" not in host else ""  # may also be a path with a revision
+    return begin + mark + re.sub(r";[^/]*", "", shown)
+
+
+def _is_host(text: str) -> bool:
+    """Return whether it can be a host and a port; otherwise it may be a part of a password."""
     try:
-        parts = urlsplit(f"//{rest}")
-    except ValueError:  # not a valid address; nothing can open it
-        return f"{scheme}://{_HIDDEN}"
-    return f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        _ = urlsplit(f"//{text}").port
+    except ValueError:
+        return False
+    return True
 
 
-def line(text: str) -> str:
-    """Sanitize every address in a text, for example in a command-line argument.
-
-    A text that is an address, or ``--name=`` followed by one, is treated as one address up to its end.
-    """
+def argument(text: str) -> str:
+    """Sanitize a command-line argument; an address, also after ``--name=``, extends to its end."""
     name, equals, value = text.partition("=")
-    if _ADDRESS.match(text):
-        text = address(text)
-    elif equals and _ADDRESS.match(value):
-        text = f"{name}={address(value)}"
-    return _ADDRESS.sub(lambda found: address(found[0]), text)
+    if _SCHEME.match(text):
+        return address(text)
+    if equals and _SCHEME.match(value):
+        return f"{name}={address(value)}"
+    return message(text)
+
+
+def message(text: str) -> str:
+    """Sanitize a message or a traceback: every word that contains an address, and every ``password=...``."""
+    text = _PASSWORD_OF_WORDS.sub(r"\1", text)
+    return re.sub(r"\S+", lambda found: _word(found[0]), text)
+
+
+def _word(word: str) -> str:
+    core = word.rstrip(_CLOSING)
+    closing = word[len(core) :]
+    found = _SCHEME.search(core)
+    if found is not None:
+        begin, rest = core[: found.start()], address(core[found.start() :])
+    elif ":" in core.rpartition("@")[0] and not re.match("/[^/]", core.lstrip(_CLOSING)):  # user:password@host
+        begin, rest = core[: core.find("=") + 1], f"{_HIDDEN}@{core.rpartition('@')[2]}"
+    else:
+        begin, rest = core, ""
+    return _IN_QUERY.sub(rf"\1={_HIDDEN}", _ASSIGNMENT.sub(rf"\1={_HIDDEN}", begin + rest)) + closing
 
 
 def tree(value: Any) -> Any:

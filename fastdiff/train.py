@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from fastdiff import sanitize
 from fastdiff.batch import Batch
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
@@ -25,6 +26,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.console import log, quieten, write_line
 from fastdiff.errors import FastdiffError, Preempted, as_storage_error, is_lost_connection, is_of_storage, report
 from fastdiff.exit_message import say_once
+from fastdiff.files import raise_open_files
 from fastdiff.parallel.heartbeat import note_failure
 from fastdiff.parallel.preemption import StopRequest, listening
 from fastdiff.parallel.world import World, start_world, stop_world, world_size
@@ -124,6 +126,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _start(argv: Sequence[str], stop: StopRequest) -> int:
+    raise_open_files()
     launch, config = command_line.parse(argv)
     if launch.dry_run:
         command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, world_size()))
@@ -179,9 +182,9 @@ def _note(error: Exception) -> None:
         return
     error = _explained(error)
     if isinstance(error, FastdiffError):
-        note_failure(error.exit_code, str(error))
+        note_failure(error.exit_code, sanitize.message(str(error)))
     else:
-        note_failure(1, f"{type(error).__name__}: {error}")
+        note_failure(1, sanitize.message(f"{type(error).__name__}: {error}"))
 
 
 if __name__ == "__main__":

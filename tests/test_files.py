@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastdiff.errors import ConfigError
-from fastdiff.files import publish, temporary, unfinished_folder, write_output
+from fastdiff.files import publish, temporary, unfinished_folder
 from tests.support.injected.crash_points import CrashPoints
 
 
@@ -95,25 +94,4 @@ def test_a_small_file_replaces_a_link_and_follows_none(tmp_path: Path) -> None:
     assert (tmp_path / "other").read_text() == "untouched"
 
 
-def test_an_output_follows_a_link_and_keeps_the_file_until_it_is_whole(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "file").write_text("old")
-    (tmp_path / "link").symlink_to("there/file")
-    (tmp_path / "there" / "file.tmp").write_text("of the user")
-    write_output(tmp_path / "link", b"new")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "there" / "file").read_bytes() == b"new"
-    assert (tmp_path / "there" / "file.tmp").read_text() == "of the user"
-    write_output(tmp_path / "new" / "private", b"flags", 0o600)
-    assert (tmp_path / "new" / "private").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(IsADirectoryError):
-        write_output(tmp_path / "there", b"new")
-
-
-def test_an_output_is_written_to_a_pipe(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    write_output(tmp_path / "pipe", b"content")
-    assert os.read(reader, 100) == b"content"
-    os.close(reader)
-    assert (tmp_path / "pipe").is_fifo()
+o + t

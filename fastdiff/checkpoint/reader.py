@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fastdiff.checkpoint.manifest import MALFORMED, read_manifest
+from fastdiff.checkpoint.manifest import MALFORMED, read_manifest, require_fields
 from fastdiff.checkpoint.power_function import constant_name, power_name
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.parallel.fragments import Fragment
@@ -68,6 +68,10 @@ class Checkpoint:
         for name in self.manifest["files"]:
             self._index(folder / name)
 
+    def require(self, *names: str) -> None:
+        """Raise StorageError if the manifest lacks one of these fields."""
+        require_fields(self.folder, self.manifest, *names)
+
     @property
     def ema_rates(self) -> tuple[float, ...]:
         """Decay rates of the saved averages."""
@@ -83,7 +87,7 @@ class Checkpoint:
         """Steps counted by the optimizer; fewer than were applied if it started later."""
         # Older checkpoints have no such entry: the optimizer counted all applied steps.
         progress = self.manifest["progress"]
-        return int(self.manifest.get("optimizer_steps", progress["steps"] - progress["skipped"]))
+        return int(self.manifest.get("optimizer_steps", progress["steps"] - progress.get("skipped", 0)))
 
     @property
     def averages(self) -> tuple[str, ...]:

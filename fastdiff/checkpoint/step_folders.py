@@ -8,6 +8,7 @@ manifest and every digest are correct.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -142,7 +143,7 @@ def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     manifest = json.loads(json.dumps(manifest))  # normalize to its form after reading
     write_file(temporary / MANIFEST, [json.dumps({**manifest, "sha256": digest_of(manifest)}, indent=1).encode()])
     fsync(temporary)
-    if final.exists():  # a damaged folder of the same step, skipped by the resume
+    if os.path.lexists(final):  # a damaged folder of the same step, skipped by the resume
         final.rename(final.with_suffix(".old.tmp"))  # or an intact one that was unreadable for a time
     temporary.rename(final)
     fsync(final.parent)

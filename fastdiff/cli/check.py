@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from itertools import chain
-from pathlib import Path
 
-from fastdiff.config.argument_types import Subcommands
+from fastdiff.config.argument_types import Subcommands, local_path
 from fastdiff.config.presets import PRESETS
 from fastdiff.errors import DataError, StorageError
 
@@ -14,7 +13,9 @@ from fastdiff.errors import DataError, StorageError
 def add(commands: Subcommands) -> None:
     """Register the commands."""
     verify = commands.add_parser("verify", help="check every byte of latent shards, or of a run's checkpoints")
-    verify.add_argument("folder", type=Path, metavar="FOLDER", help="output of `fastdiff encode` or of a training run")
+    verify.add_argument(
+        "folder", type=local_path, metavar="FOLDER", help="output of `fastdiff encode` or of a training run"
+    )
     verify.set_defaults(run=_verify)
 
     doctor = commands.add_parser("doctor", help="report this machine's software, devices and problems")

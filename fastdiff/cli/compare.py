@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from fastdiff.config.argument_types import Subcommands, count
+from fastdiff.config.argument_types import VECTORS, Subcommands, count, local_path, picture
 
 
 def add(commands: Subcommands) -> None:
@@ -16,12 +15,14 @@ def add(commands: Subcommands) -> None:
         description="Prints and draws the difference between the losses of two runs, by bin of the log SNR, with its "
         "standard error. Both must have been trained with the same --validation.data and --validation.samples.",
     )
-    parser.add_argument("a", type=Path, metavar="RUN_A", help="run folder")
-    parser.add_argument("b", type=Path, metavar="RUN_B", help="run folder to compare with RUN_A")
+    parser.add_argument("a", type=local_path, metavar="RUN_A", help="run folder")
+    parser.add_argument("b", type=local_path, metavar="RUN_B", help="run folder to compare with RUN_A")
     parser.add_argument(
         "--step", type=count, default=None, metavar="N", help="step to compare; default: the newest of both runs"
     )
-    parser.add_argument("--png", type=Path, default=None, help="picture to write; default: RUN_B/compare-RUN_A.png")
+    parser.add_argument(
+        "--png", type=picture(*VECTORS), default=None, help="picture to write; default: RUN_B/compare-RUN_A.png"
+    )
     parser.set_defaults(run=_compare)
 
 

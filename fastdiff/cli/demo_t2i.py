@@ -8,7 +8,6 @@ captions with diffusers and classifies them.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from fastdiff.errors import FastdiffError, report
+from fastdiff.config.argument_types import Parser, local_path
+from fastdiff.errors import report_any
 from fastdiff.evaluation.digits import evaluate_digits, evaluation_labels, real_digits
 from fastdiff.files import unfinished_folder
 from fastdiff.models.pretrained import tiny_pipeline
@@ -145,12 +145,12 @@ def _reconstruct(vae: Any, pixels: Tensor) -> tuple[float, float]:
 
 def main() -> int:
     """Run one of the two commands."""
-    parser = argparse.ArgumentParser(prog="python -m fastdiff.cli.demo_t2i", description=__doc__)
+    parser = Parser(prog="python -m fastdiff.cli.demo_t2i", description=__doc__)
     parser.add_argument("command", choices=("prepare", "judge"))
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=local_path)
     parser.add_argument(
         "--picture",
-        type=Path,
+        type=local_path,
         default=Path("digits-t2i.png"),
         help="judge: PNG to write, with the figures in a JSON beside it",
     )
@@ -166,8 +166,8 @@ def main() -> int:
             print(
                 f"{arguments.folder}: 1797 captioned images and a pipeline; autoencoder's error {error:.3f} of [-1, 1]"
             )
-    except FastdiffError as error:
-        return report(error)
+    except Exception as error:
+        return report_any(error)
     return 0
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
-from fastdiff.config.argument_types import Subcommands, count, shape
+from fastdiff.config.argument_types import MOST_WORKERS, Subcommands, at_most, count, local_path, shape
 from fastdiff.errors import ConfigError
 
 _BUILTIN = {"digits": ("split",), "synthetic": ("shape", "samples", "classes")}
@@ -32,7 +31,7 @@ def add(commands: Subcommands) -> None:
         "file of metadata (.json with a list, .jsonl or .csv), WebDataset tars (path or address, braces allowed), or a "
         "Hugging Face dataset; or digits (scikit-learn's 1,797 real scans) or synthetic, which take no --pretrained",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not hold a data set yet")
+    parser.add_argument("out", type=local_path, metavar="OUT", help="folder to write; must not hold a data set yet")
     _add_pipeline(parser)
     _add_images(parser)
     _add_work(parser)
@@ -116,7 +115,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         help="skip: leave out unusable images and list them in OUT/bad_images.jsonl",
     )
     group.add_argument("--samples-per-shard", type=count, help="images per shard; a tar is one shard")
-    group.add_argument("--workers", type=count, help="decoding threads per rank")
+    group.add_argument("--workers", type=at_most(MOST_WORKERS), help="decoding threads per rank")
 
 
 def _encode(arguments: argparse.Namespace) -> None:

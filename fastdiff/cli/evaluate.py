@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdiff.config.argument_types import Subcommands, add_averages, add_preset, count
+from fastdiff.config.argument_types import (
+    VECTORS,
+    Subcommands,
+    add_averages,
+    add_preset,
+    count,
+    local_path,
+    picture,
+    require_local,
+    seed,
+)
 from fastdiff.errors import ConfigError, require
 from fastdiff.files import publish
 
@@ -35,7 +45,7 @@ def add(commands: Subcommands) -> None:
     )
     parser.add_argument(
         "subject",
-        type=Path,
+        type=local_path,
         metavar="RUN|FILE|SAMPLES",
         help="run folder, whose newest checkpoint is used; .pt or .safetensors file, with --preset and --nll; with "
         "--reference: npz file or folder of images",
@@ -43,7 +53,7 @@ def add(commands: Subcommands) -> None:
     add_preset(parser)
     add_averages(parser)
     parser.add_argument("--batch", type=count, help="images, or samples times timesteps, per pass; default: 64")
-    parser.add_argument("--seed", type=int, help="seed of the noise, or of the KID subsets; default: 0")
+    parser.add_argument("--seed", type=seed, help="seed of the noise, or of the KID subsets; default: 0")
     parser.add_argument("--nll", action="store_true", help="measure the likelihood")
     of_nll = parser.add_argument_group("with --nll")
     of_nll.add_argument("--samples", type=count, help="number of samples, spread evenly over the data; default: 1000")
@@ -54,10 +64,10 @@ def add(commands: Subcommands) -> None:
         default=None,
         help="clamp estimates of x0 to [-1, 1]; default: only for pixel-space models",
     )
-    of_nll.add_argument("--png", type=Path, help="write a picture of the curves over timesteps")
+    of_nll.add_argument("--png", type=picture(*VECTORS), help="write a picture of the curves over timesteps")
     parser.add_argument(
         "--reference",
-        type=Path,
+        type=local_path,
         metavar="REAL",
         help="npz file or folder of real images to compare SAMPLES with; or npz file of their statistics mu and "
         "sigma, for FID only",
@@ -69,13 +79,14 @@ def add(commands: Subcommands) -> None:
         help="inception (needs torch-fidelity and its weights), pixels, or PATH.py:FUNCTION, a function from uint8 "
         "[B, H, W, C] to [B, D]; this runs PATH.py. Default: inception",
     )
-    of_images.add_argument("--out", type=Path, metavar="JSON", help="also write the result to this file")
+    of_images.add_argument("--out", type=local_path, metavar="JSON", help="also write the result to this file")
     parser.set_defaults(run=_evaluate)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from fastdiff.config.command_line import parse_published
 
+    require_local("--features", arguments.features or "")
     if arguments.nll and arguments.reference:
         raise ConfigError("--nll evaluates a run and --reference images; give one of them")
     if arguments.reference:

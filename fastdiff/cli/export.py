@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from fastdiff.config.argument_types import Subcommands, add_averages, add_preset, count
+from fastdiff.config.argument_types import Subcommands, add_averages, add_preset, count, local_path
 from fastdiff.errors import require
 
 
@@ -14,11 +13,11 @@ def add(commands: Subcommands) -> None:
     parser = commands.add_parser("export", help="write a run in the format of another program")
     parser.add_argument(
         "run_folder",
-        type=Path,
+        type=local_path,
         metavar="RUN|FILE",
         help="run folder, whose newest checkpoint is used, or .pt or .safetensors file",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
+    parser.add_argument("out", type=local_path, metavar="OUT", help="folder to write; must not exist")
     parser.add_argument(
         "--format",
         metavar="FORMAT",

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastdiff.config.argument_types import Subcommands, count
+from fastdiff.config.argument_types import Subcommands, count, local_path
 from fastdiff.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,12 +57,14 @@ def _add_local(targets: Subcommands) -> None:
 
 def _add_hosts(targets: Subcommands) -> None:
     parser = _add_target(targets, "hosts", "run on the hosts of a hostfile, over ssh, in the same folder on each")
-    parser.add_argument("--hostfile", type=Path, required=True, metavar="FILE", help="lines `name slots=RANKS`")
-    parser.add_argument("--ssh-config", type=Path, metavar="FILE", help="configuration of ssh; default: the user's")
+    parser.add_argument("--hostfile", type=local_path, required=True, metavar="FILE", help="lines `name slots=RANKS`")
+    parser.add_argument(
+        "--ssh-config", type=local_path, metavar="FILE", help="configuration of ssh; default: the user's"
+    )
     parser.add_argument("--submit", action="store_true", help="start the job; it ends with this command")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=local_path,
         default=Path("fastdiff-hosts.sh"),
         metavar="FILE",
         help="without --submit: script to write for DeepSpeed's own launcher; default: %(default)s",
@@ -118,7 +120,7 @@ def _add_k8s(targets: Subcommands) -> None:
 
 def _add_output(parser: argparse.ArgumentParser, name: str, command: str) -> None:
     parser.add_argument(
-        "--output", type=Path, default=Path(name), metavar="FILE", help="file to write; default: %(default)s"
+        "--output", type=local_path, default=Path(name), metavar="FILE", help="file to write; default: %(default)s"
     )
     parser.add_argument("--submit", action="store_true", help=f"also run {command} on it")
 

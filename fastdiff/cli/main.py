@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import errno
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from fastdiff.cli import bench, check, compare, encode, evaluate, export, launch, sample
 from fastdiff.cli.compat import command
-from fastdiff.config.argument_types import split_fields
-from fastdiff.console import quieten
-from fastdiff.errors import FastdiffError, StorageError, as_storage_error, report
+from fastdiff.config.argument_types import Parser, split_fields
+from fastdiff.console import quieten, write_line
+from fastdiff.errors import StorageError, report, report_any
+from fastdiff.files import raise_open_files
 from fastdiff.standard_streams import lossy_output
 
 _OF_NETWORKS = ("sample", "evaluate", "export")
@@ -36,21 +38,23 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     try:
+        raise_open_files()
         if argv[:1] == [bench.NAME]:
             bench.run(argv[1:])
         own, fields = split_fields(argv) if argv[:1] and argv[0] in _OF_NETWORKS else (argv, [])
         arguments = _parser().parse_args(own, argparse.Namespace(fields=fields))
         run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
-    except FastdiffError as error:
-        return report(error)
-    except OSError as error:
-        return report(as_storage_error(error))
+    except KeyboardInterrupt:
+        write_line("fastdiff: error: interrupted")
+        return 128 + signal.SIGINT
+    except Exception as error:
+        return report_any(error)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fastdiff", description="Train diffusion models from sharded latents.")
+def _parser() -> Parser:
+    parser = Parser(prog="fastdiff", description="Train diffusion models from sharded latents.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (encode, launch, command, check, sample, evaluate, compare, export, bench):
         module.add(commands)

@@ -6,7 +6,17 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from fastdiff.config.argument_types import Subcommands, add_averages, add_preset, classes, count, finite
+from fastdiff.config.argument_types import (
+    Subcommands,
+    add_averages,
+    add_preset,
+    classes,
+    count,
+    finite,
+    local_path,
+    picture,
+    require_local,
+)
 from fastdiff.config.sampler import SamplerConfig, SchedulerName
 from fastdiff.errors import ConfigError
 
@@ -26,7 +36,7 @@ def add(commands: Subcommands) -> None:
         "(--npz). For an npz, run it on many GPUs with torchrun --no-python --, deepspeed --no_python --no_local_rank "
         "--, or srun: the file is the same for any number of GPUs, and after a kill the same command resumes.",
     )
-    sample.add_argument("folder", type=Path, metavar="RUN|FILE", help="run folder, or .pt or .safetensors file")
+    sample.add_argument("folder", type=local_path, metavar="RUN|FILE", help="run folder, or .pt or .safetensors file")
     add_preset(sample)
     _add_solver(sample)
     _add_content(sample)
@@ -36,9 +46,14 @@ def add(commands: Subcommands) -> None:
     )
     sample.add_argument("--seed", type=int, default=_USUAL.seed)
     where = sample.add_mutually_exclusive_group()
-    where.add_argument("--grid", type=Path, default=None, metavar="PNG", help="picture to write; default: grid.png")
     where.add_argument(
-        "--npz", type=Path, default=None, help="file to write: arr_0 uint8 [N, H, W, C], and arr_1 if there are classes"
+        "--grid", type=picture(), default=None, metavar="PNG", help="picture to write; default: grid.png"
+    )
+    where.add_argument(
+        "--npz",
+        type=local_path,
+        default=None,
+        help="file to write: arr_0 uint8 [N, H, W, C], and arr_1 if there are classes",
     )
     _add_set(sample)
     sample.set_defaults(run=_sample)
@@ -93,7 +108,9 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of images; the class of each is drawn from --classes",
     )
-    group.add_argument("--low-res", type=Path, default=None, metavar="NPZ", help="images to enlarge (super-resolution)")
+    group.add_argument(
+        "--low-res", type=local_path, default=None, metavar="NPZ", help="images to enlarge (super-resolution)"
+    )
     group.add_argument(
         "--batch", type=count, default=None, help="images per pass; default: 64; another value changes rounding"
     )
@@ -132,6 +149,7 @@ def _sample(arguments: argparse.Namespace) -> None:
         return
     run = Run(arguments.folder, ema=arguments.ema, ema_std=arguments.ema_std, step=arguments.step, published=published)
     grid = arguments.grid or Path("grid.png")
+    grid.parent.mkdir(parents=True, exist_ok=True)  # fails before the images are drawn
     if arguments.prompt:
         run.draw_prompts(
             grid,
@@ -147,6 +165,7 @@ def _sample(arguments: argparse.Namespace) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse options that contradict one another; the model itself checks which options it supports."""
+    require_local("--autoencoder", arguments.autoencoder or "")
     of_prompts = arguments.negative_prompt, arguments.per_prompt
     of_classes = arguments.classes, arguments.per_class
     if arguments.prompt and of_classes != (None, None):

@@ -5,17 +5,89 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from fastdiff import sanitize
+from fastdiff.errors import require
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[Any]"
 """Subparsers action that the ``add`` function of every command gets."""
 
 
+LARGEST = 2**31 - 1
+"""Largest count; no run, data set or picture has as many of anything."""
+MOST_WORKERS = 1024
+"""Largest number of decoding threads per rank."""
+VECTORS = (".svg", ".pdf")
+"""Suffixes of drawings of curves."""
+_PIXELS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+_LARGEST_SHAPE = 2**26
+_MOST_CLASSES = 100_000
+_DIGITS = 30
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser whose errors show no credentials; its subparsers are of this class, too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, and exit with 2."""
+        super().error(sanitize.message(message))
+
+
+def local_path(text: str) -> Path:
+    """Parse a path of this machine; an address is refused before a path folds its ``://``."""
+    if sanitize.is_address(text):
+        raise argparse.ArgumentTypeError(_address_refused(text))
+    return Path(text)
+
+
+def picture(*more: str) -> Callable[[str], Path]:
+    """Return the type of a picture to write; ``more`` are suffixes besides those of pixels."""
+    return partial(_picture, suffixes=(*_PIXELS, *more))
+
+
+def _picture(text: str, suffixes: Sequence[str]) -> Path:
+    path = local_path(text)
+    if path.suffix.lower() not in suffixes:
+        raise argparse.ArgumentTypeError(f"{text}: expected the name of a picture, with {', '.join(suffixes)}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: a folder, expected the name of a picture in it")
+    return path
+
+
+def require_local(flag: str, text: str) -> None:
+    """Raise ConfigError if the value of ``flag`` is an address."""
+    require(not sanitize.is_address(text), f"{flag} {_address_refused(text)}")
+
+
+def _address_refused(text: str) -> str:
+    return f"{sanitize.address(text)}: an address, expected a path of this machine; copy the files here first"
+
+
 def count(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
+    """Parse a whole number from 1 to ``LARGEST``."""
+    return _count(text, LARGEST)
+
+
+def at_most(most: int) -> Callable[[str], int]:
+    """Return the type of a whole number from 1 to ``most``."""
+    return partial(_count, most=most)
+
+
+def _count(text: str, most: int) -> int:
+    # A number of thousands of digits is none for Python.
+    if not text.isdecimal() or len(text) > _DIGITS or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text[:_DIGITS]}: expected a whole number from 1 to {most}")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """Parse a seed: a whole number from 0 to 2**63 - 1."""
+    if not text.isdecimal() or len(text) > _DIGITS or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text[:_DIGITS]}: expected a whole number from 0 to 2**63 - 1")
     return int(text)
 
 
@@ -33,9 +105,12 @@ def finite(text: str) -> float:
 def shape(text: str) -> tuple[int, int, int]:
     """Parse ``4,32,32`` to channels, height and width."""
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text}: expected C,H,W, for example 4,32,32")
-    channels, height, width = map(int, parts)
+    sides = [int(part) if part.isdecimal() and len(part) <= _DIGITS else 0 for part in parts]
+    if len(parts) != 3 or not 1 <= math.prod(sides) <= _LARGEST_SHAPE:
+        raise argparse.ArgumentTypeError(
+            f"{text[:100]}: expected C,H,W of at most {_LARGEST_SHAPE} numbers, for example 4,32,32"
+        )
+    channels, height, width = sides
     return channels, height, width
 
 
@@ -83,11 +158,14 @@ def add_averages(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
 
 
 def classes(text: str) -> list[int]:
-    """Parse ``0-9`` or ``1,5,7`` to a list of classes."""
+    """Parse ``0-9`` or ``1,5,7`` to a list of at most ``_MOST_CLASSES`` classes."""
     found: list[int] = []
     for part in text.split(","):
-        low, _, high = part.partition("-")
-        if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) < int(low):
-            raise argparse.ArgumentTypeError(f"{text}: expected classes as 0-9 or 1,5,7")
-        found += range(int(low), int(high or low) + 1)
+        low, dash, high = part.partition("-")
+        ends = [low, high if dash else low]
+        if not all(end.isdecimal() and len(end) <= _DIGITS for end in ends) or int(ends[1]) < int(ends[0]):
+            raise argparse.ArgumentTypeError(f"{text[:100]}: expected classes as 0-9 or 1,5,7")
+        if int(ends[1]) >= LARGEST or len(found) + int(ends[1]) - int(ends[0]) >= _MOST_CLASSES:
+            raise argparse.ArgumentTypeError(f"{text[:100]}: expected at most {_MOST_CLASSES} classes")
+        found += range(int(ends[0]), int(ends[1]) + 1)
     return found

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import json
 import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import tyro
 from fastdiff import sanitize
 from fastdiff.config import config_file
 from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.argument_types import require_local
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
 from fastdiff.config.networks.pretrained import WEIGHT_FILES
 from fastdiff.config.objective import DEFAULTS, PROCESSES, Process, without_defaults_of_others
@@ -45,6 +47,7 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
     if own.preset is None and own.config is None and not {"-h", "--help"} & set(rest):
         raise ConfigError(f"--preset NAME (or --config FILE) is missing; presets: {', '.join(PRESETS)}")
     default = preset(own.preset) if own.preset else RunConfig()
+    require_local("--config", own.config or "")
     if own.config:
         default = config_file.overlay(default, own.config)
     if own.process:
@@ -54,6 +57,7 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
     if not config.output.folder:
         raise ConfigError("--output.folder is missing: a run without a preset needs a folder, for example runs/first")
     path = own.deepspeed_config or (own.deepspeed if isinstance(own.deepspeed, str) else None)
+    require_local("--deepspeed_config", path or "")
     raw = deepspeed_config.read(path) if path else deepspeed_config.DEFAULT
     launch = Launch(
         deepspeed=raw,
@@ -107,12 +111,15 @@ def _parse_fields(default: RunConfig, flags: Sequence[str], description: str) ->
         config=(tyro.conf.AvoidSubcommands,),
     )
     try:
-        return parse(console_outputs=False)
+        # console_outputs does not silence the errors of values, which every rank would print, with their addresses.
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            return parse(console_outputs=False)
     except SystemExit as end:
         if not end.code:
             parse(console_outputs=os.environ.get("RANK", "0") == "0")
         elif on_first_node():
-            raise SystemExit(say_once(int(end.code), partial(_print_why, parse))) from None
+            shown = [sanitize.argument(flag) for flag in flags]  # its boxes break long words
+            raise SystemExit(say_once(int(end.code), partial(_print_why, partial(parse, args=shown)))) from None
         raise
 
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from fastdiff.config.networks.registry import network_called
 from fastdiff.config.objective import PROCESSES, Process, in_process, without_defaults_of_others
 from fastdiff.config.run import RunConfig
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
 from fastdiff.files import read_bounded
 
 _LARGEST = 1 << 20
@@ -54,7 +54,23 @@ def overlay(base: RunConfig, path: str) -> RunConfig:
         given = given["config"]
     if not isinstance(given, dict):
         raise ConfigError(f"--config {path}: expected a mapping of fields, found {type(given).__name__}")
+    _check_json(given, f"--config {path}")
     return lay_over(base, given, f"--config {path}")
+
+
+def _check_json(value: Any, source: str, place: str = "") -> None:
+    """Raise ConfigError for values that YAML has and JSON lacks, such as dates, binaries and sets."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            require(isinstance(key, str), f"{source}: {place}{key!r}: expected the name of a field")
+            _check_json(inner, source, f"{place}{key}.")
+    elif isinstance(value, list):
+        for inner in value:
+            _check_json(inner, source, place)
+    else:
+        known = value is None or isinstance(value, str | int | float)
+        name = place.rstrip(".")
+        require(known, f"{source}: {name}: a {type(value).__name__}, expected a text or a number; put it in quotes")
 
 
 def from_mapping(fields: dict[str, Any], source: str) -> RunConfig:
@@ -72,6 +88,7 @@ def with_kind(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
     """
     model, objective = given.get("model"), given.get("objective")
     kind = model.get("kind", base.model.kind) if isinstance(model, dict) else base.model.kind
+    require(isinstance(kind, str), f"{source}: model.kind: expected the name of a network, given {kind!r}")
     if kind != base.model.kind:
         base = replace(base, model=network_called(kind, source)())
     process = base.objective.process

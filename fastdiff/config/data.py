@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from fastdiff.config.argument_types import MOST_WORKERS, require_local
 from fastdiff.errors import require
 
 _ONLINE = (
@@ -65,8 +66,9 @@ class DataConfig:
     """Image decoding threads per rank."""
 
     def __post_init__(self) -> None:
+        require_local("--data.cache", self.cache)
         require(self.resolution >= 8, f"--data.resolution {self.resolution}: at least 8")
-        require(self.workers >= 1, f"--data.workers {self.workers}: at least 1")
+        require(1 <= self.workers <= MOST_WORKERS, f"--data.workers {self.workers}: 1 to {MOST_WORKERS}")
         require(self.max_samples is None or self.max_samples >= 1, f"--data.max_samples {self.max_samples}: at least 1")
         require(self.subset == "first" or self.max_samples is not None, "--data.subset random needs --data.max_samples")
         changed = [f.name for f in fields(self) if f.name in _ONLINE and getattr(self, f.name) != f.default]

@@ -133,8 +133,9 @@ def _autos(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def _check_zero(resolved: DsConfig) -> None:
     zero = _section(resolved, "zero_optimization", "zero_optimization")
     stage = zero.setdefault("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
         raise ConfigError(f'the DeepSpeed JSON has "zero_optimization.stage": {stage}; expected 0, 1, 2 or 3')
     for name in ("offload_optimizer", "offload_param"):
-        if (zero.get(name) or {}).get("device", "none") == "nvme":
+        offload = _section(zero, name, f"zero_optimization.{name}") if zero.get(name) is not None else {}
+        if offload.get("device", "none") == "nvme":
             raise ConfigError(f'"zero_optimization.{name}.device": "nvme" is not supported; use "cpu" or "none"')

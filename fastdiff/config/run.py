@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
+from fastdiff.config.argument_types import require_local
 from fastdiff.config.data import DataConfig
 from fastdiff.config.divergence import DivergenceConfig
 from fastdiff.config.networks.dit import DiTConfig
@@ -244,6 +245,7 @@ class OutputConfig:
     """Classifier-free guidance scale of a grid; 1: none."""
 
     def __post_init__(self) -> None:
+        require_local("--output.folder", self.folder)
         least = {
             "keep": 1,
             "log_every": 1,

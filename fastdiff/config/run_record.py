@@ -75,7 +75,7 @@ def run_json(config: RunConfig, launch: Launch, ds_config: DsConfig, device: str
     """Return the content of ``run.json``: configuration, command line, versions, commit and device, without secrets."""
     content = {
         "config": as_json(config),
-        "argv": [sanitize.line(argument) for argument in launch.argv],
+        "argv": [sanitize.argument(argument) for argument in launch.argv],
         "versions": versions(),
         "git": _git_state(),
         "device": device,

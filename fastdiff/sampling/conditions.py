@@ -25,6 +25,8 @@ from fastdiff.sampling.solvers import uniform_labels
 _LONGEST = 1000
 """Length in characters up to which a plan keeps a list itself; it keeps a digest of longer ones."""
 _PER_CLASS = 8
+_MOST = 100_000_000
+"""Largest number of images of a set, whose labels take 0.8 GB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +74,10 @@ def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
         ConfigError: the model does not support the request, or the number of images is missing.
         DataError: the npz of small images cannot be read.
     """
+    wanted = request.num or 0
+    wanted = max(wanted, (request.per_class or 0) * len(request.classes or range(run.known_classes or 1)))
+    wanted = max(wanted, request.per_prompt * len(request.prompts))
+    require(wanted <= _MOST, f"a set of {wanted} images, at most {_MOST}; draw several, with another --seed each")
     if run.config.model.text_conditional:
         return _of_prompts(run, request)
     require(not request.prompts, f"{run.folder} was trained with classes, not captions; use --classes")

@@ -131,6 +131,7 @@ class Run:
         if self.config.model.low_res_size:
             raise ConfigError(f"{self.folder} was trained to enlarge images; give them with --low-res, and --npz")
         self.check_classes(classes or ())
+        _require_picture(per_class * len(classes or range(self.known_classes or 1)), "--per-class")
         columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.known_classes or None)
         condition = {"label": columns.repeat(per_class)}
         latents = self.sample(condition, {"label": null_label(self.config)}, sampler)
@@ -147,6 +148,7 @@ class Run:
         """
         from fastdiff.sampling.text import decode, repeated, save_grid
 
+        _require_picture(per_prompt * len(prompts), "--per-prompt")
         condition, null = self.embedded(prompts, negative=negative)
         latents = self.sample(repeated(condition, per_prompt), null, sampler)
         pixels = decode(pretrained(self.config).vae(self.device), latents)
@@ -279,6 +281,11 @@ def _of_file(path: Path, config: RunConfig) -> _Source:
     )
 
 
+def _require_picture(images: int, flag: str) -> None:
+    most = 10_000
+    require(images <= most, f"{flag}: a picture of {images} images, at most {most}; for more, use --npz")
+
+
 def open_checkpoint(folder: Path, step: int | None = None, *, snapshots: bool = False) -> Checkpoint:
     """Open the newest intact checkpoint of the run in ``folder``, or the one of ``step``.
 
@@ -303,7 +310,8 @@ def open_checkpoint(folder: Path, step: int | None = None, *, snapshots: bool = 
 
 
 def config_of(saved: Checkpoint) -> RunConfig:
-    """Return the configuration recorded in a checkpoint."""
+    """Return the configuration recorded in a checkpoint; StorageError if it has none."""
+    saved.require("config")
     return from_mapping(saved.manifest["config"], str(saved.folder))
 
 

@@ -131,6 +131,11 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     saved = resume.find(parts.checkpoints, launch, parts.facts, parts.folder)
     state = _build_state(parts, saved, stop)
     state.progress = _restore(parts, state, saved)
+    if state.progress.samples > config.samples and world.is_first:
+        log.warning(
+            f"{parts.folder} has seen {state.progress.samples} samples, more than --samples {config.samples}: there is "
+            "nothing to train; raise --samples to go on"
+        )
     return Run(parts, state, stack)
 
 

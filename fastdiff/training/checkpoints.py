@@ -130,6 +130,7 @@ def restore(saved: Checkpoint, state: TrainState) -> Progress:
         ConfigError: on every rank, for an added power-function average, or for bitsandbytes' state of another layout
             that does not record its own.
     """
+    saved.require("progress", "config", "ema_rates", "layout", "sliced_state", "has_raw_state", "loss_scale")
     manifest, engine = saved.manifest, state.engine
     progress = Progress(**manifest["progress"])
     if progress.applied:

@@ -69,6 +69,7 @@ def find(checkpoints: Checkpoints, launch: Launch, facts: Facts, folder: Path) -
 
 def check_unchanged(saved: Checkpoint, facts: Facts, allowed: Sequence[str]) -> None:
     """Raise ConfigError with a diff if the configuration, the data set or the base of a LoRA has changed."""
+    saved.require("config", "dataset")
     _check_known(allowed, facts["config"])
     changes = config_changes(saved.manifest["config"], facts["config"], allowed)
     if saved.manifest["dataset"] != facts["dataset"] and "dataset" not in allowed:

@@ -203,3 +203,10 @@ def test_a_missing_deepspeed_file_names_the_nearest() -> None:
 def test_secrets_stay_out_of_run_json() -> None:
     clean = sanitize.tree({"comet": {"api_key": "abc", "samples": 3}, "list": [{"token": "t"}]})
     assert clean == {"comet": {"api_key": "***", "samples": 3}, "list": [{"token": "***"}]}
+
+
+def test_a_wrong_value_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.parse(["--preset", "digits", "--samples", "many"])
+    said = "".join(capsys.readouterr())
+    assert said.count("Error parsing --samples") == 1

@@ -10,8 +10,10 @@ import pytest
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
+from fastdiff.parallel.world import World
+from fastdiff.train import train
 from tests.support.processes import deepspeed, deepspeed_command, run_ranks, start, stop
-from tests.support.runs import assert_same_checkpoint, flags, hexes, losses, tiny, train_losses
+from tests.support.runs import assert_same_checkpoint, flags, hexes, launch, losses, tiny, train_losses
 from tests.support.waiting import steps_logged, wait_for_steps
 
 STEPS, KILL_AFTER = 40, 13
@@ -46,3 +48,15 @@ def test_a_killed_command_resumes_hex_equal(digits: Path, tmp_path: Path) -> Non
     assert int(resumed[1]) >= 10, "not from the beginning"
     assert hexes(losses(tmp_path / "killed")) == hexes(losses(tmp_path / "whole"))
     assert_same_checkpoint(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_run_beyond_its_samples_says_so(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command does nothing then, and ends well."""
+    train(tiny(digits, tmp_path / "run", steps=4), launch(), world)
+    assert "nothing to train" not in capsys.readouterr().err
+    train(tiny(digits, tmp_path / "run", steps=2), launch(), world)
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'run'} has seen 64 samples, more than --samples 32: there is nothing to train" in said
+    assert len(losses(tmp_path / "run")) == 4

@@ -103,20 +103,21 @@ def assert_nothing_to_run(checkpoints: Path) -> None:
 )
 def test_addresses_are_shown_without_credentials(given: str, shown: str) -> None:
     assert sanitize.address(given) == shown
-    assert sanitize.line(f"--data.path={given}") == f"--data.path={shown}"
-    assert sanitize.line(given) == shown
+    assert sanitize.argument(f"--data.path={given}") == f"--data.path={shown}"
+    assert sanitize.argument(given) == shown
     assert sanitize.tree([given]) == [shown]
 
 
 def test_addresses_within_a_line_are_found_wherever_they_begin() -> None:
     given = "cannot open 'https://me:pw@host/x?sig=1' (-ihttp://me:it's@host) or 2https://me:pw@host, 5 = 5"
-    assert sanitize.line(given) == "cannot open 'https://host/x' (-ihttp://host) or 2https://host, 5 = 5"
+    assert sanitize.message(given) == "cannot open 'https://host/x' (-ihttp://host) or 2https://host, 5 = 5"
 
 
 @pytest.mark.fault(28)
 def test_a_long_line_is_gone_through_once() -> None:
     """A million letters are done in milliseconds; in the square of that they would take an hour."""
-    code = "from fastdiff.sanitize import line, tree; text = 'a' * 10**6; assert line(text) == tree(text) == text"
+    code = "from fastdiff.sanitize import argument, message, tree; text = 'a' * 10**6; "
+    code += "assert argument(text) == message(text) == tree(text) == text"
     assert run([sys.executable, "-c", code], timeout_s=60).code == 0
 
 

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from fastdiff import sanitize
 from fastdiff.cli.compat import diffusers, dit, iddpm
 from fastdiff.cli.compat.translation import LAUNCH, Translation, program
 from fastdiff.config.command_line import parse
@@ -29,6 +30,8 @@ SCRIPTS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Transla
     ),
 }
 """Title of each script, its flags, and its translation."""
+
+_HIDDEN = "the credentials of addresses are not shown; write them again"
 
 
 def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
@@ -55,7 +58,9 @@ def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
 def in_words(translation: Translation) -> str:
     """Return the commands, ready for a shell, and then the differences, one line each."""
     commands = "\n".join(_broken([program(), *command[1:]]) for command in translation.commands)
-    notes = "\n".join(f"# - {note}" for note in translation.notes)
+    hidden = any(sanitize.argument(word) != word for command in translation.commands for word in command)
+    told = [*translation.notes, *([_HIDDEN] if hidden else [])]
+    notes = "\n".join(f"# - {sanitize.message(note)}" for note in told)
     return f"{commands}\n\n# Not the same:\n{notes}" if notes else commands
 
 
@@ -70,7 +75,7 @@ def _check(flags: Sequence[str]) -> None:
 def _broken(command: Sequence[str]) -> str:
     """Format a command with one flag and its values per line."""
     lines = [[command[0]]]
-    for word in command[1:]:
+    for word in map(sanitize.argument, command[1:]):
         if word.startswith("--"):
             lines.append([word])
         else:

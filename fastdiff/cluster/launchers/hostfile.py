@@ -8,7 +8,9 @@ from pathlib import Path
 
 from fastdiff.cluster.launchers.job import require_name
 from fastdiff.errors import ConfigError
+from fastdiff.files import read_bounded
 
+_LARGEST = 1 << 20  # bytes
 HOST = r"[A-Za-z0-9][A-Za-z0-9.-]*"
 """A host name or an IPv4 address, without characters special to a shell, ssh or YAML."""
 
@@ -30,8 +32,8 @@ def read_hostfile(path: Path) -> Hosts:
             of slots differ; the message gives the line.
     """
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bounded(path, _LARGEST).decode()
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--hostfile {path}: cannot be read ({error})") from None
     slots: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), 1):

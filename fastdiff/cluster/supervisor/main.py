@@ -19,6 +19,7 @@ from pathlib import Path
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 import fastdiff
+from fastdiff import sanitize
 from fastdiff.cluster.preflight.run import run as check_nodes
 from fastdiff.cluster.supervisor import environment
 from fastdiff.cluster.supervisor.nodes import Nodes, connect, join
@@ -27,9 +28,11 @@ from fastdiff.cluster.supervisor.ranks import Ranks
 from fastdiff.cluster.supervisor.signals import STOP, Interrupted, Signals
 from fastdiff.cluster.supervisor.watch import Limits, Watch
 from fastdiff.config import command_line
+from fastdiff.config.argument_types import Parser
 from fastdiff.config.run import RunConfig
 from fastdiff.console import write_line
-from fastdiff.errors import FastdiffError, Preempted, as_storage_error, report, require
+from fastdiff.errors import FastdiffError, Preempted, as_storage_error, report_any, require
+from fastdiff.files import raise_open_files
 from fastdiff.standard_streams import lossy_output
 
 _CONTACT_S = 60.0
@@ -42,6 +45,7 @@ _START_S = 600.0
 def main(argv: Sequence[str]) -> int:
     """Run the supervisor of one node and return the exit code of the run."""
     try:
+        raise_open_files()
         with (
             Signals() as signals,
             tempfile.TemporaryDirectory(prefix="fastdiff-", ignore_cleanup_errors=True) as folder,
@@ -50,10 +54,8 @@ def main(argv: Sequence[str]) -> int:
                 outcome = _supervise(argv, Path(folder), signals)
             except Interrupted as interrupted:
                 outcome = _stopped_early(interrupted)
-    except FastdiffError as error:
-        return report(error)
-    except OSError as error:
-        return report(as_storage_error(error))
+    except Exception as error:
+        return report_any(error)
     if outcome.line:
         write_line(f"\n{outcome.line}")  # a rank's progress bar may fill the current line
     return outcome.exit_code
@@ -95,7 +97,8 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
         return watch.until_end()
     except Exception as error:
         code = error.exit_code if isinstance(error, FastdiffError) else 1
-        nodes.propose(Outcome(code, f"fastdiff: {_name(job)} failed first: {type(error).__name__}: {error}"))
+        reason = f"{type(error).__name__}: {error}"
+        nodes.propose(Outcome(code, f"fastdiff: {_name(job)} failed first: {sanitize.message(reason)}"))
         raise
     finally:
         nodes.close()
@@ -167,7 +170,7 @@ def _name(job: argparse.Namespace) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fastdiff.cluster.supervisor.main", description=__doc__)
+    parser = Parser(prog="python -m fastdiff.cluster.supervisor.main", description=__doc__)
     parser.add_argument("--nodes", type=_positive, default=1, metavar="N")
     parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="0 to N - 1; node 0 is HOST")
     parser.add_argument("--ranks-per-node", type=_positive, required=True, metavar="K")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fastdiff.config.argument_types import require_local
 from fastdiff.errors import require
 
 WEIGHT_FILES = (".pt", ".safetensors")
@@ -36,6 +37,7 @@ class PretrainedConfig:
     of improved-diffusion and guided-diffusion, NNNNNNN.pt of DiT)."""
 
     def __post_init__(self) -> None:
+        require_local("--pretrained.path", self.path)
         require(not self.weights or bool(self.path), "--pretrained.weights needs --pretrained.path")
         require(
             not self.training or (self.weights and self.path.endswith(".pt")),

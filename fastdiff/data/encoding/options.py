@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from fastdiff.config.argument_types import require_local
 from fastdiff.data.images.items import ClassesFrom
 from fastdiff.data.shards.format import MAX_SHARD_SAMPLES
 from fastdiff.errors import ConfigError, require
@@ -64,6 +65,7 @@ class EncodeOptions:
     """Decoding threads per rank."""
 
     def __post_init__(self) -> None:
+        require_local("--pretrained", self.pretrained)
         if self.autoencoder == "identity":
             changed = [f.name for f in fields(self) if f.name in _OF_PIPELINE and getattr(self, f.name) != f.default]
             flag = "--" + changed[0].replace("_", "-") if changed else ""
@@ -84,7 +86,8 @@ class EncodeOptions:
             f"--batch {self.batch}, --workers {self.workers}: expected at least 1",
         )
         require(self.bucket_step is None or self.buckets, "--bucket-step needs --buckets; add it or omit --bucket-step")
-        source, out = Path(self.source).resolve(), self.out.resolve()
+        # resolve() fails on a link in a circle, which the reader explains.
+        source, out = (Path(os.path.realpath(path)) for path in (self.source, self.out))
         require(source not in (out, *out.parents), f"{out} is inside the source {source}; choose another folder")
 
 

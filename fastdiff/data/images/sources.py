@@ -6,16 +6,19 @@ import glob
 import re
 from pathlib import Path, PurePosixPath
 
+from fastdiff.config.argument_types import require_local
 from fastdiff.data.images.folder import LISTS, METADATA, ImageFolder, is_image, walk_files
 from fastdiff.data.images.hugging_face import HuggingFaceSource, holds_rows, is_saved_dataset
 from fastdiff.data.images.items import BadItem, ClassesFrom, ImageItem, ImageSource
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.shards.remote import is_remote, list_folder, shown
 from fastdiff.errors import ConfigError, DataError, require
-from fastdiff.sanitize import address, escape
+from fastdiff.sanitize import escape
 
 __all__ = ["BadItem", "ImageItem", "ImageSource", "open_source"]
 
+_MOST = 1_000_000
+"""Largest number of names that braces may stand for."""
 HUB_ID = r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?"
 """Pattern of an id of the Hugging Face hub."""
 
@@ -58,7 +61,7 @@ def open_source(
         raise ConfigError(f"{samples_per_unit} samples per unit, at most {max_samples} samples: expected at least 1")
     tars, folder = _tars(text), Path(text)
     is_list = tars is None and folder.suffix.lower() in LISTS and folder.is_file()
-    require("://" not in image_root, f"--image-root {address(image_root)}: expected a folder of this machine")
+    require_local("--image-root", image_root)
     _require_use("--image-root", image_root, "a file of metadata (.json, .jsonl or .csv)", is_list)
     if is_list:
         _require_use("--classes-from", "" if classes_from == "auto" else classes_from, "a folder of images", False)
@@ -143,9 +146,29 @@ def _expanded(text: str) -> list[str]:
     from braceexpand import braceexpand
 
     try:
+        most = _most_expansions(text)
+        require(
+            most <= _MOST, f"{shown(text)[:200]}: its braces stand for up to {most} names, at most {_MOST} are read"
+        )
         return list(braceexpand(text, escape=False))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{shown(text)}: {error}; expected for example {{00000..00099}}.tar") from error
+
+
+def _most_expansions(text: str) -> int:
+    """Return an upper bound of the number of names that braces stand for, without writing them out."""
+    most, commas = 1, [0]
+    for character in text:
+        if character == "{":
+            commas.append(0)
+        elif character == ",":
+            commas[-1] += 1
+        elif character == "}" and len(commas) > 1:
+            most *= 1 + commas.pop()
+    for low, high in re.findall(r"\{(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])", text):
+        ends = [ord(end) if end.isalpha() else int(end) for end in (low, high)]
+        most *= abs(ends[1] - ends[0]) + 1
+    return most
 
 
 def _holds_only_rows(folder: Path) -> bool:

@@ -62,8 +62,15 @@ def shown(url: str) -> str:
 
 
 def join(url: str, name: str) -> str:
-    """Return the address of a file in a folder; a query, which may be a signature, is kept."""
-    parts = urlsplit(url)
+    """Return the address of a file in a folder; a query, which may be a signature, is kept.
+
+    Raises:
+        ConfigError: The address of the folder is not valid.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{shown(url)}: not an address ({error}); expected for example https://host/folder") from None
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
 
 

@@ -168,7 +168,7 @@ class BackgroundTracker:
             try:
                 action()
             except Exception as error:  # trackers raise errors of their own classes
-                self._warn(f"failed ({escape(sanitize.line(str(error)) or type(error).__name__)})")
+                self._warn(f"failed ({escape(sanitize.message(str(error)) or type(error).__name__)})")
 
     def _warn(self, what: str) -> None:
         if not self._warned:
@@ -249,7 +249,7 @@ class _Wandb:
         try:
             self._run: Any = self._begin(options)
         except wandb.errors.Error as error:
-            said = sanitize.line(" ".join(str(error).split()))
+            said = sanitize.message(" ".join(str(error).split()))
             raise ConfigError(
                 f"wandb refuses the run: {said}; log in with `wandb login`, set WANDB_MODE=offline, or "
                 "leave it out of --output.report_to"

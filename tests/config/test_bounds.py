@@ -1,0 +1,124 @@
+"""Values that no run can have are refused before anything is written out, opened or drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastdiff.cli.main import main
+from fastdiff.cluster.launchers.hostfile import read_hostfile
+from fastdiff.config import argument_types, command_line
+from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.data import DataConfig
+from fastdiff.config.presets import preset
+from fastdiff.data.images.sources import open_source
+from fastdiff.data.shards.cache import ShardCache
+from fastdiff.errors import ConfigError
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The message of a command line that argparse refuses."""
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--classes", "0-99999999999"], "at most 100000 classes"),
+        (["--classes", "0-99999," * 10 + "1"], "at most 100000 classes"),
+        (["--classes", "5-"], "expected classes as 0-9 or 1,5,7"),
+        (["--per-class", "1000000000000"], "a whole number from 1 to 2147483647"),
+        (["--per-class", "9" * 5000], "a whole number from 1 to 2147483647"),
+        (["--steps", "0"], "a whole number from 1 to 2147483647"),
+        (["--grid", "g.xyz"], "expected the name of a picture, with .png"),
+        (["--grid", "folder.png"], "a folder, expected the name of a picture in it"),
+    ],
+)
+def test_sample_refuses_what_it_could_not_draw_or_write(
+    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the run is opened, which is not there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    assert message in refused(["sample", "nothing", *flags], capsys)
+
+
+def test_numbers_of_threads_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["encode", "nothing", "out", "--autoencoder", "identity", "--workers", "99999999"]
+    assert "from 1 to 1024" in refused(argv, capsys)
+    with pytest.raises(ConfigError, match=r"--data\.workers 99999999: 1 to 1024"):
+        DataConfig(online=True, workers=99_999_999)
+
+
+def test_shapes_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["encode", "synthetic", "out", "--shape", "99999,99999,99999"]
+    assert "expected C,H,W" in refused(argv, capsys)
+    assert argument_types.shape("4,128,128") == (4, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: 2026-01-01", "model: a date, expected a text or a number"),
+        ("model:\n  kind: 2026-01-01 10:00:00", "model.kind: a datetime"),
+        ("output:\n  folder: !!binary aGFsbG8=", "output.folder: a bytes"),
+        ("lora:\n  targets: !!set {a: null}", "lora.targets: a set"),
+        ("optim:\n  betas: [0.9, 2026-01-01]", "optim.betas: a date"),
+        ("2026-01-01: 1", "expected the name of a field"),
+        ("model:\n  3: 1", "model.3: expected the name of a field"),
+        ("model:\n  kind: [dit]", "model.kind: expected the name of a network"),
+    ],
+)
+def test_values_that_json_lacks_are_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        command_line.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
+
+
+@pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
+@pytest.mark.parametrize("value", [3, "cpu", [], True])
+def test_offload_that_is_no_object_is_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf'"zero_optimization.{name}": .*expected an object'):
+        deepspeed_config.resolve({"zero_optimization": {"stage": 3, name: value}}, preset("digits"), 1)
+
+
+@pytest.mark.parametrize("stage", [True, "3", 4, None, [1]])
+def test_a_stage_that_is_none_is_named(stage: object) -> None:
+    with pytest.raises(ConfigError, match=r"zero_optimization.stage"):
+        deepspeed_config.resolve({"zero_optimization": {"stage": stage}}, preset("digits"), 1)
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize(
+    "text", ["{0..99999999999}.tar", "{a,b}" * 40 + ".tar", "{a..z}" * 12 + ".tar", "{0..9999}{0..9999}.tar"]
+)
+def test_braces_that_stand_for_too_many_names_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="its braces stand for"):
+        open_source(text, samples_per_unit=1)
+
+
+def test_braces_of_many_shards_are_read(tmp_path: Path) -> None:
+    """Also written one by one: 30 names are 30, and not two to their power."""
+    from fastdiff.data.images.sources import _expanded
+
+    assert len(_expanded("{00000..99999}.tar")) == 100_000
+    assert len(_expanded("{" + ",".join(map(str, range(30))) + "}.tar")) == 30
+
+
+def test_an_address_that_is_none_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"http://\*\*\*: not an address"):
+        ShardCache("http://[::1/x", tmp_path)
+    with pytest.raises(ConfigError, match=r"http://\*\*\*: http cannot list folders"):
+        open_source("http://[::1/x", samples_per_unit=1)
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize("path", ["/dev/zero", "/proc/self/mem"])
+def test_a_hostfile_is_read_up_to_a_limit(path: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_hostfile(Path(path))

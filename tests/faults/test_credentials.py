@@ -1,0 +1,223 @@
+"""No command shows or writes the credentials of an address, however the address is written and wherever it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from fastdiff import sanitize
+from fastdiff.cli import main as commands
+from fastdiff.config import command_line, run_record
+from fastdiff.errors import DataError
+from fastdiff.train import main as train
+
+SECRET = "aKIAh4mSTERw0rd"
+FORMS = (
+    "{scheme}://u:{secret}@h/x",
+    "{scheme}://{secret}@h/x",
+    "{scheme}:/u:{secret}@h/x",
+    "{scheme}:///u:{secret}@h/x",
+    "{scheme}://u:s/{secret}@h/x",
+    "{scheme}://u:{secret}/s@h/x",
+    "{scheme}://u:{secret}?s@h/x",
+    "{scheme}://u:7#{secret}@h/x",
+    "{scheme}://u:two {secret}@h/x",
+    "{scheme}://u:it's{secret}@h/x",
+    "{scheme}://h:8/x;token={secret}",
+    "{scheme}://h/x;a;password={secret}/y",
+    "{scheme}://h/x#{secret}",
+    "{scheme}://[::1/x?token={secret}",
+    "{scheme}://u:{secret}",
+    *(
+        f"{{scheme}}:{slashes}h/x?a=b@c&{names}={{secret}}"
+        for slashes in ("/", "//")
+        for names in (
+            "sig",
+            "se=1&sp=r&sv=2&sig",
+            "X-Amz-Signature",
+            "AWSAccessKeyId",
+            "Signature",
+            "token",
+            "anything",
+        )
+    ),
+    "u:{secret}@h/x",
+    "u:s/{secret}@h/x",
+    "h/x;token={secret}",
+    "h/x?a=b&X-Amz-Credential={secret}",
+    "h/x?sv=2&sig={secret}",
+)
+SCHEMES = ("http", "https", "HTTP", "hTTps", "s3", "S3", "gs", "ftp", "az")
+ADDRESSES = st.builds(
+    lambda form, scheme: form.format(scheme=scheme, secret=SECRET), *map(st.sampled_from, (FORMS, SCHEMES))
+)
+
+Command = tuple[Callable[[Sequence[str]], object], list[str]]
+FASTDIFF = [
+    ["verify", "{}"],
+    ["sample", "{}"],
+    ["sample", "nothing", "--grid", "{}"],
+    ["sample", "nothing", "--npz", "{}", "--num", "1"],
+    ["sample", "nothing", "--low-res", "{}", "--npz", "x.npz"],
+    ["sample", "nothing", "--autoencoder", "{}", "--npz", "x.npz", "--num", "1"],
+    ["sample", "nothing", "--scheduler", "{}"],
+    ["sample", "nothing", "--respacing={}"],
+    ["sample", "nothing", "--classes={}"],
+    ["sample", "nothing", "--steps", "{}"],
+    ["sample", "nothing", "{}"],
+    ["sample", "nothing", "--wrong={}"],
+    ["export", "{}", "out", "--format", "lora"],
+    ["export", "nothing", "{}", "--format", "lora"],
+    ["export", "nothing", "out", "--format", "{}"],
+    ["export", "nothing", "out", "--format", "lora", "--push-to-hub", "{}"],
+    ["evaluate", "{}"],
+    ["evaluate", "{}", "--reference", "nothing"],
+    ["evaluate", "nothing", "--reference", "{}"],
+    ["evaluate", "nothing", "--reference", "nothing", "--features", "{}"],
+    ["evaluate", "nothing", "--reference", "nothing", "--out", "{}"],
+    ["evaluate", "nothing", "--nll", "--data", "{}"],
+    ["compare", "{}", "nothing"],
+    ["compare", "nothing", "{}"],
+    ["encode", "nothing", "{}"],
+    ["encode", "nothing", "out", "--pretrained", "{}"],
+    ["encode", "digits", "out", "--split", "{}"],
+    ["encode", "nothing", "out", "--precision", "{}"],
+    ["doctor", "--preset", "{}"],
+    ["launch", "local", "--ranks", "1", "{}"],
+    ["launch", "local", "--ranks", "1", "--", "--preset", "{}"],
+    ["launch", "hosts", "--hostfile", "{}", "--", "--preset", "digits"],
+    ["launch", "slurm", "--nodes", "1", "--ranks-per-node", "1", "--name", "{}", "--", "--preset", "digits"],
+    ["launch", "slurm", "--nodes", "1", "--ranks-per-node", "1", "--output", "{}", "--", "--preset", "digist"],
+    ["launch", "slurm", "--nodes", "1", "--ranks-per-node", "1", "--sbatch", "{}", "--", "--preset", "digits"],
+    ["launch", "k8s", "--nodes", "1", "--ranks-per-node", "1", "--image", "{}", "--", "--preset", "digits"],
+    ["launch", "k8s", "--nodes", "1", "--ranks-per-node", "1", "--image", "a", "--pvc", "{}", "--"],
+    ["compat", "dit", "--", "--data-path", "{}"],
+    ["compat", "t2i", "--", "--pretrained_model_name_or_path", "{}", "--train_data_dir", "{}"],
+    ["compat", "{}"],
+    ["{}"],
+]  # fmt: skip
+TRAIN = [
+    ["--preset", "{}"],
+    ["--config", "{}"],
+    ["--preset", "digits", "--deepspeed_config", "{}"],
+    ["--preset", "digits", "--wrong={}"],
+    ["--preset", "digits", "--samples", "{}"],
+    ["--preset", "digits", "--resume", "{}"],
+    ["--preset", "digits", "--objective.process", "{}"],
+    *(
+        ["--preset", "digits", "--dry-run", f"--{name}", "{}"]
+        for name in (
+            "pretrained.path", "output.folder", "output.project", "data.path", "data.cache", "validation.data",
+            "performance.kernels", "lora.targets", "optim.name",
+        )
+    ),
+]  # fmt: skip
+
+
+def said_by(run: Callable[[Sequence[str]], object], argv: Sequence[str]) -> str:
+    """What a command prints, with its end."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = run(argv)
+        except SystemExit as end:
+            code = end.code
+    return f"{said.getvalue()}\nexit code {code}"
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize("words", FASTDIFF, ids=" ".join)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(address=ADDRESSES)
+@example(address=f"http://u:{SECRET}@h/x")
+@example(address=f"https://h/x?sig={SECRET}")
+def test_no_command_shows_credentials(
+    words: list[str], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = said_by(commands.main, [word.replace("{}", address) for word in words])
+    assert SECRET not in said
+    assert "Traceback" not in said
+    assert not [path for path in tmp_path.rglob("*") if SECRET in str(path)]
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize("words", TRAIN, ids=" ".join)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(address=ADDRESSES)
+@example(address=f"http://u:{SECRET}@h/x")
+@example(address=f"http://u:s/{SECRET}@h/x")
+def test_the_trainer_shows_no_credentials(
+    words: list[str], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = said_by(train, [word.replace("{}", address) for word in words])
+    assert SECRET not in said
+    assert "Traceback" not in said
+
+
+@settings(max_examples=100, deadline=None)
+@given(ADDRESSES, st.sampled_from(("--validation.data", "--data.path")))
+def test_the_record_of_a_run_holds_no_credentials(address: str, flag: str) -> None:
+    """Of a form that begins as an address; another one is a path of this machine, and the record names it."""
+    if not sanitize.is_address(address):
+        return
+    launch, config = command_line.parse(["--preset", "digits", flag, address])
+    assert SECRET not in json.dumps(run_record.as_json(config))
+    assert SECRET not in json.dumps([sanitize.argument(word) for word in launch.argv])
+    assert SECRET not in sanitize.argument(f"{flag}={address}")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ADDRESSES,
+    st.sampled_from(("{}", "'{}'", "cannot read {}: no file; see http://h/y", '("{}",)', "[{}] (a@b)", "a={}")),
+)
+def test_no_message_or_traceback_shows_credentials(address: str, around: str) -> None:
+    text = around.format(address)
+    assert SECRET not in sanitize.message(text)
+    assert SECRET not in sanitize.message(repr(text))
+    with pytest.raises(DataError) as caught:
+        raise DataError(text) from OSError(2, "no such file", address)
+    assert SECRET not in sanitize.message("".join(traceback.format_exception(caught.value)))
+
+
+def test_a_bug_of_a_command_shows_no_credentials(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its traceback passes the same redaction; the fault is put into the parser."""
+
+    def fail() -> None:
+        raise ZeroDivisionError(f"a bug at http:/u:{SECRET}@h/x")
+
+    monkeypatch.setattr(commands, "_parser", fail)
+    assert commands.main(["verify", "x"]) == 1
+    said = capsys.readouterr().err
+    assert "ZeroDivisionError: a bug at http:/h/x" in said
+    assert SECRET not in said
+
+
+def test_ordinary_messages_stay_as_they_are() -> None:
+    for text in (
+        "runs/a: no run (no run.json); runs there: b, c",
+        "--batch.samples 64 is not divisible by 7 = 7 (--batch.micro) x 1 ranks; nearest values: 63, 70",
+        'File "/a/b.py", line 3, in f\n    return sorted(found, key=step_of)',
+        "claims:/data and data:/data:ro; user@host.org; 10:30 @ node-1; https://h:80/a/{0..9}.tar, http://[::1]:8/x",
+        "/data/a:b@c/train.tar:12",
+    ):
+        assert sanitize.message(text) == text
+
+
+def test_a_local_folder_is_not_an_address(tmp_path: Path) -> None:
+    assert not any(
+        map(sanitize.is_address, ("a/b", "/a/b", "C:/a", "data:/data", "./http:/x", "runs/http", "org/model"))
+    )
+    assert all(map(sanitize.is_address, ("http://h", "http:/h", "HTTPS://h", "s3:/b", "odd+x://h")))
