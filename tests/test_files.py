@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import multiprocessing
+import os
+import resource
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from fastdiff.errors import ConfigError
-from fastdiff.files import publish, temporary, unfinished_folder
+from fastdiff.errors import ConfigError, StorageError
+from fastdiff.files import lock, publish, temporary, unfinished_folder, write_output
 from tests.support.injected.crash_points import CrashPoints
 
 
@@ -94,4 +100,64 @@ def test_a_small_file_replaces_a_link_and_follows_none(tmp_path: Path) -> None:
     assert (tmp_path / "other").read_text() == "untouched"
 
 
-o + t
+def test_an_output_follows_a_link_and_keeps_the_file_until_it_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("old")
+    (tmp_path / "link").symlink_to("there/file")
+    (tmp_path / "there" / "file.tmp").write_text("of the user")
+    write_output(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there" / "file").read_bytes() == b"new"
+    assert (tmp_path / "there" / "file.tmp").read_text() == "of the user"
+    write_output(tmp_path / "new" / "private", b"flags", 0o600)
+    assert (tmp_path / "new" / "private").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(IsADirectoryError):
+        write_output(tmp_path / "there", b"new")
+
+
+def test_an_output_is_written_to_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_output(tmp_path / "pipe", b"content")
+    assert os.read(reader, 100) == b"content"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The system call is replaced: no file system of this machine lacks locks."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (tmp_path / "file").open("w") as file, pytest.raises(StorageError) as caught:
+        lock(file.fileno(), tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}: its file system cannot lock files ({os.strerror(number)})")
+    assert "local_lock=flock" in str(caught.value)
+
+
+LIMITS = "import resource, sys; from fastdiff.cli.main import main; code = main(['compat', 'dit', '--', '--wrong']); "
+LIMITS += "print(code, resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+
+
+@pytest.mark.parametrize(
+    ("limits", "soft", "said"),
+    [
+        ((40, 4096), 4096, "the following arguments are required"),
+        ((40, 40), 40, "this process may open 40 files (ulimit -Hn), expected at least 256; raise the limit"),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_or_refused(limits: tuple[int, int], soft: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITS],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["2", str(soft)], done.stderr
+    assert said in done.stderr

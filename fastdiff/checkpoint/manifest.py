@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, cast
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from fastdiff.errors import StorageError
@@ -42,10 +42,9 @@ class FileEntry(TypedDict):
     sha256: str
 
 
+@with_config(ConfigDict(extra="forbid"))
 class ProgressEntry(TypedDict):
     """The fields of ``fastdiff.progress.Progress``; older checkpoints lack the later ones."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
     samples: Count
     steps: Count
