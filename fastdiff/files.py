@@ -150,10 +150,15 @@ def temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}-{_TOKEN}.tmp")
 
 
-def publish(path: Path, content: bytes) -> None:
+def publish(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Write a small file under a temporary name, fsync, rename, fsync the folder.
 
     A link of the temporary name is not followed, and one of the final name is replaced.
+
+    Args:
+        path: of the file.
+        content: of the file.
+        durable: False: do not wait until it is on the disk.
 
     Raises:
         OSError: with the name of the file; nothing is left of it.
@@ -162,9 +167,13 @@ def publish(path: Path, content: bytes) -> None:
     try:
         with source.open("xb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        rename(source, path)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        if durable:
+            rename(source, path)
+        else:
+            source.replace(path)
     except OSError as error:
         with suppress(OSError):
             source.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from fastdiff.errors import ConfigError
 from fastdiff.files import publish, temporary, unfinished_folder
+from tests.support.forked import fork_server
 
 
 def _write(out: Path, *, fails: bool = False) -> None:
@@ -34,7 +34,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
-    killed = multiprocessing.get_context("fork").Process(target=_die_while_writing, args=(tmp_path / "out",))
+    killed = fork_server().Process(target=_die_while_writing, args=(tmp_path / "out",))
     killed.start()
     killed.join(60)
     assert killed.exitcode == 1

@@ -73,7 +73,7 @@ def write_run_json(folder: Path, config: RunConfig, launch: Launch, ds_config: D
         "device": device,
         "deepspeed": sanitize.tree(ds_config),
     }
-    publish(folder / "run.json", json.dumps(content, indent=2).encode())
+    publish(folder / "run.json", json.dumps(content, indent=2).encode(), durable=False)  # every start writes it
 
 
 def require_run(folder: Path) -> None:
