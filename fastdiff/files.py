@@ -154,7 +154,7 @@ def temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}-{_TOKEN}.tmp")
 
 
-def publish(path: Path, content: bytes, mode: int = 0o666) -> None:
+def publish(path: Path, content: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
     """Write a small file under a temporary name, fsync, rename, fsync the folder.
 
     A link of the temporary name is not followed, and one of the final name is replaced.
@@ -163,6 +163,7 @@ def publish(path: Path, content: bytes, mode: int = 0o666) -> None:
         path: of the file.
         content: of the file.
         mode: its permissions, less those of the umask.
+        durable: False: do not wait until it is on the disk.
 
     Raises:
         OSError: with the name of the file; nothing is left of it.
@@ -171,9 +172,13 @@ def publish(path: Path, content: bytes, mode: int = 0o666) -> None:
     try:
         with open(source, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        rename(source, path)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        if durable:
+            rename(source, path)
+        else:
+            source.replace(path)
     except OSError as error:
         with suppress(OSError):
             source.unlink(missing_ok=True)

@@ -81,14 +81,22 @@ class WholeFiles:
     def __init__(self, *, patient: bool = False) -> None:
         self._patient = patient
         self._waiting: dict[Path, bytes] = {}
+        self._hasty: set[Path] = set()
 
-    def write(self, path: Path, content: bytes) -> None:
+    def write(self, path: Path, content: bytes, *, durable: bool = True) -> None:
         """Write a file, and its folder if missing.
+
+        Args:
+            path: of the file.
+            content: of the file.
+            durable: False: do not wait until it is on the disk.
 
         Raises:
             OSError: with the path; it cannot be written, and the files are not ``patient``.
         """
         self._waiting[path] = content
+        if not durable:
+            self._hasty.add(path)
         self.retry()
 
     def retry(self) -> None:
@@ -100,7 +108,7 @@ class WholeFiles:
         for path, content in list(self._waiting.items()):
             try:
                 path.parent.mkdir(exist_ok=True)
-                publish(path, content)
+                publish(path, content, durable=path not in self._hasty)
             except OSError as error:
                 if not self._patient:
                     del self._waiting[path]

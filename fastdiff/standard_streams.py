@@ -114,5 +114,5 @@ def _text(raw: Lossy | None, stream: TextIO) -> TextIO:
     if raw is None:
         return stream
     line, through = (getattr(stream, name, False) for name in ("line_buffering", "write_through"))
-    buffer = io.BufferedWriter(raw)
+    buffer: Any = raw if through else io.BufferedWriter(raw)
     return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=line, write_through=through)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import multiprocessing
 import os
 import resource
 import shutil
@@ -18,6 +17,7 @@ import pytest
 
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.files import lock, publish, temporary, unfinished_folder, write_output
+from tests.support.forked import fork_server
 from tests.support.injected.crash_points import CrashPoints
 
 
@@ -44,9 +44,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
     """Killed at every operation: the folder is absent or whole, and the next process can write it."""
     for number in itertools.count():
-        killed = multiprocessing.get_context("fork").Process(
-            target=_die_at, args=(tmp_path / "out", tmp_path / "journal", number)
-        )
+        killed = fork_server().Process(target=_die_at, args=(tmp_path / "out", tmp_path / "journal", number))
         killed.start()
         killed.join(60)
         if killed.exitcode == 0:

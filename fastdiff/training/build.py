@@ -215,7 +215,7 @@ def _announce(state: TrainState, parts: _Parts, batches: Batches) -> None:
         log.info(_summary(state, batches, parts.ops))
     device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
     content = run_json(state.config, parts.launch, parts.ds_config, device)
-    state.world.on_first(lambda: state.files.write(parts.folder / "run.json", content))
+    state.world.on_first(lambda: state.files.write(parts.folder / "run.json", content, durable=False))
 
 
 def _open_callbacks(state: TrainState, parts: _Parts, stack: ExitStack) -> Callbacks:
