@@ -141,9 +141,12 @@ def ends(folder: Path, argv: list[str], fault: str, slow: int, where: str, ranks
     """
     with Ranks(_rank, argv, fault, slow, where, folder, ranks=ranks) as running:
         deadline = time.monotonic() + 240
-        while not (codes := [p.exitcode for p in running.processes if p.exitcode]):
+        while True:
+            alive = any(p.is_alive() for p in running.processes)  # before the codes: both ranks may end in between
+            if codes := [p.exitcode for p in running.processes if p.exitcode]:
+                break
+            assert alive, "all ended well"
             assert time.monotonic() < deadline, "no rank has ended"
-            assert any(p.is_alive() for p in running.processes), "all ended well"
             time.sleep(0.005)
         if codes != [-signal.SIGKILL]:
             running.kill(signal.SIGTERM)
