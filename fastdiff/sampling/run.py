@@ -253,6 +253,7 @@ def refuse_selection(path: Path, **given: object) -> None:
 
 def _of_checkpoint(folder: Path, ema: float | None, ema_std: float | None, step: int | None) -> _Source:
     saved = open_checkpoint(folder, step)
+    saved.require("progress", "classes", "parameters", "ema_rates")
     config, steps = config_of(saved), int(saved.manifest["progress"]["steps"])
     check_base(config, saved.manifest.get("base"))
     chosen = select(saved, rate=ema, std=ema_std)
