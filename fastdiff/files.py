@@ -204,13 +204,13 @@ def lock(descriptor: int, folder: Path) -> None:
         ) from None
 
 
-_UNFINISHED = ".fastdiff-unfinished"
-"""File in a folder that is being written; locked by its writer, so that an unlocked one marks a leftover."""
+_UNFINISHED, _CONTENT = ".fastdiff-unfinished", "content"
+"""Entries of the folder in which another one is written: a file that its writer locks, and the content."""
 
 
 @contextmanager
 def unfinished_folder(out: Path) -> Iterator[Path]:
-    """Yield ``out.unfinished``, which is renamed to ``out`` at the end, when it is on the disk, or else removed.
+    """Yield a new folder in ``out.unfinished``, which becomes ``out`` at the end, when it is on the disk.
 
     A leftover of a killed process is removed first; a folder of that name that is no leftover stays.
 
@@ -218,44 +218,77 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
         ConfigError: ``out`` exists, another process writes it, or a folder of someone else has the temporary name.
         OSError: a file cannot be written.
     """
-    folder = out.with_name(f"{out.name}.unfinished")
+    place = out.with_name(f"{out.name}.unfinished")
     out.parent.mkdir(parents=True, exist_ok=True)
-    marker = _claim_unfinished(folder, out)
+    marker = _claim_unfinished(place, out)
     try:
+        folder = place / _CONTENT
+        folder.mkdir()
         yield folder
         for path in (*folder.rglob("*"), folder):
             fsync(path)
-        if out.exists():
+        if out.exists() or out.is_symlink():
             raise ConfigError(f"{out} appeared meanwhile; choose another name")
-        (folder / _UNFINISHED).unlink()
         folder.rename(out)
         fsync(out.parent)
     finally:
+        _remove_unfinished(place)
         os.close(marker)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _claim_unfinished(folder: Path, out: Path) -> int:
+def _claim_unfinished(place: Path, out: Path) -> int:
     """Make the folder with its locked marker, in place of a leftover; return the marker's descriptor."""
-    if folder.exists() or folder.is_symlink():
+    busy = ConfigError(f"another process is writing {out}; wait for it, or choose another name")
+    while True:
         try:
-            leftover = os.open(folder / _UNFINISHED, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:
-            raise ConfigError(
-                f"{folder} exists and is not of fastdiff, which would write {out} under this name first; rename it, or "
-                "choose another name"
-            ) from None
+            place.mkdir()
+            marker = os.open(place / _UNFINISHED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            _remove_leftover(place, out, busy)
+            continue
+        except FileNotFoundError:  # another process has removed the folder, which was empty
+            if not out.parent.is_dir():
+                raise
+            continue
         try:
-            lock(leftover, folder)
-            shutil.rmtree(folder)
+            lock(marker, place)
         except BlockingIOError:
-            raise ConfigError(f"another process is writing {out}; wait for it, or choose another name") from None
-        finally:
-            os.close(leftover)
-    folder.mkdir()
-    marker = os.open(folder / _UNFINISHED, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    lock(marker, folder)
-    return marker
+            os.close(marker)
+            raise busy from None
+        if os.fstat(marker).st_nlink:
+            return marker
+        os.close(marker)  # another process has removed it before the lock
+
+
+def _remove_leftover(place: Path, out: Path, busy: ConfigError) -> None:
+    """Remove the folder of a killed process; raise ConfigError if it is of a living one, or of someone else."""
+    try:
+        marker = os.open(place / _UNFINISHED, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        with suppress(OSError):
+            place.rmdir()  # killed before the marker; only an empty folder can be removed so
+            return
+        if not (place.exists() or place.is_symlink()):
+            return
+        raise ConfigError(
+            f"{place} exists and is not of fastdiff, which would write {out} under this name first; rename it, or "
+            "choose another name"
+        ) from None
+    try:
+        lock(marker, place)
+        _remove_unfinished(place)
+    except BlockingIOError:
+        raise busy from None
+    finally:
+        os.close(marker)
+
+
+def _remove_unfinished(place: Path) -> None:
+    """Remove the content and then the marker, so that a kill leaves a folder that is known as a leftover."""
+    shutil.rmtree(place / _CONTENT, ignore_errors=True)
+    with suppress(OSError):
+        (place / _UNFINISHED).unlink()
+        place.rmdir()
 
 
 def read_bounded(path: Path, most: int) -> bytes:

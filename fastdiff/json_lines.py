@@ -39,6 +39,7 @@ class JsonLines:
             self._append()
         except OSError as error:
             if not self._patient:
+                self._waiting = b""
                 raise OSError(error.errno, error.strerror, str(self._path)) from None
             log.warning(f"{self._path}: {error.strerror}; its records wait in memory until they can be written")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import itertools
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from fastdiff.errors import ConfigError
 from fastdiff.files import publish, temporary, unfinished_folder
 from tests.support.forked import fork_server
+from tests.support.injected.crash_points import CrashPoints
 
 
 def _write(out: Path, *, fails: bool = False) -> None:
@@ -19,10 +22,9 @@ def _write(out: Path, *, fails: bool = False) -> None:
             raise RuntimeError("of the test")
 
 
-def _die_while_writing(out: Path) -> None:
-    with unfinished_folder(out) as folder:
-        (folder / "part").write_text("half")
-        os._exit(1)
+def _die_at(out: Path, journal: Path, operation: int) -> None:
+    with CrashPoints(out.parent, journal, operation).watched():
+        _write(out)
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -34,13 +36,20 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
-    killed = fork_server().Process(target=_die_while_writing, args=(tmp_path / "out",))
-    killed.start()
-    killed.join(60)
-    assert killed.exitcode == 1
-    assert (tmp_path / "out.unfinished" / "part").exists()
-    _write(tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+    """Killed at every operation: the folder is absent or whole, and the next process can write it."""
+    for number in itertools.count():
+        killed = fork_server().Process(target=_die_at, args=(tmp_path / "out", tmp_path / "journal", number))
+        killed.start()
+        killed.join(60)
+        if killed.exitcode == 0:
+            break
+        assert killed.exitcode == -signal.SIGKILL
+        if not (tmp_path / "out").exists():
+            _write(tmp_path / "out")
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+        shutil.rmtree(tmp_path / "out")
+    assert number >= 8, "operations of a folder with one file"
+    assert not (tmp_path / "out.unfinished").exists()
 
 
 @pytest.mark.parametrize("name", ["out.tmp", "out.unfinished"])
