@@ -41,8 +41,10 @@ def _run(argv: Sequence[str]) -> int:
         raise_open_files()
         if argv[:1] == [bench.NAME]:
             bench.run(argv[1:])
-        own, fields = split_fields(argv) if argv[:1] and argv[0] in _OF_NETWORKS else (argv, [])
-        arguments = _parser().parse_args(own, argparse.Namespace(fields=fields))
+        given = argparse.Namespace()
+        if argv[:1] and argv[0] in _OF_NETWORKS:
+            argv, given.fields = split_fields(argv)
+        arguments = _parser().parse_args(argv, given)
         run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
     except KeyboardInterrupt:
