@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -200,10 +201,24 @@ def write_output(path: Path, content: bytes, mode: int = 0o666) -> None:
     publish(path.resolve(), content, mode)
 
 
+def is_temporary(name: str, of: str) -> bool:
+    """Return whether ``name`` is a temporary name of the file ``of``, in any process."""
+    return re.fullmatch(re.escape(of) + r"\.[0-9]+-[0-9a-f]{8}\.tmp", name) is not None
+
+
 def rename(source: Path, target: Path) -> None:
     """Rename an fsynced file within its folder and make the new name durable."""
     source.replace(target)
     fsync(target.parent)
+
+
+def open_lock(path: Path) -> int:
+    """Open the file of a lock and return its descriptor; it is made if missing, and its content stays.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+    """
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def lock(descriptor: int, folder: Path) -> None:

@@ -12,6 +12,8 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,14 +23,29 @@ from typing import IO, Any
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
-from fastdiff.data.shards.format import INFO_FILE, DatasetInfo, ShardInfo, canonical_json, idx_path, index_path
+from fastdiff.data.shards.format import (
+    CAPTIONED,
+    INFO_FILE,
+    DatasetInfo,
+    ShardInfo,
+    canonical_json,
+    idx_path,
+    index_path,
+    null_path,
+)
 from fastdiff.data.shards.null_embedding import write_null
+from fastdiff.data.shards.writer import is_shard_file
 from fastdiff.errors import ConfigError, DataError, StorageError
-from fastdiff.files import lock, publish
+from fastdiff.files import is_temporary, lock, open_lock, publish
 
 BAD_IMAGES = "bad_images.jsonl"
 
+_RESULTS = (BAD_IMAGES, *(null_path(Path(), column).name for column in CAPTIONED))
+"""Files beside the shards that are written last."""
+
 _FOLDER = ".encoding"
+_OWN = re.compile(r"(plan|unit-[0-9]{6,})\.(json|lock)(\.[0-9]+-[0-9a-f]{8}\.tmp)?")
+"""Names of the files in it."""
 _CAPTIONS = "captions_per_image"
 
 
@@ -83,6 +100,7 @@ class EncodeFolder:
     ) -> None:
         self.out, self._units = out, units
         self._work = out / _FOLDER
+        self._plan_path = self._work / "plan.json"
         self._plan: dict[str, Any] = json.loads(canonical_json(plan))
         self.plan_digest = hashlib.sha256(canonical_json(plan)).hexdigest()
         self.published, self.captions = False, 1
@@ -117,7 +135,8 @@ class EncodeFolder:
                 # Without a record of this unit no process can publish, so from here on the files belong to this one.
                 to_do = not (self.out / INFO_FILE).exists() and self.record(unit) is None
                 for leftover in self.out.glob(f"train-{unit:06d}[.-]*") if to_do else ():
-                    leftover.unlink(missing_ok=True)
+                    if is_shard_file(leftover.name):
+                        leftover.unlink(missing_ok=True)
             yield to_do
 
     def finish(self, unit: int, record: UnitRecord) -> None:
@@ -171,8 +190,9 @@ class EncodeFolder:
         if not shards:
             worst = f"; {bad[0].name}: {bad[0].reason}" if bad else ""
             raise DataError(f"all {len(bad)} images of the source are unusable{worst}")
-        for pattern in ("null.*.tmp", f"{INFO_FILE}.*.tmp", f"{BAD_IMAGES}*"):  # of a process killed here
-            for leftover in self.out.glob(pattern):
+        for leftover in self.out.iterdir():  # of a process killed here
+            name = leftover.name
+            if name == BAD_IMAGES or is_temporary(name, BAD_IMAGES) or (is_shard_file(name) and name.endswith(".tmp")):
                 leftover.unlink(missing_ok=True)
         if bad:
             lines = [canonical_json(dataclasses.asdict(record)) + b"\n" for record in bad]
@@ -186,7 +206,7 @@ class EncodeFolder:
         if problem := info.problem():
             raise DataError(f"{self.out} is not published: {problem}")
         info.write(self.out)
-        shutil.rmtree(self._work, ignore_errors=True)
+        self._remove_work()
 
     def _refuse_foreign(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -196,11 +216,10 @@ class EncodeFolder:
                 "this one"
             )
         # In this order, because other processes may begin and end during these checks.
-        found = sorted(self.out.glob("train-*"))
-        if found and not self._work.exists() and not (self.out / INFO_FILE).exists():
+        found = [name for name in os.listdir(self.out) if name.startswith("train-") or name in _RESULTS]
+        if found and not self._plan_path.exists() and not (self.out / INFO_FILE).exists():
             raise ConfigError(
-                f"{self.out} holds {found[0].name}, which was not written by an unfinished encode; choose another "
-                "folder"
+                f"{self.out} holds {min(found)}, which was not written by an unfinished encode; choose another folder"
             )
         if (self.out / INFO_FILE).exists():
             self._is_published()
@@ -216,11 +235,18 @@ class EncodeFolder:
                 "delete this one"
             )
         # The publishing process was killed before it removed this folder, or this process has just created it again.
-        shutil.rmtree(self._work, ignore_errors=True)
+        self._remove_work()
         return True
 
+    def _remove_work(self) -> None:
+        with contextlib.suppress(OSError):
+            for path in self._work.iterdir():
+                if _OWN.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+            self._work.rmdir()
+
     def _agree(self, count_captions: Callable[[], int]) -> int:
-        path = self._work / "plan.json"
+        path = self._plan_path
         if not path.exists():
             captions = count_captions()
             with self.storage():
@@ -281,4 +307,4 @@ class EncodeFolder:
         while True:
             self._work.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # the publishing process has removed the folder
-                return (self._work / f"{name}.lock").open("wb")
+                return open(open_lock(self._work / f"{name}.lock"), "rb")

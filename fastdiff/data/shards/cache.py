@@ -24,8 +24,9 @@ from fastdiff.data.shards.format import (
 )
 from fastdiff.data.shards.index import MAX_INDEX_BYTES, ShardIndex
 from fastdiff.data.shards.remote import fetch, is_remote, join, open_url
+from fastdiff.data.shards.writer import is_shard_file
 from fastdiff.errors import DataError, StorageError
-from fastdiff.files import publish
+from fastdiff.files import open_lock, publish
 
 
 class ShardCache:
@@ -91,10 +92,11 @@ class ShardCache:
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
         """Lock a file against all other writers, in this process and in others."""
-        with _storage(path), path.with_name(f".{path.name}.lock").open("wb") as lock:
+        with _storage(path), open(open_lock(path.with_name(f".{path.name}.lock")), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for leftover in path.parent.glob(f"{path.stem}.*.tmp"):
-                leftover.unlink()  # of a process that was killed
+            for leftover in path.parent.glob(f"{path.stem}.*.tmp"):  # of a process that was killed
+                if is_shard_file(leftover.name):
+                    leftover.unlink()
             yield
 
 

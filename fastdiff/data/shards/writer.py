@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -23,10 +24,19 @@ from fastdiff.data.shards.null_embedding import write_null
 from fastdiff.data.shards.sample_files import components
 from fastdiff.data.shards.tar_writer import ShardTar
 from fastdiff.errors import ConfigError, DataError, StorageError
-from fastdiff.files import lock
+from fastdiff.files import lock, open_lock
 
 # Present during an encode, or after a killed one: all shards in the folder then belong to it and may be replaced.
 _MARKER = ".encoding"
+_OWN = re.compile(
+    r"(train-[0-9]{6,}(-[0-9]+x[0-9]+)?\.(tar|idx|index\.json)|null\.[a-z]+\.npy|dataset\.json)"
+    r"(\.[0-9]+-[0-9a-f]{8}\.tmp)?"
+)
+
+
+def is_shard_file(name: str) -> bool:
+    """Return whether a data set has files of this name, or writes them first under this name."""
+    return _OWN.fullmatch(name) is not None
 
 
 class ShardWriter:
@@ -64,7 +74,7 @@ class ShardWriter:
         self._tars: dict[int, ShardTar] = {}  # by bucket
         self._numbers: Counter[int] = Counter()
         self._null = null or {}
-        self._marker: io.FileIO | None = None
+        self._marker: io.BufferedReader | None = None
 
     def __enter__(self) -> Self:
         with _storage(self.folder):
@@ -117,20 +127,25 @@ class ShardWriter:
                 f"{self.folder} holds an unfinished encode of images; resume it, choose another folder, or delete this "
                 "one"
             )
-        if not marker.exists() and (found := sorted(self.folder.glob("train-*"))):
+        names = [path.name for path in self.folder.iterdir()]
+        found = [name for name in names if name.startswith("train-") or is_shard_file(name)]
+        if not marker.exists() and found:
             raise ConfigError(
-                f"{self.folder} holds {found[0].name}, which was not written by an unfinished encode; choose another "
+                f"{self.folder} holds {min(found)}, which was not written by an unfinished encode; choose another "
                 "folder"
             )
-        self._marker = open(marker, "wb", buffering=0)  # noqa: SIM115  (held, with its lock, until __exit__)
+        self._marker = open(open_lock(marker), "rb")  # noqa: SIM115  (held, with its lock, until __exit__)
+        if os.fstat(self._marker.fileno()).st_size:
+            self._marker.close()
+            raise ConfigError(f"{marker} is not the mark of an unfinished encode; choose another folder")
         try:
             lock(self._marker.fileno(), self.folder)
         except BlockingIOError as error:
             self._marker.close()
             raise ConfigError(f"another `fastdiff encode` is writing to {self.folder}; wait until it ends") from error
         self._refuse_published()  # again: the other encode may have ended between the first check and the lock
-        for pattern in ("train-*", "null.*.npy*", f"{INFO_FILE}.*"):
-            for leftover in self.folder.glob(pattern):
+        for leftover in self.folder.iterdir():
+            if is_shard_file(leftover.name):
                 leftover.unlink(missing_ok=True)
 
     def _refuse_published(self) -> None:

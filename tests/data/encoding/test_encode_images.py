@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from fastdiff.cli.main import main
+from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.encoding.plan import EncodeFolder
 from fastdiff.data.shards.format import DatasetInfo, index_path
 from fastdiff.data.shards.index import ShardIndex
@@ -313,6 +314,70 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, source: Path, sd: Path
         encode(source, tmp_path / "begun", sd)
     with pytest.raises(ConfigError, match="is inside the source"):
         encode(source, source / "out", sd)
+
+
+NEIGHBOURS = (
+    "dataset.json.bak", "null.context.npy.orig", "null.tmp", "bad_images.jsonl.orig", "bad_images.jsonl.1.tmp", "tmp",
+)  # fmt: skip
+"""Names of a user that resemble those of an encode."""
+
+
+def neighbours(out: Path) -> dict[str, bytes]:
+    """Write files of a user, and return their content."""
+    out.mkdir()
+    for name in NEIGHBOURS:
+        (out / name).write_text("years of work")
+    return files(out)
+
+
+def test_files_of_the_user_beside_encoded_images_stay(tmp_path: Path, source: Path, sd: Path, plain: Path) -> None:
+    mine = neighbours(tmp_path / "out")
+    (tmp_path / "out" / ".encoding").mkdir()
+    (tmp_path / "out" / ".encoding" / "mine").write_text("years of work")
+    encode(source, tmp_path / "out", sd)
+    assert files(tmp_path / "out" / ".encoding") == {"mine": b"years of work"}
+    shutil.rmtree(tmp_path / "out" / ".encoding")
+    assert files(tmp_path / "out") == mine | files(plain)
+
+
+def test_files_of_the_user_beside_encoded_digits_stay(tmp_path: Path, digits: Path) -> None:
+    mine = neighbours(tmp_path / "out")
+    encode_digits(tmp_path / "out")
+    assert files(tmp_path / "out") == mine | files(digits)
+
+
+@pytest.mark.parametrize("name", ["null.context.npy", "train-000000.tar"])
+def test_a_file_that_an_encode_would_replace_is_refused(tmp_path: Path, source: Path, sd: Path, name: str) -> None:
+    (tmp_path / name).write_text("years of work")
+    for begin in (lambda: encode(source, tmp_path, sd), lambda: encode_digits(tmp_path)):
+        with pytest.raises(ConfigError, match="which was not written by an unfinished encode"):
+            begin()
+    (tmp_path / ".encoding").mkdir()  # without a plan, no encode has begun
+    with pytest.raises(ConfigError, match="which was not written by an unfinished encode"):
+        encode(source, tmp_path, sd)
+    assert files(tmp_path) == {name: b"years of work"}
+
+
+def test_an_unfinished_encode_is_replaced_without_files_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / ".encoding").touch()
+    for name in ("train-000099.tar", "null.context.npy.123-0123abcd.tmp", "train-notes.txt"):
+        (tmp_path / name).write_text("left")
+    encode_digits(tmp_path)
+    left = {path.name for path in tmp_path.iterdir() if path.is_file() and path.read_bytes() == b"left"}
+    assert left == {"train-notes.txt"}
+
+
+def test_a_mark_of_someone_else_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("years of work")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / ".encoding").symlink_to(tmp_path / "mine")
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / ".encoding").write_text("years of work")
+    with pytest.raises(StorageError, match=r"link/\.encoding"):
+        encode_digits(tmp_path / "link")
+    with pytest.raises(ConfigError, match="is not the mark of an unfinished encode"):
+        encode_digits(tmp_path / "file")
+    assert (tmp_path / "mine").read_text() == (tmp_path / "file" / ".encoding").read_text() == "years of work"
 
 
 @pytest.mark.fault(27)

@@ -261,14 +261,25 @@ def use_cache(url: str, folder: Path, queue: multiprocessing.Queue[bytes]) -> No
     queue.put(LatentReader(cache.folder, fetch=cache.ensure).read(np.arange(1797))["latent"].tobytes())
 
 
+def test_a_cache_writes_through_no_link(digits: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("years of work")
+    with http_server(digits) as server:
+        cache = ShardCache(server.url, tmp_path / "cache")
+        (cache.folder / ".train-000000.tar.lock").symlink_to(tmp_path / "mine")
+        with pytest.raises(StorageError, match=r"\.train-000000\.tar\.lock"):
+            cache.ensure(LatentReader(digits).info.shards[0])
+    assert (tmp_path / "mine").read_text() == "years of work"
+
+
 def test_two_processes_share_a_cache(digits: Path, tmp_path: Path) -> None:
     """Each shard is downloaded once, also where a killed process left a part of one."""
     context = multiprocessing.get_context("spawn")
     queue: multiprocessing.Queue[bytes] = context.Queue()
     with http_server(digits) as server:
         folder = ShardCache(server.url, tmp_path).folder
-        leftover = folder / "train-000000.tar.1-dead.tmp"
+        leftover = folder / "train-000000.tar.1-0000dead.tmp"
         leftover.write_bytes(b"half of a shard")
+        (folder / "train-000000.notes.tmp").write_text("years of work")
         users = [context.Process(target=use_cache, args=(server.url, tmp_path, queue), daemon=True) for _ in range(2)]
         for user in users:
             user.start()
@@ -279,6 +290,7 @@ def test_two_processes_share_a_cache(digits: Path, tmp_path: Path) -> None:
     tars = [path for path, _ in server.requests if path.endswith(".tar")]
     assert len(tars) == len(set(tars)) == 8
     assert not leftover.exists()
+    assert (folder / "train-000000.notes.tmp").read_text() == "years of work"
     assert os.listdir(tmp_path) == [folder.name]
 
 
