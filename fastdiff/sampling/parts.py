@@ -11,7 +11,7 @@ import fcntl
 import json
 import math
 import os
-import shutil
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,11 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdiff.data.shards.format import canonical_json
-from fastdiff.errors import ConfigError, StorageError
-from fastdiff.files import fsync, publish
+from fastdiff.errors import ConfigError, StorageError, remedy
+from fastdiff.files import fsync, is_temporary, open_lock, publish
 from fastdiff.sampling.npz import comment_of, write_npz
 
-_PLAN = "plan.json"
+_PLAN, _LOCK, _JOINED = "plan.json", "lock", "joined"
+_OWN = re.compile(r"(plan\.json|joined|lock|part-[0-9]{6,})(\.[0-9]+-[0-9a-f]{8}\.tmp)?")
+"""Names of the files in the folder."""
 
 
 class SampleParts:
@@ -108,7 +110,8 @@ class SampleParts:
                 return 0
             if missing := self.total - self.done():
                 return missing
-            joined = self._folder / "joined"
+            joined = self._folder / _JOINED
+            joined.unlink(missing_ok=True)  # of a killed process
             parts = [self._path(batch) for batch in range(self.batches)]
             write_npz(joined, parts, self._shape, self._labels, canonical_json(self._plan))
             joined.replace(self.out)
@@ -119,12 +122,14 @@ class SampleParts:
     def _agree(self) -> None:
         """Record the plan, or check it against the recorded one."""
         path = self._folder / _PLAN
-        if path.exists():
-            self._check(json.loads(path.read_bytes()), f"{self._folder} holds samples of another plan")
+        if not path.exists():
+            publish(path, canonical_json(self._plan))
             return
-        for stray in self._folder.glob("part-*"):  # left by an interrupted removal of a finished set
-            stray.unlink()
-        publish(path, canonical_json(self._plan))
+        try:
+            found = json.loads(path.read_bytes())
+        except ValueError:
+            raise self._foreign() from None
+        self._check(found if isinstance(found, dict) else {}, f"{self._folder} holds samples of another plan")
 
     def _is_complete(self) -> bool:
         """Whether the npz exists; ConfigError if it has another plan."""
@@ -160,7 +165,35 @@ class SampleParts:
         return len(self.images(batch)) * math.prod(self._shape[1:])
 
     def _clear(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove the folder, the plan behind the parts: without it, the next process would not know them."""
+        if self._is_foreign():
+            return
+        with suppress(OSError, ValueError):
+            plan = self._folder / _PLAN
+            if plan.exists() and json.loads(plan.read_bytes()) != self._plan:
+                return
+            own = [path for path in self._folder.iterdir() if _OWN.fullmatch(path.name)]
+            for path in sorted(own, key=lambda path: (path.name == _LOCK, path.name == _PLAN)):
+                path.unlink(missing_ok=True)
+            self._folder.rmdir()
+
+    def _is_foreign(self) -> bool:
+        """Whether the folder is of someone else: it has files, but no plan."""
+        plan = self._folder / _PLAN
+        try:
+            names = os.listdir(self._folder)
+        except FileNotFoundError:
+            return False
+        except NotADirectoryError:
+            return True
+        others = [name for name in names if name != _LOCK and not is_temporary(name, _PLAN)]
+        return bool(others) and not plan.exists()
+
+    def _foreign(self) -> ConfigError:
+        return ConfigError(
+            f"{self._folder} exists and is not of fastdiff, which would keep finished images there; rename it, or "
+            "choose another --npz"
+        )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -169,20 +202,25 @@ class SampleParts:
         Several machines need a file system that locks files across them.
         """
         with _storage(self.out):
-            self.complete = self._is_complete()
+            is_foreign = self._is_foreign()
+            self.complete = self._is_complete()  # after it: another rank writes the npz before it removes the parts
             if self.complete:
                 yield
                 return
+            if is_foreign:
+                raise self._foreign()
             self.out.parent.mkdir(parents=True, exist_ok=True)
             while True:
                 self._folder.mkdir(exist_ok=True)
                 with suppress(FileNotFoundError):  # another rank has joined the parts and removed the folder
-                    file = (self._folder / "lock").open("wb")
+                    file = open_lock(self._folder / _LOCK)
                     break
-            with file:
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 self.complete = self._is_complete()  # another rank may have finished during the wait
                 yield
+            finally:
+                os.close(file)
 
 
 @contextmanager
@@ -192,6 +230,6 @@ def _storage(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{error.filename or out}: {error.strerror or error}; the finished batches are kept, and the same "
-            "command continues from them"
+            f"{error.filename or out}: {error.strerror or error}; {remedy(error)}: the finished batches are kept, and "
+            "the same command continues from them"
         ) from None

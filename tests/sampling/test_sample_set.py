@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
 import signal
@@ -218,6 +219,46 @@ def test_a_complete_set_is_not_drawn_again(trained: Path, undisturbed: Path, tmp
     )
     assert said == [f"{out} is complete already"]
     assert out.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("names", [["mine"], ["lock", "part-000000"]])
+def test_a_folder_of_the_user_stays(
+    trained: Path, undisturbed: Path, tmp_path: Path, capsys: Any, names: list[str]
+) -> None:
+    """Beside a set that is to be drawn, which is refused, and beside one that is complete."""
+    out, mine = tmp_path / "out.npz", tmp_path / "out.npz.parts"
+    mine.mkdir()
+    for name in names:
+        (mine / name).write_text("years of work")
+    assert main(flags(trained, out)) == 2
+    assert f"{mine} exists and is not of fastdiff" in capsys.readouterr().err
+    assert not out.exists()
+    shutil.copyfile(undisturbed, out)
+    assert main(flags(trained, out)) == 0
+    assert "is complete already" in capsys.readouterr().out
+    assert sorted(path.name for path in mine.iterdir()) == names
+    assert all((mine / name).read_text() == "years of work" for name in names)
+
+
+def test_a_set_that_another_rank_finishes_during_the_start_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank removes the folder, plan and all, after its files have been listed."""
+    listdir = os.listdir
+
+    def begin() -> SampleParts:
+        return SampleParts(tmp_path / "out.npz", {"images": 4}, (4, 2, 2, 1), 4, None)
+
+    def overtaken(folder: Path) -> list[str]:
+        names = listdir(folder)
+        monkeypatch.undo()
+        assert other.join() == 0
+        return names
+
+    other = begin()
+    other.write(0, np.zeros((4, 2, 2, 1), np.uint8))
+    monkeypatch.setattr(os, "listdir", overtaken)
+    assert begin().complete
 
 
 # ---- refused -------------------------------------------------------------------------------------------
