@@ -33,7 +33,7 @@ from fastdiff.config.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.evaluation.digits import evaluate_run, evaluation_labels
 from fastdiff.parallel.world import free_port
-from fastdiff.sampling.image_grid import image_grid
+from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.run import Run
 
 OBJECTIVES = {
@@ -151,7 +151,7 @@ def report(found: dict[str, Outcome | str], log: Log) -> int:
     print(f"\n{log.path}")
     if done:
         picture = log.path.with_suffix(".png")
-        image_grid(torch.cat([one.images for one in done.values()]), rows=len(done)).save(picture)
+        save_picture(picture, image_grid(torch.cat([one.images for one in done.values()]), rows=len(done)))
         print(picture)
     return int(len(done) < len(found))
 

@@ -13,6 +13,7 @@ from bench.records import plots, readme, record
 from bench.records.number_format import interval, machine, number
 from bench.records.plots import Plot
 from bench.records.record import Failure, Measurement, Record
+from fastdiff.files import write_output
 
 _TITLES = {
     "op": "Ops: each by every implementation",
@@ -151,8 +152,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.out.suffix != ".html":
             raise BenchError(f"report: {arguments.out}: expected a file to write that ends in .html, then the records")
         text = page(record.read_all(arguments.records or record.kept()))
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
+        write_output(arguments.out, text.encode())
         print(arguments.out)
     if arguments.readme:
         for file in readme.FILES:

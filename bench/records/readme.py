@@ -21,6 +21,7 @@ from bench.records import record
 from bench.records.fingerprint import ROOT
 from bench.records.number_format import interval, label, machine, number
 from bench.records.record import Measurement, Record
+from fastdiff.files import write_output
 
 Row: TypeAlias = tuple[str, ...]
 
@@ -42,7 +43,7 @@ def rewrite(path: Path, root: Path = ROOT) -> bool:
     before = path.read_text(encoding="utf-8")
     after = rendered(before, root, str(path))
     if after != before:
-        path.write_text(after, encoding="utf-8")
+        write_output(path, after.encode())
     return after != before
 
 

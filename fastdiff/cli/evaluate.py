@@ -20,7 +20,7 @@ from fastdiff.config.argument_types import (
     seed,
 )
 from fastdiff.errors import ConfigError, require
-from fastdiff.files import publish
+from fastdiff.files import write_output
 
 if TYPE_CHECKING:
     from fastdiff.config.run import RunConfig
@@ -142,12 +142,13 @@ def _evaluate_images(arguments: argparse.Namespace) -> None:
     options = ImageComparisonOptions(**_given(arguments, "features", "batch", "seed"))
     result = evaluate_images(arguments.subject, arguments.reference, options)
     if out:
-        publish(out, json.dumps(result, indent=2).encode() + b"\n")
+        write_output(out, json.dumps(result, indent=2).encode() + b"\n")
     print(json.dumps(result))
 
 
 def _evaluate_nll(arguments: argparse.Namespace, published: RunConfig | None) -> None:
-    from fastdiff.evaluation.likelihood import NllOptions, draw, evaluate_nll, require_matplotlib
+    from fastdiff.evaluation.figures import require_matplotlib
+    from fastdiff.evaluation.likelihood import NllOptions, draw, evaluate_nll
     from fastdiff.sampling.run import Run
 
     if arguments.png:

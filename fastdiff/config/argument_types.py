@@ -23,7 +23,7 @@ MOST_WORKERS = 1024
 """Largest number of decoding threads per rank."""
 VECTORS = (".svg", ".pdf")
 """Suffixes of drawings of curves."""
-_PIXELS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+_PIXELS = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff")
 _LARGEST_SHAPE = 2**26
 _MOST_CLASSES = 100_000
 _DIGITS = 30

@@ -15,6 +15,7 @@ from fastdiff.config.objective import DEFAULTS
 from fastdiff.config.run_record import require_run
 from fastdiff.diffusion.snr_bins import BINS, SNR_CENTRES, SNR_EDGES, Floats, Mean, by_log_snr, name_of
 from fastdiff.errors import ConfigError
+from fastdiff.evaluation.figures import figure_for
 from fastdiff.evaluation.validation_files import Validated, read, steps_of
 
 if TYPE_CHECKING:
@@ -235,11 +236,6 @@ def _in_words(steps: Sequence[int]) -> str:
 
 # Colour-blind safe palette of Okabe and Ito (2008); the shapes differ too.
 _A, _B, _SAME, _SMALL = "#0072B2", "#D55E00", "#999999", "#555555"
-_STYLE = {
-    "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e3e3e3",
-    "grid.linewidth": 0.7, "legend.frameon": False, "figure.constrained_layout.use": True,
-}  # fmt: skip
 _LOGARITHMIC = 10.0
 """Ratio of the largest to the smallest loss above which their axis is logarithmic."""
 _FAR = 2.0
@@ -249,23 +245,16 @@ _SHIFT = 0.08
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Write the plot as a PNG.
+    """Write the plot (``figures.figure_for``).
 
     Raises:
         ConfigError: matplotlib is not installed.
+        OSError: with the path; it cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(f"matplotlib, which draws {path}, is not installed: pip install 'fastdiff[bench]'") from None
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(9.0, 6.2))
+    with figure_for(path, (9.0, 6.2)) as figure:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         _losses(top, comparison)
         _differences(bottom, comparison)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
 
 
 def _losses(axes: Axes, comparison: Comparison) -> None:

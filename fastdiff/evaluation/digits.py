@@ -20,7 +20,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.evaluation.image_metrics import frechet_distance
 from fastdiff.files import publish
 from fastdiff.models.load import null_label
-from fastdiff.sampling.image_grid import image_grid
+from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.run import Run
 
 _DRAWS = 8
@@ -75,7 +75,7 @@ def _evaluate_enlarged(run: Run, source: str) -> dict[str, Any]:
     sampler = SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=1.0)
     drawn = run.sample(condition, null, sampler).view(len(small), _DRAWS, *real.shape[1:])
     result = evaluate_enlarged(drawn, real, small, labels)
-    _picture(small, drawn, real).save(run.folder / "enlarged.png")
+    save_picture(run.folder / "enlarged.png", _picture(small, drawn, real))
     return result
 
 

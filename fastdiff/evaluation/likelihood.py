@@ -35,6 +35,7 @@ from fastdiff.diffusion.noise_shaping import small_images
 from fastdiff.diffusion.schedules import Schedule
 from fastdiff.diffusion.variational import Variational
 from fastdiff.errors import ConfigError, require
+from fastdiff.evaluation.figures import figure_for
 from fastdiff.evaluation.validation_set import batches_of, read_batch, spread
 from fastdiff.files import publish
 from fastdiff.rng import Stream, normal
@@ -312,49 +313,26 @@ def _write(run: Run, result: dict[str, Any], found: Likelihood) -> None:
     publish(run.result("nll.json"), json.dumps(result, indent=2).encode() + b"\n")
 
 
-_STYLE = {
-    "font.size": 10, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e3e3e3",
-    "grid.linewidth": 0.7, "figure.constrained_layout.use": True,
-}  # fmt: skip
 _COLOURS = "#0072B2", "#D55E00", "#009E73"
 
 
-def require_matplotlib() -> None:
-    """Check for matplotlib before anything is measured.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError("--png needs matplotlib; pip install 'fastdiff[bench]', or leave it out") from None
-
-
 def draw(path: Path, found: Likelihood) -> None:
-    """Write the plot as a PNG: bound, error of x0 and error of the noise by timestep, both axes logarithmic.
+    """Write the plot (``figures.figure_for``): bound, errors of x0 and of the noise by timestep, on logarithmic axes.
 
     Raises:
         ConfigError: matplotlib is not installed.
+        OSError: with the path; it cannot be written.
     """
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
     curves = {
         f"variational bound, bits per dimension: {found.vb.sum():.3f} in all": found.vb,
         "squared error of x0": found.xstart_mse,
         "squared error of the noise": found.mse,
     }
     time = np.arange(1, len(found.vb) + 1)  # from 1, for the logarithm
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(7.0, 7.5))
+    with figure_for(path, (7.0, 7.5)) as figure:
         for axes, colour, (title, curve) in zip(
             figure.subplots(len(curves), 1, sharex=True), _COLOURS, curves.items(), strict=True
         ):
             axes.plot(time, curve, color=colour, linewidth=1.5)
             axes.set(title=title, xscale="log", yscale="log")
         axes.set_xlabel("timestep t + 1:  less noise  ←   →  more noise")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff.errors import ConfigError
+from fastdiff.files import write_output
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,6 +72,16 @@ def encoded(picture: Image, suffix: str) -> bytes:
     buffer = io.BytesIO()
     picture.save(buffer, name)
     return buffer.getvalue()
+
+
+def save_picture(path: Path, picture: Image) -> None:
+    """Write a picture to a file that the user named (``files.write_output``).
+
+    Raises:
+        ConfigError: Pillow writes no format with the suffix of ``path``.
+        OSError: with the path; it cannot be written, and an earlier file stays.
+    """
+    write_output(path, encoded(picture, path.suffix))
 
 
 def _levels(images: Tensor) -> Tensor:

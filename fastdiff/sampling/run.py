@@ -26,7 +26,7 @@ from fastdiff.files import file_digest
 from fastdiff.models.family import ModelFamily, family_of
 from fastdiff.models.load import build_network, check_base, null_label, pretrained, resolve
 from fastdiff.models.pretrained.pipeline import readable
-from fastdiff.sampling.image_grid import image_grid
+from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.pixels import IDENTITY, autoencoder_of
 from fastdiff.sampling.solvers import grid_classes, sample
 
@@ -135,8 +135,7 @@ class Run:
         columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.known_classes or None)
         condition = {"label": columns.repeat(per_class)}
         latents = self.sample(condition, {"label": null_label(self.config)}, sampler)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        image_grid(latents, rows=per_class).save(path)
+        save_picture(path, image_grid(latents, rows=per_class))
 
     def draw_prompts(
         self, path: Path, prompts: Sequence[str], *, negative: str | None, per_prompt: int, sampler: SamplerConfig
@@ -146,13 +145,13 @@ class Run:
         Raises:
             ConfigError: the model was trained with classes, or without a pipeline.
         """
-        from fastdiff.sampling.text import decode, repeated, save_grid
+        from fastdiff.sampling.text import decode, repeated
 
         _require_picture(per_prompt * len(prompts), "--per-prompt")
         condition, null = self.embedded(prompts, negative=negative)
         latents = self.sample(repeated(condition, per_prompt), null, sampler)
         pixels = decode(pretrained(self.config).vae(self.device), latents)
-        save_grid(path, pixels, rows=per_prompt)
+        save_picture(path, image_grid(pixels, rows=per_prompt))
 
     def embedded(self, prompts: Sequence[str], *, negative: str | None) -> tuple[Condition, Condition]:
         """Return the condition of the prompts, ``[N, ...]`` each, and the unconditional one; both on the CPU.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from fastdiff.batch import Condition
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.pretrained.pipeline import Pretrained
-from fastdiff.sampling.image_grid import image_grid
 
 
 @torch.no_grad()
@@ -72,9 +70,3 @@ def decode(vae: Any, latents: Tensor) -> Tensor:
 def as_bytes(pixels: Tensor) -> Tensor:
     """Convert ``[N, C, H, W]`` in [-1, 1] to uint8."""
     return ((pixels.nan_to_num(0, 0, 0) + 1) / 2 * 255).round().clamp(0, 255).to(torch.uint8)
-
-
-def save_grid(path: Path, pixels: Tensor, *, rows: int) -> None:
-    """Write pixels as one PNG grid, row by row; create its folder if missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image_grid(pixels, rows=rows).save(path)

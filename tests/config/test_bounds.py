@@ -36,6 +36,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--per-class", "9" * 5000], "a whole number from 1 to 2147483647"),
         (["--steps", "0"], "a whole number from 1 to 2147483647"),
         (["--grid", "g.xyz"], "expected the name of a picture, with .png"),
+        (["--grid", "g.bmp"], "expected the name of a picture, with .png"),
         (["--grid", "folder.png"], "a folder, expected the name of a picture in it"),
     ],
 )

@@ -21,6 +21,7 @@ from fastdiff.evaluation.validation_files import Validated, encode, path_of, rea
 from fastdiff.parallel.world import World
 from fastdiff.patient_files import WholeFiles
 from fastdiff.train import train
+from tests.support.injected.tiny_disk import fill, tiny_disk
 from tests.support.runs import held_out, launch, tiny
 
 COUNT = 320
@@ -183,6 +184,25 @@ def test_the_picture_shows_far_and_missing_values(tmp_path: Path) -> None:
     assert same.total.difference == 0
     assert not same.total.significant
     _assert_drawn(same, tmp_path / "same.png")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "begin"), [(".PNG", b"\x89PNG"), (".jpg", b"\xff\xd8"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
+)
+def test_the_suffix_chooses_the_format_and_an_earlier_picture_stays_without_room(
+    tmp_path: Path, suffix: str, begin: bytes
+) -> None:
+    first = run("a", np.exp(-LOG_SNR.astype(float)) + 1e-6)
+    found = compare(first, replace(first, folder=Path("elsewhere/a")))
+    with tiny_disk(tmp_path / "disk", 2) as disk:
+        path = disk / f"same{suffix}"
+        draw(found, path)
+        earlier = path.read_bytes()
+        assert earlier.startswith(begin)
+        fill(disk)
+        with pytest.raises(OSError, match="same"):
+            draw(found, path)
+        assert path.read_bytes() == earlier
 
 
 def _assert_drawn(found: Comparison, path: Path) -> None:

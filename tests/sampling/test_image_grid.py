@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from fastdiff.sampling.image_grid import image_grid
+from fastdiff.sampling.image_grid import image_grid, save_picture
+from tests.support.injected.tiny_disk import fill, tiny_disk
 
 BORDER, GRAY = 2, 96
 
@@ -65,3 +68,15 @@ def test_diverged_images_are_drawn_not_refused() -> None:
 def test_refusals(shape: tuple[int, ...], rows: int) -> None:
     with pytest.raises(ValueError, match=r"expected|at least 1"):
         image_grid(torch.zeros(shape), rows=rows)
+
+
+def test_a_picture_without_room_leaves_the_earlier_one(tmp_path: Path) -> None:
+    picture = image_grid(torch.zeros(1, 1, 8, 8))
+    with tiny_disk(tmp_path / "disk", 1) as disk:
+        save_picture(disk / "grid.png", picture)
+        earlier = (disk / "grid.png").read_bytes()
+        fill(disk)
+        with pytest.raises(OSError, match="grid"):
+            save_picture(disk / "grid.png", image_grid(torch.ones(9, 1, 8, 8)))
+        assert (disk / "grid.png").read_bytes() == earlier
+        assert sorted(path.name for path in disk.iterdir()) == ["ballast", "grid.png"]

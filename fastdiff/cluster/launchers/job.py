@@ -11,6 +11,7 @@ from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
+from fastdiff.files import write_output
 
 SUPERVISOR = "fastdiff.cluster.supervisor.main"
 PORTS = range(20_000, 30_000)
@@ -75,6 +76,4 @@ def require_name(flag: str, value: str, pattern: str, expected: str) -> None:
 
 def write(path: Path, content: str) -> None:
     """Write a file that only the user can read: flags may hold private values."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(mode=0o600)
-    path.write_text(content)
+    write_output(path, content.encode(), 0o600)
