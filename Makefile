@@ -13,7 +13,7 @@ demo: $(INSTALLED)
 
 # The same scans with captions in words -> latents and embeddings -> a trained UNet -> a pipeline that diffusers loads.
 demo-t2i: $(INSTALLED)
-	test -d data/digits-t2i/pipeline || python -m fastdiff.cli.demo_t2i prepare data/digits-t2i
+	test -d data/digits-t2i || python -m fastdiff.cli.demo_t2i prepare data/digits-t2i
 	test -f data/digits-t2i/latents/dataset.json || fastdiff encode data/digits-t2i/images data/digits-t2i/latents \
 		--pretrained data/digits-t2i/pipeline --resolution 32 --batch 64
 	deepspeed fastdiff/train.py --preset digits-t2i --deepspeed_config deepspeed_configs/zero3.json

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from fastdiff.config.argument_types import Parser, local_path
-from fastdiff.errors import report_any
+from fastdiff.config.argument_types import Parser, local_path, picture
+from fastdiff.errors import report_any, require
 from fastdiff.evaluation.digits import evaluate_digits, evaluation_labels, real_digits
-from fastdiff.files import unfinished_folder
+from fastdiff.files import unfinished_folder, write_output
 from fastdiff.models.pretrained import tiny_pipeline
-from fastdiff.sampling.image_grid import image_grid
+from fastdiff.sampling.image_grid import image_grid, save_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -39,6 +39,18 @@ _KL_WEIGHT = 1e-4
 def caption(digit: int) -> str:
     """Return the caption of a digit: ``a handwritten seven``."""
     return f"a handwritten {WORDS[digit]}"
+
+
+def prepare(folder: Path) -> float:
+    """Write ``images`` and ``pipeline`` to a new folder, which is complete or missing; see ``write_pipeline``.
+
+    Raises:
+        ConfigError: the folder exists, or another process writes it.
+    """
+    require(not folder.exists(), f"{folder} exists; choose another folder, or delete this one")
+    with unfinished_folder(folder) as unfinished:
+        write_images(unfinished / "images")
+        return write_pipeline(unfinished / "pipeline")
 
 
 def write_images(folder: Path) -> None:
@@ -60,14 +72,13 @@ def write_pipeline(folder: Path, *, steps: int = _STEPS) -> float:
     """
     from diffusers import AutoencoderKL
 
-    with unfinished_folder(folder) as unfinished:
-        tiny_pipeline.build(unfinished)
-        vae = AutoencoderKL.from_pretrained(unfinished, subfolder="vae")
-        pixels = _pixels()
-        _fit(vae, pixels, steps)
-        error, std = _reconstruct(vae, pixels[::4])
-        vae.register_to_config(scaling_factor=1.0 / std)
-        vae.save_pretrained(unfinished / "vae")
+    tiny_pipeline.build(folder)
+    vae = AutoencoderKL.from_pretrained(folder, subfolder="vae")
+    pixels = _pixels()
+    _fit(vae, pixels, steps)
+    error, std = _reconstruct(vae, pixels[::4])
+    vae.register_to_config(scaling_factor=1.0 / std)
+    vae.save_pretrained(folder / "vae")
     return error
 
 
@@ -96,8 +107,7 @@ def judge(pipeline: Path, picture: Path, *, per_class: int = 20, seed: int = 0) 
         generator=torch.Generator().manual_seed(seed),
     ).images
     gray = images.float().mean(dim=1, keepdim=True) * 2 - 1
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    image_grid(gray[:80], rows=8, scale=1).save(picture)
+    save_picture(picture, image_grid(gray[:80], rows=8, scale=1))
     return evaluate_digits(F.avg_pool2d(gray, SIZE // 8), labels)
 
 
@@ -150,7 +160,7 @@ def main() -> int:
     parser.add_argument("folder", type=local_path)
     parser.add_argument(
         "--picture",
-        type=local_path,
+        type=picture(),
         default=Path("digits-t2i.png"),
         help="judge: PNG to write, with the figures in a JSON beside it",
     )
@@ -158,11 +168,10 @@ def main() -> int:
     try:
         if arguments.command == "judge":
             result = json.dumps(judge(arguments.folder, arguments.picture))
-            arguments.picture.with_suffix(".json").write_text(result + "\n")
+            write_output(arguments.picture.with_suffix(".json"), f"{result}\n".encode())
             print(result)
         else:
-            write_images(arguments.folder / "images")
-            error = write_pipeline(arguments.folder / "pipeline")
+            error = prepare(arguments.folder)
             print(
                 f"{arguments.folder}: 1797 captioned images and a pipeline; autoencoder's error {error:.3f} of [-1, 1]"
             )
