@@ -78,6 +78,10 @@ class AsyncSaves:
         """Return the step of the last committed save of a kind, as of the last ``wait``."""
         return self._committed.get(what)
 
+    def restored(self, what: str, step: int) -> None:
+        """Take the step at which the run starts for committed."""
+        self._committed[what] = step
+
     def begin(self, what: str, step: int, save: Callable[[], object]) -> None:
         """Start ``save`` in the thread; call it on all ranks, after ``wait(what)``.
 

@@ -37,7 +37,7 @@ from fastdiff.training.callbacks.damaged_samples import DamagedSamples
 from fastdiff.training.callbacks.divergence import NonFiniteGuard, Rewind, SpikeGuard
 from fastdiff.training.callbacks.log import Log
 from fastdiff.training.callbacks.previews import PromptImages, SampleGrid
-from fastdiff.training.callbacks.saving import Checkpointing, Snapshots
+from fastdiff.training.callbacks.saving import CHECKPOINT, Checkpointing, Snapshots, save_checkpoint
 from fastdiff.training.callbacks.trackers import Trackers, require_installed
 from fastdiff.training.callbacks.validation import ValidationLoss
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
@@ -86,6 +86,7 @@ class Run:
     def __init__(self, parts: _Parts, state: TrainState, stack: ExitStack) -> None:
         self.state = state
         self._parts = parts
+        parts.background.restored(CHECKPOINT, state.progress.steps)
         self._opened = stack.enter_context(ExitStack())
         self._open()
 
@@ -104,7 +105,7 @@ class Run:
         parts.background.wait_for_all(ANY_NUMBER)
         state.progress = return_to(rewind.find(parts.checkpoints), state)
         rewind.go_behind(state)
-        parts.checkpoints.save(state)  # so that a kill does not repeat the rewind
+        save_checkpoint(state, parts.checkpoints, parts.background)  # so that a kill does not repeat the rewind
         self._open()
 
     def _open(self) -> None:

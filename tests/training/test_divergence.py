@@ -32,14 +32,17 @@ from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
 from fastdiff.train import train
+from fastdiff.training import build as training_build
 from fastdiff.training.build import Run
 from fastdiff.training.callbacks.divergence import Rewind
+from fastdiff.training.callbacks.saving import save_checkpoint
 from fastdiff.training.checkpoints import Checkpoints
 from fastdiff.training.metrics import Meters
 from fastdiff.training.resume import config_changes
 from fastdiff.training.spikes import Spikes
 from fastdiff.training.state import TrainState
 from tests.support.forked import forked_ranks, values
+from tests.support.injected.tiny_disk import fill, tiny_disk
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, losses, newest, records, tiny
 
 BATCH = 16
@@ -358,17 +361,14 @@ def test_a_rewind_goes_on_as_if_the_window_had_not_been_there(world: World, tmp_
 
 def _killed_at_the_rewind(world: World, config: RunConfig, saved: bool) -> None:
     """Every rank dies just before, or just after, the checkpoint behind the spike is written."""
-    original = Checkpoints.save
 
-    def save(self: Checkpoints, state: TrainState) -> None:
-        if state.progress.rewinds and not saved:
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(self, state)
-        if state.progress.rewinds:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def save(*args: Any) -> None:
+        if saved:
+            save_checkpoint(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    Checkpoints.save = save  # type: ignore[method-assign]
-    train(config, launch(), world)
+    with mock.patch.object(training_build, "save_checkpoint", save):
+        train(config, launch(), world)
 
 
 @pytest.mark.fault(21)
@@ -408,6 +408,30 @@ def test_a_run_that_stops_between_two_spikes_decides_as_one_that_does_not(
     assert lines(tmp_path / "cut") == lines(alone[policy])
     assert hexes(losses(tmp_path / "cut")) == hexes(losses(alone[policy]))
     assert_same_checkpoint(tmp_path / "cut", alone[policy])
+
+
+@pytest.mark.fault(7)
+@pytest.mark.parametrize("steps", [12, 16], ids=["at the end", "in the middle"])
+def test_a_rewind_on_a_full_disk_goes_on_without_its_checkpoint(
+    world: World, two_spikes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """The last step is saved, also if the second rewind ends there."""
+    go_back = Run.go_back
+
+    def on_a_full_disk(self: Run, rewind: Rewind) -> None:
+        self._parts.background.wait_for_all()
+        fill(tmp_path / "disk")
+        go_back(self, rewind)
+        (tmp_path / "disk" / "ballast").unlink()
+
+    options = {"divergence__policy": "rewind", "output__failed_saves": 2}
+    train(spiky(two_spikes, tmp_path / "whole", steps, **options), launch(), world)
+    with tiny_disk(tmp_path / "disk", 24) as disk:
+        monkeypatch.setattr(Run, "go_back", on_a_full_disk)
+        train(spiky(two_spikes, disk / "run", steps, **options), launch(), world)
+        assert intact(disk / "run")[0] == steps
+        assert hexes(losses(disk / "run")) == hexes(losses(tmp_path / "whole"))
+        assert_same_checkpoint(disk / "run", tmp_path / "whole")
 
 
 @pytest.mark.fault(21)
@@ -453,16 +477,15 @@ def _rewind_and_start_again(world: World, rewound: RunConfig, started: RunConfig
     start = launch()
     start.deepspeed.update(deepspeed)
     _train_in_one_engine(world, rewound, start)
-    save = Checkpoints.save
 
-    def save_and_end(self: Checkpoints, state: TrainState) -> None:
-        save(self, state)
+    def save_and_end(*args: Any) -> None:
+        save_checkpoint(*args)
         raise _Ended
 
-    Checkpoints.save = save_and_end  # type: ignore[method-assign]
-    for _ in range(2):
-        with pytest.raises(_Ended):
-            train(started, start, world)
+    with mock.patch.object(training_build, "save_checkpoint", save_and_end):
+        for _ in range(2):
+            with pytest.raises(_Ended):
+                train(started, start, world)
     train(started, start, world)
 
 

@@ -72,7 +72,8 @@ def request_nccl_dumps(node_folder: Path, run: Path) -> None:
     """
     pipes = list(node_folder.glob(f"{_NCCL}-*.pipe"))
     if pipes:
-        (run / _NCCL).mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # a full disk has no room for the dumps either
+            (run / _NCCL).mkdir(parents=True, exist_ok=True)
     for pipe in pipes:
         with contextlib.suppress(OSError):  # the pipe has no reader any more
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)

@@ -18,7 +18,8 @@ from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.checkpoints import Checkpoints, common_manifest, sliced
 from fastdiff.training.state import TrainState
 
-_CHECKPOINT = "checkpoint"
+CHECKPOINT = "checkpoint"
+"""The kind of a save, besides snapshots."""
 
 
 class Checkpointing(Callback):
@@ -34,7 +35,6 @@ class Checkpointing(Callback):
         self._every = Every(state.config.output.checkpoint_every)
         self._checkpoints = checkpoints
         self._background = background
-        self._restored = state.progress.steps
 
     def on_step(self, state: TrainState) -> None:
         """Save when due.
@@ -45,7 +45,7 @@ class Checkpointing(Callback):
         if state.guard.flags.failed_save:
             self._background.wait_for_all()
         if self._every.due(state.progress):
-            self._background.wait(_CHECKPOINT)
+            self._background.wait(CHECKPOINT)
             self._begin(state)
         state.guard.failed_save = self._background.failed
 
@@ -68,14 +68,28 @@ class Checkpointing(Callback):
         self._background.wait_for_all(ANY_NUMBER)
 
     def _save_now(self, state: TrainState) -> None:
-        self._background.wait(_CHECKPOINT, ANY_NUMBER)  # a failed save is tried again
-        if state.progress.steps != max(self._background.committed(_CHECKPOINT) or 0, self._restored):
+        self._background.wait(CHECKPOINT, ANY_NUMBER)  # a failed save is tried again
+        if state.progress.steps != self._background.committed(CHECKPOINT):
             self._begin(state)
-        self._background.wait(_CHECKPOINT, 0)
+        self._background.wait(CHECKPOINT, 0)
 
     def _begin(self, state: TrainState) -> None:
-        draft = self._checkpoints.draft(state)
-        self._background.begin(_CHECKPOINT, draft.step, partial(self._checkpoints.commit, draft))
+        _begin(state, self._checkpoints, self._background)
+
+
+def _begin(state: TrainState, checkpoints: Checkpoints, background: AsyncSaves) -> None:
+    draft = checkpoints.draft(state)
+    background.begin(CHECKPOINT, draft.step, partial(checkpoints.commit, draft))
+
+
+def save_checkpoint(state: TrainState, checkpoints: Checkpoints, background: AsyncSaves) -> None:
+    """Save this step and wait for it; called by all ranks, while no checkpoint is being written.
+
+    Raises:
+        StorageError: on every rank: saves failed more often than --output.failed_saves allows.
+    """
+    _begin(state, checkpoints, background)
+    background.wait(CHECKPOINT)
 
 
 _SNAPSHOT = "snapshot"
