@@ -49,9 +49,11 @@ def claim(folder: Path) -> Callable[[], None]:
     Temporary files of a killed job are removed.
 
     Raises:
-        ConfigError: another job holds the lock. The lock ends with its process, so it is never removed by hand.
+        ConfigError: another job holds the lock, which ends with its process, so it is never removed by hand; or the
+            folder has logs of someone else, which a run would cut back.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    _refuse_foreign(folder)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         lock(descriptor, folder)
@@ -69,6 +71,14 @@ def claim(folder: Path) -> Callable[[], None]:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
     return partial(os.close, descriptor)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    logs = [path.name for path in folder.glob("*.jsonl")]
+    if logs and not any((folder / name).exists() for name in (".lock", "run.json", "checkpoints")):
+        raise ConfigError(
+            f"{folder} holds {min(logs)} and is no run folder; choose another --output.folder, or move the file away"
+        )
 
 
 def run_json(config: RunConfig, launch: Launch, ds_config: DsConfig, device: str) -> bytes:

@@ -172,7 +172,7 @@ def _open_stacks(path: Path) -> TextIO:
     """Open the file of the stacks or, without room for it, another descriptor of standard error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w")
+        return open(path, "w", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise

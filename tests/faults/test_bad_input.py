@@ -268,6 +268,14 @@ def test_three_non_finite_steps_in_a_row_stop_the_run(
 # --- the run folder ------------------------------------------------------------------------------------------------
 
 
+def test_a_folder_with_logs_of_someone_else_is_no_run_folder(world: World, digits: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"accuracy": 0.5}\n')
+    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl and is no run folder"):
+        train(tiny(digits, tmp_path, steps=1), launch(), world)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"accuracy": 0.5}\n'
+
+
 @pytest.mark.fault(27)
 def test_a_run_folder_in_use_is_refused(world: World, trained: RunConfig) -> None:
     holder = start(["flock", "--exclusive", "--no-fork", Path(trained.output.folder) / ".lock", "sleep", "3600"])

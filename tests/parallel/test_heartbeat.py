@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.parallel.heartbeat import NODE_FOLDER, START_TIMEOUT_S, Heartbeat, Phase
+from fastdiff.parallel.heartbeat import NODE_FOLDER, START_TIMEOUT_S, Heartbeat, Phase, stacks_path
 
 
 def _limits_s(folder: Path, hang_timeout_s: float, phases: Sequence[Phase]) -> list[float]:
@@ -34,3 +34,13 @@ def test_a_supervisor_always_acts_first(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(NODE_FOLDER, str(node))
     supervised = _limits_s(tmp_path / "supervised", hang_timeout_s, phases)
     assert all(there > 1.5 * here for here, there in zip(alone, supervised, strict=True))
+
+
+def test_stacks_are_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("years of work")
+    stacks = stacks_path(tmp_path / "run", 0)
+    stacks.parent.mkdir(parents=True)
+    stacks.symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match=stacks.name):
+        Heartbeat(tmp_path / "run", 0, 0)
+    assert (tmp_path / "mine").read_text() == "years of work"
