@@ -175,6 +175,7 @@ def test_the_flags_arrive() -> None:
     assert (config.batch.samples, config.batch.micro, config.batch.accumulation(2)) == (48, 8, 3)
     assert (config.steps, config.optim.schedule, config.optim.lr) == (3000, "linear", 2e-4)
     assert (config.optim.weight_decay, config.ema.rates) == (0.05, (0.999, 0.9999))
+    assert config.optim.eps == pytest.approx(1e-8 / 3), "their gradients are the sums of three"
     assert (config.performance.precision, config.performance.recompute) == ("fp16", True)
     assert (config.output.log_every, config.output.checkpoint_every, config.output.keep) == (7, 500, 7)
     for word in ("of the 3 microbatches are averaged", "--fp16_scale_growth is not used", "1000 classes"):

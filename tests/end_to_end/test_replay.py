@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 from fastdiff.batch import Batch, Condition
 from fastdiff.config.data import DataConfig
+from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.diffusion.objective import Objective
@@ -33,9 +34,10 @@ from fastdiff.train import train
 from fastdiff_kernels.noising import dequantised
 from tests.cli.test_compat import run_of
 from tests.support.inputs.images import encode, natural
+from tests.support.references.adm_reference import Reference as AdmReference
 from tests.support.references.dit_reference import reference_forward
-from tests.support.references.variational_reference import linear_betas
-from tests.support.runs import launch, losses, newest
+from tests.support.references.variational_reference import cosine_betas, linear_betas
+from tests.support.runs import launch, losses, newest, records
 
 STEPS = 40
 TOLERANCE = 1e-5
@@ -83,6 +85,8 @@ class Script:
     """Learning rate of step n, from 0."""
     weight_decay: float
     clip: float = 0.0
+    summed: bool = False
+    """Whether the gradients of the micro-batches are summed instead of averaged."""
     decays: dict[float, Callable[[int], float]] = field(default_factory=dict)
     """Decay of each average after step n, from 1, by its name in the run."""
 
@@ -99,7 +103,7 @@ class Script:
             optimizer.param_groups[0]["lr"] = self.rate(step)
             micros = dump[step * accumulation : (step + 1) * accumulation]
             values = [loss_of(weights, micro) for micro in micros]
-            (torch.stack(values).sum() / accumulation).backward()
+            (torch.stack(values).sum() / (1 if self.summed else accumulation)).backward()
             if self.clip:
                 torch.nn.utils.clip_grad_norm_(weights.values(), self.clip)
             optimizer.step()
@@ -208,7 +212,7 @@ def test_lora(world: World, pipeline: Path, text_flags: list[str], dump: list[Mi
     assert_replayed(config, *script.replay(weights, loss_of, dump))
 
 
-# facebookresearch/DiT: a learned variance
+# facebookresearch/DiT and openai/improved-diffusion: a learned variance
 
 
 class Diffusion:
@@ -280,3 +284,33 @@ def test_dit(world: World, digits: Path, dump: list[Micro], tmp_path: Path) -> N
 
     script = Script(lambda step: 1e-4, weight_decay=0.0, decays={0.9999: lambda step: 0.9999})
     assert_replayed(config, *script.replay(weights, loss_of, dump))
+
+
+def test_iddpm(world: World, digits: Path, dump: list[Micro], tmp_path: Path) -> None:
+    flags = (
+        "--data_dir none --image_size 32 --learn_sigma True --diffusion_steps 400 --noise_schedule cosine "
+        f"--batch_size 4 --microbatch 2 --lr 1e-3 --weight_decay 0.01 --lr_anneal_steps {STEPS} --ema_rate 0.99,0.9 "
+        "--log_interval 1 --class_cond True --use_checkpoint True"
+    )
+    model = AdmConfig(
+        channels=1, size=8, width=16, norm_num_groups=4, attention_resolutions=(4,), channel_mult=(1, 2), res_blocks=1,
+        heads=2, classes=10, learn_sigma=True,
+    )  # fmt: skip
+    config, weights = run(
+        on_digits(run_of("iddpm", flags.split())[0], digits, tmp_path / "run", model=model), world, dump
+    )
+    diffusion = Diffusion(cosine_betas(400), factor=400 / 1000)
+
+    def loss_of(weights: Weights, micro: Micro) -> Tensor:
+        network = AdmReference(weights, model)
+        return diffusion.loss(network(diffusion.noisy(micro), micro.time * 2.5, micro.condition["label"]), micro)
+
+    script = Script(
+        lambda step: 1e-3 * (1 - step / STEPS), weight_decay=0.01, summed=True,
+        decays={rate: lambda step, rate=rate: rate for rate in (0.99, 0.9)},  # type: ignore[misc]
+    )  # fmt: skip
+    assert_replayed(config, *script.replay(weights, loss_of, dump))
+    for record in records(Path(config.output.folder)):
+        assert record["mse"] + record["vb"] == pytest.approx(record["loss"], rel=1e-6)
+        counted = [record[f"mse_q{n}"] for n in range(4)]
+        assert [value is None for value in counted] == [record[f"loss_q{n}"] is None for n in range(4)]

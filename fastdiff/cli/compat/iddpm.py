@@ -209,6 +209,10 @@ def _micro(flags: argparse.Namespace) -> int:
     return int(size)
 
 
+def _microbatches(flags: argparse.Namespace) -> int:
+    return int(flags.batch_size // _micro(flags))
+
+
 def _number(flags: argparse.Namespace) -> int | None:
     """Return the step that their script reads from --resume_checkpoint, or None; at 0 it reads only the weights."""
     _, found, rest = flags.resume_checkpoint.rpartition("model")
@@ -259,7 +263,7 @@ def _optimizer(flags: argparse.Namespace) -> list[str]:
         *flag("optim.name", "adamw"),
         *flag("optim.lr", flags.lr),
         *flag("optim.betas", (0.9, 0.999)),
-        *flag("optim.eps", 1e-8),
+        *flag("optim.eps", 1e-8 / _microbatches(flags)),  # of averaged gradients
         *flag("optim.weight_decay", flags.weight_decay),
         *flag("optim.clip", 0.0),
         *flag("optim.schedule", "linear" if flags.lr_anneal_steps else "constant"),
@@ -293,9 +297,14 @@ def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig,
         f"the network has {_CLASSES} classes, as theirs, for any data: change it with --model.classes N",
     )
     done.note(
-        _micro(flags) < flags.batch_size,
-        f"the gradients of the {flags.batch_size // _micro(flags)} microbatches are averaged; theirs are summed, so "
-        "their grad_norm is larger by this factor, which affects Adam only through its epsilon",
+        _microbatches(flags) > 1,
+        f"the gradients of the {_microbatches(flags)} microbatches are averaged; theirs are summed, so their grad_norm "
+        "is larger by this factor; Adam takes the same steps, because --optim.eps is smaller by it",
+    )
+    done.note(
+        _microbatches(flags) > 1 and _steps_before(flags) > 0,
+        f"Adam's state in the opt file is that of summed gradients, {_microbatches(flags)} times as large, so for "
+        "about 1000 steps the updates are smaller than theirs by up to this factor",
     )
     done.note(
         flags.use_fp16,
@@ -309,7 +318,7 @@ def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig,
         "loss_q0 to loss_q3 are means over the importance weights; theirs are means of the weighted losses",
     )
     done.note(
-        flags.schedule_sampler != "uniform" and _micro(flags) < flags.batch_size,
+        flags.schedule_sampler != "uniform" and _microbatches(flags) > 1,
         "the history is updated after each step; theirs after each microbatch",
     )
     done.notes += _notes_of_results(flags, network)
