@@ -111,7 +111,7 @@ def assert_same(killed: Path, whole: Path) -> None:
 
 @pytest.mark.fault(1)
 def test_a_job_that_is_killed_again_and_again_leaves_equal_bytes(
-    torch_extensions: Path, tmp_path: Path, nightly: bool, record_property: Callable[[str, object], None]
+    tmp_path: Path, nightly: bool, record_property: Callable[[str, object], None]
 ) -> None:
     """By night 12 kills and two ranks under ZeRO-3; by day 4 kills of one rank."""
     whole, killed, ranks = tmp_path / "whole", tmp_path / "killed", 2 if nightly else 1
