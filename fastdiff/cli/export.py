@@ -41,7 +41,13 @@ def add(commands: Subcommands) -> None:
         metavar="N",
         help="export an earlier checkpoint, or with --ema-std a snapshot",
     )
-    parser.add_argument("--push-to-hub", default=None, metavar="REPO_ID", help="upload OUT to the Hugging Face hub")
+    parser.add_argument(
+        "--push-to-hub",
+        default=None,
+        metavar="REPO_ID",
+        help="upload OUT to the Hugging Face hub; in an existing repository it replaces files of the same names, which "
+        "stay in the history",
+    )
     parser.add_argument("--private", action="store_true", help="create a private repository on the hub")
     parser.set_defaults(run=_export)
 
