@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
+import stat
 
 from fastdiff.cli.compat.translation import EXPORT_NOTE, GRAY_NOTE, Translation, absolute, count_images, flag, training
 from fastdiff.config.argument_types import count
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
 
 _IMAGENET = 1_281_167
 """Images of the training set of ImageNet's ILSVRC 2012."""
 _SHOWN = (207, 360, 387, 974, 88, 979, 417, 279)
 """Classes that their sample.py draws."""
+_REMEDY = "give --data-path of a folder with one folder of images per class"
 _MODELS = [f"DiT-{letter}/{patch}" for letter in DIT_SIZES for patch in DIT_PATCHES]
 
 
@@ -38,18 +40,19 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
     batch = flags.global_batch_size
     if batch % gpus:
         raise ConfigError(f"--global-batch-size {batch} is not divisible by {gpus} GPUs; their script refuses it too")
-    here = Path(flags.data_path).is_dir()
-    images = _count(flags.data_path) if here else _IMAGENET
+    data = absolute("--data-path", flags.data_path)
+    here = _is_here(data)
+    images = count_images(data, _REMEDY) if here else _IMAGENET
     steps = flags.epochs * (images // batch)
     if not steps:
         raise ConfigError(f"{flags.data_path} holds {images} images, fewer than --global-batch-size {batch}")
-    results = absolute(flags.results_dir)
+    results = absolute("--results-dir", flags.results_dir)
     latents = f"{results}/latents-{flags.image_size}"
     model = flags.model.lower().replace("/", "-")
     run, every = f"{results}/{model}-{flags.image_size}", flags.ckpt_every
     done = Translation(
         commands=[
-            _encode(flags, latents),
+            _encode(flags, data, latents),
             training(
                 gpus,
                 flag("preset", f"{model}-256"),
@@ -104,8 +107,19 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
     return done
 
 
-def _count(folder: str) -> int:
-    return count_images(absolute(folder), "give --data-path of a folder with one folder of images per class")
+def _is_here(folder: str) -> bool:
+    """Return whether the folder of the images is on this machine.
+
+    Raises:
+        ConfigError: it is something else than a folder.
+        OSError: it can neither be here nor elsewhere, such as a path below a file.
+    """
+    try:
+        mode = os.stat(folder).st_mode
+    except FileNotFoundError:
+        return False
+    require(stat.S_ISDIR(mode), f"--data-path {folder}: expected a folder; {_REMEDY}")
+    return True
 
 
 def _sample(flags: argparse.Namespace, run: str) -> list[str]:
@@ -118,9 +132,9 @@ def _sample(flags: argparse.Namespace, run: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _encode(flags: argparse.Namespace, latents: str) -> list[str]:
+def _encode(flags: argparse.Namespace, data: str, latents: str) -> list[str]:
     return [
-        "fastdiff", "encode", absolute(flags.data_path), latents,
+        "fastdiff", "encode", data, latents,
         "--pretrained", f"stabilityai/sd-vae-ft-{flags.vae}",
         "--resolution", str(flags.image_size), "--crop", "adm", "--decode", "pillow", "--flip",
         "--workers", str(max(1, flags.num_workers)),
