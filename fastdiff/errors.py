@@ -36,6 +36,7 @@ _REMEDIES = {
     errno.ENFILE: "raise the machine's limit of open files (sysctl fs.file-max)",
 }
 """What to do about a file system error."""
+_LONGEST_PATH = 800
 _NOT_OF_STORAGE = (ConnectionError, ChildProcessError, ProcessLookupError)
 _LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|ncclRemoteError|remote process exited", re.IGNORECASE
@@ -130,8 +131,14 @@ def as_storage_error(error: OSError) -> StorageError:
 
 def storage_error(error: OSError) -> StorageError:
     """Return the StorageError of a file system error: its paths, its cause and a remedy."""
-    names = " -> ".join(os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None)
+    names = " -> ".join(_shortened(os.fsdecode(n)) for n in (error.filename, error.filename2) if n is not None)
     return StorageError(f"{names or 'storage'}: {error.strerror or error}; {remedy(error)}")
+
+
+def _shortened(path: str) -> str:
+    """Return a path that leaves room for the cause; sanitized first, because a part of an address is no address."""
+    shown = message(path)
+    return shown if len(shown) <= _LONGEST_PATH else f"{shown[:_LONGEST_PATH]} ..."
 
 
 def remedy(error: OSError) -> str:

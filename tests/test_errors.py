@@ -30,6 +30,13 @@ def test_both_names_of_a_rename_are_named() -> None:
     assert str(as_storage_error(error)).startswith("a -> b: ")
 
 
+def test_a_long_path_leaves_room_for_the_cause() -> None:
+    error = as_storage_error(OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "9" * 5000, None, "b" * 5000))
+    assert "9 ... -> b" in str(error)
+    assert len(str(error)) < 2000, "what a message shows of it"
+    assert "b ...: File name too long; choose a shorter name" in str(error)
+
+
 @pytest.mark.parametrize(
     "error",
     [
