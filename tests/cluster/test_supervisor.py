@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -143,6 +144,7 @@ def test_a_signal_reaches_all_ranks_which_save_one_step(start: Start, number: si
         [step, *_] = committed(supervised.run / "checkpoints")
         assert not verify(step)
         assert processes_of(supervised.run) == []
+        shutil.rmtree(supervised.run)  # the next one waits for steps of its own
 
 
 def test_a_signal_before_the_ranks_have_begun_ends_them_too(start: Start) -> None:
