@@ -7,6 +7,7 @@ of ``://``), with a slash in the password, or with parameters behind a semicolon
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -94,27 +95,31 @@ def _word(word: str) -> str:
     return _IN_QUERY.sub(rf"\1={_HIDDEN}", _ASSIGNMENT.sub(rf"\1={_HIDDEN}", begin + rest)) + closing
 
 
-def tree(value: Any) -> Any:
-    """Sanitize JSON values: addresses lose their credentials, and values under names such as ``api_key`` are hidden.
+def tree(value: Any, text: Callable[[str], str] = address) -> Any:
+    """Sanitize JSON values: texts by ``text``, and values under names such as ``api_key`` are hidden.
 
     A number under a plural name, such as ``tokens``, is a count and stays.
+
+    Args:
+        value: JSON values.
+        text: ``address`` keeps what may be a path or a prompt, for records; ``argument`` is for output.
     """
     if isinstance(value, dict):
-        return {name: _entry(str(name), inner) for name, inner in value.items()}
+        return {name: _entry(str(name), inner, text) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [tree(inner) for inner in value]
-    return address(value) if isinstance(value, str) else value
+        return [tree(inner, text) for inner in value]
+    return text(value) if isinstance(value, str) else value
 
 
-def _entry(name: str, value: Any) -> Any:
+def _entry(name: str, value: Any, text: Callable[[str], str]) -> Any:
     if not _NAME.search(name):
-        return tree(value)
+        return tree(value, text)
     if isinstance(value, list | tuple):
-        return [_entry(name, inner) for inner in value]
+        return [_entry(name, inner, text) for inner in value]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(value, str) or (is_number and not name.lower().endswith("s")):
         return _HIDDEN
-    return tree(value)
+    return tree(value, text)
 
 
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")

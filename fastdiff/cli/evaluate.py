@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastdiff.cli.published_weights import add_preset, parse_published
 from fastdiff.config.argument_types import (
     VECTORS,
     Subcommands,
     add_averages,
-    add_preset,
     count,
     local_path,
     picture,
@@ -84,7 +84,6 @@ def add(commands: Subcommands) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from fastdiff.config.command_line import parse_published
 
     require_local("--features", arguments.features or "")
     if arguments.nll and arguments.reference:

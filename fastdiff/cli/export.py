@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from fastdiff.config.argument_types import Subcommands, add_averages, add_preset, count, local_path
+from fastdiff.cli.published_weights import add_preset, parse_published
+from fastdiff.config.argument_types import Subcommands, add_averages, count, local_path
 from fastdiff.errors import require
 
 
@@ -47,7 +48,6 @@ def add(commands: Subcommands) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from fastdiff.config.command_line import parse_published
     from fastdiff.export.hub import check_repo_id, push
     from fastdiff.export.run import Choice, export
 

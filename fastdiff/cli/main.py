@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from fastdiff.cli import bench, check, compare, encode, evaluate, export, launch, sample
 from fastdiff.cli.compat import command
-from fastdiff.config.argument_types import Parser, split_fields
+from fastdiff.cli.published_weights import split_fields
+from fastdiff.config.argument_types import Parser
 from fastdiff.console import quieten, write_line
 from fastdiff.errors import StorageError, report, report_any
 from fastdiff.files import raise_open_files
@@ -41,8 +42,10 @@ def _run(argv: Sequence[str]) -> int:
         raise_open_files()
         if argv[:1] == [bench.NAME]:
             bench.run(argv[1:])
-        own, fields = split_fields(argv) if argv[:1] and argv[0] in _OF_NETWORKS else (argv, [])
-        arguments = _parser().parse_args(own, argparse.Namespace(fields=fields))
+        arguments = argparse.Namespace()
+        if argv[:1] and argv[0] in _OF_NETWORKS:
+            argv, arguments.fields = split_fields(argv)
+        _parser().parse_args(argv, arguments)
         run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
     except KeyboardInterrupt:

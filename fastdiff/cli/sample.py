@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from fastdiff.cli.published_weights import add_preset, parse_published
 from fastdiff.config.argument_types import (
     Subcommands,
     add_averages,
-    add_preset,
     classes,
     count,
     finite,
@@ -130,7 +130,6 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def _sample(arguments: argparse.Namespace) -> None:
-    from fastdiff.config.command_line import parse_published
     from fastdiff.sampling.run import Run
 
     _check(arguments)

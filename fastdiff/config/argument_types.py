@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -112,33 +111,6 @@ def shape(text: str) -> tuple[int, int, int]:
         )
     channels, height, width = sides
     return channels, height, width
-
-
-_FLAG = re.compile(r"--[a-z]\w*\.\w")
-"""Begin of a flag of a run's configuration, ``--group.field``."""
-_OPTION = re.compile(r"-(?![\d.])")
-"""Begin of any flag, in contrast to a negative number."""
-
-
-def add_preset(parser: argparse.ArgumentParser) -> None:
-    """Register ``--preset``, for commands on runs that also read published files (``split_fields``)."""
-    parser.add_argument(
-        "--preset",
-        metavar="NAME",
-        help="network and objective of a published file of weights (DiT, SiT, improved-diffusion, guided-diffusion), "
-        "which takes the place of RUN; flags of the training, such as --model.classes 10, change it",
-    )
-
-
-def split_fields(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into its own arguments and the ``--group.field VALUE ...`` flags of a configuration."""
-    parts: tuple[list[str], list[str]] = ([], [])
-    of_fields = False
-    for argument in argv:
-        if _OPTION.match(argument):
-            of_fields = _FLAG.match(argument) is not None
-        parts[of_fields].append(argument)
-    return parts
 
 
 def add_averages(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 import tyro
@@ -23,12 +22,11 @@ from fastdiff.config import config_file
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.argument_types import require_local
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
-from fastdiff.config.networks.pretrained import WEIGHT_FILES
 from fastdiff.config.objective import DEFAULTS, PROCESSES, Process, without_defaults_of_others
 from fastdiff.config.presets import PRESETS, preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
-from fastdiff.errors import ConfigError, require
+from fastdiff.errors import ConfigError
 from fastdiff.exit_message import on_first_node, say_once
 
 
@@ -68,35 +66,6 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
         argv=tuple(argv),
     )
     return launch, config
-
-
-def parse_published(path: Path, name: str | None, flags: Sequence[str]) -> RunConfig | None:
-    """Return the configuration of a published file of weights: a preset with flags, as a run that starts from it.
-
-    Args:
-        path: subject of a command, the file or a run folder.
-        name: the preset; None: ``path`` is a run, which has its own configuration.
-        flags: ``--group.field VALUE``, as in training.
-
-    Returns:
-        The configuration, where the file is also the folder that messages name; None for a run.
-
-    Raises:
-        ConfigError: a run with a preset or flags, a file without a preset, or a network that no file can hold.
-        SystemExit: as ``parse``.
-    """
-    is_file = path.suffix in WEIGHT_FILES and not path.is_dir()
-    if name is None:
-        require(not flags, f"{' '.join(flags)}: only a published file of weights has such flags, with its --preset")
-        require(not is_file, f"{path} is a file of weights: name its network by --preset, for example dit-xl-2-256")
-        return None
-    require(is_file, f"--preset {name} is for a file of weights ({' or '.join(WEIGHT_FILES)}); a run has its own")
-    require(path.is_file(), f"{path}: no such file of weights")
-    start = ["--pretrained.path", str(path), "--pretrained.weights", "--output.folder", str(path)]
-    _, config = parse(["--preset", name, *flags, *start])
-    require(not config.model.text_conditional, f"--preset {name}: published text-to-image networks are pipelines")
-    require(not config.lora.rank, f"--lora.rank {config.lora.rank}: {path} has the weights of a network, no adapter")
-    return config
 
 
 def _parse_fields(default: RunConfig, flags: Sequence[str], description: str) -> RunConfig:
@@ -141,7 +110,8 @@ def _description(name: str | None) -> str:
 def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> None:
     """Print the resolved configuration and the DeepSpeed JSON as one JSON object, on one rank."""
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps({"config": as_json(config), "deepspeed": sanitize.tree(ds_config)}, indent=2))
+        resolved = {"config": as_json(config), "deepspeed": ds_config}
+        print(json.dumps(sanitize.tree(resolved, sanitize.argument), indent=2))
 
 
 class _QuietParser(argparse.ArgumentParser):

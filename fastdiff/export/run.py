@@ -58,7 +58,7 @@ def export(
         run: run folder, or the file.
         out: must not exist.
         choice: weights and format.
-        published: configuration of the network in the file (``config.command_line.parse_published``); None: a run.
+        published: configuration of the network in the file (``cli.published_weights``); None: a run.
         repo_id: Hugging Face hub id in the examples of the card; None: ``out``.
 
     Raises:

@@ -54,7 +54,7 @@ class Run:
             ``ema`` and ``ema_std``: the first average of the run, or the raw weights if there is none.
         step: None: the newest.
         device: of the model; None: the first GPU, or the CPU.
-        published: configuration of the network in a file (``config.command_line.parse_published``); None: a run.
+        published: configuration of the network in a file (``cli.published_weights``); None: a run.
 
     Raises:
         ConfigError: ``folder`` has no run, checkpoint or such average, or the base weights of its LoRA have changed; or

@@ -295,6 +295,39 @@ def test_the_commands_run_in_any_folder(
     assert "images" not in words
 
 
+@pytest.mark.fault(28)
+@pytest.mark.parametrize(
+    ("script", "flag"),
+    [("dit", "--data-path"), ("iddpm", "--data_dir"), ("t2i", "--train_data_dir"), ("t2i", "--output_dir")],
+)
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("http://me:secret@host/x", "http://host/x: an address, expected a path of this machine"),
+        ("me:secret@host/x", "***@host/x: an address with credentials, without its scheme"),
+        ("host/x?sig=secret", "host/x?sig=***: an address with credentials"),
+    ],
+)
+def test_an_address_in_the_place_of_a_path_is_refused(script: str, flag: str, path: str, message: str) -> None:
+    given = [*T2I, flag, path] if script == "t2i" else [flag, path]
+    with pytest.raises(ConfigError) as caught:
+        translate(script, given, gpus=1)
+    assert str(caught.value).startswith(f"{flag} {message}")
+
+
+def test_a_path_from_the_root_may_look_like_an_address() -> None:
+    encode = translate("dit", ["--data-path", "/data/a:b@c"], gpus=1).commands[0]
+    assert encode[2] == "/data/a:b@c"
+
+
+def test_dit_is_told_a_file_and_what_can_be_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--data-path .*/file: expected a folder; give --data-path of a folder with"):
+        translate("dit", ["--data-path", str(tmp_path / "file")], gpus=1)
+    with pytest.raises(NotADirectoryError):
+        translate("dit", ["--data-path", str(tmp_path / "file" / "x")], gpus=1)
+
+
 def test_one_checkpoint_may_be_enough() -> None:
     config, notes = run_of("t2i", [*T2I, "--checkpoints_total_limit", "1"])
     assert config.output.keep == 1

@@ -156,7 +156,6 @@ def test_other_sizes_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--reference", "a.npz", "--samples", "5"], "--samples needs --nll"),
         (["--reference", "a.npz", "--ema", "0.9"], "--ema applies to a run"),
         (["--reference", "a.npz", "--features", "dino"], "expected pixels, inception or PATH.py:FUNCTION"),
-        (["--reference", "a.npz", "--features", "pixels", "--seed", "-1"], "--seed -1: from 0"),
         (["--reference", "a.npz", "--features", "pixels", "--out", "no/r.json"], "there is no folder no"),
         (["--reference", "b.npz", "--features", "pixels"], "b.npz: there is no such file or folder; expected an npz"),
         (["--reference", "a.npz", "--features", "f.py:f"], "--features: f.py:1: ZeroDivisionError: division by zero"),
@@ -181,6 +180,12 @@ def test_wrong_options_are_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "a.npz", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_negative_seed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"\A2\Z"):
+        main(["evaluate", "a.npz", "--reference", "b.npz", "--seed", "-1"])
+    assert "argument --seed: -1: expected a whole number from 0" in capsys.readouterr().err
 
 
 def test_the_result_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,7 @@ def test_nobody_imports_the_entry_point_bench_or_tests() -> None:
         "fastdiff.cluster.launchers.job",
         "fastdiff.cluster.supervisor.main",
         "fastdiff.cli.compat.run",
+        "fastdiff.cli.published_weights",
     }
 
 

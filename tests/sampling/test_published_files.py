@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fastdiff.cli.main import main
-from fastdiff.config.argument_types import split_fields
+from fastdiff.cli.published_weights import split_fields
 from fastdiff.config.command_line import parse
 from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import RunConfig

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import math
 
+from fastdiff import sanitize
 from fastdiff.cli.compat.translation import (
     GRAY_NOTE,
+    Note,
     Translation,
     absolute,
     absolute_or_id,
@@ -24,6 +26,22 @@ _PREDICTION = {None: "auto", "epsilon": "epsilon", "v_prediction": "v"}
 _PRECISION = {None: "fp32", "no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 _FILTERS = ("nearest", "nearest_exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
+
+_ALWAYS = (
+    "noise, timesteps, order and crops depend on the seed and the position in the run, and are the same on any "
+    "number of GPUs; theirs depend on the number of processes and cannot be reproduced",
+    "alphas_cumprod stays fp32; theirs is rounded to the dtype of the latents, so in fp16 and bf16 the first "
+    "timesteps get no noise",
+    "a resumed run continues at the sample where it stopped; theirs restarts the epoch",
+    "every step is logged, as in their script; --output.log_every 50 waits for the GPU less often",
+    "every step has --batch.samples images, across the epochs; theirs has fewer in the last step of an epoch if "
+    "their number is no multiple of the batch",
+    "posteriors and embeddings are rounded to 16 bits, as in shards, also in fp32; theirs have the run's precision",
+    f"{GRAY_NOTE}; EXIF rotation is applied, as by recent versions of `datasets`",
+    "the images are encoded again in every epoch, as in their script; to encode them once, use `fastdiff encode`, "
+    "give the shards as --data.path and drop --data.online (centre crops only)",
+)
+"""Differences of every run."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +156,7 @@ def _add_commands(done: Translation, flags: argparse.Namespace, gpus: int, own: 
         flag("preset", "sd15-finetune"),
         flag("samples", steps * batch),
         flag("seed", flags.seed),
-        flag("pretrained.path", absolute_or_id(flags.pretrained_model_name_or_path)),
+        flag("pretrained.path", absolute_or_id("--pretrained_model_name_or_path", flags.pretrained_model_name_or_path)),
         flag("pretrained.revision", flags.revision),
         flag("pretrained.variant", flags.variant),
         flag("data.online", True),
@@ -152,11 +170,13 @@ def _add_commands(done: Translation, flags: argparse.Namespace, gpus: int, own: 
         own,
         _output(flags, steps),
     )
-    run = absolute(flags.output_dir)
+    run = absolute("--output_dir", flags.output_dir)
     done.commands += [train, ["fastdiff", "export", run, f"{run}/export", "--format", export]]
     if flags.push_to_hub:
         done.commands[-1] += ["--push-to-hub", flags.hub_model_id or flags.output_dir.rstrip("/").split("/")[-1]]
-    _add_notes(done, flags)
+    done.notes += _ALWAYS
+    for condition, text in (*_notes_of_numbers(flags), *_notes_of_data(flags), *_notes_of_results(flags)):
+        done.note(condition, text)
 
 
 def _check(flags: argparse.Namespace) -> None:
@@ -167,7 +187,11 @@ def _check(flags: argparse.Namespace) -> None:
 
 
 def _source(flags: argparse.Namespace) -> str:
-    return absolute_or_id(flags.dataset_name) if flags.dataset_name else absolute(flags.train_data_dir)
+    if not flags.dataset_name:
+        return absolute("--train_data_dir", flags.train_data_dir)
+    if sanitize.is_address(flags.dataset_name):  # tars, which the trainer reads wherever they are
+        return str(flags.dataset_name)
+    return absolute_or_id("--dataset_name", flags.dataset_name)
 
 
 def _batch(flags: argparse.Namespace, gpus: int) -> int:
@@ -253,7 +277,7 @@ def _output(flags: argparse.Namespace, steps: int) -> list[str]:
     trackers = ("tensorboard", "wandb") if flags.report_to == "all" else (flags.report_to,)
     every = flags.checkpointing_steps
     return [
-        *flag("output.folder", absolute(flags.output_dir)),
+        *flag("output.folder", absolute("--output_dir", flags.output_dir)),
         *flag("output.log_every", 1),
         *flag("output.checkpoint_every", every),
         *flag("output.keep", flags.checkpoints_total_limit or math.ceil(steps / every) + 1),
@@ -261,67 +285,70 @@ def _output(flags: argparse.Namespace, steps: int) -> list[str]:
     ]
 
 
-def _add_notes(done: Translation, flags: argparse.Namespace) -> None:
-    done.notes += [
-        "noise, timesteps, order and crops depend on the seed and the position in the run, and are the same on any "
-        "number of GPUs; theirs depend on the number of processes and cannot be reproduced",
-        "alphas_cumprod stays fp32; theirs is rounded to the dtype of the latents, so in fp16 and bf16 the first "
-        "timesteps get no noise",
-        "a resumed run continues at the sample where it stopped; theirs restarts the epoch",
-        "every step is logged, as in their script; --output.log_every 50 waits for the GPU less often",
-        "every step has --batch.samples images, across the epochs; theirs has fewer in the last step of an epoch if "
-        "their number is no multiple of the batch",
-        "posteriors and embeddings are rounded to 16 bits, as in shards, also in fp32; theirs have the run's precision",
-        f"{GRAY_NOTE}; EXIF rotation is applied, as by recent versions of `datasets`",
-        "the images are encoded again in every epoch, as in their script; to encode them once, use `fastdiff encode`, "
-        "give the shards as --data.path and drop --data.online (centre crops only)",
+def _notes_of_numbers(flags: argparse.Namespace) -> list[Note]:
+    """Return the notes on seeds, precision and initial weights."""
+    return [
+        (
+            flags.seed is not None,
+            "with --seed all of their processes draw the same noise and timesteps; here every sample has its own",
+        ),
+        (flags.seed is None, "without --seed their run cannot be repeated; here the seed is 0"),
+        (
+            (flags.mixed_precision or "no") != "no",
+            "the weights of the forward pass are in 16 bits, with fp32 masters (DeepSpeed); theirs are fp32 under "
+            "autocast",
+        ),
+        (
+            flags.mixed_precision is None,
+            "without --mixed_precision theirs is the precision of `accelerate launch`; here it is fp32: add "
+            "--performance.precision bf16 if theirs is lower",
+        ),
+        (
+            flags.variant,
+            f"--variant {flags.variant}: the UNet is taken from that variant too; theirs starts from the plain weights",
+        ),
     ]
-    done.note(
-        flags.seed is not None,
-        "with --seed all of their processes draw the same noise and timesteps; here every sample has its own",
-    )
-    done.note(flags.seed is None, "without --seed their run cannot be repeated; here the seed is 0")
-    done.note(
-        (flags.mixed_precision or "no") != "no",
-        "the weights of the forward pass are in 16 bits, with fp32 masters (DeepSpeed); theirs are fp32 under autocast",
-    )
-    done.note(
-        flags.mixed_precision is None,
-        "without --mixed_precision theirs is the precision of `accelerate launch`; here it is fp32: add "
-        "--performance.precision bf16 if theirs is lower",
-    )
-    done.note(
-        flags.variant,
-        f"--variant {flags.variant}: the UNet is taken from that variant too; theirs starts from the plain weights",
-    )
-    done.note(
-        getattr(flags, "validation_prompts", None) or getattr(flags, "validation_prompt", None),
-        "validation images are drawn with DPM-Solver++; theirs with the scheduler of the pipeline",
-    )
-    done.note(
-        flags.dataset_name and flags.train_data_dir,
-        "--train_data_dir is not used together with --dataset_name; theirs passes it to the data set's loading script",
-    )
-    done.note(flags.max_train_samples, "--max_train_samples: --seed draws the images, others than their generator")
-    done.note(
-        flags.checkpoints_total_limit,
-        "--checkpoints_total_limit: an old checkpoint is deleted when the new one is complete; theirs before",
-    )
-    done.note(
-        flags.resume_from_checkpoint is None,
-        "without --resume_from_checkpoint theirs starts anew in the same --output_dir; here the same command resumes: "
-        "for a new run give another --output.folder, or remove the old one",
-    )
-    done.note(
-        flags.resume_from_checkpoint == "latest",
-        "--resume_from_checkpoint latest: the same command resumes by itself (--resume never disables that)",
-    )
-    done.note(
-        flags.resume_from_checkpoint not in (None, "latest"),
-        f"--resume_from_checkpoint {flags.resume_from_checkpoint}: a checkpoint of accelerate is a pickle and is not "
-        "read; its unet/ can be read as part of the pipeline of --pretrained.path",
-    )
-    done.note(flags.report_to in ("comet_ml", "all"), f"--report_to {flags.report_to}: comet_ml is not supported")
-    done.note(flags.logging_dir != "logs", "--logging_dir: TensorBoard's files are in tensorboard/ of the run folder")
-    done.note(flags.cache_dir, f"--cache_dir: set the environment variable HF_HOME={flags.cache_dir} instead")
-    done.note(flags.hub_token, "--hub_token: log in with `hf auth login`; a token must not be on a command line")
+
+
+def _notes_of_data(flags: argparse.Namespace) -> list[Note]:
+    """Return the notes on images, and on what is downloaded."""
+    return [
+        (
+            flags.dataset_name and flags.train_data_dir,
+            "--train_data_dir is not used together with --dataset_name; theirs passes it to the data set's loading "
+            "script",
+        ),
+        (flags.max_train_samples, "--max_train_samples: --seed draws the images, others than their generator"),
+        (flags.cache_dir, f"--cache_dir: set the environment variable HF_HOME={flags.cache_dir} instead"),
+        (flags.hub_token, "--hub_token: log in with `hf auth login`; a token must not be on a command line"),
+    ]
+
+
+def _notes_of_results(flags: argparse.Namespace) -> list[Note]:
+    """Return the notes on checkpoints, validation images and trackers."""
+    return [
+        (
+            getattr(flags, "validation_prompts", None) or getattr(flags, "validation_prompt", None),
+            "validation images are drawn with DPM-Solver++; theirs with the scheduler of the pipeline",
+        ),
+        (
+            flags.checkpoints_total_limit,
+            "--checkpoints_total_limit: an old checkpoint is deleted when the new one is complete; theirs before",
+        ),
+        (
+            flags.resume_from_checkpoint is None,
+            "without --resume_from_checkpoint theirs starts anew in the same --output_dir; here the same command "
+            "resumes: for a new run give another --output.folder, or remove the old one",
+        ),
+        (
+            flags.resume_from_checkpoint == "latest",
+            "--resume_from_checkpoint latest: the same command resumes by itself (--resume never disables that)",
+        ),
+        (
+            flags.resume_from_checkpoint not in (None, "latest"),
+            f"--resume_from_checkpoint {flags.resume_from_checkpoint}: a checkpoint of accelerate is a pickle and is "
+            "not read; its unet/ can be read as part of the pipeline of --pretrained.path",
+        ),
+        (flags.report_to in ("comet_ml", "all"), f"--report_to {flags.report_to}: comet_ml is not supported"),
+        (flags.logging_dir != "logs", "--logging_dir: TensorBoard's files are in tensorboard/ of the run folder"),
+    ]

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
+import stat
 
 from fastdiff.cli.compat.translation import EXPORT_NOTE, GRAY_NOTE, Translation, absolute, count_images, flag, training
 from fastdiff.config.argument_types import count
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
 
 _IMAGENET = 1_281_167
 """Images of the training set of ImageNet's ILSVRC 2012."""
 _SHOWN = (207, 360, 387, 974, 88, 979, 417, 279)
 """Classes that their sample.py draws."""
+_REMEDY = "give --data-path of a folder with one folder of images per class"
+_NOTES = (
+    "the run is one folder that a second start continues; theirs creates a new numbered folder each time, "
+    "and cannot resume",
+    "noise, timesteps and dropped labels come from the seed and the position in the run, the same on any "
+    "number of GPUs; theirs come from seed * processes + rank",
+    "the posterior of each image, and of its mirror image, is stored as mean and standard deviation in 16 "
+    "bits (`fastdiff encode --dtype float32`: in 32, as theirs), and sampled at every use, as in theirs",
+    "an epoch has all images; theirs drops an incomplete last batch",
+    f"{GRAY_NOTE}; EXIF rotation is applied, not in theirs",
+    EXPORT_NOTE,
+    "the last command is their sample.py with its classes and defaults, with the averaged weights and the "
+    "autoencoder of the training; theirs decodes with --vae mse, and writes sample.png",
+    "--performance.precision bf16 is several times faster than their fp32",
+)
+"""Differences of every run."""
 _MODELS = [f"DiT-{letter}/{patch}" for letter in DIT_SIZES for patch in DIT_PATCHES]
 
 
@@ -38,64 +55,24 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
     batch = flags.global_batch_size
     if batch % gpus:
         raise ConfigError(f"--global-batch-size {batch} is not divisible by {gpus} GPUs; their script refuses it too")
-    here = Path(flags.data_path).is_dir()
-    images = _count(flags.data_path) if here else _IMAGENET
+    data = absolute("--data-path", flags.data_path)
+    here = _is_here(data)
+    images = count_images(data, _REMEDY) if here else _IMAGENET
     steps = flags.epochs * (images // batch)
     if not steps:
         raise ConfigError(f"{flags.data_path} holds {images} images, fewer than --global-batch-size {batch}")
-    results = absolute(flags.results_dir)
+    results = absolute("--results-dir", flags.results_dir)
     latents = f"{results}/latents-{flags.image_size}"
-    model = flags.model.lower().replace("/", "-")
-    run, every = f"{results}/{model}-{flags.image_size}", flags.ckpt_every
+    run = f"{results}/{_name(flags)}-{flags.image_size}"
     done = Translation(
-        commands=[
-            _encode(flags, latents),
-            training(
-                gpus,
-                flag("preset", f"{model}-256"),
-                flag("samples", steps * batch),
-                flag("seed", flags.global_seed),
-                flag("model.size", flags.image_size // 8),
-                flag("model.classes", flags.num_classes),
-                flag("model.learn_sigma", True),
-                flag("data.path", latents),
-                flag("data.random_flip", True),
-                flag("batch.samples", batch),
-                flag("optim.name", "adamw"),
-                flag("optim.lr", 1e-4),
-                flag("optim.weight_decay", 0.0),
-                flag("optim.clip", 0.0),
-                flag("ema.rates", (0.9999,)),
-                flag("objective.prediction", "epsilon"),
-                flag("objective.variance", "learned_range"),
-                flag("objective.loss", "mse"),
-                flag("objective.condition_dropout", 0.1),
-                flag("performance.precision", "fp32"),
-                flag("performance.allow_tf32", True),
-                flag("output.folder", run),
-                flag("output.log_every", flags.log_every),
-                flag("output.checkpoint_every", every),
-                flag("output.keep", max(2, steps // every + 1)),
-                flag("output.sample_every", 0),
-            ),
+        [
+            _encode(flags, data, latents),
+            training(gpus, *_flags(flags, steps, latents, run)),
             ["fastdiff", "export", run, f"{run}-export", "--format", "dit-training"],
             _sample(flags, run),
         ],
-        notes=[
-            "the run is one folder that a second start continues; theirs creates a new numbered folder each time, "
-            "and cannot resume",
-            "noise, timesteps and dropped labels come from the seed and the position in the run, the same on any "
-            "number of GPUs; theirs come from seed * processes + rank",
-            "the posterior of each image, and of its mirror image, is stored as mean and standard deviation in 16 "
-            "bits (`fastdiff encode --dtype float32`: in 32, as theirs), and sampled at every use, as in theirs",
-            "an epoch has all images; theirs drops an incomplete last batch",
-            f"{GRAY_NOTE}; EXIF rotation is applied, not in theirs",
-            EXPORT_NOTE,
-            "the last command is their sample.py with its classes and defaults, with the averaged weights and the "
-            "autoencoder of the training; theirs decodes with --vae mse, and writes sample.png",
-            "--performance.precision bf16 is several times faster than their fp32",
-        ],
-    )  # fmt: skip
+        [*_NOTES],
+    )
     done.note(
         not here,
         f"--data-path {flags.data_path} is not here, so that its images cannot be counted: --samples is for the "
@@ -104,8 +81,56 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
     return done
 
 
-def _count(folder: str) -> int:
-    return count_images(absolute(folder), "give --data-path of a folder with one folder of images per class")
+def _name(flags: argparse.Namespace) -> str:
+    """Return the name of the network as in the presets."""
+    return str(flags.model.lower().replace("/", "-"))
+
+
+def _flags(flags: argparse.Namespace, steps: int, latents: str, run: str) -> list[list[str]]:
+    """Return the flags of the training."""
+    batch, every = flags.global_batch_size, flags.ckpt_every
+    return [
+        flag("preset", f"{_name(flags)}-256"),
+        flag("samples", steps * batch),
+        flag("seed", flags.global_seed),
+        flag("model.size", flags.image_size // 8),
+        flag("model.classes", flags.num_classes),
+        flag("model.learn_sigma", True),
+        flag("data.path", latents),
+        flag("data.random_flip", True),
+        flag("batch.samples", batch),
+        flag("optim.name", "adamw"),
+        flag("optim.lr", 1e-4),
+        flag("optim.weight_decay", 0.0),
+        flag("optim.clip", 0.0),
+        flag("ema.rates", (0.9999,)),
+        flag("objective.prediction", "epsilon"),
+        flag("objective.variance", "learned_range"),
+        flag("objective.loss", "mse"),
+        flag("objective.condition_dropout", 0.1),
+        flag("performance.precision", "fp32"),
+        flag("performance.allow_tf32", True),
+        flag("output.folder", run),
+        flag("output.log_every", flags.log_every),
+        flag("output.checkpoint_every", every),
+        flag("output.keep", max(2, steps // every + 1)),
+        flag("output.sample_every", 0),
+    ]
+
+
+def _is_here(folder: str) -> bool:
+    """Return whether the folder of the images is on this machine.
+
+    Raises:
+        ConfigError: it is something else than a folder.
+        OSError: it can neither be here nor elsewhere, such as a path below a file.
+    """
+    try:
+        mode = os.stat(folder).st_mode
+    except FileNotFoundError:
+        return False
+    require(stat.S_ISDIR(mode), f"--data-path {folder}: expected a folder; {_REMEDY}")
+    return True
 
 
 def _sample(flags: argparse.Namespace, run: str) -> list[str]:
@@ -118,9 +143,9 @@ def _sample(flags: argparse.Namespace, run: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _encode(flags: argparse.Namespace, latents: str) -> list[str]:
+def _encode(flags: argparse.Namespace, data: str, latents: str) -> list[str]:
     return [
-        "fastdiff", "encode", absolute(flags.data_path), latents,
+        "fastdiff", "encode", data, latents,
         "--pretrained", f"stabilityai/sd-vae-ft-{flags.vae}",
         "--resolution", str(flags.image_size), "--crop", "adm", "--decode", "pillow", "--flip",
         "--workers", str(max(1, flags.num_workers)),

@@ -6,6 +6,7 @@ Flag names and defaults are theirs.
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import fields
 from pathlib import PurePath
 
@@ -89,7 +90,7 @@ def _translated(flags: argparse.Namespace, gpus: int, script: str, published: st
     batch = flags.batch_size * gpus
     steps = flags.lr_anneal_steps or _steps_before(flags) + preset(published).steps
     name = f"{PurePath(flags.data_dir).name or 'images'}-{network.size}"
-    shards, run = absolute(f"data/{name}"), absolute(f"runs/{script}-{name}")
+    shards, run = os.path.abspath(f"data/{name}"), os.path.abspath(f"runs/{script}-{name}")
     train = training(
         gpus,
         flag("preset", published),
@@ -121,7 +122,7 @@ def _translated(flags: argparse.Namespace, gpus: int, script: str, published: st
 
 def _encode(flags: argparse.Namespace, size: int, shards: str) -> list[str]:
     return [
-        "fastdiff", "encode", absolute(flags.data_dir), shards,
+        "fastdiff", "encode", absolute("--data_dir", flags.data_dir), shards,
         "--autoencoder", "identity", "--resolution", str(size), "--crop", "adm", "--decode", "pillow",
         "--classes-from", "prefix" if flags.class_cond else "none",
     ]  # fmt: skip
@@ -136,7 +137,7 @@ def _sample(flags: argparse.Namespace, network: AdmConfig, run: str) -> list[str
     return [
         "fastdiff", "sample", run,
         "--scheduler", "ddpm", "--respacing", str(flags.diffusion_steps),
-        *(("--low-res", absolute("base.npz")) if network.low_res_size else ("--num", "10000")),
+        *(("--low-res", os.path.abspath("base.npz")) if network.low_res_size else ("--num", "10000")),
         "--npz", f"{run}/samples.npz",
     ]  # fmt: skip
 
@@ -228,7 +229,7 @@ def _start(flags: argparse.Namespace) -> list[str]:
     if not flags.resume_checkpoint:
         return []
     return [
-        *flag("pretrained.path", absolute(flags.resume_checkpoint)),
+        *flag("pretrained.path", absolute("--resume_checkpoint", flags.resume_checkpoint)),
         *flag("pretrained.weights", True),
         *flag("pretrained.training", _steps_before(flags) > 0),
     ]

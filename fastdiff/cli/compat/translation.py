@@ -9,17 +9,22 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fastdiff import sanitize
+from fastdiff.config.argument_types import require_local
 from fastdiff.data.images.sources import HUB_ID, open_source
-from fastdiff.errors import ConfigError, FastdiffError
+from fastdiff.errors import ConfigError, FastdiffError, require
 
 LAUNCH = ["fastdiff", "launch", "local"]
 """Start of a training command; it runs in any folder, and on a free port. The flags of the run follow ``--``."""
-_ADDRESS = r"[A-Za-z0-9+.-]+:/.*"
 EXPORT_NOTE = (
     "the newest checkpoint is exported; theirs writes its files at every save; --step N exports an earlier one"
 )
 """Note for scripts with their own file format, which ``fastdiff export`` writes from a run."""
 GRAY_NOTE = "16-bit gray images are scaled to 8 bits, theirs clipped"
+
+
+Note = tuple[object, str]
+"""A condition, and the difference to tell if it holds."""
 
 
 @dataclass(slots=True)
@@ -47,14 +52,25 @@ def flag(name: str, value: object) -> list[str]:
     return [f"--{name}", str(value)]
 
 
-def absolute(path: str) -> str:
-    """Return the path from the root; an address stays as it is."""
-    return path if re.fullmatch(_ADDRESS, path, re.DOTALL) else os.path.abspath(path)
+def absolute(name: str, path: str) -> str:
+    """Return the value of the flag ``name`` as a path from the root.
+
+    Raises:
+        ConfigError: an address, or a relative path that would show what may be the credentials of one.
+    """
+    require_local(name, path)
+    shown = sanitize.message(path)
+    require(
+        os.path.isabs(path) or shown == path,
+        f"{name} {shown}: an address with credentials, without its scheme; expected a path of this machine, from the "
+        "root if it has such a name",
+    )
+    return os.path.abspath(path)
 
 
-def absolute_or_id(text: str) -> str:
+def absolute_or_id(name: str, text: str) -> str:
     """Return the path from the root; what may be an id of the Hugging Face hub, and is no path here, stays as it is."""
-    return text if re.fullmatch(HUB_ID, text) and not os.path.exists(text) else absolute(text)
+    return text if re.fullmatch(HUB_ID, text) and not os.path.exists(text) else absolute(name, text)
 
 
 def count_images(source: str, remedy: str, **columns: str | None) -> int:

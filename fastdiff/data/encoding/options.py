@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ import torch
 
 from fastdiff.config.argument_types import require_local
 from fastdiff.data.images.items import ClassesFrom
+from fastdiff.data.images.sources import HUB_ID
 from fastdiff.data.shards.format import MAX_SHARD_SAMPLES
 from fastdiff.errors import ConfigError, require
 
@@ -76,6 +78,10 @@ class EncodeOptions:
                 bool(self.pretrained),
                 f"--pretrained is missing; give the pipeline whose autoencoder encodes {self.source}, or use "
                 "--autoencoder identity for a data set in pixel space (the sources digits and synthetic need neither)",
+            )
+            require(  # before the source is opened, which may be on the hub
+                os.path.isdir(self.pretrained) or re.fullmatch(HUB_ID, self.pretrained) is not None,
+                f"--pretrained {self.pretrained}: neither a folder on this machine nor an id of the Hugging Face hub",
             )
         require(
             1 <= self.samples_per_shard <= MAX_SHARD_SAMPLES,

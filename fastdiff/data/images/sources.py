@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import re
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from fastdiff.config.argument_types import require_local
 from fastdiff.data.images.folder import LISTS, METADATA, ImageFolder, is_image, walk_files
@@ -63,44 +64,25 @@ def open_source(
     is_list = tars is None and folder.suffix.lower() in LISTS and folder.is_file()
     require_local("--image-root", image_root)
     _require_use("--image-root", image_root, "a file of metadata (.json, .jsonl or .csv)", is_list)
+    common: dict[str, Any] = {
+        "samples_per_unit": samples_per_unit, "caption_column": caption_column, "max_samples": max_samples,
+    }  # fmt: skip
     if is_list:
         _require_use("--classes-from", "" if classes_from == "auto" else classes_from, "a folder of images", False)
-        return ImageFolder(
-            Path(image_root or folder.parent),
-            samples_per_unit=samples_per_unit,
-            caption_column=caption_column,
-            max_samples=max_samples,
-            metadata=folder,
-            image_column=image_column,
-        )
+        return ImageFolder(Path(image_root or folder.parent), metadata=folder, image_column=image_column, **common)
     if tars is None and folder.is_dir() and not is_saved_dataset(folder) and not _holds_only_rows(folder):
-        return ImageFolder(
-            folder,
-            samples_per_unit=samples_per_unit,
-            caption_column=caption_column,
-            split=split,
-            max_samples=max_samples,
-            classes_from=classes_from,
-        )
+        return ImageFolder(folder, split=split, classes_from=classes_from, **common)
     if tars is None and not folder.is_dir() and (folder.exists() or not re.fullmatch(HUB_ID, text)):
         raise _no_source(text)
     name = shown(text) if is_remote(text) else escape(text)
-    if classes_from != "auto":
-        raise ConfigError(
-            f"--classes-from {classes_from} needs a folder of images, which {name} is not; omit it: tars and data sets "
-            "contain their classes"
-        )
+    require(
+        classes_from == "auto",
+        f"--classes-from {classes_from} needs a folder of images, which {name} is not; omit it: tars and data sets "
+        "contain their classes",
+    )
     if tars is not None:
         return WebDatasetSource(tars, name=name, caption_column=caption_column, max_samples=max_samples)
-    return HuggingFaceSource(
-        text,
-        samples_per_unit=samples_per_unit,
-        image_column=image_column,
-        caption_column=caption_column,
-        split=split,
-        max_samples=max_samples,
-        config=dataset_config,
-    )
+    return HuggingFaceSource(text, image_column=image_column, split=split, config=dataset_config, **common)
 
 
 def _require_use(flag: str, value: str | None, of: str, used: bool) -> None:

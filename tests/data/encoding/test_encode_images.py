@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from fastdiff.cli.main import main
+from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.encoding.plan import EncodeFolder
 from fastdiff.data.shards.format import DatasetInfo, index_path
 from fastdiff.data.shards.index import ShardIndex
@@ -357,6 +358,12 @@ def test_options_that_do_not_fit(
     with pytest.raises(ConfigError, match=message):
         encode(source, tmp_path / "out", Path(options.pop("pretrained", sd)), **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_pipeline_is_told_before_the_source_is_opened(tmp_path: Path) -> None:
+    """The source may be on the hub, whose silence takes half a minute."""
+    with pytest.raises(ConfigError, match="--pretrained no such folder: neither a folder on this machine nor an id"):
+        EncodeOptions(source="some/images", out=tmp_path / "out", pretrained="no such folder")
 
 
 def test_command_line(tmp_path: Path, source: Path, sd: Path, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:

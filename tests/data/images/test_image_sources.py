@@ -108,7 +108,7 @@ def test_one_list_of_images_that_lie_elsewhere(tmp_path: Path, column: str) -> N
     assert beside.pop("b.PNG") == "b.PNG is missing", "without a root they lie beside the list"
     with pytest.raises(ConfigError, match="--image-root x is for a file of metadata"):
         source(tmp_path / "pictures", image_root="x")
-    with pytest.raises(ConfigError, match=r"--image-root https://host/x: expected a folder of this machine"):
+    with pytest.raises(ConfigError, match=r"--image-root https://host/x: an address, expected a path of this machine"):
         source(tmp_path / "lists" / "train.json", image_root="https://user:secret@host/x")
     write(tmp_path / "lists", {"other.json": '{"a": 1}'})
     with pytest.raises(DataError, match=r"other\.json: expected a list of objects"):
