@@ -62,7 +62,7 @@ def run(timer: StepTimer, workload: Workload, data: Path, phases: bool = False, 
             state.objective = cast(Any, _TimedObjective(timer, state.objective))
             state.ema = cast(Any, _TimedEma(timer, state.ema))
         try:
-            take_steps(state, stream, _Observed(callbacks, AfterStep(timer)))
+            take_steps(state, stream, Observed(callbacks, AfterStep(timer)))
         except Enough:
             if launched:
                 found = launches.count(lambda: _one_step(state, stream), timer.device)
@@ -87,7 +87,7 @@ class AfterStep(Callback):
         self._timer.after_step()
 
 
-class _Observed(Callbacks):
+class Observed(Callbacks):
     """The callbacks of a run, followed by one more."""
 
     def __init__(self, own: Callbacks, last: Callback) -> None:

@@ -46,13 +46,22 @@ class Published:
         return noise == ("linear", 1000, False) and loss == ("epsilon", "learned_range", "mse", "none")
 
     def loss(self, model: Callable[[Tensor, Tensor], Tensor], clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Return a scalar: squared error of the noise plus the bound of the variance.
+        """Return the mean of ``terms``' loss, a scalar."""
+        return self.terms(model, clean, noise, time)["loss"].mean()
+
+    def terms(
+        self, model: Callable[[Tensor, Tensor], Tensor], clean: Tensor, noise: Tensor, time: Tensor
+    ) -> dict[str, Tensor]:
+        """Return ``mse``, the squared error of the noise, ``vb``, the bound of the variance, and ``loss``, their sum.
 
         Args:
             model: ``noisy [B, C, H, W], time [B] -> [B, 2C, H, W]`` fp32.
             clean: ``[B, C, H, W]``.
             noise: the same.
             time: ``[B]`` int64.
+
+        Returns:
+            ``[B]`` fp32 each.
         """
         noisy = self._at("alpha", time, clean) * clean + self._at("sigma", time, clean) * noise
         told = torch.tensor(self._numbers, device=time.device, dtype=time.dtype)[time]
@@ -60,7 +69,7 @@ class Published:
         divergence = self._bound(torch.cat([predicted.detach(), variance], dim=1), clean, noisy, time)
         self._posterior(clean, noisy, time)  # the target of another prediction type, which their script also computes
         squared = ((noise - predicted) ** 2).mean(dim=(1, 2, 3))
-        return (squared + divergence).mean()
+        return {"loss": squared + divergence, "vb": divergence, "mse": squared}
 
     def _bound(self, prediction: Tensor, clean: Tensor, noisy: Tensor, time: Tensor) -> Tensor:
         true, _, log_variance = self._posterior(clean, noisy, time)

@@ -28,7 +28,8 @@ class SkipNonFinite:
     """Mixin that clips the gradient and skips non-finite steps: the work of ZeRO's wrappers, for plain ZeRO-0.
 
     It precedes a ``torch.optim.Optimizer`` in the bases. Like ZeRO's wrappers it reports through ``overflow`` and
-    ``_global_grad_norm``, and reads one flag from the device per step.
+    ``_global_grad_norm``, and reads one flag from the device per step. Norm and factor are theirs to the bit, so that
+    one rank has the same losses with and without ZeRO.
     """
 
     param_groups: list[dict[str, Any]]
@@ -38,19 +39,22 @@ class SkipNonFinite:
 
     def step(self, closure: None = None) -> None:
         """Take the step unless the norm of the gradient is NaN or infinite."""
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack(torch._foreach_norm(gradients, 2.0, torch.float64)).square().sum().float().sqrt()
         self._global_grad_norm = norm
         self.overflow = not torch.isfinite(norm).item()
         if not self.overflow:
-            self._clip(parameters, norm)
+            self._clip(gradients, norm)
             super().step(closure)  # type: ignore[misc]
 
-    def _clip(self, parameters: list[Tensor], norm: Tensor) -> None:
-        if self.clip > 0 and isinstance(self, AdamW8bit):  # in its own pass over the gradients, by the same factor
-            self.grad_scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
-        elif self.clip > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+    def _clip(self, gradients: list[Tensor], norm: Tensor) -> None:
+        if self.clip <= 0:
+            return
+        factor = 1.0 / ((norm + 1e-6) / self.clip).clamp(min=1.0)
+        if isinstance(self, AdamW8bit):  # in its own pass over the gradients
+            self.grad_scale = factor
+        else:
+            torch._foreach_mul_(gradients, factor)
 
 
 def build_optimizer(

@@ -69,12 +69,6 @@ _COS_SERIES = tuple((-1) ** k * _TURN ** (2 * k) / math.factorial(2 * k) for k i
 _GROUPS_PER_PROGRAM = 256
 
 
-def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of ``word * factor``: the int64 product wraps, but all of its 64 bits are right."""
-    product = word * factor
-    return (product >> 32) & _WORD, product & _WORD
-
-
 def philox_reference(
     seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -92,11 +86,14 @@ def philox_reference(
     """
     key0, key1 = seed & _WORD, seed >> 32
     for _ in range(_ROUNDS):
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        # The int64 products wrap, but all of their 64 bits are right. A word is cut to 32 bits only where the next
+        # round multiplies it.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = ((product1 >> 32) ^ c1 ^ key0) & _WORD
+        c2 = ((product0 >> 32) ^ c3 ^ key1) & _WORD
+        c1, c3 = product1, product0
         key0, key1 = (key0 + _KEY_STEPS[0]) & _WORD, (key1 + _KEY_STEPS[1]) & _WORD
-    return c0, c1, c2, c3
+    return c0, c1 & _WORD, c2, c3 & _WORD
 
 
 def bits_reference(seed: int, stream: int, position: Tensor, count: int) -> Tensor:

@@ -12,7 +12,7 @@ from fastdiff import sanitize
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.presets import PRESETS, preset
-from fastdiff.config.run import BatchConfig, RunConfig
+from fastdiff.config.run import BatchConfig, Precision, RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.errors import ConfigError
 from tests.support.processes import ROOT
@@ -174,7 +174,22 @@ def test_every_deepspeed_file_resolves_for_every_preset(name: str, file: Path, r
 def test_without_a_file_it_is_zero1() -> None:
     file = deepspeed_config.read(str(ROOT / "deepspeed_configs" / "zero1.json"))
     config = preset("digits")
-    assert deepspeed_config.resolve(deepspeed_config.DEFAULT, config, 1) == deepspeed_config.resolve(file, config, 1)
+    assert deepspeed_config.resolve(deepspeed_config.DEFAULT, config, 2) == deepspeed_config.resolve(file, config, 2)
+
+
+@pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "adamw"), ("bf16", "adamw"), ("fp32", "adamw8bit")])
+def test_one_rank_shards_nothing(precision: Precision, optimizer: str) -> None:
+    """Where the losses are equal to the bit; a given file is taken as it is."""
+    config = preset("digits")
+    config = replace(
+        config,
+        performance=replace(config.performance, precision=precision),
+        optim=replace(config.optim, name=optimizer),
+    )
+    alone = deepspeed_config.resolve(deepspeed_config.DEFAULT, config, 1)
+    assert deepspeed_config.zero_stage(alone) == (0 if (precision, optimizer) == ("fp32", "adamw") else 1)
+    given = deepspeed_config.read(str(ROOT / "deepspeed_configs" / "zero1.json"))
+    assert deepspeed_config.zero_stage(deepspeed_config.resolve(given, config, 1)) == 1
 
 
 @pytest.mark.parametrize(

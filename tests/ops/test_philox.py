@@ -38,10 +38,16 @@ def test_known_answers_of_random123(counter, key, words):
     assert [int(word) for word in got] == list(words)
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0xD2511F53, 0xCD9E8D57, 2**32 - 1]))
-def test_product_of_two_words_does_not_overflow(word, factor):
-    high, low = philox._multiply(torch.tensor(word), factor)
-    assert (int(high) << 32) | int(low) == word * factor
+@given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4))
+def test_words_are_those_of_exact_integers(seed, counter):
+    words, keys = list(counter), [seed % 2**32, seed >> 32]
+    for _ in range(10):
+        product0, product1 = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
+        first, third = product1 >> 32 ^ words[1] ^ keys[0], product0 >> 32 ^ words[3] ^ keys[1]
+        words = [first, product1 % 2**32, third, product0 % 2**32]
+        keys = [(keys[0] + 0x9E3779B9) % 2**32, (keys[1] + 0xBB67AE85) % 2**32]
+    got = philox.philox_reference(seed, *(torch.tensor([word]) for word in counter))
+    assert [int(word) for word in got] == words
 
 
 def test_an_element_is_a_lane_of_the_counter_of_the_documentation():

@@ -32,3 +32,15 @@ class Copies(TorchDispatchMode):
         if name in ("clone", "copy_", "contiguous", "_to_copy") and args[0].dim() >= 3:
             self.found[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    """Counts all operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.total += 1
+        return func(*args, **(kwargs or {}))

@@ -5,17 +5,24 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import fastdiff
+from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.launch_options import Launch
+from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.parallel.world import World
 from fastdiff.train import train
+from fastdiff.training.ema import Ema
+from fastdiff.training.engine import Engine
+from tests.support.dispatch_modes import Operators
 from tests.support.runs import launch, records, tiny
 
 OURS = str(Path(fastdiff.__file__).parent)
@@ -85,6 +92,43 @@ def test_plain_zero0_reads_one_flag_per_step(world: World, digits: Path, tmp_pat
     short = reads_of_a_run(world, digits, tmp_path / "short", 4, 0, log_every=100)
     long = reads_of_a_run(world, digits, tmp_path / "long", 24, 0, log_every=100)
     assert long - short == 20
+
+
+def test_one_rank_without_a_file_has_the_numbers_of_zero1(world: World, digits: Path, tmp_path: Path) -> None:
+    """Also where the gradient is clipped: norm and factor are equal to the bit."""
+    starts = {"zero1": launch(1), "none": Launch(deepspeed=deepspeed_config.DEFAULT)}
+    for name, start in starts.items():
+        train(tiny(digits, tmp_path / name, steps=12, optim__clip=0.3), start, world)
+    found = {name: [(r["loss"].hex(), r["grad_norm"].hex()) for r in records(tmp_path / name)] for name in starts}
+    assert found["none"] == found["zero1"]
+    norms = [r["grad_norm"] for r in records(tmp_path / "none")]
+    assert min(norms) < 0.3 < max(norms), "some steps are clipped, some are not"
+
+
+def test_the_update_on_one_rank_takes_as_many_operators_for_any_number_of_parameters(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norm, clipping, optimizer and averages work on all tensors at once, except in the first step of the optimizer."""
+    counts: list[int] = []
+
+    def counted(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with Operators() as operators:
+                found = own(*arguments)
+            counts.append(operators.total)
+            return found
+
+        return call
+
+    monkeypatch.setattr(Engine, "step", counted(Engine.step))
+    monkeypatch.setattr(Ema, "update", counted(Ema.update))
+    start = Launch(deepspeed=deepspeed_config.DEFAULT)
+    for depth in (1, 3):
+        shape = DiTConfig(depth=depth, hidden=32, heads=2, patch=2, channels=1, size=8, classes=10)
+        train(tiny(digits, tmp_path / f"{depth}", steps=3, model=shape), start, world)
+    assert len(counts) == 2 * 3 * 2
+    assert counts[2:6] == counts[8:]
+    assert min(counts) > 0
 
 
 def test_blocks_compile_whole_under_zero3(world: World, digits: Path, tmp_path: Path) -> None:

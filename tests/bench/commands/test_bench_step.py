@@ -302,11 +302,11 @@ def test_a_workload_takes_the_batch_of_its_preset_or_the_given_one() -> None:
     assert (facts["deepspeed"], facts["deepspeed_file"]) == ("zero2", os.path.relpath(file))
 
 
-def test_a_workload_runs_under_what_a_run_without_a_file_does() -> None:
+def test_a_workload_runs_under_what_ranks_without_a_file_do() -> None:
     workload = Workload(preset="digits")
     config = workload.config(Path(), Path())
-    assert deepspeed_config.resolve(workload.deepspeed_json(), config, 1) == deepspeed_config.resolve(
-        deepspeed_config.DEFAULT, config, 1
+    assert deepspeed_config.resolve(workload.deepspeed_json(), config, 2) == deepspeed_config.resolve(
+        deepspeed_config.DEFAULT, config, 2
     )
 
 

@@ -1,0 +1,1 @@
+"""Published training scripts, rendered, and the runs of fastdiff that replace them."""

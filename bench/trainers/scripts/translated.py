@@ -1,0 +1,50 @@
+"""fastdiff with the flags that ``fastdiff compat`` prints for a script's command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, chdir
+from pathlib import Path
+
+from bench.measure.session import StepTimer
+from bench.trainers.ours import AfterStep, Observed
+from fastdiff.cli.compat.run import translate
+from fastdiff.cli.main import main
+from fastdiff.config.command_line import parse
+from fastdiff.console import quieten
+from fastdiff.parallel.world import start_world
+from fastdiff.train import take_steps
+from fastdiff.training.build import build
+
+
+def prepare(script: str, flags: Sequence[str], folder: Path) -> None:
+    """Run the commands before the training; arguments as for ``run``."""
+    for command in _commands(script, flags, folder):
+        if command[1] == "launch":
+            return
+        if (code := main(command[1:])) != 0:
+            raise RuntimeError(f"{' '.join(command)} ended with {code}")
+
+
+def run(timer: StepTimer, script: str, flags: Sequence[str], folder: Path) -> None:
+    """Step until ``Enough``; see ``bench.trainers.ours``.
+
+    Args:
+        timer: of this process.
+        script: a key of ``fastdiff.cli.compat.run.SCRIPTS``.
+        flags: its command line.
+        folder: where it is given.
+    """
+    quieten()
+    command = next(words for words in _commands(script, flags, folder) if words[1] == "launch")
+    launch, config = parse([*command[command.index("--") + 1 :], "--output.folder", str(folder / f"run-{script}")])
+    world = start_world()
+    with ExitStack() as stack:
+        built = build(config, launch, world, stack)
+        timer.ready()
+        take_steps(built.state, built.batches, Observed(built.callbacks, AfterStep(timer)))
+
+
+def _commands(script: str, flags: Sequence[str], folder: Path) -> list[list[str]]:
+    with chdir(folder):
+        return translate(script, flags, gpus=1).commands
