@@ -13,7 +13,7 @@ from bench import BenchError
 from fastdiff.config.argument_types import Parser
 from fastdiff.errors import as_storage_error, report
 
-COMMANDS = ("op", "step", "data", "scale", "checkpoint", "aot", "objectives", "compare", "report")
+COMMANDS = ("op", "step", "data", "scale", "checkpoint", "startup", "aot", "objectives", "compare", "report")
 """Subcommands; each is a module with ``add``."""
 
 
