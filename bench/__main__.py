@@ -13,7 +13,9 @@ from bench import BenchError
 from fastdiff.config.argument_types import Parser
 from fastdiff.errors import as_storage_error, report
 
-COMMANDS = ("op", "step", "scripts", "data", "scale", "checkpoint", "aot", "objectives", "compare", "report")
+COMMANDS = (
+    "op", "step", "scripts", "startup", "data", "scale", "checkpoint", "aot", "objectives", "compare", "report"
+)  # fmt: skip
 """Subcommands; each is a module with ``add``."""
 
 

@@ -19,6 +19,7 @@ from functools import partial
 
 from fastdiff import sanitize
 from fastdiff.batch import Batch
+from fastdiff.cluster.preflight.single_node import check_if_requested
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
@@ -132,7 +133,9 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
         command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, world_size()))
         return 0
     # The hang detection must act first: it knows more than a collective that timed out.
-    train(config, launch, start_world(timeout_s=2 * launch.hang_timeout_s), stop)
+    world = start_world(timeout_s=2 * launch.hang_timeout_s)
+    check_if_requested(config, world)
+    train(config, launch, world, stop)
     stop_world()
     return 0
 

@@ -22,6 +22,7 @@ _TITLES = {
     "data": "Reading data",
     "scale": "Many GPUs",
     "checkpoint": "Cost of checkpoints",
+    "startup": "Time to the first step",
     "aot": "Compiled kernels",
     "objectives": "The digits with each objective",
 }

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 
-_CAPTIONS = "captions.json"
+CAPTIONS = "captions.json"
 _WORDS = ("a", "bridge", "over", "the", "quiet", "river", "in", "autumn", "light", "seen", "from", "an", "old", "boat")
 _SMOOTH = 12
 """Pixels between two independent colours: photographs are smooth, which makes JPEG and its decoder faster."""
@@ -38,7 +38,7 @@ def write(folder: Path, count: int, side: int, *, seed: int = 0) -> Path:
         image = Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC)
         image.save(folder / f"{number:06d}.jpg", quality=90)
     captions = [" ".join(generator.choice(_WORDS, 8)) for _ in range(count)]
-    (folder / _CAPTIONS).write_text(json.dumps(captions))
+    (folder / CAPTIONS).write_text(json.dumps(captions))
     return folder
 
 
@@ -47,7 +47,7 @@ class _Images(Dataset[tuple[Tensor, str]]):
 
     def __init__(self, folder: Path, side: int) -> None:
         self._files = [path.read_bytes() for path in sorted(folder.glob("*.jpg"))]
-        self._captions: list[str] = json.loads((folder / _CAPTIONS).read_text())
+        self._captions: list[str] = json.loads((folder / CAPTIONS).read_text())
         self._side = side
 
     def __len__(self) -> int:

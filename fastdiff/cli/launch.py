@@ -140,12 +140,11 @@ def _job(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> Job:
 
 
 def _local(arguments: argparse.Namespace) -> None:
-    from fastdiff.cluster.launchers.job import SUPERVISOR
+    from fastdiff.cluster.supervisor import main as supervisor
 
     job = _job(arguments, 1, arguments.ranks)
-    sys.stdout.flush()
-    # Port 0: the supervisor chooses a free one.
-    os.execv(sys.executable, [sys.executable, "-u", "-m", SUPERVISOR, *job.arguments("127.0.0.1", 0)])
+    # In this process, which has imported half of it. Port 0: the supervisor chooses a free one.
+    sys.exit(supervisor.main(job.arguments("127.0.0.1", 0)))
 
 
 def _hosts(arguments: argparse.Namespace) -> None:

@@ -25,6 +25,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 WIDEST = 12.0**-0.5
 """Relative width of the uniform mean of all weights so far. A wider power-function average would weight old weights
 more than new ones."""
+POLYNOMIAL_END = 1e-7
+"""Learning rate at the end of --optim.schedule polynomial."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +134,10 @@ class OptimConfig:
             self.warmup_steps == 0 or self.schedule != "constant",
             "--optim.warmup_steps has no effect with --optim.schedule constant; "
             "use --optim.schedule constant_with_warmup",
+        )
+        require(
+            self.schedule != "polynomial" or self.lr > POLYNOMIAL_END,
+            f"--optim.lr {self.lr} with --optim.schedule polynomial: above {POLYNOMIAL_END}, at which it ends",
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 import torch
-import torch._dynamo.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,7 +32,8 @@ class BlockwiseModel(nn.Module):
         unless given.
         """
         options.setdefault("fullgraph", True)
-        config = torch._dynamo.config
+        from torch._dynamo import config  # its import takes seconds
+
         config.recompile_limit = max(config.recompile_limit, _RECOMPILES)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, _RECOMPILES)
         for module in self.modules():

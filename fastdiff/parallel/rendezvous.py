@@ -14,13 +14,17 @@ from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING
 
 from fastdiff.errors import ConfigError
 from fastdiff.exit_message import private_folder, started_s
 from fastdiff.files import publish
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+LISTENER = "FASTDIFF_LISTENER"
+"""Environment variable of rank 0: descriptor of an inherited socket that listens on MASTER_PORT."""
 _DEEPSPEED = 29_500
 """Port of every run of DeepSpeed's launcher without --master_port."""
 _POLL_S = 0.05
@@ -39,6 +43,8 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> TCPStore:
     Raises:
         ConfigError: the port is taken, or the host is unknown (rank 0 only).
     """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # the supervisor imports this file, not torch
+
     timeout = timedelta(seconds=timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return TCPStore(host, port, is_master=False, timeout=timeout)
@@ -47,7 +53,7 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> TCPStore:
     if rank:
         return TCPStore(host, _noted(note, timeout_s) if note else port, is_master=False, timeout=timeout)
     try:
-        listener = listen(host, 0 if note else port, alone=alone)
+        listener = _inherited() or listen(host, 0 if note else port, alone=alone)
         if note:
             port = listener.getsockname()[1]
             publish(note, str(port).encode())
@@ -61,6 +67,14 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> TCPStore:
     return TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+def _inherited() -> socket.socket | None:
+    descriptor = os.environ.pop(LISTENER, None)
+    if descriptor is None:
+        return None
+    os.set_inheritable(int(descriptor), False)
+    return socket.socket(fileno=int(descriptor))
 
 
 def forget() -> None:

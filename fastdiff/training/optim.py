@@ -13,6 +13,7 @@ from fastdiff.config.run import OptimConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Flat
 from fastdiff.parallel.world import World
+from fastdiff.training.lr_schedule import lr_factor
 from fastdiff_kernels.adamw8bit import AdamW8bit
 
 PER_ELEMENT = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_sq_codes")
@@ -87,13 +88,8 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def build_lr_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, steps: int) -> LambdaLR:
-    """Return the schedule of ``diffusers.optimization.get_scheduler`` over ``steps`` applied optimizer steps."""
-    from diffusers.optimization import get_scheduler  # transformers has equal ones, and takes seconds to import
-
-    schedule = get_scheduler(config.schedule, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps)
-    if not isinstance(schedule, LambdaLR):
-        raise ConfigError(f"--optim.schedule {config.schedule}: not a function of the step")
-    return schedule
+    """Return the schedule over ``steps`` applied optimizer steps; see ``lr_factor``."""
+    return LambdaLR(optimizer, lr_factor(config, steps))
 
 
 def set_lr_step(schedule: LambdaLR, applied: int) -> None:
@@ -107,10 +103,7 @@ def set_lr_step(schedule: LambdaLR, applied: int) -> None:
 
 def lr_after(config: OptimConfig, steps: int, applied: int) -> float:
     """Return the learning rate of the step after ``applied`` of ``steps`` steps, from the configuration alone."""
-    alone = torch.optim.SGD([torch.zeros(1)], lr=config.lr)
-    schedule = build_lr_schedule(alone, config, steps)
-    set_lr_step(schedule, applied)
-    return float(alone.param_groups[0]["lr"])
+    return config.lr * lr_factor(config, steps)(applied)
 
 
 def step_count(name: str, applied: int, device: torch.device) -> Tensor | int:

@@ -80,12 +80,15 @@ class Machine(NamedTuple):
         return f"sm_{self.capability[0]}{self.capability[1]}" if self.device == "cuda" else self.device
 
 
-@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, untyped-decorator]
 def machine(device: torch.device) -> Machine:
     """Return the properties of this machine for tensors on ``device``."""
     if device.type != "cuda":
         return Machine(device.type)
     return _cuda_machine(device)._replace(deterministic=torch.get_deterministic_debug_mode() == 2)
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler in seconds.
+machine._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache

@@ -14,7 +14,6 @@ from functools import cache, wraps
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch._dynamo.config
 from torch import Tensor, nn
 
 from fastdiff_kernels import launch
@@ -105,11 +104,13 @@ _RECOMPILES = 1024
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo import config  # its import takes seconds
+
     compiled = torch.compile(function, fullgraph=True)
 
     @wraps(function)
     def call(*args: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
+        with config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
             return compiled(*args)
 
     return call

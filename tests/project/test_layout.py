@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
         "", "config", "parallel", "checkpoint", "models", "data", "sampling", "evaluation", "training", "cluster",
         "export",
     },
-    "train": {"", "config", "parallel", "training"},
+    "train": {"", "config", "parallel", "training", "cluster"},
 }  # fmt: skip
 GROUND = {
     "", "batch", "console", "errors", "exit_message", "files", "json_lines", "patient_files", "progress", "rng",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -32,7 +32,7 @@ _SLACK_S = 60.0
 
 
 def run(
-    store: TCPStore,
+    store: Store,
     node: int,
     nodes: int,
     config: RunConfig,
@@ -44,11 +44,14 @@ def run(
 ) -> None:
     """Check this node and compare it with the others; called by the supervisors of all nodes before the ranks start.
 
+    Rank 0 checks a single node (``single_node``).
+
     Only threads and child processes are used: no process group and no CUDA context stays in the supervisor. An
     exception in the supervisor, for example from a signal handler, ends the child processes.
 
     Args:
-        store: store of the supervisors, hosted by node 0. Keys begin with ``preflight/``.
+        store: TCPStore of the supervisors, hosted by node 0; any store on a single node. The keys begin with
+            ``preflight/``.
         node: number of this node.
         nodes: number of nodes.
         config: configuration of the run, as parsed.
@@ -63,13 +66,13 @@ def run(
     """
     keys = PrefixStore("preflight", store)
     deadline = time.monotonic() + timeout_s
-    report = NodeReport(node=node, name=name or socket.gethostname(), versions=node_versions())
+    report = NodeReport(node=node, name=name or socket.gethostname(), versions=node_versions() if nodes > 1 else {})
     _note(report, lambda: examine_devices(ranks_per_node))
     if nodes > 1:
         _meet(keys, report, nodes, deadline)
         deadline = time.monotonic() + timeout_s
         report.clock = clock.measure(keys, node, nodes, now)
-        report.exchanges = bandwidth.measure(store, node, nodes, ranks_per_node, deadline)
+        report.exchanges = bandwidth.measure(cast(TCPStore, store), node, nodes, ranks_per_node, deadline)
     folder = SharedFolder(Path(config.output.folder), keys, node, deadline)
     try:
         report.wrote = _note(report, folder.write)

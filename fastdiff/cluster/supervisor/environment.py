@@ -11,16 +11,21 @@ import time
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-
-from torch.distributed import Store  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING
 
 from fastdiff.cluster.supervisor.nodes import JOIN_S
 from fastdiff.cluster.supervisor.waiting import value_of
 from fastdiff.parallel.heartbeat import NODE_FOLDER
+from fastdiff.parallel.rendezvous import LISTENER
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _NCCL = "nccl"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
+PREFLIGHT = "FASTDIFF_PREFLIGHT"
+"""Environment variable of the ranks of a single node: rank 0 is to check the node before it trains."""
 
 
 def of_rank(
@@ -31,6 +36,8 @@ def of_rank(
     node: int,
     nodes: int,
     master: tuple[str, int],
+    listener: socket.socket | None,
+    preflight: bool,
     node_folder: Path,
     run: Path,
 ) -> dict[str, str]:
@@ -42,20 +49,24 @@ def of_rank(
         ranks_per_node: number of ranks on every node.
         node: number of this node.
         nodes: number of nodes.
-        master: host and port of the supervisors' store, which also serves the rendezvous of the ranks: its port is
-            already bound, so no other program can take it.
+        master: host and port of the store of the ranks. The port is already bound, so no other program can take it.
+        listener: socket on that port, on which rank 0 hosts the store (a single node); None: node 0's supervisor hosts
+            it.
+        preflight: whether rank 0 is to check the node.
         node_folder: private folder of the supervisor on this node.
         run: the run folder; NCCL's flight recorder writes to ``nccl/`` in it at a timeout.
     """
     return {
-        **base,
+        **{name: value for name, value in base.items() if name not in (LISTENER, PREFLIGHT)},
         "RANK": str(node * ranks_per_node + local_rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(nodes * ranks_per_node),
         "LOCAL_SIZE": str(ranks_per_node),
         "MASTER_ADDR": master[0],
         "MASTER_PORT": str(master[1]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(listener is None),
+        **({LISTENER: str(listener.fileno())} if listener is not None and local_rank == 0 else {}),
+        **({PREFLIGHT: "1"} if preflight else {}),
         NODE_FOLDER: str(node_folder),
         # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
         "TORCH_FR_BUFFER_SIZE": base.get("TORCH_FR_BUFFER_SIZE", "2000"),

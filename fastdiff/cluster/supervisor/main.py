@@ -14,18 +14,18 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING
 
 import fastdiff
 from fastdiff import sanitize
-from fastdiff.cluster.preflight.run import run as check_nodes
 from fastdiff.cluster.supervisor import environment
-from fastdiff.cluster.supervisor.nodes import Nodes, connect, join
+from fastdiff.cluster.supervisor.nodes import Nodes, connect, join, listen
 from fastdiff.cluster.supervisor.outcome import Outcome, of_lost_node
 from fastdiff.cluster.supervisor.ranks import Ranks
 from fastdiff.cluster.supervisor.signals import STOP, Interrupted, Signals
+from fastdiff.cluster.supervisor.store import LocalStore, Store, lost
 from fastdiff.cluster.supervisor.watch import Limits, Watch
 from fastdiff.config import command_line
 from fastdiff.config.argument_types import Parser
@@ -35,10 +35,40 @@ from fastdiff.errors import FastdiffError, Preempted, as_storage_error, report_a
 from fastdiff.files import raise_open_files
 from fastdiff.standard_streams import lossy_output
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 _CONTACT_S = 60.0
 """Time without contact after which a node is lost; the hang timeout if that is shorter."""
 _START_S = 600.0
 """Time for a rank to build, restore and take its first batch; the hang timeout if that is longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """Where the supervisors meet, and the ranks.
+
+    The supervisor of node 0 hosts one store for both. On a single node the supervisor has nobody to meet: it binds the
+    port and leaves the store to rank 0, so that it does not import torch, which takes seconds.
+    """
+
+    port: int
+    store: TCPStore | None = None
+    """The store of several nodes."""
+    listener: socket.socket | None = None
+    """The bound port of a single node."""
+
+    @classmethod
+    def of(cls, job: argparse.Namespace) -> _Meeting:
+        if job.nodes == 1:
+            listener = listen(job.master, job.port, alone=True)
+            return cls(listener.getsockname()[1], listener=listener)
+        store = join(job.master, job.port, job.node_rank)
+        return cls(store.port, store)
+
+    def connection(self, job: argparse.Namespace) -> Store:
+        """Return a store for the thread of ``Nodes``."""
+        return LocalStore() if self.store is None else connect(job.master, self.port)
 
 
 @lossy_output()
@@ -70,9 +100,9 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
     launch, config = command_line.parse(job.flags)
     contact_s = min(_CONTACT_S, launch.hang_timeout_s)
     with signals.raising(_on_stop):
-        store = join(job.master, job.port, job.node_rank, job.nodes)
+        meeting = _Meeting.of(job)
         nodes = Nodes(
-            connect(job.master, store.port),
+            meeting.connection(job),
             job.node_rank,
             job.nodes,
             name=socket.gethostname(),
@@ -82,16 +112,16 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
             notify=signals.wake,
         )
     try:
-        if not _prepare(job, config, store, nodes, signals):
+        if meeting.store is not None and not _prepare(job, config, meeting.store, nodes, signals):
             return _wait_for_outcome(nodes, signals, contact_s, job)
         watch = Watch(
-            _start_ranks(job, config, folder, store.port),
+            _start_ranks(job, config, folder, meeting),
             nodes,
             signals,
             Limits(launch.hang_timeout_s, max(_START_S, launch.hang_timeout_s), contact_s),
             folder=folder,
             name=_name(job),
-            master=f"{job.master}:{store.port}",
+            master=f"{job.master}:{meeting.port}",
             request_dumps=lambda: environment.request_nccl_dumps(folder, Path(config.output.folder)),
         )
         return watch.until_end()
@@ -105,7 +135,8 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
 
 
 def _prepare(job: argparse.Namespace, config: RunConfig, store: TCPStore, nodes: Nodes, signals: Signals) -> bool:
-    """Prepare this node and return whether it is ready; otherwise send the reason to all nodes."""
+    """Prepare one of several nodes and return whether it is ready; otherwise send the reason to all nodes."""
+    from fastdiff.cluster.preflight.run import run as check_nodes
 
     def reason(number: int) -> str | None:
         return "another node" if nodes.outcome is not None or nodes.broken else _on_stop(number)
@@ -122,7 +153,7 @@ def _prepare(job: argparse.Namespace, config: RunConfig, store: TCPStore, nodes:
     except OSError as error:
         storage = as_storage_error(error)
         nodes.propose(Outcome(storage.exit_code, f"fastdiff: error: {_name(job)}: {storage}"))
-    except DistError:
+    except lost():
         pass  # node 0 is gone
     else:
         return True
@@ -138,7 +169,7 @@ def _wait_for_outcome(nodes: Nodes, signals: Signals, contact_s: float, job: arg
     return nodes.outcome
 
 
-def _start_ranks(job: argparse.Namespace, config: RunConfig, folder: Path, port: int) -> Ranks:
+def _start_ranks(job: argparse.Namespace, config: RunConfig, folder: Path, meeting: _Meeting) -> Ranks:
     environments = [
         environment.of_rank(
             os.environ,
@@ -146,14 +177,19 @@ def _start_ranks(job: argparse.Namespace, config: RunConfig, folder: Path, port:
             ranks_per_node=job.ranks_per_node,
             node=job.node_rank,
             nodes=job.nodes,
-            master=(job.master, port),
+            master=(job.master, meeting.port),
+            listener=meeting.listener,
+            preflight=job.preflight and job.nodes == 1,  # several nodes have been checked
             node_folder=folder,
             run=Path(config.output.folder),
         )
         for local_rank in range(job.ranks_per_node)
     ]
     train = Path(fastdiff.__file__).with_name("train.py")
-    return Ranks([sys.executable, str(train), *job.flags], environments, folder)
+    ranks = Ranks([sys.executable, str(train), *job.flags], environments, folder)
+    if meeting.listener is not None:
+        meeting.listener.close()  # rank 0 has inherited it
+    return ranks
 
 
 def _on_stop(number: int) -> str | None:

@@ -1,7 +1,7 @@
 """Messages between the supervisors: heartbeats, hangs, the first failure and the outcome of the run.
 
-All messages go through a TCPStore in the supervisor of node 0. Each key is set once: the first to set it wins. A
-separate thread talks to the store, because a call can hang as long as the network does.
+All messages go through a store in the supervisor of node 0. Each key is set once: the first to set it wins. A separate
+thread talks to the store, because a call can hang as long as the network does.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING
 
 from fastdiff.cluster.supervisor.outcome import UNAVAILABLE, Outcome, of_ends, of_hang, of_lost_node
 from fastdiff.cluster.supervisor.ranks import RankStatus
+from fastdiff.cluster.supervisor.store import Store, lost
 from fastdiff.errors import FastdiffError, Preempted
 from fastdiff.parallel import rendezvous
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 JOIN_S = 300.0
 """Time for all supervisors to join: batch systems do not start all nodes at once."""
@@ -40,16 +43,18 @@ class NodeError(FastdiffError):
     exit_code = UNAVAILABLE
 
 
-def join(host: str, port: int, node: int, count: int) -> TCPStore:
-    """Open the store of the supervisors: node 0 hosts it on the address of ``host`` alone, all others wait for it.
+def join(host: str, port: int, node: int) -> TCPStore:
+    """Open the store of the supervisors of several nodes: node 0 hosts it, all others wait for it.
 
     Signal handlers run during the wait, and their exceptions propagate.
 
     Raises:
         NodeError: the port is taken, or node 0 did not arrive in time.
     """
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
     if node == 0:
-        listener = _listen(host, port, alone=count == 1)
+        listener = listen(host, port, alone=False)
         port = listener.getsockname()[1]
         return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     deadline = time.monotonic() + JOIN_S
@@ -66,10 +71,13 @@ def join(host: str, port: int, node: int, count: int) -> TCPStore:
 
 def connect(host: str, port: int) -> TCPStore:
     """Return a connection to the store; raise DistError if it cannot be reached."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     return TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
 
 
-def _listen(host: str, port: int, *, alone: bool) -> socket.socket:
+def listen(host: str, port: int, *, alone: bool) -> socket.socket:
+    """Listen on ``host``, for other nodes unless ``alone``; raise NodeError if the port is taken."""
     deadline = time.monotonic() + (0 if alone else JOIN_S)
     while True:
         try:
@@ -88,7 +96,7 @@ class Nodes:
     """The connection of one supervisor to the others.
 
     Args:
-        store: from ``join``; from now on only the thread of this object uses it.
+        store: from ``connect``, or a ``LocalStore``; from now on only the thread of this object uses it.
         node: number of this node.
         count: number of nodes.
         name: name of this node in messages.
@@ -100,7 +108,7 @@ class Nodes:
 
     def __init__(
         self,
-        store: TCPStore,
+        store: Store,
         node: int,
         count: int,
         *,
@@ -166,7 +174,7 @@ class Nodes:
                 self._contact_s = time.monotonic()
             self._send(timeout_s=0)
             self._say_goodbye()
-        except DistError:
+        except lost():
             self.broken = True
             self._notify()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastdiff.parallel.heartbeat import PHASES, Beat, Phase, beat_path, read_beat
+from fastdiff.parallel.rendezvous import LISTENER
 
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 _KILL_S = 10.0
@@ -84,13 +85,16 @@ class Ranks:
 
     Args:
         command: command of one rank.
-        environments: environment of each rank, with RANK.
+        environments: environment of each rank, with RANK; it inherits the descriptor in LISTENER.
         node_folder: folder of the ranks' beats and causes of failure.
     """
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], node_folder: Path) -> None:
         self._folder = node_folder
-        self._ranks = [Rank(int(env["RANK"]), spawn(command, env)) for env in environments]
+        self._ranks = [
+            Rank(int(env["RANK"]), spawn(command, env, pass_fds=[int(env[LISTENER])] if LISTENER in env else []))
+            for env in environments
+        ]
 
     @property
     def alive(self) -> list[Rank]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _SLICE_S = 0.5
 
@@ -24,6 +26,8 @@ def value_of(store: Store, key: str, deadline: float) -> bytes:
         torch.distributed.DistStoreError: the key was not set before the deadline.
         torch.distributed.DistNetworkError: the process that hosts the store is gone.
     """
+    from torch.distributed import DistStoreError  # type: ignore[attr-defined]  # a single node never waits
+
     while True:
         left = deadline - time.monotonic()
         try:

@@ -1,0 +1,183 @@
+"""``bench startup``: from a command to its first optimizer step, against diffusers' scripts.
+
+Every program is started anew in every round, in turns: fastdiff by ``fastdiff launch local``, by Python and by
+DeepSpeed's launcher, one rank each, and the script by Python and by ``accelerate launch``. Processor time is the sum
+over all processes. A tiny pipeline and small images leave the start alone. fastdiff's flags are those that ``fastdiff
+compat`` translates from the script's. The first round, which fills the caches of the file system, does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from bench import BenchError
+from bench.commands.arguments import Commands, open_log
+from bench.measure.first_step import Start, environment, start
+from bench.measure.timing import Timing
+from bench.records.fingerprint import ROOT
+from bench.records.record import Failure, Measurement, measured
+from bench.records.tables import progress, table
+from bench.trainers import images
+from fastdiff.cli.compat.run import translate
+from fastdiff.cli.compat.translation import LAUNCH
+from fastdiff.models.pretrained import tiny_pipeline
+
+BENCH = "startup"
+CASES = ("t2i", "t2i-lora")
+OURS = ("fastdiff, launch local", "fastdiff, python", "fastdiff, deepspeed")
+SCRIPT, SCRIPT_LAUNCHED = "script, python", "script, accelerate launch"
+_BATCH, _IMAGES = 2, 16
+_STEPS = 10_000
+"""More than any program takes before it is ended."""
+_LIMIT_S = 300.0
+_FULL, _SMOKE = 10, 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    name: str
+    command: tuple[str, ...]
+    mark: Path
+    """File that appears after the first step."""
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser(BENCH, help="measure the time to the first step", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--rounds", type=int, default=_FULL, metavar="N", help="measured starts; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS; default: 1")
+    parser.add_argument("--smoke", action="store_true", help="two rounds: does everything run?")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the record")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    unknown = set(arguments.cases) - set(CASES)
+    rounds = _SMOKE if arguments.smoke else arguments.rounds
+    if unknown or rounds < 2:
+        raise BenchError(f"cases {arguments.cases}, --rounds {rounds}: expected cases of {CASES}, at least two rounds")
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, BENCH) as log:
+        tiny_pipeline.build(Path(folder) / "pipeline")
+        _write_images(Path(folder) / "images")
+        for case in arguments.cases or CASES:
+            starts, failures = _measure(case, Path(folder), rounds, environment(arguments.threads))
+            rows = list(_measurements(case, starts, arguments.threads))
+            for row in rows:
+                log.write(row)
+            for name, reason in failures.items():
+                log.write(Failure(bench=BENCH, case=case, provider=name, reason=reason.splitlines()[0]))
+                print(f"{name}: {reason}", file=sys.stderr)
+            failed |= bool(failures)
+            print(table([[case, "", "median", "p20 to p80"], *map(_words, rows)], "<<><"))
+        print(f"record: {log.path}")
+    return int(failed)
+
+
+def _words(row: Measurement) -> list[str]:
+    unit = "" if row.unit == "1" else f" {row.unit}"
+    return [
+        row.provider,
+        row.quantity,
+        f"{row.value:.2f}{unit}",
+        f"{row.interval[0]:.2f} to {row.interval[1]:.2f}",
+    ]
+
+
+def _measure(
+    case: str, folder: Path, rounds: int, variables: dict[str, str]
+) -> tuple[dict[str, list[Start]], dict[str, str]]:
+    """Return the starts of every program, in turns, and the reasons of those that failed."""
+    starts: dict[str, list[Start]] = {}
+    failures: dict[str, str] = {}
+    for number in range(rounds + 1):
+        for program in _programs(case, folder, folder / f"{case}-{number}"):
+            if program.name in failures:
+                continue
+            progress(f"{case}, round {number} of {rounds}: {program.name}")
+            log = folder / "log"
+            try:
+                found = start(program.command, _appears(program.mark), log, variables, _LIMIT_S)
+            except BenchError as error:
+                failures[program.name] = str(error)
+                starts.pop(program.name, None)
+                continue
+            if number:
+                starts.setdefault(program.name, []).append(found)
+    progress("")
+    return starts, failures
+
+
+def _appears(mark: Path) -> Callable[[], bool]:
+    return lambda: mark.exists() and (mark.suffix != ".jsonl" or mark.stat().st_size > 0)
+
+
+def _programs(case: str, folder: Path, runs: Path) -> Iterator[_Program]:
+    """Yield the programs of a case, with fresh run folders."""
+    python, bin_ = sys.executable, Path(sys.executable).parent
+    train, script = str(ROOT / "fastdiff" / "train.py"), str(ROOT / "bench" / "trainers" / "first_step.py")
+    starts: dict[str, Sequence[str]] = {
+        OURS[0]: (python, "-c", "from fastdiff.cli.main import entry; entry()", *LAUNCH[1:], "--ranks", "1", "--"),
+        OURS[1]: (python, train),
+        OURS[2]: (python, str(bin_ / "deepspeed"), "--num_gpus", "1", train),
+    }
+    for number, (name, words) in enumerate(starts.items()):
+        run = runs / str(number)
+        flags = (*_our_flags(case, _flags(case, folder, run)), "--output.log_every", "1")
+        yield _Program(name, (*words, *flags), run / "metrics.jsonl")
+    for name, launcher in {
+        SCRIPT: (python,),
+        SCRIPT_LAUNCHED: (python, str(bin_ / "accelerate"), "launch", "--cpu", "--num_processes", "1"),
+    }.items():
+        run = runs / name.replace(", ", "-").replace(" ", "-")
+        mark = run.with_name(f"{run.name}.mark")
+        yield _Program(name, (*launcher, script, case, str(mark), *_flags(case, folder, run)), mark)
+
+
+def _flags(case: str, folder: Path, run: Path) -> list[str]:
+    """Return flags that the script accepts."""
+    return [
+        "--pretrained_model_name_or_path", str(folder / "pipeline"), "--train_data_dir", str(folder / "images"),
+        "--resolution", str(tiny_pipeline.IMAGE_SIZE), "--train_batch_size", str(_BATCH),
+        "--max_train_steps", str(_STEPS), "--seed", "0", "--output_dir", str(run),
+        *(["--use_ema"] if case == "t2i" else ["--rank", "4"]),
+    ]  # fmt: skip
+
+
+def _our_flags(case: str, flags: Sequence[str]) -> list[str]:
+    command = next(c for c in translate(case, flags, gpus=1).commands if c[: len(LAUNCH)] == LAUNCH)
+    return list(command[command.index("--") + 1 :])
+
+
+def _write_images(folder: Path) -> None:
+    images.write(folder, _IMAGES, tiny_pipeline.IMAGE_SIZE)
+    captions = json.loads((folder / images.CAPTIONS).read_text())
+    names = [path.name for path in sorted(folder.glob("*.jpg"))]
+    rows = [json.dumps({"file_name": name, "text": text}) for name, text in zip(names, captions, strict=True)]
+    (folder / "metadata.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / images.CAPTIONS).unlink()
+
+
+def _measurements(case: str, starts: dict[str, list[Start]], threads: int) -> Iterator[Measurement]:
+    """Yield the figures of each program, and those of fastdiff relative to both starts of the script."""
+    row = partial(Measurement, bench=BENCH, case=case, better="lower")
+    for name, found in starts.items():
+        facts = {"threads": threads, "batch": _BATCH, "processes": max(one.processes for one in found)}
+        cpu, wall = Timing.of([one.cpu_seconds for one in found]), Timing.of([one.seconds for one in found])
+        yield row(provider=name, quantity="processor time to the first step", unit="s", facts=facts, **measured(cpu))
+        yield row(provider=name, quantity="time to the first step", unit="s", facts=facts, **measured(wall))
+    for name in OURS:
+        for theirs in (SCRIPT, SCRIPT_LAUNCHED):
+            if name in starts and theirs in starts:
+                pairs = zip(starts[name], starts[theirs], strict=True)
+                ratio = Timing.of([mine.cpu_seconds / other.cpu_seconds for mine, other in pairs])
+                quantity = f"processor time to the first step / {theirs}"
+                yield row(provider=name, quantity=quantity, unit="1", **measured(ratio))

@@ -1,0 +1,46 @@
+"""Processor time of a program's processes until it has taken a step: real processes, with known work."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench import BenchError
+from bench.measure.first_step import environment, start
+
+WORK = "import time\nwhile time.process_time() < {seconds}: pass\n"
+TREE = """
+import pathlib, subprocess, sys, time
+subprocess.run([sys.executable, "-c", {ended!r}], check=True)
+living = subprocess.Popen([sys.executable, "-c", {living!r}], stdout=subprocess.PIPE)
+living.stdout.readline()
+pathlib.Path({pid!r}).write_text(str(living.pid))
+pathlib.Path({mark!r}).touch()
+time.sleep(3600)
+"""
+
+
+def test_every_process_counts_also_one_that_has_ended(tmp_path: Path) -> None:
+    mark, pid = tmp_path / "mark", tmp_path / "pid"
+    living = WORK.format(seconds=0.4) + "print(flush=True)\ntime.sleep(3600)"
+    code = TREE.format(ended=WORK.format(seconds=0.3), living=living, pid=str(pid), mark=str(mark))
+    found = start([sys.executable, "-c", code], mark.exists, tmp_path / "log", environment(1), 60.0)
+    assert found.cpu_seconds > 0.65
+    assert found.processes == 2
+    assert found.seconds > 0.65
+    assert not psutil.pid_exists(int(pid.read_text()))
+
+
+def test_a_program_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+    with pytest.raises(BenchError, match="no such model"):
+        start(command, (tmp_path / "mark").exists, tmp_path / "log", environment(1), 60.0)
+
+
+def test_the_variables_of_a_launcher_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert "RANK" not in environment(2)
+    assert environment(2)["OMP_NUM_THREADS"] == "2"

@@ -1,0 +1,81 @@
+"""What the processes of a run import: most of the time before the first step is that of its imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastdiff.cli.compat.run import translate
+from fastdiff.models.pretrained.tiny_pipeline import build
+from tests.support.inputs.images import encode, natural
+from tests.support.processes import run
+from tests.support.runs import flags, losses, tiny
+
+NOTE_AT_EXIT = """
+import atexit, os, pathlib, sys
+
+def note():
+    pathlib.Path(os.environ["IMPORTED"], os.environ.get("RANK", "supervisor")).write_text("\\n".join(sys.modules))
+
+if "IMPORTED" in os.environ:
+    atexit.register(note)
+"""
+ONLY_RANKS = {"torch", "numpy", "deepspeed", "diffusers", "transformers", "PIL", "triton"}
+NO_RUN = {
+    "accelerate", "bitsandbytes", "datasets", "matplotlib", "pandas", "scipy", "sklearn", "tensorflow", "torchvision",
+    "torch._inductor.compile_fx", "torch.utils.tensorboard",
+}  # fmt: skip
+"""Imported by a run that uses them, and by no other."""
+NO_LATENTS = NO_RUN | {"diffusers", "transformers", "peft"}
+
+
+def imported(command: list[str], folder: Path) -> dict[str, set[str]]:
+    """Run a command and return the modules that each process had imported at its end, by its rank or "supervisor"."""
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(NOTE_AT_EXIT)
+    (folder / "imported").mkdir()
+    path = os.pathsep.join([str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = run(command, PYTHONPATH=path, IMPORTED=str(folder / "imported"))
+    assert done.code == 0, done.output
+    return {note.name: set(note.read_text().splitlines()) for note in (folder / "imported").iterdir()}
+
+
+def launch_local(*flags: str, ranks: int = 1) -> list[str]:
+    entry = [sys.executable, "-c", "from fastdiff.cli.main import entry; entry()"]
+    return [*entry, "launch", "local", "--ranks", str(ranks), "--", *flags]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_on_latents(digits: Path, tmp_path: Path, ranks: int) -> None:
+    """The supervisor is one process with the command; each rank imports what it uses."""
+    found = imported(launch_local(*flags(tiny(digits, tmp_path / "run", steps=2)), ranks=ranks), tmp_path)
+    assert found.keys() == {"supervisor", *map(str, range(ranks))}
+    assert found.pop("supervisor") & ONLY_RANKS == set()
+    for modules in found.values():
+        assert {"torch", "deepspeed"} <= modules
+        assert modules & NO_LATENTS == set()
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_run_on_images(tmp_path: Path) -> None:
+    """Its encoders are diffusers' and transformers'."""
+    images = tmp_path / "images"
+    images.mkdir()
+    for number in range(4):
+        (images / f"{number}.png").write_bytes(encode(natural(40, 60, seed=number), "PNG"))
+    rows = [json.dumps({"file_name": f"{number}.png", "text": f"picture {number}"}) for number in range(4)]
+    (images / "metadata.jsonl").write_text("\n".join(rows))
+    given = [
+        "--pretrained_model_name_or_path", str(build(tmp_path / "pipeline")), "--train_data_dir", str(images),
+        "--resolution", "32", "--train_batch_size", "2", "--max_train_steps", "2",
+        "--output_dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    command = next(c for c in translate("t2i", given, gpus=1).commands if "launch" in c)
+    found = imported(launch_local(*command[command.index("--") + 1 :]), tmp_path)
+    assert found["supervisor"] & ONLY_RANKS == set()
+    assert {"diffusers", "transformers"} <= found["0"]
+    assert found["0"] & NO_RUN == set()
