@@ -91,7 +91,7 @@ def test_sample_and_evaluate(trained: Path, tmp_path: Path) -> None:
         (["--classes", "8-12"], "trained with classes 0-9"),
         (["--classes", "zero"], "expected classes as 0-9 or 1,5,7"),
         (["--classes", "9-0"], "expected classes as 0-9 or 1,5,7"),
-        (["--per-class", "0"], "at least 1"),
+        (["--per-class", "0"], "expected a whole number from 1 to"),
         (["--ema", "0.123"], "no EMA of rate 0.123"),
     ],
 )
