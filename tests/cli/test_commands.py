@@ -16,7 +16,7 @@ from fastdiff.parallel.world import World
 from fastdiff.train import main as train_main
 from fastdiff.train import train
 from tests.support.forked import forked_ranks, values
-from tests.support.processes import BIN, ROOT, deepspeed, fastdiff, run
+from tests.support.processes import ROOT, deepspeed, fastdiff
 from tests.support.runs import flags, launch, losses, newest, records, tiny, train_losses
 
 
@@ -30,14 +30,6 @@ def test_two_gloo_ranks_train_the_preset(digits: Path, tmp_path: Path) -> None:
     saved = committed(tmp_path / "run" / "checkpoints")[0]
     assert {p.name for p in saved.glob("rank-*")} == {"rank-00000.safetensors", "rank-00001.safetensors"}
     assert (tmp_path / "run" / "samples" / "step-00000010.png").exists()
-
-
-@pytest.mark.parametrize("trainer", [["--module", "fastdiff.train"], [ROOT / "fastdiff" / "train.py"]])
-def test_deepspeed_starts_the_trainer_in_any_folder(trainer: list[str | Path], tmp_path: Path) -> None:
-    command = [BIN / "deepspeed", "--num_accelerators", "1", *trainer, "--preset", "digits", "--dry-run"]
-    done = run(command, cwd=tmp_path)
-    assert done.code == 0, done.output
-    assert '"folder": "runs/digits"' in done.output
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +91,7 @@ def test_sample_and_evaluate(trained: Path, tmp_path: Path) -> None:
         (["--classes", "8-12"], "trained with classes 0-9"),
         (["--classes", "zero"], "expected classes as 0-9 or 1,5,7"),
         (["--classes", "9-0"], "expected classes as 0-9 or 1,5,7"),
-        (["--per-class", "0"], "expected a whole number from 1"),
+        (["--per-class", "0"], "expected a whole number from 1 to"),
         (["--ema", "0.123"], "no EMA of rate 0.123"),
     ],
 )

@@ -139,6 +139,7 @@ def said_by(run: Callable[[Sequence[str]], object], argv: Sequence[str]) -> str:
 @given(address=ADDRESSES)
 @example(address=f"http://u:{SECRET}@h/x")
 @example(address=f"https://h/x?sig={SECRET}")
+@example(address=f"u:{SECRET}@h/x")
 def test_no_command_shows_credentials(
     words: list[str], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,7 @@ def test_no_command_shows_credentials(
 @given(address=ADDRESSES)
 @example(address=f"http://u:{SECRET}@h/x")
 @example(address=f"http://u:s/{SECRET}@h/x")
+@example(address=f"u:{SECRET}@h/x")
 def test_the_trainer_shows_no_credentials(
     words: list[str], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +166,7 @@ def test_the_trainer_shows_no_credentials(
     assert "Traceback" not in said
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ADDRESSES, st.sampled_from(("--validation.data", "--data.path")))
 def test_the_record_of_a_run_holds_no_credentials(address: str, flag: str) -> None:
     """Of a form that begins as an address; another one is a path of this machine, and the record names it."""

@@ -50,7 +50,9 @@ class Pods:
             require_name(
                 "--pvc", claim, rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*", f"CLAIM:/PATH, CLAIM of {_LABEL_WORDS}"
             )
-            require_name("--pvc", mount, r"/[^\x00-\x1f\x7f:]*", "CLAIM:/PATH, an absolute path without colons")
+            # The whole value: a part of an address is not recognised as one, and its password would be shown.
+            value, pattern = f"{claim}:{mount}", r"[^:]*:/[^\x00-\x1f\x7f:]*"
+            require_name("--pvc", value, pattern, "CLAIM:/PATH, an absolute path without colons")
         if len(set(self.volumes.values())) != len(self.volumes):
             raise ConfigError("--pvc: two claims at the same path; give each its own")
 
