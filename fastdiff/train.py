@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 
 if __name__ == "__main__":
+    # Until the run is built: imports and networks leave hardly any garbage, and the search for it takes a sixth of the
+    # start.
+    gc.disable()
     # A script has its own folder first on the path, where packages would shadow modules of the same name.
     _own = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _own]
@@ -59,6 +63,7 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
     stop = stop or StopRequest()
     with ExitStack() as stack:
         run = build(config, launch, world, stack, stop)
+        gc.enable()
         world.agree(None)  # from here on every rank has a state to save
         stop.arm(run.state.heart)
         try:

@@ -22,7 +22,7 @@ from bench.commands.arguments import Commands, open_log
 from bench.measure.first_step import Start, environment, start
 from bench.measure.timing import Timing
 from bench.records.fingerprint import ROOT
-from bench.records.record import Failure, Measurement, measured
+from bench.records.record import Fact, Failure, Measurement, measured
 from bench.records.tables import progress, table
 from bench.trainers import images
 from fastdiff.cli.compat.run import translate
@@ -170,7 +170,7 @@ def _measurements(case: str, starts: dict[str, list[Start]], threads: int) -> It
     """Yield the figures of each program, and those of fastdiff relative to both starts of the script."""
     row = partial(Measurement, bench=BENCH, case=case, better="lower")
     for name, found in starts.items():
-        facts = {"threads": threads, "batch": _BATCH, "processes": max(one.processes for one in found)}
+        facts: dict[str, Fact] = {"threads": threads, "batch": _BATCH, "processes": max(one.processes for one in found)}
         cpu, wall = Timing.of([one.cpu_seconds for one in found]), Timing.of([one.seconds for one in found])
         yield row(provider=name, quantity="processor time to the first step", unit="s", facts=facts, **measured(cpu))
         yield row(provider=name, quantity="time to the first step", unit="s", facts=facts, **measured(wall))

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import accelerate
+import accelerate  # type: ignore[import-untyped,unused-ignore]
 import datasets
 import diffusers
 import huggingface_hub  # noqa: F401
@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 import transformers
-from accelerate.logging import get_logger
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.logging import get_logger  # type: ignore[import-untyped,unused-ignore]
+from accelerate.utils import ProjectConfiguration, set_seed  # type: ignore[import-untyped,unused-ignore]
 from datasets import load_dataset
 from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel  # noqa: F401
 from diffusers.optimization import get_scheduler

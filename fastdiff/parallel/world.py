@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed
 
-from fastdiff.errors import FastdiffError, storage_error
+from fastdiff.errors import FastdiffError, require, storage_error
 from fastdiff.parallel import rendezvous
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ def start_world(timeout_s: float = 1800.0) -> World:
     A second call in one process returns the same world. A collective fails after ``timeout_s``.
 
     Raises:
-        ConfigError: the port is taken, or the host is unknown (rank 0 only).
+        ConfigError: the port is taken, or the host is unknown (rank 0 only); there is no GPU for this rank.
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
@@ -111,6 +111,11 @@ def start_world(timeout_s: float = 1800.0) -> World:
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
     if on_cuda:
+        require(
+            local_rank < torch.cuda.device_count(),
+            f"this machine has {torch.cuda.device_count()} GPUs, none for its rank {local_rank}; request one GPU "
+            "per rank, or start fewer ranks",
+        )
         torch.cuda.set_device(device)
     else:
         _share_cores()

@@ -19,15 +19,15 @@ def lr_factor(config: OptimConfig, steps: int) -> Callable[[int], float]:
         config: schedule, warm-up and learning rate.
         steps: optimizer steps of the whole run.
     """
-    decay = {
+    decays: dict[str, Callable[[int, int], float]] = {
         "constant": _constant,
         "constant_with_warmup": _constant,
         "linear": _linear,
         "cosine": _cosine,
         "cosine_with_restarts": _cosine_with_restarts,
         "polynomial": partial(_polynomial, config.lr),
-    }[config.schedule]
-    return partial(_factor, decay, config.warmup_steps, steps)
+    }
+    return partial(_factor, decays[config.schedule], config.warmup_steps, steps)
 
 
 def _factor(decay: Callable[[int, int], float], warmup: int, steps: int, applied: int) -> float:

@@ -27,7 +27,8 @@ from fastdiff.train import train
 from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.ports import reserved_port
-from tests.support.processes import ROOT, Finished, start, stop
+from tests.support.processes import BIN, ROOT, Finished, start, stop
+from tests.support.processes import run as execute
 
 FLAGS = ("--preset", "digits", "--data.path", "digits", "--output.folder", "run")
 
@@ -154,6 +155,22 @@ def test_a_disk_without_room_for_three_checkpoints(digits: Path, tmp_path: Path)
         assert not list((tmp_path / "disk").iterdir())
     with tiny_disk(tmp_path / "disk", 3.5 * size / 2**20):
         run.run(one_store(), 0, 1, config, ranks_per_node=1)
+
+
+def test_rank_0_checks_a_single_node(digits: Path, tmp_path: Path) -> None:
+    """Before the first step, and only if asked to."""
+    run_flags = ["--preset", "digits", "--data.path", str(digits), "--output.folder", str(tmp_path / "disk")]
+    few_steps = ["--samples", "32", "--batch.samples", "16", "--output.sample_every", "0"]
+    size = checkpoint_bytes(command_line.parse(run_flags)[1])
+    with tiny_disk(tmp_path / "disk", 2.5 * size / 2**20):
+        command = [BIN / "fastdiff", "launch", "local", "--ranks", "2"]
+        done = execute([*command, "--", *run_flags, *few_steps])
+        assert done.code == StorageError.exit_code, done.output
+        assert done.output.count("pre-flight: 1 problem on 1 of 1 nodes\n  node 0 (") == 1, done.output
+        assert "no space on" in done.output
+        assert not (tmp_path / "disk" / "run.json").exists()
+        done = execute([*command, "--no-preflight", "--", *run_flags, *few_steps])
+        assert done.code == 0, done.output
 
 
 def test_the_size_of_a_checkpoint_is_foreseen(digits: Path, tmp_path: Path, world: World) -> None:

@@ -25,12 +25,11 @@ if "IMPORTED" in os.environ:
     atexit.register(note)
 """
 ONLY_RANKS = {"torch", "numpy", "deepspeed", "diffusers", "transformers", "PIL", "triton"}
-NO_RUN = {
-    "accelerate", "bitsandbytes", "datasets", "matplotlib", "pandas", "scipy", "sklearn", "tensorflow", "torchvision",
-    "torch._inductor.compile_fx", "torch.utils.tensorboard",
+NO_RUN = {"datasets", "matplotlib", "pandas", "sklearn", "tensorflow", "torchvision", "torch.utils.tensorboard"}
+"""Imported by no run; the libraries of its encoders bring more of their own."""
+NO_LATENTS = NO_RUN | {
+    "accelerate", "bitsandbytes", "diffusers", "peft", "scipy", "transformers", "torch._inductor.compile_fx",
 }  # fmt: skip
-"""Imported by a run that uses them, and by no other."""
-NO_LATENTS = NO_RUN | {"diffusers", "transformers", "peft"}
 
 
 def imported(command: list[str], folder: Path) -> dict[str, set[str]]:

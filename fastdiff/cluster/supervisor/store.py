@@ -6,7 +6,6 @@ Torch, whose import takes seconds, is imported only for several nodes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -19,7 +18,7 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes:
         """Return the value of a key that is set."""
 
-    def check(self, keys: Sequence[str], /) -> bool:
+    def check(self, keys: list[str], /) -> bool:
         """Return whether all keys are set."""
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
@@ -43,7 +42,7 @@ class LocalStore:
         """See ``Store``."""
         return self._values[key].encode()
 
-    def check(self, keys: Sequence[str], /) -> bool:
+    def check(self, keys: list[str], /) -> bool:
         """See ``Store``."""
         return all(key in self._values for key in keys)
 
