@@ -123,7 +123,7 @@ def _appears(mark: Path) -> Callable[[], bool]:
 def _programs(case: str, folder: Path, runs: Path) -> Iterator[_Program]:
     """Yield the programs of a case, with fresh run folders."""
     python, bin_ = sys.executable, Path(sys.executable).parent
-    train, script = str(ROOT / "fastdiff" / "train.py"), str(ROOT / "bench" / "trainers" / "first_step.py")
+    train, script = str(ROOT / "fastdiff" / "train.py"), str(ROOT / "bench" / "trainers" / "scripts" / "first_step.py")
     starts: dict[str, Sequence[str]] = {
         OURS[0]: (python, "-c", "from fastdiff.cli.main import entry; entry()", *LAUNCH[1:], "--ranks", "1", "--"),
         OURS[1]: (python, train),
