@@ -1,10 +1,10 @@
 """diffusers' examples/text_to_image scripts from their first import to their first optimizer step, as a program.
 
-``python bench/trainers/scripts/first_step.py {t2i,t2i-lora} FILE FLAGS...`` takes the scripts' own flags, as far as ``bench
-startup`` gives them, and writes FILE after the step. It imports what the published files import (argparse, accelerate,
-datasets, diffusers, huggingface_hub, torch, tqdm, transformers, with the adapter also peft), except torchvision, whose
-transforms are computed here with Pillow; that favours the scripts. Models, optimizer, schedule, data and tracker are
-built with the same calls. Nothing of fastdiff is imported.
+``python bench/trainers/scripts/first_step.py {t2i,t2i-lora} FILE FLAGS...`` takes the scripts' own flags, as far as
+``bench startup`` gives them, and writes FILE after the step. It imports what the published files import (argparse,
+accelerate, datasets, diffusers, huggingface_hub, torch, tqdm, transformers, with the adapter also peft), except
+torchvision, whose transforms are computed here with Pillow; that favours the scripts. Models, optimizer, schedule, data
+and tracker are built with the same calls. Nothing of fastdiff is imported.
 """
 
 from __future__ import annotations
