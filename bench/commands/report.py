@@ -19,6 +19,7 @@ _TITLES = {
     "op": "Ops: each by every implementation",
     "step": "Training step",
     "peer": "Training step against other trainers",
+    "scripts": "Training step beside published scripts",
     "data": "Reading data",
     "scale": "Many GPUs",
     "checkpoint": "Cost of checkpoints",

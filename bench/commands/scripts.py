@@ -139,7 +139,7 @@ def _iddpm(folder: Path) -> _Case:
     images = _images(folder / "images", captioned=False)
     flags = (
         "--data_dir", str(images), "--image_size", str(_SIDE), "--num_channels", "32", "--num_res_blocks", "1",
-        "--learn_sigma", "True", "--diffusion_steps", "1000", "--noise_schedule", "cosine",
+        "--learn_sigma", "True", "--dropout", "0.3", "--diffusion_steps", "1000", "--noise_schedule", "cosine",
         "--batch_size", str(_BATCH), "--save_interval", _STEPS, "--lr_anneal_steps", _STEPS,
     )  # fmt: skip
     command = next(words for words in translate("iddpm", flags, gpus=1).commands if words[1] == "launch")

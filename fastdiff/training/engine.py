@@ -88,6 +88,9 @@ class Engine:
         ds_config = {**ds_config, **({"gradient_clipping": 0.0} if guard else {})}
         with without_prints():  # of every rank
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+        if guard:
+            # DeepSpeed would search all modules for parameters; frozen ones have no gradient.
+            self._engine.zero_grad = optimizer.zero_grad
         if guard and world.size == 1:
             # A single rank would join all gradients, send them to itself and copy them back. (In bf16 it then sends a
             # flag.)

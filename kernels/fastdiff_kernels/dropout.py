@@ -38,9 +38,9 @@ def dropout_reference(x: Tensor, p: float, seed: int, stream: Tensor, position: 
     exact, elements = torch.promote_types(torch.float32, x.dtype), x.shape[1:].numel()
     group, place = torch.arange(-(-elements // 4), device=x.device), position[:, None]
     words = philox.philox_reference(seed, group, stream & _WORD, place & _WORD, (place >> 32) & _WORD)
-    share = philox.uniform_reference(torch.stack(words, dim=-1).flatten(1)[:, :elements])
-    share = share.reshape(x.movedim(1, -1).shape).movedim(-1, 1)  # [N, ... * C] -> [N, ..., C] -> [N, C, ...]
-    return torch.where(share >= p, x.to(exact) * (1 / (1 - p)), 0).to(x.dtype)
+    keep = torch.stack([philox.uniform_reference(word) >= p for word in words], dim=-1).flatten(1)[:, :elements]
+    keep = keep.reshape(x.movedim(1, -1).shape).movedim(-1, 1)  # [N, ... * C] -> [N, ..., C] -> [N, C, ...]
+    return torch.where(keep, x.to(exact) * (1 / (1 - p)), 0).to(x.dtype)
 
 
 @jit

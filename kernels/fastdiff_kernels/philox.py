@@ -89,8 +89,9 @@ def philox_reference(
         # The int64 products wrap, but all of their 64 bits are right. A word is cut to 32 bits only where the next
         # round multiplies it.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((product1 >> 32) ^ c1 ^ key0) & _WORD
-        c2 = ((product0 >> 32) ^ c3 ^ key1) & _WORD
+        c0, c2 = (product1 >> 32) ^ c1, (product0 >> 32) ^ c3
+        c0.bitwise_xor_(key0).bitwise_and_(_WORD)
+        c2.bitwise_xor_(key1).bitwise_and_(_WORD)
         c1, c3 = product1, product0
         key0, key1 = (key0 + _KEY_STEPS[0]) & _WORD, (key1 + _KEY_STEPS[1]) & _WORD
     return c0, c1 & _WORD, c2, c3 & _WORD
@@ -106,7 +107,7 @@ def bits_reference(seed: int, stream: int, position: Tensor, count: int) -> Tens
 
 def uniform_reference(words: Tensor) -> Tensor:
     """Uniform fp32 in [0, 1) of int64 words of the same shape: the top bit folds onto the other 31."""
-    folded = torch.where(words > 0x7FFFFFFF, _WORD - words, words)
+    folded = torch.minimum(words, _WORD - words)
     return folded.to(torch.float32) * _FOLDED_SCALE
 
 

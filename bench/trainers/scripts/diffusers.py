@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 from bench.measure.session import StepTimer
 from fastdiff.config.networks.pretrained import CAPTION_TOKENS
@@ -64,6 +65,7 @@ class _Script:
         optimizer = torch.optim.AdamW(trained, lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
         schedule = get_scheduler("constant", optimizer=optimizer)
         self._unet, self._optimizer, self._schedule = self.accelerator.prepare(unet.train(), optimizer, schedule)
+        self._bar = tqdm(desc="Steps")
 
     def step(self, pixels: Tensor, tokens: Tensor) -> None:
         with self.accelerator.accumulate(self._unet):
@@ -82,7 +84,9 @@ class _Script:
             self._optimizer.zero_grad()
         if self._ema is not None:
             self._ema.step(self._unet.parameters())
-        self.accelerator.log({"train_loss": shown, "step_loss": loss.detach().item()})
+        self._bar.update(1)
+        self.accelerator.log({"train_loss": shown})
+        self._bar.set_postfix(step_loss=loss.detach().item(), lr=self._schedule.get_last_lr()[0])
 
 
 def _average(unet: Any) -> Any:

@@ -1,0 +1,51 @@
+"""``bench scripts``: the renderings of published scripts are those scripts, and the record says what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.__main__ import main
+from bench.records import record
+from bench.trainers.scripts.iddpm_network import UNet
+from tests.support.references.adm_networks import SMALL, built
+
+
+def test_a_smoke_run_leaves_a_record(tmp_path: Path) -> None:
+    assert main(["scripts", "--smoke", "--only", "t2i-lora", "iddpm", "--out", str(tmp_path)]) == 0
+    read = record.read(tmp_path / "scripts.jsonl")
+    assert not read.failures
+    assert {(row.case.split(",")[0], row.provider, row.unit) for row in read.measurements} == {
+        (script, provider, unit)
+        for script in ("t2i-lora", "iddpm")
+        for provider, unit in (("fastdiff", "ms"), ("script", "ms"), ("fastdiff over script", "1"))
+    }
+    assert all(row.value > 0 and row.n == 2 for row in read.measurements)
+
+
+def test_one_round_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["scripts", "--rounds", "1", "--out", str(tmp_path)])
+    assert "--rounds 1: at least 2" in capsys.readouterr().err
+
+
+def test_the_network_of_the_rendering_is_fastdiffs() -> None:
+    """Equal weights give equal outputs: the two differ only in how they compute."""
+    ours = built(SMALL["iddpm"])
+    config = ours.config
+    theirs = UNet(config)
+    assert sum(p.numel() for p in theirs.parameters()) == sum(
+        p.numel() for name, p in ours.named_parameters() if not name.startswith("label_emb")
+    )
+    renamed = {_published(name): value for name, value in ours.state_dict().items() if name != "label_emb.weight"}
+    theirs.load_state_dict(renamed)
+    noisy = torch.randn(3, config.channels, 8, 8, generator=torch.Generator().manual_seed(1))
+    time = torch.arange(3) * 40
+    torch.testing.assert_close(theirs(noisy, time), ours(noisy, time), rtol=1e-4, atol=1e-5)
+
+
+def _published(name: str) -> str:
+    """Return the rendering's name of a weight: its second norm stands by itself, as do its strided convolutions."""
+    return name.replace("out_layers.0.", "norm.").replace("out_layers.3.", "out_layers.2.").replace(".op.", ".")
