@@ -63,7 +63,8 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
     stop = stop or StopRequest()
     with ExitStack() as stack:
         run = build(config, launch, world, stack, stop)
-        gc.enable()
+        if __name__ == "__main__":
+            gc.enable()
         world.agree(None)  # from here on every rank has a state to save
         stop.arm(run.state.heart)
         try:

@@ -38,10 +38,11 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> TCPStore:
             to it.
         host: name or address of rank 0's machine.
         port: a free port there.
-        timeout_s: timeout of the connection.
+        timeout_s: timeout of the connection; also of the wait for all other ranks, where rank 0 notes its port.
 
     Raises:
-        ConfigError: the port is taken, or the host is unknown (rank 0 only).
+        ConfigError: the port is taken, or the host is unknown (rank 0 only); another rank did not start.
+        OSError: rank 0 cannot note its port.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # the supervisor imports this file, not torch
 
@@ -51,12 +52,24 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> TCPStore:
     alone = os.environ.get("LOCAL_SIZE") == os.environ.get("WORLD_SIZE")
     note = _note() if alone and port == _DEEPSPEED else None
     if rank:
-        return TCPStore(host, _noted(note, timeout_s) if note else port, is_master=False, timeout=timeout)
-    try:
-        listener = _inherited() or listen(host, 0 if note else port, alone=alone)
+        store = TCPStore(host, _noted(note, timeout_s) if note else port, is_master=False, timeout=timeout)
         if note:
-            port = listener.getsockname()[1]
-            publish(note, str(port).encode())
+            store.set(_met(rank), "")
+        return store
+    listener = _bound(host, 0 if note else port, alone=alone)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    if note:
+        _wait_for_all(store, note, port, timeout)
+    return store
+
+
+def _bound(host: str, port: int, *, alone: bool) -> socket.socket:
+    """Return the socket of the supervisor, or one of this rank."""
+    try:
+        return _inherited() or listen(host, port, alone=alone)
     except OSError as error:
         taken = "used by another program, perhaps another job" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(
@@ -64,9 +77,29 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> TCPStore:
             "--master_port)",
             everywhere=False,
         ) from None
-    return TCPStore(
-        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+
+
+def _wait_for_all(store: TCPStore, note: Path, port: int, timeout: timedelta) -> None:
+    """Note the port until all other ranks have met rank 0; the process group itself may connect them much later."""
+    from torch.distributed import DistStoreError  # type: ignore[attr-defined]
+
+    others = range(1, int(os.environ["WORLD_SIZE"]))
+    publish(note, str(port).encode())
+    try:
+        store.wait([_met(rank) for rank in others], timeout)
+    except DistStoreError:
+        missing = ", ".join(str(rank) for rank in others if not store.check([_met(rank)]))
+        raise ConfigError(
+            f"these ranks did not start within {timeout.total_seconds():.0f} s: {missing}; look for their messages",
+            everywhere=False,
+        ) from None
+    finally:
+        note.unlink(missing_ok=True)
+
+
+def _met(rank: int) -> str:
+    """Return the key by which a rank tells rank 0 that it has met it."""
+    return f"met/{rank}"
 
 
 def _inherited() -> socket.socket | None:
@@ -75,12 +108,6 @@ def _inherited() -> socket.socket | None:
         return None
     os.set_inheritable(int(descriptor), False)
     return socket.socket(fileno=int(descriptor))
-
-
-def forget() -> None:
-    """Remove the note of rank 0's port, if any; called by rank 0 after all ranks have met."""
-    if note := _note():
-        note.unlink(missing_ok=True)
 
 
 def _note() -> Path | None:

@@ -101,7 +101,9 @@ def start_world(timeout_s: float = 1800.0) -> World:
     A second call in one process returns the same world. A collective fails after ``timeout_s``.
 
     Raises:
-        ConfigError: the port is taken, or the host is unknown (rank 0 only); there is no GPU for this rank.
+        ConfigError: the port is taken, or the host is unknown (rank 0 only); another rank did not start; there is no
+            GPU for this rank.
+        OSError: rank 0 cannot note its port.
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
@@ -122,7 +124,6 @@ def start_world(timeout_s: float = 1800.0) -> World:
     if not torch.distributed.is_initialized():
         _record_collectives()
         store = rendezvous.meet(rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
-        os.environ["MASTER_PORT"] = str(store.port)  # DeepSpeed names shared memory after it
         torch.distributed.init_process_group(
             "nccl" if on_cuda else "gloo",
             store=store,
@@ -130,8 +131,6 @@ def start_world(timeout_s: float = 1800.0) -> World:
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
         )
-        if rank == 0:
-            rendezvous.forget()
     return World(rank=rank, size=size, device=device)
 
 

@@ -30,7 +30,8 @@ from fastdiff.training.optim import build_lr_schedule, build_optimizer, create_8
 import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 # DeepSpeed asks whether the optimizer is its own Muon, whose file passes three functions to torch.compile. That imports
-# torch's compiler, which takes 1.6 s and may be needed by nothing else. Imported like this, they stay as they are.
+# torch's compiler, which takes 1.6 s and may be needed by nothing else. Imported with a decorator that does nothing,
+# they stay uncompiled.
 _compiler = import_module("deepspeed.runtime.compiler")
 _compile, _compiler.compile = _compiler.compile, lambda: _compiler.dummy_decorator  # type: ignore[attr-defined]
 import_module("deepspeed.runtime.zero.muon.original_muon")

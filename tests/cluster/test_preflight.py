@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from fastdiff.checkpoint.manifest import committed
-from fastdiff.cluster.preflight import bandwidth, run
+from fastdiff.cluster.preflight import bandwidth, run, single_node
 from fastdiff.cluster.preflight.bandwidth import Exchange, pairings
 from fastdiff.cluster.preflight.node_checks import checkpoint_bytes, examine_data
 from fastdiff.cluster.preflight.report import NodeReport, as_error, compare
@@ -151,10 +151,19 @@ def test_a_disk_without_room_for_three_checkpoints(digits: Path, tmp_path: Path)
     size = checkpoint_bytes(config)
     with tiny_disk(tmp_path / "disk", 2.5 * size / 2**20):
         with pytest.raises(StorageError, match=r"node 0 .*no space on .*disk: 3 checkpoints need .* 0 are there"):
-            run.run(one_store(), 0, 1, config, ranks_per_node=1)
+            single_node.check(config)
         assert not list((tmp_path / "disk").iterdir())
     with tiny_disk(tmp_path / "disk", 3.5 * size / 2**20):
-        run.run(one_store(), 0, 1, config, ranks_per_node=1)
+        single_node.check(config)
+
+
+def test_all_problems_of_a_single_node_are_reported_and_nothing_is_left(tmp_path: Path) -> None:
+    """The output folder is made later; the disk is that of its nearest parent."""
+    with tiny_disk(tmp_path / "disk", 0.1) as disk:
+        config = command_line.parse([*FLAGS, "--data.path", "/nothing", "--output.folder", str(disk / "a" / "run")])[1]
+        with pytest.raises(DataError, match=r"2 problems on 1 of 1 nodes\n  node 0 .*/nothing.*\n  node 0 .*no space"):
+            single_node.check(config)
+        assert not list(disk.iterdir())
 
 
 def test_rank_0_checks_a_single_node(digits: Path, tmp_path: Path) -> None:

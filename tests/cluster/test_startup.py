@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -10,16 +11,20 @@ from pathlib import Path
 import pytest
 
 from fastdiff.cli.compat.run import translate
+from fastdiff.config.launch_options import Launch
 from fastdiff.models.pretrained.tiny_pipeline import build
+from fastdiff.parallel.world import World
+from fastdiff.train import train
 from tests.support.inputs.images import encode, natural
 from tests.support.processes import run
 from tests.support.runs import flags, losses, tiny
 
 NOTE_AT_EXIT = """
-import atexit, os, pathlib, sys
+import atexit, gc, os, pathlib, sys
 
 def note():
-    pathlib.Path(os.environ["IMPORTED"], os.environ.get("RANK", "supervisor")).write_text("\\n".join(sys.modules))
+    found = [*sys.modules, f"gc: {gc.isenabled()}"]
+    pathlib.Path(os.environ["IMPORTED"], os.environ.get("RANK", "supervisor")).write_text("\\n".join(found))
 
 if "IMPORTED" in os.environ:
     atexit.register(note)
@@ -55,9 +60,18 @@ def test_a_run_on_latents(digits: Path, tmp_path: Path, ranks: int) -> None:
     assert found.keys() == {"supervisor", *map(str, range(ranks))}
     assert found.pop("supervisor") & ONLY_RANKS == set()
     for modules in found.values():
-        assert {"torch", "deepspeed"} <= modules
+        assert {"torch", "deepspeed", "gc: True"} <= modules, "garbage is collected again once the run is built"
         assert modules & NO_LATENTS == set()
     assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_call_of_train_leaves_the_collector_as_it_is(digits: Path, tmp_path: Path, world: World) -> None:
+    gc.disable()
+    try:
+        train(tiny(digits, tmp_path / "run", steps=1), Launch(), world)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_run_on_images(tmp_path: Path) -> None:

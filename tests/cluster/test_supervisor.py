@@ -26,7 +26,7 @@ from tests.support.ports import reserved_port
 from tests.support.processes import ROOT
 from tests.support.runs import flags, tiny
 from tests.support.supervised import Supervised, end, processes_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import LIMIT_S, wait_until
 
 STEPS = 100_000
 """More than any test lets it take."""
@@ -153,6 +153,20 @@ def test_a_signal_before_the_ranks_have_begun_ends_them_too(start: Start) -> Non
     supervised.process.send_signal(signal.SIGTERM)
     assert supervised.wait() == 75
     assert not (supervised.run / "metrics.jsonl").exists()
+    assert processes_of(supervised.run) == []
+
+
+def test_a_signal_during_the_pre_flight_leaves_nothing(start: Start) -> None:
+    """Of a data set whose server does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(LIMIT_S)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/digits"
+        supervised = start("--ranks-per-node", "1", more=["--hang-timeout", "3600", "--data.path", url])
+        connection, _ = server.accept()
+        with connection:
+            supervised.process.send_signal(signal.SIGTERM)
+            assert supervised.wait() == 75, supervised.output
+    assert not supervised.run.exists() or not list(supervised.run.iterdir())
     assert processes_of(supervised.run) == []
 
 

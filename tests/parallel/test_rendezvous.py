@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -12,18 +13,55 @@ from pathlib import Path
 import pytest
 
 from tests.support.ports import reserved_port
-from tests.support.processes import BIN, ROOT, run, start, stop
+from tests.support.processes import BIN, ROOT, Finished, run, start, stop
 
 PROBE = """
 import os
+from torch.distributed.distributed_c10d import _get_default_store
 from fastdiff.parallel.world import start_world, stop_world
 
 world = start_world(60)
-seen = world.gather((os.environ["JOB"], os.environ["MASTER_PORT"]))
+store = _get_default_store()
+while hasattr(store, "underlying_store"):
+    store = store.underlying_store
+seen = world.gather((os.environ["JOB"], store.port, os.environ["MASTER_PORT"]))
 assert len(set(seen)) == 1, seen
 print("met", *seen[0], flush=True)
 stop_world()
 """
+LATE = """
+import os, threading, time
+from fastdiff.parallel import rendezvous
+
+os.environ.update(WORLD_SIZE="2", LOCAL_SIZE="2")
+stores = []
+first = threading.Thread(target=lambda: stores.append(rendezvous.meet(0, "127.0.0.1", 29500, 120.0)), daemon=True)
+first.start()
+note = rendezvous._note()
+while first.is_alive() and not note.exists():
+    time.sleep(0.01)
+first.join(1.0)
+print("waits" if first.is_alive() else "goes on", note.exists())
+stores.append(rendezvous.meet(1, "127.0.0.1", 29500, 120.0))
+first.join()
+print("met", note.exists())
+"""
+MISSING = """
+import os, resource, sys
+from fastdiff.errors import report_any
+from fastdiff.parallel import rendezvous
+
+os.environ.update(WORLD_SIZE="2", LOCAL_SIZE="2")
+note = rendezvous._note()
+if "full" in sys.argv:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    rendezvous.meet(0, "127.0.0.1", 29500, 1.0)
+except Exception as error:
+    print(note, note.exists())
+    sys.exit(report_any(error))
+"""
+PATH = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
 LAUNCH = [BIN / "deepspeed", "--num_accelerators", "2"]
 
 
@@ -38,23 +76,48 @@ def test_two_runs_of_the_default_port_at_once(probe: Path) -> None:
         with suppress(OSError):  # taken by another program is as good
             other.bind(("127.0.0.1", 29_500))
             other.listen()
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-        running = [start([*LAUNCH, probe], JOB=name, PYTHONPATH=path, TMPDIR=str(probe.parent)) for name in "ab"]
+        running = [start([*LAUNCH, probe], JOB=name, PYTHONPATH=PATH, TMPDIR=str(probe.parent)) for name in "ab"]
         try:
             outputs = [process.communicate(timeout=240)[0] for process in running]
         finally:
             for process in running:
                 stop(process)
     assert [process.returncode for process in running] == [0, 0], outputs
-    ports = [set(re.findall(rf"met {name} (\d+)", output)) for name, output in zip("ab", outputs, strict=True)]
-    assert [len(found) for found in ports] == [1, 1]
+    ports = [set(re.findall(rf"met {name} (\d+) 29500\n", output)) for name, output in zip("ab", outputs, strict=True)]
+    assert [len(found) for found in ports] == [1, 1], "MASTER_PORT stays: the message at the exit depends on it"
     assert {"29500"} not in ports
     assert not list((probe.parent / f"fastdiff-{os.getuid()}").iterdir()), "the note is removed"
 
 
 def test_a_port_that_is_given_is_used(probe: Path) -> None:
     port = reserved_port()
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    done = run([*LAUNCH, "--master_port", str(port), probe], JOB="c", PYTHONPATH=path, TMPDIR=tempfile.gettempdir())
+    done = run([*LAUNCH, "--master_port", str(port), probe], JOB="c", PYTHONPATH=PATH, TMPDIR=tempfile.gettempdir())
     assert done.code == 0, done.output
-    assert f"met c {port}" in done.output
+    assert f"met c {port} {port}\n" in done.output
+
+
+def as_launched(code: str, folder: Path, *arguments: str) -> Finished:
+    """Run code in a process with the command line of DeepSpeed's launcher, as which it is then taken."""
+    command = [sys.executable, "-c", code, "deepspeed.launcher.launch", *arguments]
+    return run(command, PYTHONPATH=PATH, TMPDIR=str(folder))
+
+
+def test_the_note_stays_until_a_late_rank_has_met_rank_0(tmp_path: Path) -> None:
+    """Also without a process group, as with NCCL, which connects at the first collective."""
+    done = as_launched(LATE, tmp_path)
+    assert done.output == "waits True\nmet False\n"
+
+
+def test_a_rank_that_does_not_start_is_named(tmp_path: Path) -> None:
+    done = as_launched(MISSING, tmp_path)
+    assert done.code == 2, done.output
+    assert "these ranks did not start within 1 s: 1; look for their messages" in done.output
+    assert "port False\n" in done.output, "the note is removed"
+
+
+def test_a_note_that_cannot_be_written_is_an_error_of_storage(tmp_path: Path) -> None:
+    done = as_launched(MISSING, tmp_path, "full")
+    note = done.output.split()[0]
+    assert done.code == 74, done.output
+    assert f"fastdiff: error (rank 0): {note}: File too large; " in done.output
+    assert "MASTER_PORT" not in done.output

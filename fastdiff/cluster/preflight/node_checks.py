@@ -102,14 +102,15 @@ def examine_data(config: RunConfig) -> dict[str, str]:
 
 
 def examine_space(config: RunConfig) -> None:
-    """Check that the disk of the output folder has room for three checkpoints.
+    """Check that the disk of the output folder, which need not exist yet, has room for three checkpoints.
 
     Raises:
         StorageError: it has too little room.
         ConfigError: the pretrained pipeline of the run cannot be read.
     """
     folder = Path(config.output.folder)
-    needed, free = _CHECKPOINTS * checkpoint_bytes(config), shutil.disk_usage(folder).free
+    present = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    needed, free = _CHECKPOINTS * checkpoint_bytes(config), shutil.disk_usage(present).free
     kept = len(committed(folder / "checkpoints"))
     if free < needed - kept * needed // _CHECKPOINTS:
         raise StorageError(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -32,7 +32,7 @@ _SLACK_S = 60.0
 
 
 def run(
-    store: Store,
+    store: TCPStore,
     node: int,
     nodes: int,
     config: RunConfig,
@@ -44,16 +44,13 @@ def run(
 ) -> None:
     """Check this node and compare it with the others; called by the supervisors of all nodes before the ranks start.
 
-    Rank 0 checks a single node (``single_node``).
-
     Only threads and child processes are used: no process group and no CUDA context stays in the supervisor. An
     exception in the supervisor, for example from a signal handler, ends the child processes.
 
     Args:
-        store: TCPStore of the supervisors, hosted by node 0; any store on a single node. The keys begin with
-            ``preflight/``.
+        store: store of the supervisors, hosted by node 0. Keys begin with ``preflight/``.
         node: number of this node.
-        nodes: number of nodes.
+        nodes: number of nodes, at least two; rank 0 checks a single node (``single_node``).
         config: configuration of the run, as parsed.
         ranks_per_node: training processes per node.
         name: name of this node in messages; None: the host name.
@@ -66,13 +63,12 @@ def run(
     """
     keys = PrefixStore("preflight", store)
     deadline = time.monotonic() + timeout_s
-    report = NodeReport(node=node, name=name or socket.gethostname(), versions=node_versions() if nodes > 1 else {})
+    report = NodeReport(node=node, name=name or socket.gethostname(), versions=node_versions())
     _note(report, lambda: examine_devices(ranks_per_node))
-    if nodes > 1:
-        _meet(keys, report, nodes, deadline)
-        deadline = time.monotonic() + timeout_s
-        report.clock = clock.measure(keys, node, nodes, now)
-        report.exchanges = bandwidth.measure(cast(TCPStore, store), node, nodes, ranks_per_node, deadline)
+    _meet(keys, report, nodes, deadline)
+    deadline = time.monotonic() + timeout_s
+    report.clock = clock.measure(keys, node, nodes, now)
+    report.exchanges = bandwidth.measure(store, node, nodes, ranks_per_node, deadline)
     folder = SharedFolder(Path(config.output.folder), keys, node, deadline)
     try:
         report.wrote = _note(report, folder.write)
@@ -102,9 +98,8 @@ def _judge(keys: Store, own: NodeReport, nodes: int, folder: SharedFolder, deadl
     problems = [*compare(reports), *(_apart(report) for report in reports if report.node in unseen), *problems]
     verdict = [asdict(problem) for problem in problems]
     keys.set("verdict", json.dumps(verdict))
-    if nodes > 1:
-        sys.stdout.write(f"{table(reports, problems)}\n")
-        sys.stdout.flush()
+    sys.stdout.write(f"{table(reports, problems)}\n")
+    sys.stdout.flush()
     return verdict
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-
-from fastdiff.cluster.preflight.run import run
+from fastdiff.cluster.preflight.node_checks import examine_data, examine_space
+from fastdiff.cluster.preflight.report import Problem, as_error
 from fastdiff.cluster.supervisor.environment import PREFLIGHT
 from fastdiff.config.run import RunConfig
-from fastdiff.parallel.world import World
+from fastdiff.parallel.world import World, attempt
 
 
 def check_if_requested(config: RunConfig, world: World) -> None:
@@ -19,4 +19,16 @@ def check_if_requested(config: RunConfig, world: World) -> None:
         FastdiffError: all problems, with the exit code of the first.
     """
     if os.environ.get(PREFLIGHT):
-        world.on_first(lambda: run(HashStore(), 0, 1, config, ranks_per_node=world.size))
+        world.on_first(lambda: check(config))
+
+
+def check(config: RunConfig) -> None:
+    """Check the data and the disk of a run on this node; nothing is written except the cache of remote data.
+
+    Raises:
+        FastdiffError: all problems, with the exit code of the first.
+    """
+    errors = [attempt(lambda: examine_data(config))[1], attempt(lambda: examine_space(config))[1]]
+    problems = [Problem(0, socket.gethostname(), error.exit_code, str(error)) for error in errors if error]
+    if problems:
+        raise as_error(problems, nodes=1)

@@ -94,21 +94,20 @@ def request_nccl_dumps(node_folder: Path, run: Path) -> None:
                 os.close(descriptor)
 
 
-def choose_interface(store: Store, master: str, node: int, nodes: int) -> None:
+def choose_interface(store: Store, master: str, node: int) -> None:
     """Set ``GLOO_SOCKET_IFNAME`` for child processes if other nodes cannot reach this host's name; on all nodes.
 
     Args:
         store: store of the supervisors.
         master: host of node 0.
-        node: number of this node.
-        nodes: number of nodes.
+        node: number of this node, of several.
 
     Raises:
         torch.distributed.DistError: node 1 did not arrive, or node 0 is gone.
     """
     if node == 1:
         store.set("address/1", own_address(master))
-    if nodes == 1 or _GLOO_INTERFACE in os.environ or _is_reachable(socket.gethostname()):
+    if _GLOO_INTERFACE in os.environ or _is_reachable(socket.gethostname()):
         return
     other = master if node else value_of(store, "address/1", time.monotonic() + JOIN_S).decode()
     name = _interface_of(own_address(other))

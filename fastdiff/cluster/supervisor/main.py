@@ -143,7 +143,7 @@ def _prepare(job: argparse.Namespace, config: RunConfig, store: TCPStore, nodes:
 
     try:
         with signals.raising(reason):
-            environment.choose_interface(store, job.master, job.node_rank, job.nodes)
+            environment.choose_interface(store, job.master, job.node_rank)
             if job.preflight:
                 check_nodes(store, job.node_rank, job.nodes, config, ranks_per_node=job.ranks_per_node)
     except Interrupted as interrupted:
