@@ -14,16 +14,18 @@ from urllib.parse import urlsplit
 # Matches only at the start of a run of its letters, so that a long word is scanned once.
 _SCHEME = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+):(/+)")
 _PASSWORD_OF_WORDS = re.compile(
-    r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+://+|(?:https?|s3):/)[^\s@/?#]{0,200}:"
+    r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+://+|(?:https?|s3):/)[^\s@/?#:]{0,200}:"
     r"(?!\d+(?:[/?#'\",;:)\]\s]|$))[^\n@]{0,200} [^\n@]{0,200}@"
 )
 """A password with blanks, whose words would pass one by one."""
 _NETWORK = ("http", "https", "ftp", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "wasb", "wasbs", "hf")
-_SECRET = r"key|token(?!iz)|secret|passw|credential|authorization|signature"
-_NAME = re.compile(_SECRET, re.IGNORECASE)
+_NAME = re.compile(r"key|token(?!iz)|secret|passw|credential|authorization|signature", re.IGNORECASE)
 _ASSIGNMENT = re.compile(
-    rf"(?<![\w.%-])(?!key=)([\w.%-]{{0,64}}?(?:{_SECRET})[\w.%-]{{0,64}})=[^\s&;'\"<>]+", re.IGNORECASE
+    r"(?<![\w.%-])(?!key=)((?:[\w.%-]{0,64}?(?:[_.%-]|(?<=[a-z])(?=[A-Z])))?(?i:(?:api|auth|access|private)?"
+    r"(?:key|token|secret|passw(?:or)?d|credential|authorization|signature)(?:_?id)?s?))="
+    r"(?!(?<=s=)\d+(?!\w))[^\s&;'\"<>]+"
 )
+"""The secret's name ends in one of these words; a number under a plural name is a count."""
 _IN_QUERY = re.compile(r"([?&;](?:sig|se|sp|sv|sr|st|key|auth|pass|pwd))=[^\s&;'\"<>]+", re.IGNORECASE)
 """Matches parameters that are ordinary words elsewhere; some are those of Azure's signatures."""
 _CLOSING = "'\"<>()[]{},.;:!`"
@@ -45,16 +47,13 @@ def address(text: str) -> str:
     if found is None:
         return text
     begin = found[0]
-    rest = re.split(r"[?#]", text[found.end() :], maxsplit=1)
-    shown, query = rest[0], "".join(rest[1:])
-    user, at, shown = shown.rpartition("@")
-    host = (user or shown).partition("/")[0]
-    if "@" in query and not at and (":" in host or "/" not in shown):  # a password that contains ? or #
+    shown, *query = re.split(r"[?#]", text[found.end() :], maxsplit=1)
+    netloc, slash, path = shown.partition("/")
+    host = netloc.rpartition("@")[2]
+    of_password = not _is_host(host) or (not slash and "@" in "".join(query))  # which contains /, ? or #
+    if of_password and is_address(text):
         return f"{begin}{_HIDDEN}"
-    if is_address(text) and not _is_host(shown.partition("/")[0]):
-        return f"{begin}{_HIDDEN}"
-    mark = f"{_HIDDEN}@" if "/" in user and ":" not in host else ""  # may also be a path with a revision
-    return begin + mark + re.sub(r";[^/]*", "", shown)
+    return begin + re.sub(r";[^/]*", "", f"{host}{slash}{path}")
 
 
 def _is_host(text: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from fastdiff.config.run_record import claim
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.files import lock, publish, temporary, unfinished_folder, write_output
 from tests.support.forked import fork_server
@@ -95,6 +96,15 @@ def test_a_small_file_replaces_a_link_and_follows_none(tmp_path: Path) -> None:
     temporary(tmp_path / "x").symlink_to(tmp_path / "other")
     with pytest.raises(OSError, match="File exists"):
         publish(tmp_path / "x", b"new")
+    assert (tmp_path / "other").read_text() == "untouched"
+
+
+def test_the_lock_of_a_run_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("untouched")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to("../other")
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        claim(tmp_path / "run")
     assert (tmp_path / "other").read_text() == "untouched"
 
 

@@ -84,13 +84,12 @@ def add(commands: Subcommands) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-
     require_local("--features", arguments.features or "")
     if arguments.nll and arguments.reference:
         raise ConfigError("--nll evaluates a run and --reference images; give one of them")
     if arguments.reference:
         _refuse(arguments, _OF_NLL, "needs --nll")
-        _refuse(arguments, _OF_RUN, "applies to a run, and --reference evaluates images")
+        _refuse(arguments, _OF_RUN, "applies to a network, and --reference evaluates images")
         require(not arguments.fields, f"{' '.join(arguments.fields[:1])} applies to a published file of weights")
         _evaluate_images(arguments)
         return

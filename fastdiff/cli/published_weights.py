@@ -25,7 +25,8 @@ def add_preset(parser: argparse.ArgumentParser) -> None:
         "--preset",
         metavar="NAME",
         help="network and objective of a published file of weights (DiT, SiT, improved-diffusion, guided-diffusion), "
-        "which takes the place of RUN; flags of the training, such as --model.classes 10, change it",
+        "which takes the place of RUN; flags of the training, such as --model.classes 10, change it: give them after "
+        "RUN and OUT",
     )
 
 
@@ -66,7 +67,7 @@ def parse_published(path: Path, name: str | None, flags: Sequence[str]) -> RunCo
     require(is_file, f"--preset {name} is for a file of weights ({' or '.join(WEIGHT_FILES)}); a run has its own")
     require(path.is_file(), f"{path}: no such file of weights")
     start = ["--pretrained.path", str(path), "--pretrained.weights", "--output.folder", str(path)]
-    _, config = parse(["--preset", name, *flags, *start])
+    _, config = parse(["--preset", name, "--data.path", "", *flags, *start])
     require(not config.model.text_conditional, f"--preset {name}: published text-to-image networks are pipelines")
     require(not config.lora.rank, f"--lora.rank {config.lora.rank}: {path} has the weights of a network, no adapter")
     return config

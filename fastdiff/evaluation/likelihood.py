@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,6 +190,8 @@ def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tu
     """
     objective = check(run)
     require(0 <= options.seed < 2**64, f"--seed {options.seed}: from 0 to 2**64 - 1")
+    folder = run.result("nll.json").parent
+    require(os.access(folder, os.W_OK), f"{folder} cannot be written, and nll.json goes there; copy the file elsewhere")
     with _open(run, options.data) as reader:
         if options.clip is None:
             made_by = reader.info.provenance.autoencoder

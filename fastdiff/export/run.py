@@ -77,6 +77,7 @@ def export(
 
 def _of_run(run: Path, choice: Choice) -> tuple[ExportFormat, Exported]:
     saved = open_checkpoint(run, choice.step, snapshots=choice.ema_std is not None)
+    saved.require("progress", "classes", "parameters", "ema_rates", "dataset", "versions")
     config = config_of(saved)
     form = _checked(choice, config)
     if form.training and choice.ema_std is not None:

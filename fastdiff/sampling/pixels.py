@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,10 @@ def autoencoder_of(config: RunConfig) -> str | None:
     """
     if config.pretrained.path and not config.pretrained.is_file:
         return config.pretrained.path
-    try:
-        made_by = DatasetInfo.read(Path(config.data.path)).provenance.autoencoder
-    except (DataError, StorageError):  # the data are not on this machine
-        made_by = IDENTITY if config.model.in_pixels else ""
+    made_by: str | None = IDENTITY if config.model.in_pixels else None
+    if config.data.path:  # a published file has no data
+        with suppress(DataError, StorageError):  # the data are not on this machine
+            made_by = DatasetInfo.read(Path(config.data.path)).provenance.autoencoder
     if made_by == IDENTITY:
         return IDENTITY if may_be_pixels(made_by, config.model.channels) else None
     return made_by or None

@@ -118,8 +118,19 @@ def run(trained: Path, tmp_path: Path) -> Path:
 @pytest.mark.fault(28)
 @pytest.mark.parametrize("change", ["remove", "type"])
 @pytest.mark.parametrize("field", ["progress", "parameters", "config", "classes", "ema_rates", "files"])
-def test_sample_answers_a_wrong_manifest_in_one_line(
-    run: Path, field: str, change: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "command",
+    [["sample", "RUN", "--grid", "grid.png"], ["export", "RUN", "out", "--format", "safetensors"]],
+    ids=" ".join,
+)
+def test_a_command_answers_a_wrong_manifest_in_one_line(
+    run: Path,
+    tmp_path: Path,
+    command: list[str],
+    field: str,
+    change: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With a digest that fits, as of somebody who wanted it so."""
     for path in (run / "checkpoints").glob(f"*/{MANIFEST}"):
@@ -130,7 +141,8 @@ def test_sample_answers_a_wrong_manifest_in_one_line(
             manifest[field] = 7.5
         path.write_text(json.dumps(manifest))
         renew_digest(path)
-    assert main(["sample", str(run), "--grid", str(run / "grid.png")]) == 74
+    monkeypatch.chdir(tmp_path)
+    assert main([str(run) if word == "RUN" else word for word in command]) == 74
     said = capsys.readouterr().err
     assert field in said
     assert "Traceback" not in said

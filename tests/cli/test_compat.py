@@ -126,13 +126,20 @@ def test_the_flags_arrive() -> None:
     data = config.data
     assert (data.center_crop, data.random_flip, data.resolution, data.max_samples) == (True, True, 256, 50)
     assert (data.image_column, data.caption_column, data.decode) == ("picture", "said", "pillow")
-    assert (data.dataset_config, data.subset) == ("small", "random")
+    assert (data.dataset_config, data.subset) == (None, "random"), "a folder has no configurations"
     assert (config.pretrained.variant, config.seed, config.output.folder) == ("fp16", 7, os.path.abspath("out"))
     assert (config.output.checkpoint_every, config.output.keep) == (20, 3)
     assert config.output.report_to == ("tensorboard", "wandb")
-    for word in ("comet_ml", "--variant fp16: the UNet", "every sample has its own", "fp32 masters"):
+    for word in (
+        "comet_ml",
+        "--dataset_config_name belongs",
+        "--variant fp16: the UNet",
+        "every sample has its own",
+        "fp32 masters",
+    ):
         assert any(word in note for note in notes), word
     assert any("offload_ema" in note for note in notes)
+    assert run_of("t2i", [*flags, "--dataset_name", "a/b"], gpus=2)[0].data.dataset_config == "small"
 
 
 def test_dream() -> None:
@@ -227,7 +234,7 @@ def test_the_encode_command_is_one_that_fastdiff_has(classes: Path, tmp_path: Pa
     [
         (["--pretrained_model_name_or_path", "p"], "neither --dataset_name nor --train_data_dir"),
         ([*T2I, "--no_such_flag"], "unrecognized arguments: --no_such_flag; give"),
-        ([*T2I, "--snr_gama", "5"], "unrecognized arguments: --snr_gama 5 (did you mean --snr_gamma?)"),
+        ([*T2I, "--snr_gama", "5"], "unrecognized arguments: --snr_gama (did you mean --snr_gamma?)"),
         ([*T2I, "--use-emma"], "--use-emma (did you mean --use_ema?)"),
         ([*T2I, "--lr_w=3", "--adam", "1"], "ambiguous option: --adam could match"),
         (T2I[2:], "--pretrained_model_name_or_path"),

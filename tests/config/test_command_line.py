@@ -96,6 +96,7 @@ def test_help_lists_every_field_with_its_docstring(capsys: pytest.CaptureFixture
     ):
         assert flag in text or flag.replace("-", "_").replace("__", "--") in text, flag
     assert "Samples per optimizer step" in text
+    assert "--num_heads_upsample" in text, "no weights show it"
 
 
 def test_help_with_a_preset_begins_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ def test_other_sizes_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         (["--reference", "a.npz", "--nll"], "--nll evaluates a run and --reference images"),
         (["--reference", "a.npz", "--samples", "5"], "--samples needs --nll"),
-        (["--reference", "a.npz", "--ema", "0.9"], "--ema applies to a run"),
+        (["--reference", "a.npz", "--ema", "0.9"], "--ema applies to a network"),
         (["--reference", "a.npz", "--features", "dino"], "expected pixels, inception or PATH.py:FUNCTION"),
         (["--reference", "a.npz", "--features", "pixels", "--out", "no/r.json"], "there is no folder no"),
         (["--reference", "b.npz", "--features", "pixels"], "b.npz: there is no such file or folder; expected an npz"),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fastdiff import sanitize
 from fastdiff.cli import main as commands
 from fastdiff.config import command_line, run_record
+from fastdiff.data.shards import remote
 from fastdiff.errors import DataError
 from fastdiff.train import main as train
 
@@ -178,6 +179,20 @@ def test_the_record_of_a_run_holds_no_credentials(address: str, flag: str) -> No
     assert SECRET not in sanitize.argument(f"{flag}={address}")
 
 
+@pytest.mark.parametrize("address", ["s3://bucket/a@2x/train", "https://h:8443/a@b/c", "s3://b/x@1/{00..99}.tar"])
+def test_an_address_without_credentials_is_recorded_as_it_is(address: str) -> None:
+    config = command_line.parse(["--preset", "digits", "--data.path", address])[1]
+    assert run_record.as_json(config)["data"]["path"] == address
+    assert remote.resource(address) == address
+
+
+def test_a_mistyped_flag_does_not_show_its_value() -> None:
+    flags = ["--pretrained_model_name_or_path", "x", "--hub-token", SECRET]
+    said = said_by(commands.main, ["compat", "t2i", "--", *flags])
+    assert "--hub-token (did you mean --hub_token?)" in said
+    assert SECRET not in said
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     ADDRESSES,
@@ -214,6 +229,8 @@ def test_ordinary_messages_stay_as_they_are() -> None:
         'File "/a/b.py", line 3, in f\n    return sorted(found, key=step_of)',
         "claims:/data and data:/data:ro; user@host.org; 10:30 @ node-1; https://h:80/a/{0..9}.tar, http://[::1]:8/x",
         "/data/a:b@c/train.tar:12",
+        "http://h:8080: refused; me@h",
+        "num_tokens=128 keys=3 key_fn=foo monkey=5 monkey=abc tokenizer=clip runs/num_tokens=128",
     ):
         assert sanitize.message(text) == text
 

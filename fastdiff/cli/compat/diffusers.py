@@ -204,12 +204,16 @@ def _steps_per_epoch(flags: argparse.Namespace, gpus: int) -> int:
         "give --max_train_steps, and no validation prompts",
         image_column=flags.image_column,
         caption_column=flags.caption_column,
-        dataset_config=flags.dataset_config_name,
+        dataset_config=_dataset_config(flags),
     )
     images = min(images, flags.max_train_samples or images)
     per_process = math.ceil(math.ceil(images / gpus) / flags.train_batch_size)
     steps: int = math.ceil(per_process / flags.gradient_accumulation_steps)
     return steps
+
+
+def _dataset_config(flags: argparse.Namespace) -> str | None:
+    return flags.dataset_config_name if flags.dataset_name else None
 
 
 def _data(flags: argparse.Namespace) -> list[str]:
@@ -220,7 +224,7 @@ def _data(flags: argparse.Namespace) -> list[str]:
         *flag("data.image_interpolation_mode", flags.image_interpolation_mode),
         *flag("data.image_column", flags.image_column),
         *flag("data.caption_column", flags.caption_column),
-        *flag("data.dataset_config", flags.dataset_config_name),
+        *flag("data.dataset_config", _dataset_config(flags)),
         *flag("data.max_samples", flags.max_train_samples),
         *flag("data.subset", "random" if flags.max_train_samples else None),
         *flag("data.workers", max(1, flags.dataloader_num_workers)),
@@ -317,6 +321,10 @@ def _notes_of_data(flags: argparse.Namespace) -> list[Note]:
             flags.dataset_name and flags.train_data_dir,
             "--train_data_dir is not used together with --dataset_name; theirs passes it to the data set's loading "
             "script",
+        ),
+        (
+            flags.dataset_config_name and not flags.dataset_name,
+            "--dataset_config_name belongs to --dataset_name, which is not given",
         ),
         (flags.max_train_samples, "--max_train_samples: --seed draws the images, others than their generator"),
         (flags.cache_dir, f"--cache_dir: set the environment variable HF_HOME={flags.cache_dir} instead"),

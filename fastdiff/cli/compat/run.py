@@ -85,14 +85,17 @@ def _broken(command: Sequence[str]) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}{self._nearest(message)}; give its flags unchanged, after --")
+        if message.startswith(_UNKNOWN):
+            message = _UNKNOWN + self._unknown(message.removeprefix(_UNKNOWN).split())
+        raise ConfigError(f"{self.prog}: {message}; give its flags unchanged, after --")
 
-    def _nearest(self, message: str) -> str:
-        """Return a question for the first flag that argparse does not know; empty if none is near."""
-        words = message.removeprefix(_UNKNOWN).split() if message.startswith(_UNKNOWN) else []
-        given = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
-        near = difflib.get_close_matches(given.replace("-", "_"), self._written, n=1)
-        return f" (did you mean {self._written[near[0]]}?)" if near else ""
+    def _unknown(self, words: Sequence[str]) -> str:
+        """Return the flags among words that argparse does not know, without their values, which may be secret."""
+        given = [word.partition("=")[0] for word in words if word.startswith("--")]
+        if not given:
+            return "a value without a flag"
+        near = difflib.get_close_matches(given[0].replace("-", "_"), self._written, n=1)
+        return ", ".join(given) + (f" (did you mean {self._written[near[0]]}?)" if near else "")
 
     @property
     def _written(self) -> dict[str, str]:

@@ -23,7 +23,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import versions
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.reader import LatentReader
-from fastdiff.data.shards.remote import shown
+from fastdiff.data.shards.remote import is_remote, resource
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.models import load
 from fastdiff.models.build import build_model
@@ -97,7 +97,7 @@ def examine_data(config: RunConfig) -> dict[str, str]:
         with LatentReader(folder, open_shards=1, fetch=fetch) as reader:
             for sample in (0, len(reader) - 1):
                 reader.read([sample])
-            digests[shown(path)] = reader.info.digest
+            digests[resource(path) if is_remote(path) else path] = reader.info.digest
     return digests
 
 

@@ -281,8 +281,8 @@ def _root(folder: Path, split: str) -> Path:
     return folder / split
 
 
-def _rows(path: Path, caption_column: str, image_column: str = "file_name", root: Path = Path()) -> list[_Entry]:
-    """Read the entries of a metadata file, one per image; absolute paths below ``root`` become relative."""
+def _rows(path: Path, caption_column: str, image_column: str = "file_name", root: Path | None = None) -> list[_Entry]:
+    """Read the entries of a metadata file, one per image; absolute paths below ``root`` become relative to it."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -296,13 +296,15 @@ def _rows(path: Path, caption_column: str, image_column: str = "file_name", root
     if caption_column not in columns:
         raise ConfigError(f"{path} has no caption column {caption_column!r}; its columns: {', '.join(columns)}")
     captions: dict[str, list[Any]] = {}
+    top = None if root is None else os.path.abspath(root)
     for line, row in rows:
         column = "file_name" if "file_name" in row else image_column
         name = row.get(column)
         if not isinstance(name, str) or not name.strip():
             raise DataError(f"{path}, line {line}: {column} is {name!r}, expected the path of an image")
         value, image = row.get(caption_column), PurePosixPath(name)
-        image = image.relative_to(root) if image.is_relative_to(root) else image
+        if top is not None and image.is_absolute() and image.is_relative_to(top):
+            image = image.relative_to(top)
         captions.setdefault(str(image), []).extend(value if isinstance(value, list) else [value])
     return [_Entry(name, values) for name, values in captions.items()]
 

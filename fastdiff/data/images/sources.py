@@ -12,7 +12,7 @@ from fastdiff.data.images.folder import LISTS, METADATA, ImageFolder, is_image, 
 from fastdiff.data.images.hugging_face import HuggingFaceSource, holds_rows, is_saved_dataset
 from fastdiff.data.images.items import BadItem, ClassesFrom, ImageItem, ImageSource
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
-from fastdiff.data.shards.remote import is_remote, list_folder, shown
+from fastdiff.data.shards.remote import is_remote, list_folder, resource, shown
 from fastdiff.errors import ConfigError, DataError, require
 from fastdiff.sanitize import escape
 
@@ -62,15 +62,19 @@ def open_source(
         raise ConfigError(f"{samples_per_unit} samples per unit, at most {max_samples} samples: expected at least 1")
     tars, folder = _tars(text), Path(text)
     is_list = tars is None and folder.suffix.lower() in LISTS and folder.is_file()
+    is_other = tars is not None or is_list
+    is_folder = not is_other and folder.is_dir() and not is_saved_dataset(folder) and not _holds_only_rows(folder)
     require_local("--image-root", image_root)
     _require_use("--image-root", image_root, "a file of metadata (.json, .jsonl or .csv)", is_list)
+    _require_use("--dataset-config", dataset_config, "a data set of Hugging Face", not (is_other or is_folder))
     common: dict[str, Any] = {
         "samples_per_unit": samples_per_unit, "caption_column": caption_column, "max_samples": max_samples,
     }  # fmt: skip
     if is_list:
-        _require_use("--classes-from", "" if classes_from == "auto" else classes_from, "a folder of images", False)
+        require(not image_root or Path(image_root).is_dir(), f"--image-root {image_root}: no such folder")
+        require(classes_from == "auto", f"--classes-from {classes_from} needs a folder of images; leave it out")
         return ImageFolder(Path(image_root or folder.parent), metadata=folder, image_column=image_column, **common)
-    if tars is None and folder.is_dir() and not is_saved_dataset(folder) and not _holds_only_rows(folder):
+    if is_folder:
         return ImageFolder(folder, split=split, classes_from=classes_from, **common)
     if tars is None and not folder.is_dir() and (folder.exists() or not re.fullmatch(HUB_ID, text)):
         raise _no_source(text)
@@ -100,7 +104,7 @@ def _tars(text: str) -> list[str] | None:
     """Return the paths or addresses of the tars; None if the source is of another kind."""
     if re.match(r"[a-z0-9+.-]+://", text, re.IGNORECASE) and not is_remote(text):
         raise ConfigError(f"{shown(text)}: expected a path, or an address with http://, https:// or s3://")
-    is_tar = (shown(text) if is_remote(text) else text).lower().endswith(".tar")
+    is_tar = (resource(text) if is_remote(text) else text).lower().endswith(".tar")
     if is_tar:
         return [text] if Path(text).is_file() else [tar for each in _expanded(text) for tar in _matching(each)]
     if is_remote(text):

@@ -24,7 +24,7 @@ from fastdiff.data.images.tar_members import (
     image_of,
     label_of,
 )
-from fastdiff.data.shards.remote import is_remote, open_url, shown
+from fastdiff.data.shards.remote import is_remote, open_url, resource, shown
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.sanitize import escape
 
@@ -77,7 +77,7 @@ class WebDatasetSource:
             self._scan("limiting the number of samples")
         self.captioned = self._has_captions()
         self.classes = None if self.captioned else self._count_classes()
-        names = [shown(tar) if is_remote(tar) else Path(tar).name for tar in self._tars]
+        names = [resource(tar) if is_remote(tar) else Path(tar).name for tar in self._tars]
         self.digest = digest_of(f"webdataset, {caption_column}, {max_samples} samples, {self.classes} classes", names)
 
     @property

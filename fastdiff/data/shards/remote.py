@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from fastdiff import sanitize
 from fastdiff.errors import ConfigError, DataError, StorageError
@@ -61,17 +61,31 @@ def shown(url: str) -> str:
     return sanitize.address(url)
 
 
+def resource(url: str) -> str:
+    """Return an address without user, password, query and fragment: what identifies a file, in digests.
+
+    Raises:
+        ConfigError: The address is not valid.
+    """
+    parts = _parts(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
 def join(url: str, name: str) -> str:
     """Return the address of a file in a folder; a query, which may be a signature, is kept.
 
     Raises:
         ConfigError: The address of the folder is not valid.
     """
+    parts = _parts(url)
+    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
+
+
+def _parts(url: str) -> SplitResult:
     try:
-        parts = urlsplit(url)
+        return urlsplit(url)
     except ValueError as error:
         raise ConfigError(f"{shown(url)}: not an address ({error}); expected for example https://host/folder") from None
-    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
 
 
 def open_url(url: str, most: int | None = None) -> io.BufferedReader:

@@ -108,11 +108,28 @@ def test_one_list_of_images_that_lie_elsewhere(tmp_path: Path, column: str) -> N
     assert beside.pop("b.PNG") == "b.PNG is missing", "without a root they lie beside the list"
     with pytest.raises(ConfigError, match="--image-root x is for a file of metadata"):
         source(tmp_path / "pictures", image_root="x")
+    with pytest.raises(ConfigError, match="--dataset-config small is for a data set of Hugging Face"):
+        source(tmp_path / "lists" / "train.json", dataset_config="small")
     with pytest.raises(ConfigError, match=r"--image-root https://host/x: an address, expected a path of this machine"):
         source(tmp_path / "lists" / "train.json", image_root="https://user:secret@host/x")
     write(tmp_path / "lists", {"other.json": '{"a": 1}'})
     with pytest.raises(DataError, match=r"other\.json: expected a list of objects"):
         source(tmp_path / "lists" / "other.json")
+
+
+@pytest.mark.parametrize("root", ["pictures", ""])
+def test_a_root_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str) -> None:
+    """A name that begins as the root does is below it, too."""
+    monkeypatch.chdir(tmp_path)
+    top = Path(root or ".")
+    write(top, PICTURES)
+    write(top / "pictures", {"a.jpg": PICTURES["sub/b.PNG"]})
+    rows = [{"file_name": "pictures/a.jpg", "text": "below"}, {"file_name": f"{tmp_path}/{top}/a.jpg", "text": "above"}]
+    Path("train.json").write_text(json.dumps(rows))
+    found = source(Path("train.json"), image_root=root)
+    assert contents(found) == [(PICTURES["a.jpg"], ("above",), None), (PICTURES["sub/b.PNG"], ("below",), None)]
+    with pytest.raises(ConfigError, match="--image-root nowhere: no such folder"):
+        source(Path("train.json"), image_root="nowhere")
 
 
 @pytest.mark.fault(28)
