@@ -98,11 +98,11 @@ def test_one_rank_without_a_file_has_the_numbers_of_zero1(world: World, digits: 
     """Also where the gradient is clipped: norm and factor are equal to the bit."""
     starts = {"zero1": launch(1), "none": Launch(deepspeed=deepspeed_config.DEFAULT)}
     for name, start in starts.items():
-        train(tiny(digits, tmp_path / name, steps=12, optim__clip=0.3), start, world)
+        train(tiny(digits, tmp_path / name, steps=12, optim__clip=0.5), start, world)
     found = {name: [(r["loss"].hex(), r["grad_norm"].hex()) for r in records(tmp_path / name)] for name in starts}
     assert found["none"] == found["zero1"]
     norms = [r["grad_norm"] for r in records(tmp_path / "none")]
-    assert min(norms) < 0.3 < max(norms), "some steps are clipped, some are not"
+    assert min(norms) < 0.5 < max(norms), "some steps are clipped, some are not"
 
 
 def test_the_update_on_one_rank_takes_as_many_operators_for_any_number_of_parameters(
