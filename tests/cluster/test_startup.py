@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from fastdiff.cli.compat.run import translate
-from fastdiff.config.launch_options import Launch
 from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from tests.support.inputs.images import encode, natural
 from tests.support.processes import run
-from tests.support.runs import flags, losses, tiny
+from tests.support.runs import flags, launch, losses, tiny
 
 NOTE_AT_EXIT = """
 import atexit, gc, os, pathlib, sys
@@ -68,7 +67,7 @@ def test_a_run_on_latents(digits: Path, tmp_path: Path, ranks: int) -> None:
 def test_a_call_of_train_leaves_the_collector_as_it_is(digits: Path, tmp_path: Path, world: World) -> None:
     gc.disable()
     try:
-        train(tiny(digits, tmp_path / "run", steps=1), Launch(), world)
+        train(tiny(digits, tmp_path / "run", steps=1), launch(0), world)
         assert not gc.isenabled()
     finally:
         gc.enable()

@@ -34,5 +34,5 @@ def test_the_error_of_one_rank_is_raised_on_all() -> None:
 
 def test_an_oserror_of_one_rank_becomes_a_storage_error_on_all() -> None:
     found = values(forked_ranks(_fails_on_rank_1, OSError(28, "No space left on device", "/runs/a")))
-    message = "/runs/a: No space left on device; free some space (df -h; for inodes, df -i)"
+    message = "/runs/a: No space left on device; free some space, or choose a folder on another disk"
     assert found == [f"StorageError everywhere=True: {message}"] * 2
