@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,6 +26,23 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder of the record; default: bench/results/<machine>/<date>_<what>",
     )
+
+
+def add_cases(parser: argparse.ArgumentParser, cases: Iterable[str]) -> None:
+    """Add the cases to measure, as arguments without a name."""
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join(cases)}; default: all")
+
+
+def cases(arguments: argparse.Namespace, known: Iterable[str]) -> list[str]:
+    """Return the cases to measure.
+
+    Raises:
+        BenchError: one is unknown.
+    """
+    known = list(known)
+    if unknown := [name for name in arguments.cases if name not in known]:
+        raise BenchError(f"no such case: {', '.join(unknown)}; expected some of: {', '.join(known)}")
+    return list(dict.fromkeys(arguments.cases)) or known
 
 
 def device(arguments: argparse.Namespace) -> str:

@@ -8,29 +8,24 @@ processor time of a session covers all threads and child processes: batches that
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 from bench import BenchError
-from bench.commands.arguments import Commands, open_log
+from bench.commands.arguments import Commands, add_cases, cases, open_log
 from bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from bench.measure.timing import Timing
 from bench.records.record import Failure, Log, Measurement, measured
 from bench.records.tables import table
+from bench.trainers import images
 from bench.trainers.scripts import diffusers, iddpm, translated
-from fastdiff.cli.compat.run import translate
-from fastdiff.config.command_line import parse
 from fastdiff.models.pretrained import tiny_pipeline
 
 _BENCH = "scripts"
-_SIDE, _BATCH, _IMAGES, _RANK = 32, 16, 64, 4
+_SIDE, _BATCH, _IMAGES = 32, 16, 64
 _FULL = Effort(rounds=10, steps=10, warm_up=10)
 _SMOKE = Effort(rounds=2, steps=1, warm_up=1)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -58,7 +53,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "scripts", help="processor time of a step beside published scripts", description=__doc__
     )
-    parser.add_argument("--only", nargs="+", choices=_CASES, metavar="SCRIPT", help=f"some of: {', '.join(_CASES)}")
+    add_cases(parser, _CASES)
     parser.add_argument("--rounds", type=int, help=f"sessions of {_FULL.steps} steps; default: {_FULL.rounds}")
     parser.add_argument("--smoke", action="store_true", help="two steps each: does everything run?")
     parser.add_argument(
@@ -71,13 +66,13 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    effort = _SMOKE if arguments.smoke else _FULL
+    chosen, effort = cases(arguments, _CASES), _SMOKE if arguments.smoke else _FULL
     effort = replace(effort, rounds=effort.rounds if arguments.rounds is None else arguments.rounds)
     if effort.rounds < 2:
         raise BenchError(f"--rounds {effort.rounds}: at least 2")
     rows, code = [["script", "theirs ms", "fastdiff ms", "fastdiff / theirs"]], 0
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-scripts-") as folder, open_log(arguments, _BENCH) as log:
-        for script in arguments.only or _CASES:
+        for script in chosen:
             case = _CASES[script](Path(folder))
             results = _measured(case, Path(folder), effort)
             rows.append(_written(log, case, results, effort))
@@ -118,17 +113,13 @@ def _written(log: Log, case: _Case, results: dict[str, Result], effort: Effort) 
 
 
 def _text_to_image(folder: Path, script: str = "t2i") -> _Case:
-    pipeline, images = folder / "pipeline", _images(folder / "captioned", captioned=True)
+    pipeline, captioned = folder / "pipeline", folder / "captioned"
     if not pipeline.exists():
         tiny_pipeline.build(pipeline)
-    rank = _RANK if script == "t2i-lora" else 0
-    own = ("--rank", str(_RANK)) if rank else ("--use_ema",)
-    flags = (
-        "--pretrained_model_name_or_path", str(pipeline), "--train_data_dir", str(images), "--random_flip",
-        "--resolution", str(_SIDE), "--train_batch_size", str(_BATCH), "--max_train_steps", _STEPS,
-        "--checkpointing_steps", _STEPS, "--seed", "0", "--report_to", "none", *own,
-    )  # fmt: skip
-    return _Case(script, flags, diffusers.run, (pipeline, images, _SIDE, _BATCH, rank))
+        images.write(captioned, _IMAGES, _SIDE, captions=images.METADATA)
+    flags = (*diffusers.flags(script, pipeline, captioned, _SIDE, _BATCH), "--report_to", "none")
+    rank = diffusers.RANK if script == "t2i-lora" else 0
+    return _Case(script, flags, diffusers.run, (pipeline, captioned, _SIDE, _BATCH, rank))
 
 
 def _lora(folder: Path) -> _Case:
@@ -136,31 +127,14 @@ def _lora(folder: Path) -> _Case:
 
 
 def _iddpm(folder: Path) -> _Case:
-    images = _images(folder / "images", captioned=False)
+    data = images.write(folder / "images", _IMAGES, _SIDE, captions=None)
     flags = (
-        "--data_dir", str(images), "--image_size", str(_SIDE), "--num_channels", "32", "--num_res_blocks", "1",
+        "--data_dir", str(data), "--image_size", str(_SIDE), "--num_channels", "32", "--num_res_blocks", "1",
         "--learn_sigma", "True", "--dropout", "0.3", "--diffusion_steps", "1000", "--noise_schedule", "cosine",
         "--batch_size", str(_BATCH), "--save_interval", _STEPS, "--lr_anneal_steps", _STEPS,
     )  # fmt: skip
-    command = next(words for words in translate("iddpm", flags, gpus=1).commands if words[1] == "launch")
-    config = parse(command[command.index("--") + 1 :])[1]
-    return _Case("iddpm", flags, iddpm.run, (config.model, config.objective, images, _BATCH))
+    config = translated.config("iddpm", flags)
+    return _Case("iddpm", flags, iddpm.run, (config.model, config.objective, data, _BATCH))
 
 
 _CASES: dict[str, Callable[[Path], _Case]] = {"t2i": _text_to_image, "t2i-lora": _lora, "iddpm": _iddpm}
-
-
-def _images(folder: Path, *, captioned: bool) -> Path:
-    """Write smooth photographs as JPEG, one and a half times as large as the training images; return the folder."""
-    if folder.exists():
-        return folder
-    folder.mkdir()
-    generator, rows = np.random.default_rng(0), []
-    for number in range(_IMAGES):
-        colours = generator.integers(0, 256, (5, 6, 3), np.uint8)
-        image = Image.fromarray(colours).resize((_SIDE * 3 // 2, _SIDE * 5 // 4), Image.Resampling.BICUBIC)
-        image.save(folder / f"{number:03d}.jpg", quality=90)
-        rows.append(json.dumps({"file_name": f"{number:03d}.jpg", "text": f"number {number} of a quiet river"}))
-    if captioned:
-        (folder / "metadata.jsonl").write_text("\n".join(rows))
-    return folder

@@ -9,7 +9,6 @@ compat`` translates from the script's. The first round, which fills the caches o
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,24 +17,24 @@ from functools import partial
 from pathlib import Path
 
 from bench import BenchError
-from bench.commands.arguments import Commands, open_log
+from bench.commands.arguments import Commands, add_cases, cases, open_log
 from bench.measure.first_step import Start, environment, start
 from bench.measure.timing import Timing
 from bench.records.fingerprint import ROOT
 from bench.records.record import Fact, Failure, Measurement, measured
 from bench.records.tables import progress, table
 from bench.trainers import images
-from fastdiff.cli.compat.run import translate
+from bench.trainers.scripts import diffusers
+from fastdiff.cli.compat.run import train_flags
 from fastdiff.cli.compat.translation import LAUNCH
 from fastdiff.models.pretrained import tiny_pipeline
 
 BENCH = "startup"
 CASES = ("t2i", "t2i-lora")
 OURS = ("fastdiff, launch local", "fastdiff, python", "fastdiff, deepspeed")
+SCRIPT_MODULE = "bench.trainers.scripts.first_step"
 SCRIPT, SCRIPT_LAUNCHED = "script, python", "script, accelerate launch"
 _BATCH, _IMAGES = 2, 16
-_STEPS = 10_000
-"""More than any program takes before it is ended."""
 _LIMIT_S = 300.0
 _FULL, _SMOKE = 10, 2
 
@@ -51,7 +50,7 @@ class _Program:
 def add(commands: Commands) -> None:
     """Register the command."""
     parser = commands.add_parser(BENCH, help="measure the time to the first step", description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    add_cases(parser, CASES)
     parser.add_argument("--rounds", type=int, default=_FULL, metavar="N", help="measured starts; default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS; default: 1")
     parser.add_argument("--smoke", action="store_true", help="two rounds: does everything run?")
@@ -60,15 +59,14 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    unknown = set(arguments.cases) - set(CASES)
-    rounds = _SMOKE if arguments.smoke else arguments.rounds
-    if unknown or rounds < 2:
-        raise BenchError(f"cases {arguments.cases}, --rounds {rounds}: expected cases of {CASES}, at least two rounds")
+    chosen, rounds = cases(arguments, CASES), _SMOKE if arguments.smoke else arguments.rounds
+    if rounds < 2:
+        raise BenchError(f"--rounds {rounds}: at least 2")
     failed = False
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, BENCH) as log:
         tiny_pipeline.build(Path(folder) / "pipeline")
-        _write_images(Path(folder) / "images")
-        for case in arguments.cases or CASES:
+        images.write(Path(folder) / "images", _IMAGES, tiny_pipeline.IMAGE_SIZE, captions=images.METADATA)
+        for case in chosen:
             starts, failures = _measure(case, Path(folder), rounds, environment(arguments.threads))
             rows = list(_measurements(case, starts, arguments.threads))
             for row in rows:
@@ -123,7 +121,7 @@ def _appears(mark: Path) -> Callable[[], bool]:
 def _programs(case: str, folder: Path, runs: Path) -> Iterator[_Program]:
     """Yield the programs of a case, with fresh run folders."""
     python, bin_ = sys.executable, Path(sys.executable).parent
-    train, script = str(ROOT / "fastdiff" / "train.py"), str(ROOT / "bench" / "trainers" / "scripts" / "first_step.py")
+    train = str(ROOT / "fastdiff" / "train.py")
     starts: dict[str, Sequence[str]] = {
         OURS[0]: (python, "-c", "from fastdiff.cli.main import entry; entry()", *LAUNCH[1:], "--ranks", "1", "--"),
         OURS[1]: (python, train),
@@ -131,39 +129,20 @@ def _programs(case: str, folder: Path, runs: Path) -> Iterator[_Program]:
     }
     for number, (name, words) in enumerate(starts.items()):
         run = runs / str(number)
-        flags = (*_our_flags(case, _flags(case, folder, run)), "--output.log_every", "1")
+        flags = (*train_flags(case, _flags(case, folder, run)), "--output.log_every", "1")
         yield _Program(name, (*words, *flags), run / "metrics.jsonl")
     for name, launcher in {
-        SCRIPT: (python,),
-        SCRIPT_LAUNCHED: (python, str(bin_ / "accelerate"), "launch", "--cpu", "--num_processes", "1"),
+        SCRIPT: (python, "-m"),
+        SCRIPT_LAUNCHED: (python, str(bin_ / "accelerate"), "launch", "--cpu", "--num_processes", "1", "-m"),
     }.items():
         run = runs / name.replace(", ", "-").replace(" ", "-")
         mark = run.with_name(f"{run.name}.mark")
-        yield _Program(name, (*launcher, script, case, str(mark), *_flags(case, folder, run)), mark)
+        yield _Program(name, (*launcher, SCRIPT_MODULE, case, str(mark), *_flags(case, folder, run)), mark)
 
 
 def _flags(case: str, folder: Path, run: Path) -> list[str]:
-    """Return flags that the script accepts."""
-    return [
-        "--pretrained_model_name_or_path", str(folder / "pipeline"), "--train_data_dir", str(folder / "images"),
-        "--resolution", str(tiny_pipeline.IMAGE_SIZE), "--train_batch_size", str(_BATCH),
-        "--max_train_steps", str(_STEPS), "--seed", "0", "--output_dir", str(run),
-        *(["--use_ema"] if case == "t2i" else ["--rank", "4"]),
-    ]  # fmt: skip
-
-
-def _our_flags(case: str, flags: Sequence[str]) -> list[str]:
-    command = next(c for c in translate(case, flags, gpus=1).commands if c[: len(LAUNCH)] == LAUNCH)
-    return list(command[command.index("--") + 1 :])
-
-
-def _write_images(folder: Path) -> None:
-    images.write(folder, _IMAGES, tiny_pipeline.IMAGE_SIZE)
-    captions = json.loads((folder / images.CAPTIONS).read_text())
-    names = [path.name for path in sorted(folder.glob("*.jpg"))]
-    rows = [json.dumps({"file_name": name, "text": text}) for name, text in zip(names, captions, strict=True)]
-    (folder / "metadata.jsonl").write_text("\n".join(rows) + "\n")
-    (folder / images.CAPTIONS).unlink()
+    flags = diffusers.flags(case, folder / "pipeline", folder / "images", tiny_pipeline.IMAGE_SIZE, _BATCH)
+    return [*flags, "--output_dir", str(run)]
 
 
 def _measurements(case: str, starts: dict[str, list[Start]], threads: int) -> Iterator[Measurement]:

@@ -16,29 +16,37 @@ from torch.utils.data import DataLoader, Dataset
 from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 
 CAPTIONS = "captions.json"
+METADATA = "metadata.jsonl"
+"""The captions as the library ``datasets`` reads them, one line per image."""
 _WORDS = ("a", "bridge", "over", "the", "quiet", "river", "in", "autumn", "light", "seen", "from", "an", "old", "boat")
 _SMOOTH = 12
 """Pixels between two independent colours: photographs are smooth, which makes JPEG and its decoder faster."""
 
 
-def write(folder: Path, count: int, side: int, *, seed: int = 0) -> Path:
+def write(folder: Path, count: int, side: int, *, captions: str | None = CAPTIONS, seed: int = 0) -> Path:
     """Write JPEG files 1.25 x 1.5 times as large as the training images, and captions; return the folder.
 
     Args:
         folder: new.
         count: images.
         side: of the square training images, in pixels.
+        captions: their file, ``CAPTIONS`` or ``METADATA``; None: the images alone.
         seed: of colours and words.
     """
     folder.mkdir(parents=True)
     generator = np.random.default_rng(seed)
     size = (side * 3 // 2, side * 5 // 4)
-    for number in range(count):
+    names = [f"{number:06d}.jpg" for number in range(count)]
+    for name in names:
         colours = generator.integers(0, 256, (size[1] // _SMOOTH + 2, size[0] // _SMOOTH + 2, 3), np.uint8)
         image = Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC)
-        image.save(folder / f"{number:06d}.jpg", quality=90)
-    captions = [" ".join(generator.choice(_WORDS, 8)) for _ in range(count)]
-    (folder / CAPTIONS).write_text(json.dumps(captions))
+        image.save(folder / name, quality=90)
+    texts = [" ".join(generator.choice(_WORDS, 8)) for _ in names]
+    if captions == METADATA:
+        rows = [json.dumps({"file_name": name, "text": text}) for name, text in zip(names, texts, strict=True)]
+        (folder / captions).write_text("\n".join(rows) + "\n")
+    elif captions is not None:
+        (folder / captions).write_text(json.dumps(texts))
     return folder
 
 

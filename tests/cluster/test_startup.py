@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.cli.compat.run import translate
+from fastdiff.cli.compat.run import train_flags
 from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.world import World
 from fastdiff.train import train
@@ -86,8 +86,7 @@ def test_a_run_on_images(tmp_path: Path) -> None:
         "--resolution", "32", "--train_batch_size", "2", "--max_train_steps", "2",
         "--output_dir", str(tmp_path / "run"),
     ]  # fmt: skip
-    command = next(c for c in translate("t2i", given, gpus=1).commands if "launch" in c)
-    found = imported(launch_local(*command[command.index("--") + 1 :]), tmp_path)
+    found = imported(launch_local(*train_flags("t2i", given)), tmp_path)
     assert found["supervisor"] & ONLY_RANKS == set()
     assert {"diffusers", "transformers"} <= found["0"]
     assert found["0"] & NO_RUN == set()

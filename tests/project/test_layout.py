@@ -117,7 +117,7 @@ def test_nobody_imports_the_entry_point_bench_or_tests() -> None:
 
 def test_bench_uses_the_loop_and_not_the_commands() -> None:
     """Except where it runs what ``fastdiff compat`` prints."""
-    translated = {"bench.commands.scripts", "bench.trainers.scripts.translated"}
+    translated = {"bench.trainers.scripts.translated"}
     assert importers("fastdiff.train", BENCH) - translated == {"bench.trainers.ours", "bench.trainers.saving"}
     assert importers("fastdiff.config.command_line", BENCH) | importers("fastdiff.cli.main", BENCH) == translated
 

@@ -1,15 +1,17 @@
 """diffusers' examples/text_to_image/train_text_to_image.py and train_text_to_image_lora.py, on the tiny pipeline.
 
 As published: images are decoded, captions tokenised, and both encoded in every step, in the training process; the
-optimizer, the average and the clipping have torch's and diffusers' defaults. One device, fp32.
+optimizer, the average and the clipping have torch's and diffusers' defaults. One device, fp32. torchvision's transforms
+are computed here with Pillow. The module imports no other of the repository, so that ``first_step`` starts as a script
+without fastdiff does.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,10 +19,32 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
-from bench.measure.session import StepTimer
-from fastdiff.config.networks.pretrained import CAPTION_TOKENS
+if TYPE_CHECKING:
+    from bench.measure.session import StepTimer
+
+RANK = 4
+"""Of the adapter."""
+_STEPS = str(1_000_000)
+"""Length of the run, in steps; no benchmark reaches it."""
+
+
+def flags(case: str, pipeline: Path, images: Path, side: int, batch: int) -> list[str]:
+    """Return flags that a script accepts.
+
+    Args:
+        case: ``t2i`` or ``t2i-lora``.
+        pipeline: folder of the pipeline.
+        images: folder of images with ``metadata.jsonl``.
+        side: of the square training images, in pixels.
+        batch: images of a step.
+    """
+    return [
+        "--pretrained_model_name_or_path", str(pipeline), "--train_data_dir", str(images), "--random_flip",
+        "--resolution", str(side), "--train_batch_size", str(batch), "--max_train_steps", _STEPS,
+        "--checkpointing_steps", _STEPS, "--seed", "0", *(["--use_ema"] if case == "t2i" else ["--rank", str(RANK)]),
+    ]  # fmt: skip
 
 
 def run(timer: StepTimer, pipeline: Path, images: Path, side: int, batch: int, rank: int) -> None:
@@ -34,65 +58,81 @@ def run(timer: StepTimer, pipeline: Path, images: Path, side: int, batch: int, r
         batch: images of a step.
         rank: of the adapter; 0: the whole UNet is trained, and averaged.
     """
-    script = _Script(pipeline, rank)
-    batches = script.accelerator.prepare(_loader(images, side, batch, script.tokenizer))
+    from accelerate import Accelerator  # type: ignore[import-untyped,unused-ignore]
+
+    accelerator: Any = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=1)
+    script = Script(accelerator, pipeline, rank, averaged=not rank)
+    loader = DataLoader(_Images(images, side, script.tokenizer), batch, shuffle=True, collate_fn=collate)
+    batches = accelerator.prepare(loader)
     timer.ready()
     for loaded in _endless(batches):
-        script.step(loaded["pixel_values"], loaded["input_ids"])
+        script.step(loaded)
         timer.after_step()
 
 
-class _Script:
-    def __init__(self, pipeline: Path, rank: int) -> None:
-        from accelerate import Accelerator  # type: ignore[import-untyped,unused-ignore]
+class Script:
+    """Models, optimizer and schedule of a script, and its step.
+
+    Args:
+        accelerator: accelerate's.
+        pipeline: folder of the pipeline.
+        rank: of the adapter; 0: the whole UNet is trained.
+        averaged: whether an average of the UNet is kept.
+    """
+
+    def __init__(self, accelerator: Any, pipeline: Path, rank: int, *, averaged: bool) -> None:
         from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
         from diffusers.optimization import get_scheduler
         from transformers import CLIPTextModel, CLIPTokenizer
 
-        self.accelerator: Any = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=1)
-        self.tokenizer = CLIPTokenizer.from_pretrained(pipeline, subfolder="tokenizer")
+        self._accelerator = accelerator
         self._scheduler: Any = DDPMScheduler.from_pretrained(pipeline, subfolder="scheduler")
-        frozen: list[Any] = [
-            AutoencoderKL.from_pretrained(pipeline, subfolder="vae"),
-            CLIPTextModel.from_pretrained(pipeline, subfolder="text_encoder"),
-        ]
-        self._vae, self._text = (part.requires_grad_(False) for part in frozen)
+        self.tokenizer: Any = CLIPTokenizer.from_pretrained(pipeline, subfolder="tokenizer")
+        self._text: Any = CLIPTextModel.from_pretrained(pipeline, subfolder="text_encoder")
+        self._vae: Any = AutoencoderKL.from_pretrained(pipeline, subfolder="vae")
         unet: Any = UNet2DConditionModel.from_pretrained(pipeline, subfolder="unet")
-        self._ema = None if rank else _average(unet)
+        self._text.requires_grad_(False)
+        self._vae.requires_grad_(False)
+        self._ema = _average(pipeline) if averaged else None
         trained = _with_adapter(unet, rank) if rank else list(unet.parameters())
         # The LoRA script's list of parameters is empty when it clips, because the optimizer has taken its iterator.
         self._clipped: list[nn.Parameter] = [] if rank else trained
         optimizer = torch.optim.AdamW(trained, lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
         schedule = get_scheduler("constant", optimizer=optimizer)
-        self._unet, self._optimizer, self._schedule = self.accelerator.prepare(unet.train(), optimizer, schedule)
+        self._unet, self._optimizer, self._schedule = accelerator.prepare(unet.train(), optimizer, schedule)
         self._bar = tqdm(desc="Steps")
 
-    def step(self, pixels: Tensor, tokens: Tensor) -> None:
-        with self.accelerator.accumulate(self._unet):
-            latents = self._vae.encode(pixels).latent_dist.sample() * self._vae.config.scaling_factor
-            noise = torch.randn_like(latents)
-            time = torch.randint(0, self._scheduler.config.num_train_timesteps, (len(latents),)).long()
-            noisy = self._scheduler.add_noise(latents, noise, time)
-            context = self._text(tokens, return_dict=False)[0]
-            prediction = self._unet(noisy, time, context, return_dict=False)[0]
-            loss = F.mse_loss(prediction.float(), noise.float(), reduction="mean")
-            shown = self.accelerator.gather(loss.repeat(len(latents))).mean().item()
-            self.accelerator.backward(loss)
-            self.accelerator.clip_grad_norm_(self._clipped, 1.0)
+    def step(self, batch: dict[str, Tensor]) -> None:
+        """Take a step with ``pixel_values [B, 3, side, side]`` fp32 and ``input_ids [B, 77]`` int64."""
+        with self._accelerator.accumulate(self._unet):
+            loss = self._loss(batch["pixel_values"], batch["input_ids"])
+            shown = self._accelerator.gather(loss.repeat(len(batch["input_ids"]))).mean().item()
+            self._accelerator.backward(loss)
+            self._accelerator.clip_grad_norm_(self._clipped, 1.0)
             self._optimizer.step()
             self._schedule.step()
             self._optimizer.zero_grad()
         if self._ema is not None:
             self._ema.step(self._unet.parameters())
         self._bar.update(1)
-        self.accelerator.log({"train_loss": shown})
+        self._accelerator.log({"train_loss": shown}, step=self._bar.n)
         self._bar.set_postfix(step_loss=loss.detach().item(), lr=self._schedule.get_last_lr()[0])
 
+    def _loss(self, pixels: Tensor, tokens: Tensor) -> Tensor:
+        latents = self._vae.encode(pixels).latent_dist.sample() * self._vae.config.scaling_factor
+        noise = torch.randn_like(latents)
+        time = torch.randint(0, self._scheduler.config.num_train_timesteps, (len(latents),)).long()
+        noisy = self._scheduler.add_noise(latents, noise, time)
+        context = self._text(tokens, return_dict=False)[0]
+        prediction = self._unet(noisy, time, context, return_dict=False)[0]
+        return F.mse_loss(prediction.float(), noise.float(), reduction="mean")
 
-def _average(unet: Any) -> Any:
+
+def _average(pipeline: Path) -> Any:
     from diffusers import UNet2DConditionModel
     from diffusers.training_utils import EMAModel
 
+    unet: Any = UNet2DConditionModel.from_pretrained(pipeline, subfolder="unet")
     return EMAModel(unet.parameters(), model_cls=UNet2DConditionModel, model_config=unet.config)
 
 
@@ -105,8 +145,37 @@ def _with_adapter(unet: Any, rank: int) -> list[nn.Parameter]:
     return [p for p in unet.parameters() if p.requires_grad]
 
 
+def transformed(image: Image.Image, side: int) -> Tensor:
+    """Return the pixels ``[3, side, side]`` in [-1, 1] of an image that is resized, cropped and mirrored at random."""
+    image = image.convert("RGB")
+    scale = side / min(image.size)
+    width, height = (max(side, int(pixels * scale)) for pixels in image.size)
+    image = image.resize((width, height), Image.Resampling.LANCZOS)
+    left, top = (int(torch.randint(n - side + 1, ())) for n in (width, height))
+    image = image.crop((left, top, left + side, top + side))
+    if torch.rand(()) < 0.5:
+        image = ImageOps.mirror(image)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    return pixels.float().div(255.0).sub_(0.5).div_(0.5)
+
+
+def tokenized(tokenizer: Any, captions: Sequence[str]) -> Tensor:
+    """Return tokens ``[B, 77]`` int64."""
+    length = tokenizer.model_max_length
+    found = tokenizer(list(captions), max_length=length, padding="max_length", truncation=True, return_tensors="pt")
+    ids: Tensor = found.input_ids
+    return ids
+
+
+def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the samples as one batch; see ``Script.step``."""
+    pixels = torch.stack([sample["pixel_values"] for sample in samples])
+    pixels = pixels.to(memory_format=torch.contiguous_format).float()
+    return {"pixel_values": pixels, "input_ids": torch.stack([sample["input_ids"] for sample in samples])}
+
+
 class _Images(Dataset[dict[str, Tensor]]):
-    """Images with the pixels of torchvision's transforms in the scripts, and their tokenised captions."""
+    """Images and their captions as a script's samples, without the library ``datasets``."""
 
     def __init__(self, folder: Path, side: int, tokenizer: Any) -> None:
         rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
@@ -118,38 +187,11 @@ class _Images(Dataset[dict[str, Tensor]]):
 
     def __getitems__(self, numbers: list[int]) -> list[dict[str, Tensor]]:
         rows = [self._rows[number] for number in numbers]
-        tokens = self._tokenizer(
-            [text for _, text in rows],
-            max_length=CAPTION_TOKENS,
-            padding="max_length",
-            truncation=True,
-            return_tensors="pt",
-        )
+        tokens = tokenized(self._tokenizer, [text for _, text in rows])
         return [
-            {"pixel_values": self._transformed(path), "input_ids": ids}
-            for (path, _), ids in zip(rows, tokens.input_ids, strict=True)
+            {"pixel_values": transformed(Image.open(path), self._side), "input_ids": ids}
+            for (path, _), ids in zip(rows, tokens, strict=True)
         ]
-
-    def _transformed(self, path: Path) -> Tensor:
-        image = Image.open(path).convert("RGB")
-        scale = self._side / min(image.size)
-        width, height = (max(self._side, int(pixels * scale)) for pixels in image.size)
-        image = image.resize((width, height), Image.Resampling.LANCZOS)
-        left, top = (int(torch.randint(n - self._side + 1, ())) for n in (width, height))
-        image = image.crop((left, top, left + self._side, top + self._side))
-        if torch.rand(()) < 0.5:
-            image = ImageOps.mirror(image)
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
-        return pixels.float().div(255.0).sub_(0.5).div_(0.5)
-
-
-def _loader(folder: Path, side: int, batch: int, tokenizer: Any) -> DataLoader[Any]:
-    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        pixels = torch.stack([sample["pixel_values"] for sample in samples])
-        pixels = pixels.to(memory_format=torch.contiguous_format).float()
-        return {"pixel_values": pixels, "input_ids": torch.stack([sample["input_ids"] for sample in samples])}
-
-    return DataLoader(_Images(folder, side, tokenizer), batch, shuffle=True, collate_fn=collate, num_workers=0)
 
 
 def _endless(loader: Any) -> Iterator[dict[str, Tensor]]:

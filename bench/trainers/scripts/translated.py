@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, chdir
+from itertools import takewhile
 from pathlib import Path
 
 from bench.measure.session import StepTimer
 from bench.trainers.ours import AfterStep, Observed
-from fastdiff.cli.compat.run import translate
+from fastdiff.cli.compat.run import train_flags, translate
+from fastdiff.cli.compat.translation import LAUNCH
 from fastdiff.cli.main import main
 from fastdiff.config.command_line import parse
+from fastdiff.config.run import RunConfig
 from fastdiff.console import quieten
 from fastdiff.parallel.world import start_world
 from fastdiff.train import take_steps
@@ -19,9 +22,9 @@ from fastdiff.training.build import build
 
 def prepare(script: str, flags: Sequence[str], folder: Path) -> None:
     """Run the commands before the training; arguments as for ``run``."""
-    for command in _commands(script, flags, folder):
-        if command[1] == "launch":
-            return
+    with chdir(folder):
+        commands = translate(script, flags, gpus=1).commands
+    for command in takewhile(lambda words: words[: len(LAUNCH)] != LAUNCH, commands):
         if (code := main(command[1:])) != 0:
             raise RuntimeError(f"{' '.join(command)} ended with {code}")
 
@@ -36,8 +39,9 @@ def run(timer: StepTimer, script: str, flags: Sequence[str], folder: Path) -> No
         folder: where it is given.
     """
     quieten()
-    command = next(words for words in _commands(script, flags, folder) if words[1] == "launch")
-    launch, config = parse([*command[command.index("--") + 1 :], "--output.folder", str(folder / f"run-{script}")])
+    with chdir(folder):
+        own = train_flags(script, flags)
+    launch, config = parse([*own, "--output.folder", str(folder / f"run-{script}")])
     world = start_world()
     with ExitStack() as stack:
         built = build(config, launch, world, stack)
@@ -45,6 +49,6 @@ def run(timer: StepTimer, script: str, flags: Sequence[str], folder: Path) -> No
         take_steps(built.state, built.batches, Observed(built.callbacks, AfterStep(timer)))
 
 
-def _commands(script: str, flags: Sequence[str], folder: Path) -> list[list[str]]:
-    with chdir(folder):
-        return translate(script, flags, gpus=1).commands
+def config(script: str, flags: Sequence[str]) -> RunConfig:
+    """Return the configuration of the run, without its folder; arguments as for ``run``."""
+    return parse(train_flags(script, flags))[1]

@@ -49,10 +49,21 @@ def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
     parser = _Parser(prog=name, add_help=False)  # abbreviations as the scripts accept them
     add_flags(parser)
     translation = translated(parser.parse_args(list(flags)), gpus)
-    for command in translation.commands:
-        if command[: len(LAUNCH)] == LAUNCH:
-            _check(command[command.index("--") + 1 :])
+    _check(_train_flags(translation))
     return translation
+
+
+def train_flags(script: str, flags: Sequence[str]) -> list[str]:
+    """Return the trainer's flags for a run of ``script`` with one process.
+
+    Args:
+        script: a key of ``SCRIPTS``.
+        flags: its command line, without the script's own name.
+
+    Raises:
+        ConfigError: as for ``translate``.
+    """
+    return _train_flags(translate(script, flags, gpus=1))
 
 
 def in_words(translation: Translation) -> str:
@@ -62,6 +73,11 @@ def in_words(translation: Translation) -> str:
     told = [*translation.notes, *([_HIDDEN] if hidden else [])]
     notes = "\n".join(f"# - {sanitize.message(note)}" for note in told)
     return f"{commands}\n\n# Not the same:\n{notes}" if notes else commands
+
+
+def _train_flags(translation: Translation) -> list[str]:
+    command = next(command for command in translation.commands if command[: len(LAUNCH)] == LAUNCH)
+    return command[command.index("--") + 1 :]
 
 
 def _check(flags: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from tests.support.references.adm_networks import SMALL, built
 
 
 def test_a_smoke_run_leaves_a_record(tmp_path: Path) -> None:
-    assert main(["scripts", "--smoke", "--only", "t2i-lora", "iddpm", "--out", str(tmp_path)]) == 0
+    assert main(["scripts", "t2i-lora", "iddpm", "--smoke", "--out", str(tmp_path)]) == 0
     read = record.read(tmp_path / "scripts.jsonl")
     assert not read.failures
     assert {(row.case.split(",")[0], row.provider, row.unit) for row in read.measurements} == {
@@ -23,6 +23,13 @@ def test_a_smoke_run_leaves_a_record(tmp_path: Path) -> None:
         for provider, unit in (("fastdiff", "ms"), ("script", "ms"), ("fastdiff over script", "1"))
     }
     assert all(row.value > 0 and row.n == 2 for row in read.measurements)
+
+
+def test_an_unknown_script_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["scripts", "iddpm", "nonesuch", "--out", str(tmp_path)])
+    assert "no such case: nonesuch; expected some of: t2i, t2i-lora, iddpm" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_round_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,16 @@ from bench.__main__ import main
 from bench.commands import startup
 from bench.measure.first_step import Start
 from bench.records import record
+from bench.trainers import images
+from fastdiff.models.pretrained import tiny_pipeline
+from tests.support.processes import run
+
+STEP_AND_NOTE = f"""
+import pathlib, sys
+from {startup.SCRIPT_MODULE} import main
+main(sys.argv[2:])
+pathlib.Path(sys.argv[1]).write_text("\\n".join(sys.modules))
+"""
 
 
 @pytest.mark.nightly
@@ -23,6 +33,22 @@ def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     processes = {name: row.facts["processes"] for (name, _), row in starts.items()}
     assert processes[startup.SCRIPT] == processes["fastdiff, python"] == 1
     assert processes["fastdiff, launch local"] == 2, "the supervisor is the process of the command"
+
+
+def test_the_script_takes_its_step_and_imports_nothing_of_fastdiff(tmp_path: Path) -> None:
+    """Its start is compared with that of fastdiff."""
+    tiny_pipeline.build(tmp_path / "pipeline")
+    images.write(tmp_path / "images", 4, tiny_pipeline.IMAGE_SIZE, captions=images.METADATA)
+    programs = startup._programs("t2i-lora", tmp_path, tmp_path / "runs")
+    program = next(one for one in programs if one.name == startup.SCRIPT)
+    python, *module, case, mark = program.command[:5]
+    assert module == ["-m", startup.SCRIPT_MODULE]
+    done = run([python, "-c", STEP_AND_NOTE, str(tmp_path / "imported"), case, mark, *program.command[5:]])
+    assert done.code == 0, done.output
+    assert program.mark.exists()
+    imported = {name.partition(".")[0] for name in (tmp_path / "imported").read_text().split()}
+    assert {"bench", "datasets", "diffusers", "peft", "torch"} <= imported
+    assert not {"fastdiff", "fastdiff_kernels"} & imported
 
 
 def test_ratios_are_of_one_round() -> None:
