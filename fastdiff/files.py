@@ -155,7 +155,7 @@ def temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}-{_TOKEN}.tmp")
 
 
-def publish(path: Path, content: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
+def publish(path: Path, content: bytes, mode: int = 0o666, *, masked: bool = True, durable: bool = True) -> None:
     """Write a small file under a temporary name, fsync, rename, fsync the folder.
 
     A link of the temporary name is not followed, and one of the final name is replaced.
@@ -163,7 +163,8 @@ def publish(path: Path, content: bytes, mode: int = 0o666, *, durable: bool = Tr
     Args:
         path: of the file.
         content: of the file.
-        mode: its permissions, less those of the umask.
+        mode: its permissions.
+        masked: less those of the umask.
         durable: False: do not wait until it is on the disk.
 
     Raises:
@@ -172,6 +173,8 @@ def publish(path: Path, content: bytes, mode: int = 0o666, *, durable: bool = Tr
     source = temporary(path)
     try:
         with open(source, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            if not masked:
+                os.fchmod(file.fileno(), mode)
             file.write(content)
             if durable:
                 file.flush()
@@ -191,14 +194,25 @@ def write_output(path: Path, content: bytes, mode: int = 0o666) -> None:
 
     An earlier file stays until the new one is complete. A link is followed; a pipe or a device is written to.
 
+    Args:
+        path: of the file.
+        content: of the file.
+        mode: permissions of a new file, less those of the umask. An earlier file keeps its own as far as ``mode`` has
+            them: content that is private stays so.
+
     Raises:
         OSError: with the path.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_bytes(content)
+    try:
+        earlier = path.stat().st_mode
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        publish(path.resolve(), content, mode)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    publish(path.resolve(), content, mode)
+    if stat.S_ISREG(earlier) or stat.S_ISDIR(earlier):
+        publish(path.resolve(), content, mode & earlier, masked=False)
+    else:
+        path.write_bytes(content)
 
 
 def is_temporary(name: str, of: str) -> bool:

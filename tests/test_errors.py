@@ -63,6 +63,11 @@ def _in_a_circle(tmp_path: Path) -> str:
     return str(tmp_path / "circle" / "x")
 
 
+def _circle(tmp_path: Path) -> str:
+    (tmp_path / "circle").symlink_to("circle")
+    return str(tmp_path / "circle")
+
+
 def _below_a_file(tmp_path: Path) -> str:
     (tmp_path / "file").touch()
     return str(tmp_path / "file" / "x")
@@ -88,7 +93,7 @@ COMMANDS = [
 
 
 @pytest.mark.fault(28)
-@pytest.mark.parametrize("place", [_too_long, _in_a_circle, _below_a_file])
+@pytest.mark.parametrize("place", [_too_long, _circle, _in_a_circle, _below_a_file])
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_path_that_cannot_be_is_one_message(
     words: list[str],

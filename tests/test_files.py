@@ -123,6 +123,25 @@ def test_an_output_follows_a_link_and_keeps_the_file_until_it_is_whole(tmp_path:
         write_output(tmp_path / "there", b"new")
 
 
+def test_an_output_in_a_circle_of_links_is_an_error_of_the_system(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(OSError, match=str(tmp_path / "circle")) as caught:
+        write_output(tmp_path / "circle", b"content")
+    assert caught.value.errno == errno.ELOOP
+    assert (tmp_path / "circle").is_symlink()
+
+
+def test_an_output_keeps_the_permissions_of_the_earlier_file(tmp_path: Path) -> None:
+    """Whatever the umask is; but private content stays private."""
+    path = tmp_path / "file"
+    for earlier, wanted, found in ((0o600, 0o666, 0o600), (0o666, 0o666, 0o666), (0o644, 0o600, 0o600)):
+        path.touch()
+        path.chmod(earlier)
+        write_output(path, b"new", wanted)
+        assert path.stat().st_mode & 0o777 == found
+        assert path.read_bytes() == b"new"
+
+
 def test_an_output_is_written_to_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)

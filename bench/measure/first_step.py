@@ -51,15 +51,21 @@ def start(
         )
         try:
             while not stepped():
-                if process.poll() is not None or time.perf_counter() - began > limit_s:
-                    last = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-                    raise BenchError(f"{' '.join(command[:4])} ... took no step within {limit_s:.0f} s:\n{last}")
+                if process.poll() is not None:
+                    raise _failed(command, f"ended with code {process.returncode} before a step", log)
+                if time.perf_counter() - began > limit_s:
+                    raise _failed(command, f"took no step within {limit_s:.0f} s", log)
                 time.sleep(_LOOK_S)
             seconds = time.perf_counter() - began
             tree = [process, *process.children(recursive=True)]
             return Start(seconds, sum(map(_cpu_seconds, tree)), len(tree))
         finally:
             _end(process)
+
+
+def _failed(command: Sequence[str], what: str, log: Path) -> BenchError:
+    last = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+    return BenchError(f"{' '.join(command[:4])} ... {what}:\n{last}")
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

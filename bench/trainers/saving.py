@@ -135,7 +135,7 @@ class _Cycles(Callback):
 
     def _in_blocking(self, state: TrainState, seconds: float) -> None:
         before = self._now()
-        self._checkpoints.save(state)
+        self._checkpoints.commit(self._checkpoints.draft(state))
         self._cycle.blocking = seconds + self._now() - before
         self._done.append(self._cycle)
         self._cycle, self._stage = Cycle(), self._in_quiet

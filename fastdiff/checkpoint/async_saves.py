@@ -79,7 +79,7 @@ class AsyncSaves:
         return self._committed.get(what)
 
     def restored(self, what: str, step: int) -> None:
-        """Take the step at which the run starts for committed."""
+        """Note that the step at which the run starts is saved."""
         self._committed[what] = step
 
     def begin(self, what: str, step: int, save: Callable[[], object]) -> None:

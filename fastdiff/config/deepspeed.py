@@ -58,7 +58,7 @@ def read(path: str) -> DsConfig:
 
 
 def resolve(raw: Mapping[str, Any], config: RunConfig, ranks: int) -> DsConfig:
-    """Return ``raw`` with every "auto" filled in for ``ranks`` ranks; see ``DEFAULT`` for a run without a file.
+    """Return ``raw`` with every "auto" filled in for ``ranks`` ranks; ``DEFAULT`` itself stands for a run without a file.
 
     Raises:
         ConfigError: a literal that disagrees with RunConfig, a section that RunConfig owns, or an unknown "auto".
@@ -66,7 +66,8 @@ def resolve(raw: Mapping[str, Any], config: RunConfig, ranks: int) -> DsConfig:
     for section, flag in _FOREIGN.items():
         if section in raw:
             raise ConfigError(f'the DeepSpeed JSON has "{section}", which {flag} decides; remove it from the file')
-    alone = raw == DEFAULT and ranks == 1 and (config.performance.precision, config.optim.name) == ("fp32", "adamw")
+    is_default = raw is DEFAULT  # the object, as ``command_line.parse`` passes it; a file may have the same content
+    alone = is_default and ranks == 1 and (config.performance.precision, config.optim.name) == ("fp32", "adamw")
     resolved: DsConfig = json.loads(json.dumps(_ALONE if alone else raw))
     for path, (value, flag) in _owned_by_run_config(config, ranks).items():
         *parents, key = path.split(".")

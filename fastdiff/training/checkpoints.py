@@ -70,14 +70,6 @@ class Checkpoints:
             )
         return None
 
-    def save(self, state: TrainState) -> None:
-        """Write and commit ``state``, then prune; the return means that all is done.
-
-        Raises:
-            StorageError: on every rank, if any rank could not write. Earlier checkpoints are unchanged.
-        """
-        self.commit(self.draft(state))
-
     def draft(self, state: TrainState) -> Draft:
         """Copy ``state`` for ``commit``, in the training thread; the previous draft must be committed or discarded.
 

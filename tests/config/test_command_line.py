@@ -21,7 +21,7 @@ from tests.support.processes import ROOT
 def test_launcher_flags_come_first_and_presets_give_the_defaults() -> None:
     launch, config = command_line.parse(["--local_rank=1", "--preset", "digits", "--optim.lr", "0.5", "--deepspeed"])
     assert config == replace(preset("digits"), optim=replace(preset("digits").optim, lr=0.5))
-    assert launch.deepspeed == deepspeed_config.DEFAULT
+    assert launch.deepspeed is deepspeed_config.DEFAULT
 
 
 def test_a_file_goes_over_the_preset_and_a_flag_over_the_file(tmp_path: Path) -> None:
@@ -179,8 +179,8 @@ def test_without_a_file_it_is_zero1() -> None:
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "adamw"), ("bf16", "adamw"), ("fp32", "adamw8bit")])
-def test_one_rank_shards_nothing(precision: Precision, optimizer: str) -> None:
-    """Where the losses are equal to the bit; a given file is taken as it is."""
+def test_one_rank_shards_nothing(tmp_path: Path, precision: Precision, optimizer: str) -> None:
+    """Where the losses are equal to the bit; a given file is taken as it is, also one with the same content."""
     config = preset("digits")
     config = replace(
         config,
@@ -189,8 +189,10 @@ def test_one_rank_shards_nothing(precision: Precision, optimizer: str) -> None:
     )
     alone = deepspeed_config.resolve(deepspeed_config.DEFAULT, config, 1)
     assert deepspeed_config.zero_stage(alone) == (0 if (precision, optimizer) == ("fp32", "adamw") else 1)
-    given = deepspeed_config.read(str(ROOT / "deepspeed_configs" / "zero1.json"))
-    assert deepspeed_config.zero_stage(deepspeed_config.resolve(given, config, 1)) == 1
+    (tmp_path / "same.json").write_text(json.dumps(deepspeed_config.DEFAULT))
+    for path in (ROOT / "deepspeed_configs" / "zero1.json", tmp_path / "same.json"):
+        given, _ = command_line.parse(["--preset", "digits", "--deepspeed_config", str(path)])
+        assert deepspeed_config.zero_stage(deepspeed_config.resolve(given.deepspeed, config, 1)) == 1
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def save_again(world: World, digits: Path, start: Path, folder: Path) -> None:
         world.on_first(lambda run=run: shutil.copytree(start, run))  # type: ignore[misc]
         with ExitStack() as stack:
             state = build(config_of(digits, run, 9), launch(stage), world, stack).state
-            Checkpoints(run / "again" / "checkpoints", 2, world).save(state)
+            checkpoints = Checkpoints(run / "again" / "checkpoints", 2, world)
+            checkpoints.commit(checkpoints.draft(state))
 
 
 def moments(saved: Checkpoint) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ class Checkpointing(Callback):
             self._background.wait_for_all()
         if self._every.due(state.progress):
             self._background.wait(CHECKPOINT)
-            self._begin(state)
+            begin_checkpoint(state, self._checkpoints, self._background)
         state.guard.failed_save = self._background.failed
 
     def on_end(self, state: TrainState) -> None:
@@ -70,14 +70,16 @@ class Checkpointing(Callback):
     def _save_now(self, state: TrainState) -> None:
         self._background.wait(CHECKPOINT, ANY_NUMBER)  # a failed save is tried again
         if state.progress.steps != self._background.committed(CHECKPOINT):
-            self._begin(state)
+            begin_checkpoint(state, self._checkpoints, self._background)
         self._background.wait(CHECKPOINT, 0)
 
-    def _begin(self, state: TrainState) -> None:
-        _begin(state, self._checkpoints, self._background)
 
+def begin_checkpoint(state: TrainState, checkpoints: Checkpoints, background: AsyncSaves) -> None:
+    """Start to save this step in the background; called by all ranks, while no checkpoint is being written.
 
-def _begin(state: TrainState, checkpoints: Checkpoints, background: AsyncSaves) -> None:
+    Raises:
+        StorageError: on every rank: any host has no memory for the copy.
+    """
     draft = checkpoints.draft(state)
     background.begin(CHECKPOINT, draft.step, partial(checkpoints.commit, draft))
 
@@ -88,7 +90,7 @@ def save_checkpoint(state: TrainState, checkpoints: Checkpoints, background: Asy
     Raises:
         StorageError: on every rank: saves failed more often than --output.failed_saves allows.
     """
-    _begin(state, checkpoints, background)
+    begin_checkpoint(state, checkpoints, background)
     background.wait(CHECKPOINT)
 
 

@@ -236,7 +236,8 @@ class _Wandb:
         import wandb
 
         self._wandb: Any = wandb
-        logging.raiseExceptions = False  # a full disk fails its own log, at every line
+        if state.config.output.failed_saves:
+            logging.raiseExceptions = False  # a full disk fails wandb's own log, with a traceback for every line
         options = {
             "project": state.config.output.project,
             "name": state.folder.name,

@@ -36,8 +36,14 @@ def test_every_process_counts_also_one_that_has_ended(tmp_path: Path) -> None:
 
 def test_a_program_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
-    with pytest.raises(BenchError, match="no such model"):
+    with pytest.raises(BenchError, match=r"ended with code 1 before a step:\nno such model"):
         start(command, (tmp_path / "mark").exists, tmp_path / "log", environment(1), 60.0)
+
+
+def test_a_program_that_takes_no_step_is_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    with pytest.raises(BenchError, match="took no step within 0 s"):
+        start(command, (tmp_path / "mark").exists, tmp_path / "log", environment(1), 0.2)
 
 
 def test_the_variables_of_a_launcher_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
