@@ -6,7 +6,6 @@ import errno
 import fcntl
 import itertools
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -167,8 +166,13 @@ def test_a_file_system_without_locks_is_named_with_the_remedy(
     assert "local_lock=flock" in str(caught.value)
 
 
-LIMITS = "import resource, sys; from fastdiff.cli.main import main; code = main(['compat', 'dit', '--', '--wrong']); "
-LIMITS += "print(code, resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+LIMITS = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, tuple(map(int, sys.argv[1:])))
+from fastdiff.cli.main import main
+code = main(["compat", "dit", "--", "--wrong"])
+print(code, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
 
 
 @pytest.mark.parametrize(
@@ -180,8 +184,7 @@ LIMITS += "print(code, resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
 )
 def test_the_limit_of_open_files_is_raised_or_refused(limits: tuple[int, int], soft: int, said: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LIMITS],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+        [sys.executable, "-c", LIMITS, *map(str, limits)],
         capture_output=True,
         text=True,
         timeout=120,

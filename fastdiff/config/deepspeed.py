@@ -31,7 +31,7 @@ DEFAULT: DsConfig = {
 }
 """Default without a file, equal to ``deepspeed_configs/zero1.json``. It shards the optimizer state; DeepSpeed
 all-reduces the gradients and gathers the parameters, 1.5 times the traffic of plain data parallelism. One rank, which
-has nothing to shard, takes ``_ALONE`` where that gives the same losses to the bit."""
+has nothing to shard, takes ``_ALONE`` where that changes the losses by rounding at most."""
 _ALONE: DsConfig = {"zero_optimization": {"stage": 0}}
 
 _FOREIGN = {
@@ -58,7 +58,7 @@ def read(path: str) -> DsConfig:
 
 
 def resolve(raw: Mapping[str, Any], config: RunConfig, ranks: int) -> DsConfig:
-    """Return ``raw`` with every "auto" filled in for ``ranks`` ranks; ``DEFAULT`` itself stands for a run without a file.
+    """Return ``raw`` with every "auto" filled in for ``ranks`` ranks; ``DEFAULT`` itself stands for no file.
 
     Raises:
         ConfigError: a literal that disagrees with RunConfig, a section that RunConfig owns, or an unknown "auto".

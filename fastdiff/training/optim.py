@@ -30,7 +30,7 @@ class SkipNonFinite:
 
     It precedes a ``torch.optim.Optimizer`` in the bases. Like ZeRO's wrappers it reports through ``overflow`` and
     ``_global_grad_norm``, and reads one flag from the device per step. Norm and factor are theirs to the bit, so that
-    one rank has the same losses with and without ZeRO.
+    one rank has the same losses with and without ZeRO, up to the rounding of AdamW.
     """
 
     param_groups: list[dict[str, Any]]

@@ -126,8 +126,8 @@ def _copy_without_memory(world: World, folder: Path) -> str:
     if world.rank == 1:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         # Room for the arenas of threads that begin later, 128 MiB of addresses each; the copy does not fit.
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**31, resource.RLIM_INFINITY))
-    large = torch.zeros(1).expand(2**30 if world.rank == 1 else 1)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**32, resource.RLIM_INFINITY))
+    large = torch.zeros(1).expand(2**31 if world.rank == 1 else 1)
     try:
         StepFolders(folder, world, "a checkpoint").draft(world, 1, {"large": large}, {}, {})
     except StorageError as error:
@@ -137,7 +137,7 @@ def _copy_without_memory(world: World, folder: Path) -> str:
 
 def test_a_host_without_memory_fails_all_ranks(tmp_path: Path) -> None:
     for message in values(forked_ranks(_copy_without_memory, tmp_path)):
-        assert "no host memory for a copy of 4.00 GiB" in message
+        assert "no host memory for a copy of 8.00 GiB" in message
 
 
 def test_the_cause_of_a_failure_is_reported_even_if_cleaning_up_fails(

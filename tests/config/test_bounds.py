@@ -114,7 +114,7 @@ def test_braces_of_many_shards_are_read(tmp_path: Path) -> None:
 def test_an_address_that_is_none_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"http://\*\*\*: not an address"):
         ShardCache("http://[::1/x", tmp_path)
-    with pytest.raises(ConfigError, match=r"http://\*\*\*: http cannot list folders"):
+    with pytest.raises(ConfigError, match=r"http://\*\*\*: not an address"):
         open_source("http://[::1/x", samples_per_unit=1)
 
 

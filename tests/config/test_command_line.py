@@ -180,7 +180,7 @@ def test_without_a_file_it_is_zero1() -> None:
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "adamw"), ("bf16", "adamw"), ("fp32", "adamw8bit")])
 def test_one_rank_shards_nothing(tmp_path: Path, precision: Precision, optimizer: str) -> None:
-    """Where the losses are equal to the bit; a given file is taken as it is, also one with the same content."""
+    """Where the losses are equal up to rounding; a given file is taken as it is, also one with the same content."""
     config = preset("digits")
     config = replace(
         config,

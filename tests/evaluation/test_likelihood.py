@@ -248,7 +248,6 @@ def test_other_noise_and_other_data(run: Path, tmp_path: Path, capsys: pytest.Ca
     ("options", "message"),
     [
         (["--nll", "--samples", "1"], "at least 2"),
-        (["--nll", "--seed", "-1"], "--seed -1: from 0"),
         (["--nll", "--ema", "0.123"], "no EMA of rate 0.123"),
         (["--samples", "5"], "--samples needs --nll"),
         (["--clip-denoised"], "--clip-denoised needs --nll"),
