@@ -33,7 +33,7 @@ class Workload:
     micro: int | None = None
     """Samples per rank and forward pass; None: the preset's with its own batch, no accumulation with another batch."""
     deepspeed: str = "zero1"
-    """A file of ``deepspeed_configs/`` without ``.json``, or a path; the default is that of a run on several ranks."""
+    """A file of ``deepspeed_configs/`` without ``.json``, or a path; the default is that of a training run."""
     precision: str | None = None
     compile: bool | None = None
     kernels: str | None = None

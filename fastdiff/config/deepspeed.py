@@ -30,9 +30,7 @@ DEFAULT: DsConfig = {
     }
 }
 """Default without a file, equal to ``deepspeed_configs/zero1.json``. It shards the optimizer state; DeepSpeed
-all-reduces the gradients and gathers the parameters, 1.5 times the traffic of plain data parallelism. One rank, which
-has nothing to shard, takes ``_ALONE`` where that changes the losses by rounding at most."""
-_ALONE: DsConfig = {"zero_optimization": {"stage": 0}}
+all-reduces the gradients and gathers the parameters, 1.5 times the traffic of plain data parallelism."""
 
 _FOREIGN = {
     "optimizer": "--optim.*",
@@ -58,7 +56,7 @@ def read(path: str) -> DsConfig:
 
 
 def resolve(raw: Mapping[str, Any], config: RunConfig, ranks: int) -> DsConfig:
-    """Return ``raw`` with every "auto" filled in for ``ranks`` ranks; ``DEFAULT`` itself stands for no file.
+    """Return ``raw`` with every "auto" filled in for ``ranks`` ranks.
 
     Raises:
         ConfigError: a literal that disagrees with RunConfig, a section that RunConfig owns, or an unknown "auto".
@@ -66,9 +64,7 @@ def resolve(raw: Mapping[str, Any], config: RunConfig, ranks: int) -> DsConfig:
     for section, flag in _FOREIGN.items():
         if section in raw:
             raise ConfigError(f'the DeepSpeed JSON has "{section}", which {flag} decides; remove it from the file')
-    is_default = raw is DEFAULT  # the object, as ``command_line.parse`` passes it; a file may have the same content
-    alone = is_default and ranks == 1 and (config.performance.precision, config.optim.name) == ("fp32", "adamw")
-    resolved: DsConfig = json.loads(json.dumps(_ALONE if alone else raw))
+    resolved: DsConfig = json.loads(json.dumps(raw))
     for path, (value, flag) in _owned_by_run_config(config, ranks).items():
         *parents, key = path.split(".")
         place = resolved

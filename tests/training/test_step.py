@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 import fastdiff
-from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.parallel.world import World
 from fastdiff.train import train
@@ -94,9 +92,9 @@ def test_plain_zero0_reads_one_flag_per_step(world: World, digits: Path, tmp_pat
     assert long - short == 20
 
 
-def test_one_rank_without_a_file_has_the_numbers_of_zero1(world: World, digits: Path, tmp_path: Path) -> None:
+def test_one_rank_without_zero_has_the_numbers_of_zero1(world: World, digits: Path, tmp_path: Path) -> None:
     """Up to rounding; norm and factor of the clipping are equal to the bit, as the first two steps show."""
-    starts = {"zero1": launch(1), "none": Launch(deepspeed=deepspeed_config.DEFAULT)}
+    starts = {"zero1": launch(1), "none": launch(0)}
     for name, start in starts.items():
         train(tiny(digits, tmp_path / name, steps=12, optim__clip=0.5), start, world)
     found = {name: [(r["loss"], r["grad_norm"]) for r in records(tmp_path / name)] for name in starts}
@@ -124,7 +122,7 @@ def test_the_update_on_one_rank_takes_as_many_operators_for_any_number_of_parame
 
     monkeypatch.setattr(Engine, "step", counted(Engine.step))
     monkeypatch.setattr(Ema, "update", counted(Ema.update))
-    start = Launch(deepspeed=deepspeed_config.DEFAULT)
+    start = launch(0)
     for depth in (1, 3):
         shape = DiTConfig(depth=depth, hidden=32, heads=2, patch=2, channels=1, size=8, classes=10)
         train(tiny(digits, tmp_path / f"{depth}", steps=3, model=shape), start, world)

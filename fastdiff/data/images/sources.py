@@ -67,26 +67,22 @@ def open_source(
     require_local("--image-root", image_root)
     _require_use("--image-root", image_root, "a file of metadata (.json, .jsonl or .csv)", is_list)
     _require_use("--dataset-config", dataset_config, "a data set of Hugging Face", not (is_other or is_folder))
-    common: dict[str, Any] = {
-        "samples_per_unit": samples_per_unit, "caption_column": caption_column, "max_samples": max_samples,
-    }  # fmt: skip
+    common: dict[str, Any] = {"caption_column": caption_column, "max_samples": max_samples}
+    per_unit = {**common, "samples_per_unit": samples_per_unit}
     if is_list:
         require(not image_root or Path(image_root).is_dir(), f"--image-root {image_root}: no such folder")
         require(classes_from == "auto", f"--classes-from {classes_from} needs a folder of images; leave it out")
-        return ImageFolder(Path(image_root or folder.parent), metadata=folder, image_column=image_column, **common)
+        return ImageFolder(Path(image_root or folder.parent), metadata=folder, image_column=image_column, **per_unit)
     if is_folder:
-        return ImageFolder(folder, split=split, classes_from=classes_from, **common)
+        return ImageFolder(folder, split=split, classes_from=classes_from, **per_unit)
     if tars is None and not folder.is_dir() and (folder.exists() or not re.fullmatch(HUB_ID, text)):
         raise _no_source(text)
     name = shown(text) if is_remote(text) else escape(text)
-    require(
-        classes_from == "auto",
-        f"--classes-from {classes_from} needs a folder of images, which {name} is not; omit it: tars and data sets "
-        "contain their classes",
-    )
+    needs = f"needs a folder of images, which {name} is not; omit it: tars and data sets contain their classes"
+    require(classes_from == "auto", f"--classes-from {classes_from} {needs}")
     if tars is not None:
-        return WebDatasetSource(tars, name=name, caption_column=caption_column, max_samples=max_samples)
-    return HuggingFaceSource(text, image_column=image_column, split=split, config=dataset_config, **common)
+        return WebDatasetSource(tars, name=name, **common)
+    return HuggingFaceSource(text, image_column=image_column, split=split, config=dataset_config, **per_unit)
 
 
 def _require_use(flag: str, value: str | None, of: str, used: bool) -> None:
