@@ -3,12 +3,21 @@ PYTHON ?= python3
 INSTALLED := .venv/installed
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo demo-t2i test test-nightly test-faults test-cluster lint bench
+# The set of versions that is installed, and the value of CUDA that asked for it, if one did.
+RECORDED := $(shell cat .venv/cuda 2>/dev/null)
+
+# The CPU on purpose, where a GPU would be an error. DeepSpeed sets CUDA_VISIBLE_DEVICES for its ranks, also on a CPU.
+ifeq ($(or $(CUDA),$(word 2,$(RECORDED))),cpu)
+export CUDA_VISIBLE_DEVICES :=
+DEVICE := --performance.device cpu
+endif
+
+.PHONY: demo demo-t2i test test-gpu test-nightly test-faults test-cluster lint bench
 
 # Real digit scans -> latent shards -> a trained DiT -> new digits, measured.
 demo: $(INSTALLED)
 	test -f data/digits/dataset.json || fastdiff encode digits data/digits
-	deepspeed fastdiff/train.py --preset digits --deepspeed_config deepspeed_configs/zero3.json
+	deepspeed fastdiff/train.py --preset digits --deepspeed_config deepspeed_configs/zero3.json $(DEVICE)
 	fastdiff evaluate runs/digits
 
 # The same scans with captions in words -> latents and embeddings -> a trained UNet -> a pipeline that diffusers loads.
@@ -16,17 +25,27 @@ demo-t2i: $(INSTALLED)
 	test -d data/digits-t2i || python -m fastdiff.cli.demo_t2i prepare data/digits-t2i
 	test -f data/digits-t2i/latents/dataset.json || fastdiff encode data/digits-t2i/images data/digits-t2i/latents \
 		--pretrained data/digits-t2i/pipeline --resolution 32 --batch 64
-	deepspeed fastdiff/train.py --preset digits-t2i --deepspeed_config deepspeed_configs/zero3.json
+	deepspeed fastdiff/train.py --preset digits-t2i --deepspeed_config deepspeed_configs/zero3.json $(DEVICE)
 	test -d runs/digits-t2i/pipeline || fastdiff export runs/digits-t2i runs/digits-t2i/pipeline --format diffusers
 	python -m fastdiff.cli.demo_t2i judge runs/digits-t2i/pipeline --picture runs/digits-t2i/digits.png
 
 # Two workers, because most tests wait for processes that they start; one thread each, because more threads than cores
 # wait for one another. Files run in the order of conftest.py, the longest first. Bytecode is cached even where the
 # environment forbids it, because hundreds of processes would compile it again.
-TWO_WORKERS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# They hide a GPU: the kernels run in Triton's interpreter, and two ranks need no two GPUs.
+ON_CPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
+TWO_WORKERS := $(ON_CPU) PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
+	python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
 	$(TWO_WORKERS) --junitxml .reports/tests.xml
+
+# On a machine with a GPU: the kernels compiled for it, and every test that needs one. Only the first command shares the
+# GPU among its tests, because some of the others time something.
+ON_GPU := env -u TRITON_INTERPRET python -m pytest --gpu
+test-gpu: $(INSTALLED)
+	$(ON_GPU) --numprocesses 4 --junitxml .reports/gpu.xml tests/ops tests/gpu
+	$(ON_GPU) --junitxml .reports/gpu-alone.xml --ignore tests/ops --ignore tests/gpu
 
 # The long trials, before a release: more kills, full-size networks, every size of a kernel.
 test-nightly: $(INSTALLED)
@@ -35,7 +54,7 @@ test-nightly: $(INSTALLED)
 # A real Slurm, ssh and pulled cables, on machines made of Linux namespaces; as root. Installs what is missing (Debian).
 test-cluster: $(INSTALLED)
 	bash tests/slurm/install.sh
-	python -m pytest -m cluster --junitxml .reports/cluster.xml tests/slurm
+	$(ON_CPU) python -m pytest -m cluster --junitxml .reports/cluster.xml tests/slurm
 
 # Every fault of docs/reliability.md, and the table there: in a night, or with NIGHTLY= as often as the tests.
 NIGHTLY ?= --nightly --timeout 7200
@@ -43,7 +62,7 @@ test-faults: $(INSTALLED)
 	bash tests/slurm/install.sh
 	rm -rf .reports
 	-$(TWO_WORKERS) -m "fault and not cluster" $(NIGHTLY) --junitxml .reports/tests.xml
-	-python -m pytest -m "fault and cluster" $(NIGHTLY) --junitxml .reports/cluster.xml tests/slurm
+	-$(ON_CPU) python -m pytest -m "fault and cluster" $(NIGHTLY) --junitxml .reports/cluster.xml tests/slurm
 	python -m tests.support.fault_table .reports/*.xml
 
 lint: $(INSTALLED)
@@ -55,8 +74,14 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	bash bench/gpu.sh
 
-$(INSTALLED): pyproject.toml constraints.txt fastdiff/__init__.py
-	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt .venv/bin/python -m pip install --quiet torch triton
-	PIP_CONSTRAINT=constraints.txt .venv/bin/python -m pip install --quiet --editable ".[dali,xformers,peft,remote,hf,bench,dev]"
-	touch $@
+# CUDA=12, CUDA=13 or CUDA=cpu instead of what install.py chooses by the driver; a change of it installs anew.
+ifneq ($(CUDA),)
+ifneq ($(CUDA),$(firstword $(RECORDED)))
+$(INSTALLED): anew
+endif
+endif
+.PHONY: anew
+anew:
+
+$(INSTALLED): install.py pyproject.toml constraints-common.txt constraints.txt constraints-cu12.txt fastdiff/__init__.py
+	CUDA=$(CUDA) $(PYTHON) install.py

@@ -11,7 +11,7 @@ from types import FrameType
 
 from bench import BenchError
 from fastdiff.config.argument_types import Parser
-from fastdiff.errors import as_storage_error, report
+from fastdiff.errors import report_any
 
 COMMANDS = (
     "op", "step", "scripts", "startup", "data", "scale", "checkpoint", "aot", "objectives", "compare", "report"
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     except BenchError as error:
         parser.error(str(error))
     except OSError as error:
-        return report(as_storage_error(error))
+        return report_any(error)
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

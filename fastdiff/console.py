@@ -51,14 +51,17 @@ class _Formatter(logging.Formatter):
 
 
 class _Once(logging.Filter):
-    """Filter that drops repeated warnings, and library warnings on all ranks of a node except the first."""
+    """Filter that drops repeated warnings, and library warnings on all ranks of a node except the first.
+
+    A warning with the attribute ``repeats`` is never dropped.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.given: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING:
+        if record.levelno < logging.WARNING or getattr(record, "repeats", False):
             return True
         foreign = record.name.partition(".")[0] != _NAME
         if foreign and record.levelno < logging.ERROR and os.environ.get("LOCAL_RANK", "0") != "0":

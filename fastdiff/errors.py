@@ -39,7 +39,8 @@ _REMEDIES = {
 _LONGEST_PATH = 800
 _NOT_OF_STORAGE = (ConnectionError, ChildProcessError, ProcessLookupError)
 _LOST_CONNECTION = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|ncclRemoteError|remote process exited", re.IGNORECASE
+    r"connection (was )?(likely )?(closed|reset|refused)|got 0 bytes|broken pipe|ncclRemoteError|remote process exited",
+    re.IGNORECASE,
 )
 """Matches messages of gloo and NCCL about a lost connection to another rank."""
 
@@ -75,6 +76,12 @@ class DivergedError(FastdiffError):
 
     exit_code = 70
     usually_everywhere = True
+
+
+class NoMemoryError(FastdiffError):
+    """The memory of a rank, on its GPU or its host, does not suffice for a step."""
+
+    exit_code = 70
 
 
 class StorageError(FastdiffError):
@@ -115,18 +122,15 @@ def is_lost_connection(message: str) -> bool:
     return _LOST_CONNECTION.search(message) is not None
 
 
-def is_of_storage(error: Exception) -> bool:
-    """Return whether it is a file system error, rather than one of a lost connection or a dead process."""
+def explained(error: Exception) -> Exception:
+    """Return the StorageError of a file system error, and any other error as it is.
+
+    An error of a lost connection or of a dead process is none of the file system.
+    """
     if not isinstance(error, OSError) or isinstance(error, _NOT_OF_STORAGE):
-        return False
-    return error.errno in _REMEDIES or (error.errno is not None and error.filename is not None)
-
-
-def as_storage_error(error: OSError) -> StorageError:
-    """Convert a file system error to a StorageError; raise any other error again."""
-    if not is_of_storage(error):
-        raise error
-    return storage_error(error)
+        return error
+    is_of_storage = error.errno in _REMEDIES or (error.errno is not None and error.filename is not None)
+    return storage_error(error) if is_of_storage else error
 
 
 def storage_error(error: OSError) -> StorageError:
@@ -148,8 +152,7 @@ def remedy(error: OSError) -> str:
 
 def report_any(error: Exception) -> int:
     """Print an error of a command, with its traceback if it is a bug, and return the exit code."""
-    if isinstance(error, OSError) and is_of_storage(error):
-        error = as_storage_error(error)
+    error = explained(error)
     if isinstance(error, FastdiffError):
         return report(error)
     write_line("".join(traceback.format_exception(error)).rstrip())

@@ -26,6 +26,15 @@ class JsonLines(AppendedFile):
         clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in record.items()}
         self.append(json.dumps(clean).encode() + b"\n")
 
+    def read(self) -> list[Record]:
+        """Return the records of the file, also those that wait for room.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        on_disk = self._path.read_bytes() if self._path.exists() else b""
+        return _records(on_disk + b"".join(self._waiting))
+
 
 def read_records(path: Path) -> list[Record]:
     """Return the records of a file, without lines that are none; an absent file has none.
@@ -33,9 +42,7 @@ def read_records(path: Path) -> list[Record]:
     Raises:
         OSError: the file cannot be read.
     """
-    if not path.exists():
-        return []
-    return [record for line in path.read_bytes().splitlines() if (record := _record(line)) is not None]
+    return _records(path.read_bytes()) if path.exists() else []
 
 
 def drop_records_after(path: Path, step: int) -> None:
@@ -71,6 +78,10 @@ def _cut(path: Path, size: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _records(content: bytes) -> list[Record]:
+    return [record for line in content.splitlines() if (record := _record(line)) is not None]
 
 
 def _record(line: bytes) -> Record | None:

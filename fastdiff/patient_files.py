@@ -7,10 +7,48 @@ from collections import deque
 from pathlib import Path
 
 from fastdiff.console import log
-from fastdiff.files import publish
+from fastdiff.files import NO_SPACE, publish
 
 _MOST = 2**26
 """Bytes of a file, or of all whole files, that wait in memory; later ones are lost."""
+
+
+class _FullDisks:
+    """Disks without room and the files that wait for it; each is reported when its first file has to wait.
+
+    A file that waits for another reason is reported by its own name.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Path, set[Path]] = {}
+
+    def note(self, path: Path, error: OSError) -> None:
+        """Note that a file waits."""
+        is_full = error.errno in NO_SPACE
+        where = mount_point(path) if is_full else path
+        if where not in self._waiting:
+            what = f"{path} and later files on this disk wait" if is_full else "it waits"
+            warning = f"{where}: {error.strerror}; {what} in memory until there is room"
+            log.warning(warning, extra={"repeats": True})  # it may become full again
+        self._waiting.setdefault(where, set()).add(path)
+
+    def forget(self, path: Path) -> None:
+        """Note that a file is written, or lost."""
+        for where, waiting in list(self._waiting.items()):
+            waiting.discard(path)
+            if not waiting:
+                del self._waiting[where]
+
+
+def mount_point(path: Path) -> Path:
+    """Return where the file system of a file is mounted; the file and its folder need not exist."""
+    folder = Path(os.path.realpath(path.parent))
+    while not os.path.ismount(folder):
+        folder = folder.parent
+    return folder
+
+
+_full_disks = _FullDisks()
 
 
 class AppendedFile:
@@ -38,13 +76,21 @@ class AppendedFile:
             self._lost += 1
         else:
             self._waiting.append(record)
+        self.retry()
+
+    def retry(self) -> None:
+        """Write the records that wait, as far as there is room.
+
+        Raises:
+            OSError: with the path; one cannot be written, and the file is not ``patient``.
+        """
         try:
             self._write()
         except OSError as error:
             if not self._patient:
                 self._waiting.clear()
                 raise OSError(error.errno, error.strerror, str(self._path)) from None
-            log.warning(f"{self._path}: {error.strerror}; its records wait in memory until they can be written")
+            _full_disks.note(self._path, error)
 
     def close(self) -> None:
         """Write what still waits, if possible, and close the file."""
@@ -53,6 +99,7 @@ class AppendedFile:
         except OSError as error:
             self._lost += len(self._waiting)
             log.warning(f"{self._path}: {error.strerror}")
+            _full_disks.forget(self._path)
         if self._lost:
             log.warning(f"{self._path}: {self._lost} records are lost, for which there was no room")
         if self._descriptor is not None:
@@ -69,6 +116,7 @@ class AppendedFile:
             self._waiting[0] = self._waiting[0][written:]
             if not self._waiting[0]:
                 self._waiting.popleft()
+        _full_disks.forget(self._path)
 
 
 class WholeFiles:
@@ -116,16 +164,19 @@ class WholeFiles:
                 self._keep(path, error)
             else:
                 del self._waiting[path]
+                _full_disks.forget(path)
 
     def close(self) -> None:
         """Write what still waits, if possible."""
         self.retry()
         for path in self._waiting:
             log.warning(f"{path} is lost, for which there was no room")
+            _full_disks.forget(path)
 
     def _keep(self, path: Path, error: OSError) -> None:
         if sum(map(len, self._waiting.values())) > _MOST:
             del self._waiting[path]
             log.warning(f"{path} is lost: {error.strerror}, and too many files wait in memory")
+            _full_disks.forget(path)
         else:
-            log.warning(f"{path}: {error.strerror}; it waits in memory until it can be written")
+            _full_disks.note(path, error)

@@ -29,9 +29,10 @@ from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log, quieten, write_line
-from fastdiff.errors import FastdiffError, Preempted, as_storage_error, is_lost_connection, is_of_storage, report
+from fastdiff.errors import FastdiffError, Preempted, explained, is_lost_connection, report
 from fastdiff.exit_message import say_once
 from fastdiff.files import raise_open_files
+from fastdiff.parallel.fixed_order import reserve_workspaces, without_fixed_order
 from fastdiff.parallel.heartbeat import note_failure
 from fastdiff.parallel.preemption import StopRequest, listening
 from fastdiff.parallel.world import World, start_world, stop_world, world_size
@@ -40,7 +41,7 @@ from fastdiff.standard_streams import lossy_output
 from fastdiff.training.build import Run, build
 from fastdiff.training.callbacks.base import Callbacks
 from fastdiff.training.callbacks.divergence import RewindRequest
-from fastdiff.training.state import TrainState
+from fastdiff.training.state import TrainState, out_of_memory
 
 _INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as of a shell."""
@@ -67,6 +68,7 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
             gc.enable()
         world.agree(None)  # from here on every rank has a state to save
         stop.arm(run.state.heart)
+        run.state.meters.restart_clock()
         try:
             _take_all_steps(run)
             run.state.heart.beat(run.state.progress.steps, "end")
@@ -78,8 +80,10 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
                 stop.answered = True
             raise
         except Exception as error:
+            if (told := out_of_memory(error, run.state)) is not None:
+                error = told
             _note(error)  # before other ranks that wait for this one notice
-            raise
+            raise error
         return run.state.progress
 
 
@@ -138,8 +142,9 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
     if launch.dry_run:
         command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, world_size()))
         return 0
+    reserve_workspaces(config.performance.deterministic)
     # The hang detection must act first: it knows more than a collective that timed out.
-    world = start_world(timeout_s=2 * launch.hang_timeout_s)
+    world = start_world(2 * launch.hang_timeout_s, config.performance.device)
     check_if_requested(config, world)
     train(config, launch, world, stop)
     stop_world()
@@ -161,17 +166,17 @@ def _report(error: Exception | KeyboardInterrupt, stop: StopRequest) -> int:
     if isinstance(error, FastdiffError):
         return report(error)
     code = say_once(1, partial(_say, error))
-    if isinstance(error, RuntimeError) and stop.reason is None and world_size() > 1:
-        # Most likely another rank ended and cut the connection. The launcher must find that one first: its exit code
-        # is that of the run.
+    if is_lost_connection(str(error)) and stop.reason is None and world_size() > 1:
+        # Another rank ended and cut the connection. The launcher must find that one first: its exit code is that of the
+        # run.
         sys.stderr.flush()
         time.sleep(_GRACE_S)
     return code
 
 
 def _explained(error: Exception) -> Exception:
-    """Return the StorageError of a file system error, and any other error as it is."""
-    return as_storage_error(error) if isinstance(error, OSError) and is_of_storage(error) else error
+    """Return the error with the cause and the remedy for one of the file system or of torch, any other as it is."""
+    return without_fixed_order(error) or explained(error)
 
 
 def _say(error: Exception) -> None:

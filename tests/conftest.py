@@ -25,16 +25,20 @@ if not torch.cuda.is_available():
 # The commands of this environment, as in a shell that has activated it.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
+_OPS = Path(__file__).parent / "ops"
 _skipped_without_reason: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also the long trials, each as often as a night allows")
+    parser.addoption("--gpu", action="store_true", help="only the tests of the kernels and those that need a GPU")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """End at SIGTERM as at Ctrl-C: tests and fixtures stop what they started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if config.getoption("--gpu") and not torch.cuda.is_available():
+        raise pytest.UsageError("--gpu: torch sees no CUDA device; fastdiff doctor tells why")
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +50,7 @@ def nightly(request: pytest.FixtureRequest) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     select_trials(config, items)
+    select_for_gpu(config, items)
     items.sort(key=lambda item: -durations.expected(item.path))
     for item in items:
         item.user_properties += [("fault", mark.args[0]) for mark in item.iter_markers("fault")]
@@ -65,6 +70,14 @@ def select_trials(config: pytest.Config, items: list[pytest.Item]) -> None:
     long = [item for item in items if item.get_closest_marker("nightly")]
     config.hook.pytest_deselected(items=long)
     items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+def select_for_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --gpu, deselect what neither needs a GPU nor is a test of the kernels, which a GPU compiles."""
+    if config.getoption("--gpu"):
+        wanted = [item for item in items if item.get_closest_marker("gpu") or item.path.parent == _OPS]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
+        items[:] = wanted
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -93,12 +106,16 @@ def fast_interpreter() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _as_for_the_first_test() -> Iterator[None]:
-    """Undo what a run leaves in its process: warnings that are given once, and signals that it ignores at its end."""
+    """Undo what a run leaves in its process: warnings that are given once, signals that it ignores at its end, and the
+    linear layer with which ZeRO-3 replaces torch's, which rounds differently in bf16.
+    """
     from fastdiff.console import once
 
     once.given.clear()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    linear = torch.nn.functional.linear
     yield
+    torch.nn.functional.linear = linear
     for number, handler in before.items():
         signal.signal(number, handler)
 

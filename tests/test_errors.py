@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastdiff.cli.main import main
-from fastdiff.errors import StorageError, as_storage_error, is_of_storage
+from fastdiff.errors import StorageError, explained, is_lost_connection
 
 OF_FILES = [
     errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EMFILE,
@@ -19,7 +19,7 @@ OF_FILES = [
 
 @pytest.mark.parametrize("number", OF_FILES, ids=errno.errorcode.get)
 def test_an_error_with_a_file_name_is_of_storage(number: int) -> None:
-    error = as_storage_error(OSError(number, os.strerror(number), "/a/file"))
+    error = explained(OSError(number, os.strerror(number), "/a/file"))
     assert isinstance(error, StorageError)
     assert str(error).startswith(f"/a/file: {os.strerror(number)}; ")
     assert len(str(error).partition("; ")[2]) > 10, "what to do"
@@ -27,11 +27,11 @@ def test_an_error_with_a_file_name_is_of_storage(number: int) -> None:
 
 def test_both_names_of_a_rename_are_named() -> None:
     error = OSError(errno.EXDEV, os.strerror(errno.EXDEV), "a", None, b"b")
-    assert str(as_storage_error(error)).startswith("a -> b: ")
+    assert str(explained(error)).startswith("a -> b: ")
 
 
 def test_a_long_path_leaves_room_for_the_cause() -> None:
-    error = as_storage_error(OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "9" * 5000, None, "b" * 5000))
+    error = explained(OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "9" * 5000, None, "b" * 5000))
     assert "9 ... -> b" in str(error)
     assert len(str(error)) < 2000, "what a message shows of it"
     assert "b ...: File name too long; choose a shorter name" in str(error)
@@ -51,7 +51,7 @@ def test_a_long_path_leaves_room_for_the_cause() -> None:
     ids=repr,
 )
 def test_errors_of_connections_and_processes_are_not_of_storage(error: Exception) -> None:
-    assert not is_of_storage(error)
+    assert explained(error) is error
 
 
 def _too_long(tmp_path: Path) -> str:
@@ -108,3 +108,16 @@ def test_a_path_that_cannot_be_is_one_message(
     said = capsys.readouterr().err
     assert said.count("fastdiff: error") == 1, said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1",
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+        "Failed to send, sent 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+    ],
+)
+def test_lost_connections_are_recognised(message: str) -> None:
+    assert is_lost_connection(message)
+    assert not is_lost_connection("mat1 and mat2 shapes cannot be multiplied")

@@ -69,6 +69,7 @@ def test_records_wait_for_room(tmp_path: Path) -> None:
                     break
         for step in range(100):
             lines.write({"step": step, "text": "x" * 100})
+        assert [record["step"] for record in lines.read()] == list(range(100)), "also those that wait"
         with pytest.raises(OSError, match="hasty"):
             hasty.write({"step": 0, "text": "x" * 5000})  # more than a block
         (disk / "ballast").unlink()

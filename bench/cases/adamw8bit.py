@@ -67,6 +67,19 @@ def _call(inputs: Inputs, backend: Backend) -> Tensor:
     return result
 
 
+def _fused_adamw(inputs: Inputs) -> Callable[[], tuple[()]]:
+    """Prepare torch's AdamW with moments in fp32, whose outputs are others: the price of 8 bits is compared."""
+    parameter = nn.Parameter(inputs["param"])
+    parameter.grad = inputs["grad"]
+    optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
+
+    def step() -> tuple[()]:
+        optimizer.step()
+        return ()
+
+    return step
+
+
 def _optimizer(load: Callable[[], Any]) -> Callable[[Inputs], Callable[[], tuple[()]]]:
     """Prepare another library's AdamW8bit; its moments have another encoding, so its outputs cannot be compared.
 
@@ -90,6 +103,7 @@ def _optimizer(load: Callable[[], Any]) -> Callable[[Inputs], Callable[[], tuple
 _OTHER_LIBRARIES = {
     "bitsandbytes": _optimizer(lambda: import_module("bitsandbytes.optim")),
     "torchao": _optimizer(lambda: import_module("torchao.optim")),
+    "fp32 AdamW": _fused_adamw,
 }
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
-import torch
-
 from bench import BenchError
 from bench.records import record
+from fastdiff.errors import ConfigError
+from fastdiff.parallel.devices import usable_gpus
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -49,11 +49,15 @@ def device(arguments: argparse.Namespace) -> str:
     """Return the device, ``cuda`` or ``cpu``.
 
     Raises:
-        BenchError: cuda is requested and not available.
+        BenchError: cuda is requested and not available, or a GPU is present that torch cannot use.
     """
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    try:
+        gpus = usable_gpus("cpu" if arguments.device == "cpu" else "auto")
+    except ConfigError as error:
+        raise BenchError(str(error)) from None
+    if arguments.device == "cuda" and not gpus:
         raise BenchError("--device cuda: there is no CUDA device to measure on; use --device cpu to try the harness")
-    return arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return "cuda" if gpus else "cpu"
 
 
 def open_log(arguments: argparse.Namespace, command: str, what: str | None = None) -> record.Log:

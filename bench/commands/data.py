@@ -25,7 +25,7 @@ from bench.readers.figures import READER, Case
 from bench.readers.samples import KINDS, Samples
 from bench.records.record import Failure, Log
 from bench.records.tables import progress
-from fastdiff.data.loading.build import dali_installed
+from fastdiff.data.dali_trial import dali_installed
 
 _TOLERATED = 0.01
 """Tolerated share of files in the page cache in a cold case, or missing from it in a warm case."""

@@ -108,6 +108,7 @@ def add(commands: Commands) -> None:
     """Register the command."""
     parser = commands.add_parser("op", help="time every op by every implementation")
     add_choice(parser, OPS)
+    parser.add_argument("--large", action="store_true", help="the batch of a training step also on a CPU")
     add_measuring(parser)
     parser.set_defaults(run=_run_command)
 
@@ -117,11 +118,20 @@ def _run_command(arguments: argparse.Namespace) -> int:
     if device == "cuda" and launch.INTERPRETED:
         raise BenchError("TRITON_INTERPRET is set: the kernels would run on the CPU; unset it")
     with open_log(arguments, "op") as log:
-        return main(first_of_each(cases) if arguments.smoke else cases, device, log, smoke=arguments.smoke)
+        cases = first_of_each(cases) if arguments.smoke else cases
+        return main(cases, device, log, smoke=arguments.smoke, large=arguments.large)
 
 
-def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool) -> int:
-    """Time the cases, record and print every result; return 1 if a default implementation or the reference fails."""
+def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool, large: bool = False) -> int:
+    """Time the cases, record and print every result; return 1 if a default implementation or the reference fails.
+
+    Args:
+        cases: the cases.
+        device: ``cuda`` or ``cpu``.
+        log: gets every result.
+        smoke: few repetitions of the smallest sizes.
+        large: use the batch of a training step, as on a GPU without ``smoke``.
+    """
     effort = QUICK if smoke else FULL
     stopwatch, limits = Stopwatch(device, effort), roofline.measure(device, effort)
     for measurement in limits.measurements(BENCH):
@@ -135,7 +145,7 @@ def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool) -> int:
     with torch._functorch.config.patch(donated_buffer=False):
         for case in cases:
             progress(str(case))
-            for row in run(case, device, stopwatch, large=device == "cuda" and not smoke):
+            for row in run(case, device, stopwatch, large=large or (device == "cuda" and not smoke)):
                 progress("")
                 if isinstance(row, Result):
                     results.append(row)

@@ -66,8 +66,9 @@ class Plan:
     def messages(self, stage: str, ranks: int) -> list[Message]:
         """Return the modelled messages of a step."""
         config = self.workload.config(Path(), Path())
-        parameters, width = parameters_of(config.model), width_of(config.performance.precision)
-        return [*self.zero(stage).messages(parameters, width, ranks), CONSENSUS]
+        performance = config.performance
+        widths = width_of(performance.precision), ranks, width_of(performance.sums)
+        return [*self.zero(stage).messages(parameters_of(config.model), *widths), CONSENSUS]
 
 
 def add(commands: Commands) -> None:

@@ -1,15 +1,18 @@
-"""``bench scripts``: processor time of a step, beside the published scripts that ``fastdiff compat`` translates.
+"""``bench scripts``: cost of a step, beside the published scripts that ``fastdiff compat`` translates.
 
 Small networks on one thread, where the work around the network counts. Each script is rendered from its published form
-(``bench/trainers/scripts``); fastdiff runs with the flags that compat prints for it. They step in turns, and the
-processor time of a session covers all threads and child processes: batches that are read ahead count.
+(``bench/trainers/scripts``); fastdiff runs with the flags that compat prints for it. They step in turns: once on one
+core for the processor time, which covers all threads and child processes, so that batches that are read ahead count;
+once on all cores for the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 from bench import BenchError
 from bench.commands.arguments import Commands, add_cases, cases, open_log
 from bench.measure.interleaved import Effort, Program, Result, run_interleaved
+from bench.measure.session import Steps
 from bench.measure.timing import Timing
 from bench.records.record import Failure, Log, Measurement, measured
 from bench.records.tables import table
@@ -50,9 +54,7 @@ class _Case:
 
 def add(commands: Commands) -> None:
     """Register the command."""
-    parser = commands.add_parser(
-        "scripts", help="processor time of a step beside published scripts", description=__doc__
-    )
+    parser = commands.add_parser("scripts", help="cost of a step beside published scripts", description=__doc__)
     add_cases(parser, _CASES)
     parser.add_argument("--rounds", type=int, help=f"sessions of {_FULL.steps} steps; default: {_FULL.rounds}")
     parser.add_argument("--smoke", action="store_true", help="two steps each: does everything run?")
@@ -70,44 +72,78 @@ def _run(arguments: argparse.Namespace) -> int:
     effort = replace(effort, rounds=effort.rounds if arguments.rounds is None else arguments.rounds)
     if effort.rounds < 2:
         raise BenchError(f"--rounds {effort.rounds}: at least 2")
-    rows, code = [["script", "theirs ms", "fastdiff ms", "fastdiff / theirs"]], 0
+    rows, code = [["script", "", "theirs ms", "fastdiff ms", "fastdiff / theirs"]], 0
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-scripts-") as folder, open_log(arguments, _BENCH) as log:
         for script in chosen:
-            case = _CASES[script](Path(folder))
-            results = _measured(case, Path(folder), effort)
-            rows.append(_written(log, case, results, effort))
-            code |= any(result.failure is not None for result in results.values())
-        print(f"{table(rows, '<>>>')}\n\nrecord: {log.path}")
+            for quantity in _QUANTITIES:
+                own = Path(folder) / f"{script}-{quantity.cores}"
+                own.mkdir()
+                case = _CASES[script](own)
+                results = _measured(case, quantity, own, effort)
+                rows.append(_written(log, case, quantity, results))
+                code |= any(result.failure is not None for result in results.values())
+        print(f"{table(rows, '<<>>>')}\n\nrecord: {log.path}")
     return code
 
 
-def _measured(case: _Case, folder: Path, effort: Effort) -> dict[str, Result]:
+@dataclass(frozen=True, slots=True)
+class _Quantity:
+    """What is measured of the sessions of a program."""
+
+    name: str
+    cores: int | None
+    """Cores that a program may use; None: all."""
+    seconds: Callable[[Steps], float]
+    """Of a step, from a session."""
+
+
+_QUANTITIES = (
+    _Quantity("processor time of a step", 1, lambda steps: steps.cpu_seconds / len(steps.seconds)),
+    _Quantity("time of a step", None, lambda steps: sum(steps.seconds) / len(steps.seconds)),
+)
+"""Processor time on one core, because two threads of a program on one physical core would slow each other down."""
+
+
+@contextmanager
+def _on_cores(count: int | None) -> Iterator[None]:
+    """Restrict this process, and those that it starts, to the first ``count`` of its cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _measured(case: _Case, quantity: _Quantity, folder: Path, effort: Effort) -> dict[str, Result]:
     translated.prepare(case.script, case.flags, folder)
     ours = Program("fastdiff", translated.run, (case.script, case.flags, folder), environment=_ONE_THREAD)
     theirs = Program("script", case.run, case.arguments, environment=_ONE_THREAD)
-    return run_interleaved([ours, theirs], effort, device="cpu")
+    with _on_cores(quantity.cores):
+        return run_interleaved([ours, theirs], effort, device="cpu")
 
 
-def _written(log: Log, case: _Case, results: dict[str, Result], effort: Effort) -> list[str]:
-    """Write the processor time of a step, and per round the ratio; return a row of the table."""
+def _written(log: Log, case: _Case, quantity: _Quantity, results: dict[str, Result]) -> list[str]:
+    """Write the quantity of both programs, and per round the ratio; return a row of the table."""
+    name = quantity.name if quantity.cores is None else f"{quantity.name}, {quantity.cores} core"
     if failed := {name: result.failure for name, result in results.items() if result.failure is not None}:
-        for name, reason in failed.items():
-            log.write(Failure(bench=_BENCH, case=case.name, provider=name, reason=reason))
-        return [case.script, *(failed.get(name, "-") for name in ("script", "fastdiff")), "-"]
-    seconds = {name: [steps.cpu_seconds / effort.steps for steps in found.sessions] for name, found in results.items()}
+        for provider, reason in failed.items():
+            log.write(Failure(bench=_BENCH, case=case.name, provider=provider, reason=reason))
+        return [case.script, name, *(failed.get(provider, "-") for provider in ("script", "fastdiff")), "-"]
+    seconds = {provider: list(map(quantity.seconds, found.sessions)) for provider, found in results.items()}
     shares = [ours / theirs for ours, theirs in zip(seconds["fastdiff"], seconds["script"], strict=True)]
-    kinds = {name: (Timing.of(values), "processor time of a step", "ms", 1e3) for name, values in seconds.items()}
-    kinds["fastdiff over script"] = (Timing.of(shares), "ratio of the processor times", "1", 1.0)
-    for provider, (timing, quantity, unit, scale) in kinds.items():
+    kinds = {provider: (Timing.of(values), name, "ms", 1e3) for provider, values in seconds.items()}
+    kinds["fastdiff over script"] = (Timing.of(shares), f"ratio of the {name}", "1", 1.0)
+    for provider, (timing, written, unit, scale) in kinds.items():
         log.write(
             Measurement(
-                bench=_BENCH, case=case.name, provider=provider, quantity=quantity, unit=unit, better="lower",
+                bench=_BENCH, case=case.name, provider=provider, quantity=written, unit=unit, better="lower",
                 **measured(timing, scale),
             )
         )  # fmt: skip
-    theirs, ours, ratio = (kinds[name][0] for name in ("script", "fastdiff", "fastdiff over script"))
+    theirs, ours, ratio = (kinds[provider][0] for provider in ("script", "fastdiff", "fastdiff over script"))
     return [
-        case.script, f"{1e3 * theirs.median:.1f}", f"{1e3 * ours.median:.1f}",
+        case.script, name, f"{1e3 * theirs.median:.1f}", f"{1e3 * ours.median:.1f}",
         f"{ratio.median:.3f} ({ratio.p20:.3f}-{ratio.p80:.3f})",
     ]  # fmt: skip
 

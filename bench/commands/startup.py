@@ -129,7 +129,9 @@ def _programs(case: str, folder: Path, runs: Path) -> Iterator[_Program]:
     }
     for number, (name, words) in enumerate(starts.items()):
         run = runs / str(number)
-        flags = (*train_flags(case, _flags(case, folder, run)), "--output.log_every", "1")
+        # By the flag, because DeepSpeed's launcher shows its rank a hidden GPU.
+        cpu = ("--performance.device", "cpu")
+        flags = (*train_flags(case, _flags(case, folder, run)), "--output.log_every", "1", *cpu)
         yield _Program(name, (*words, *flags), run / "metrics.jsonl")
     for name, launcher in {
         SCRIPT: (python, "-m"),

@@ -90,4 +90,5 @@ def environment(threads: int) -> dict[str, str]:
     """Return the environment of a program on the CPU, without a launcher's variables."""
     launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in launchers}
+    kept["CUDA_VISIBLE_DEVICES"] = ""
     return kept | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -6,7 +6,6 @@ All are built one after the other before the first session, and wait while anoth
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import shutil
@@ -31,17 +30,13 @@ from bench import BenchError
 from bench.measure.session import Enough, Fact, Steps, StepTimer
 from bench.measure.timing import Timing
 from bench.records.tables import progress
+from fastdiff.models.cost.memory import exhausted
 from fastdiff.parallel.world import free_port
 from fastdiff.training.metrics import peak_resident_bytes
 
 _LAST_LINES = 30
 _PARTING_SECONDS = 5.0
 """Grace period in seconds for a stopped program to end by itself."""
-_NO_MEMORY = (
-    "out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)  # fmt: skip
-"""Out-of-memory messages of torch's allocators, of CUDA's runtime and libraries, and of Triton, as RuntimeErrors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,22 +321,7 @@ def _work(
 
 def ran_out(error: BaseException) -> bool:
     """Return whether GPU or system memory ran out, also if torch.compile or another library wrapped the error."""
-    chain: list[BaseException] = []
-    open_: list[BaseException | None] = [error]
-    while open_:
-        one = open_.pop()
-        if one is not None and one not in chain:
-            chain.append(one)
-            open_ += [one.__cause__, one.__context__]
-    return any(_says_no_memory(one) for one in chain)
-
-
-def _says_no_memory(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if isinstance(error, RuntimeError):
-        return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)
-    return isinstance(error, MemoryError)
+    return exhausted(error) is not None
 
 
 def _memory(device: torch.device) -> Memory:

@@ -20,7 +20,7 @@ from bench.measure.timing import Timing
 from bench.measure.workload import Workload
 from bench.records.record import Better, Fact, Failure, Measurement, measured
 from fastdiff.config.run import RunConfig
-from fastdiff.models.flops import peak_flops, training_flops
+from fastdiff.models.cost.flops import peak_flops, training_flops
 
 BENCH = "step"
 PHASES = ("data", "objective", "forward", "backward", "optimizer", "ema", "other")

@@ -39,6 +39,10 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute", action=argparse.BooleanOptionalAction, help="recompute each block in the backward pass"
     )
+    parser.add_argument(
+        "--deterministic", action=argparse.BooleanOptionalAction, help="add in a fixed order everywhere; its price: "
+        "--sweep deterministic=false,true",
+    )  # fmt: skip
     parser.add_argument("--loader", help="as --data.loader")
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="NAME=V1,V2,...",

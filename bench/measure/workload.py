@@ -12,11 +12,11 @@ from bench.measure.session import Fact
 from bench.records.fingerprint import ROOT
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.config_file import from_mapping
-from fastdiff.config.data import DataConfig
+from fastdiff.config.data import DataConfig, ValidationConfig
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.presets import preset
-from fastdiff.config.run import OutputConfig, RunConfig, ValidationConfig
+from fastdiff.config.run import OutputConfig, RunConfig
 from fastdiff.errors import ConfigError
 
 _STEPS = 1_000_000
@@ -33,13 +33,14 @@ class Workload:
     micro: int | None = None
     """Samples per rank and forward pass; None: the preset's with its own batch, no accumulation with another batch."""
     deepspeed: str = "zero1"
-    """A file of ``deepspeed_configs/`` without ``.json``, or a path; the default is that of a training run."""
+    """A file of ``deepspeed_configs/`` without ``.json``, or a path; the default is that of a run on several ranks."""
     precision: str | None = None
     compile: bool | None = None
     kernels: str | None = None
     attention: str | None = None
     optimizer: str | None = None
     recompute: bool | None = None
+    deterministic: bool | None = None
     loader: str | None = None
 
     def config(self, data: Path, folder: Path) -> RunConfig:
@@ -59,7 +60,7 @@ class Workload:
         micro = base.batch.micro if self.micro is None and self.batch is None else self.micro
         performance = _given(
             precision=self.precision, compile=self.compile, kernels=self.kernels, attention=self.attention,
-            recompute=self.recompute,
+            recompute=self.recompute, deterministic=self.deterministic,
         )  # fmt: skip
         config = replace(
             base,
@@ -125,6 +126,7 @@ class Workload:
         parts = ["fastdiff", Path(self.deepspeed).stem]
         parts += [] if self.compile is None else ["compiled" if self.compile else "eager"]
         parts += ["recompute"] if self.recompute else []
+        parts += ["deterministic"] if self.deterministic else []
         return " ".join([*parts, *(f"{name}={value}" for name, value in choices.items() if value is not None)])
 
     @property
@@ -142,6 +144,7 @@ class Workload:
             "attention": config.performance.attention,
             "optimizer": config.optim.name,
             "recompute": config.performance.recompute,
+            "deterministic": config.performance.deterministic,
             "loader": config.data.loader,
             **({"deepspeed_file": os.path.relpath(self._path)} if self._is_path else {}),
         }

@@ -200,7 +200,7 @@ def _predict(
         cells = []
         for stage, zero in zeros.items():
             compute = Compute.of(source.seconds, source.phases, zero.shards)
-            messages = zero.messages(source.parameters, width_of(source.precision), gpus)
+            messages = zero.messages(source.parameters, width_of(source.precision), gpus, width_of("fp32"))
             seconds = step_seconds(compute, messages, _cost(cluster, gpus), gpus, overlap=not arguments.no_overlap)
             efficiency = source.seconds / seconds
             volume = sum(sent(message.kind, message.bytes, gpus) for message in messages) / 2**30
@@ -240,7 +240,7 @@ def _assumptions(
         else "none",
         "weak scaling": "the same samples per GPU, one micro-batch per step, no GPU waits for another or for data",
         "parameters": sum(source.parameters),
-        "bytes per element": width_of(source.precision),
+        "bytes per element": f"{width_of(source.precision)}, of gradients {width_of('fp32')}",
         "GPUs per node": cluster.per_node,
         "inside, GB/s": cluster.inside.bandwidth / 1e9,
         "inside, us per message": 1e6 * cluster.inside.latency,

@@ -86,30 +86,32 @@ class Zero:
         """Phases whose work is divided among the ranks; fastdiff shards the EMA at every stage."""
         return ("optimizer", "ema") if self.stage else ("ema",)
 
-    def messages(self, parameters: Sequence[int], width: int, ranks: int) -> list[Message]:
+    def messages(self, parameters: Sequence[int], width: int, ranks: int, sums: int | None = None) -> list[Message]:
         """Return all collectives of a step.
 
         Args:
             parameters: elements of each, in the order of the model; all are trained. Their gradients are assumed to be
                 ready in reverse order; if autograd has another order, the buckets have other borders.
-            width: bytes per element of the compute parameters and their gradients.
+            width: bytes per element of the compute parameters.
             ranks: number of ranks.
+            sums: bytes per element of the gradients when they are added up; None: ``width``.
         """
+        sums = sums or width
         if self.stage == 0:
-            return [Message("all-reduce", width * size) for size in _filled(parameters, _WHOLE_BUCKET)]
+            return [Message("all-reduce", sums * size) for size in _filled(parameters, _WHOLE_BUCKET)]
         if self.stage < 3:
             buckets = _buckets(parameters[::-1], self.reduce_bucket)
             part: Part = "backward" if self.overlap else "step"
             whole = _padded(sum(parameters), _ALIGNED * ranks)
             return [
-                *(Message("all-reduce", width * size, part) for size in buckets),
+                *(Message("all-reduce", sums * size, part) for size in buckets),
                 Message("all-reduce", 4),  # the norm of the gradients
                 Message("all-gather", width * whole),
             ]
-        messages = self._stage_3(parameters, width, ranks)
+        messages = self._stage_3(parameters, width, ranks, sums)
         return [message if self.overlap else replace(message, part="step") for message in messages]
 
-    def _stage_3(self, parameters: Sequence[int], width: int, ranks: int) -> Iterator[Message]:
+    def _stage_3(self, parameters: Sequence[int], width: int, ranks: int, sums: int) -> Iterator[Message]:
         padded = [_padded(size, ranks) for size in parameters]
         persistent = [size <= self.persistence_threshold for size in parameters]
         # The parameters after it lie between its two uses, once forward and once backward.
@@ -124,7 +126,7 @@ class Zero:
         for sizes, part in passes:
             yield from (Message("all-gather", width * size, part) for size in _buckets(sizes, self.prefetch_bucket))
         for size in _buckets(padded[::-1], self.reduce_bucket):
-            yield Message("reduce-scatter", width * size, "backward")
+            yield Message("reduce-scatter", sums * size, "backward")
         yield Message("all-reduce", 8)  # the norm of the gradients
         yield from (
             Message("all-gather", width * size) for size, whole in zip(padded, persistent, strict=True) if whole
@@ -142,7 +144,7 @@ def parameters_of(model: ModelConfig) -> list[int]:
 
 
 def width_of(precision: str) -> int:
-    """Return the bytes per element of the compute parameters and their gradients."""
+    """Return the bytes per element of a precision."""
     return 4 if precision == "fp32" else 2
 
 

@@ -16,7 +16,7 @@ import torch
 
 from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.models.flops import training_flops
+from fastdiff.models.cost.flops import training_flops
 from fastdiff.models.pretrained import tiny_pipeline
 
 FACTOR = 8

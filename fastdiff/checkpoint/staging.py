@@ -32,10 +32,15 @@ class Share:
 
 
 class HostCopy:
-    """Reusable host memory for copies; pinned for copies from a GPU."""
+    """Reusable host memory for copies.
 
-    def __init__(self) -> None:
+    Args:
+        pinned_gib: limit of the memory that is pinned, for copies from a GPU; the rest is pageable.
+    """
+
+    def __init__(self, pinned_gib: float = math.inf) -> None:
         self._blocks: list[Tensor] = []
+        self._pinned_left = pinned_gib * 2**30
 
     def take(self, tensors: Mapping[str, Tensor], starts: Mapping[str, int], dtype: torch.dtype | None = None) -> Share:
         """Copy tensors; they may change after the call returns.
@@ -71,8 +76,11 @@ class HostCopy:
     def _make_room(self, size: int, pinned: bool) -> None:
         missing = size - sum(len(block) for block in self._blocks)
         while missing > 0:
+            length = min(missing, _BLOCK)
+            pins = pinned and length <= self._pinned_left
+            self._pinned_left -= length if pins else 0
             try:
-                self._blocks.append(_allocate(min(missing, _BLOCK), pinned))
+                self._blocks.append(_allocate(length, pins))
             except RuntimeError:  # the error of torch's allocator
                 raise StorageError(
                     f"no host memory for a copy of {size / 2**30:.2f} GiB, from which a save is written during the "

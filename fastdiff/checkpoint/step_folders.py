@@ -8,6 +8,7 @@ manifest and every digest are correct.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -48,13 +49,14 @@ class StepFolders:
         folder: their parent folder.
         world: the ranks; no other thread may use their process group during a commit.
         what: content of a folder, for messages: "a checkpoint".
+        pinned_gib: limit of the pinned memory of the copy.
     """
 
-    def __init__(self, folder: Path, world: World, what: str) -> None:
+    def __init__(self, folder: Path, world: World, what: str, pinned_gib: float = math.inf) -> None:
         self._folder = folder
         self._world = world
         self._what = what
-        self._copy = HostCopy()
+        self._copy = HostCopy(pinned_gib)
 
     def draft(
         self,

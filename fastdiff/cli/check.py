@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from itertools import chain
+import sys
 
 from fastdiff.config.argument_types import Subcommands, local_path
 from fastdiff.config.presets import PRESETS
@@ -44,9 +44,12 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    from fastdiff.cli.doctor import examine, explain
+    from fastdiff.cli.doctor import examine
 
-    hint = ["kernels and attention: `fastdiff doctor --preset NAME` lists what each layer would use"]
-    explained = list(explain(arguments.preset)) if arguments.preset else hint  # fails before the first line is printed
-    for line in chain(examine(), explained):
-        print(line)
+    for line in examine(arguments.preset):
+        print(_coloured(line) if sys.stdout.isatty() else line)
+
+
+def _coloured(line: str) -> str:
+    colour = next((code for start, code in (("OK ", 32), ("PROBLEM", 31)) if line.startswith(start)), 0)
+    return f"\033[{colour}m{line}\033[0m"

@@ -7,37 +7,70 @@ import os
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from fastdiff.config.presets import preset
-from fastdiff.config.run import OptimConfig
-from fastdiff.data.loading.build import dali_installed
+from fastdiff.config.run import OptimConfig, RunConfig
+from fastdiff.data.dali_trial import dali_installed, dali_problem
+from fastdiff.errors import ConfigError
 from fastdiff.models import kernel_choice
+from fastdiff.models.toolchain import c_compiler, compiler_problem, cpp_compiler, python_header
+from fastdiff.parallel.devices import Capability, architecture_problem, precision_problem, select_device, usable_gpus
 from fastdiff.parallel.fragments import Flat, Fragment
 from fastdiff.training.optim import build_optimizer, check_is_8bit
-from fastdiff_kernels import launch
+from fastdiff_kernels import attention, launch
 from fastdiff_kernels.dispatch import Choice
 
 _PACKAGES = (
     "torch", "triton", "deepspeed", "diffusers", "transformers", "bitsandbytes", "webdataset", "xformers",
-    "nvidia-dali-cuda130",
+    "nvidia-dali-cuda130", "nvidia-dali-cuda120",
 )  # fmt: skip
+_MISSING = "not installed"
 
 
-def examine() -> Iterator[str]:
-    """Yield the findings, one line each; a line that starts with "PROBLEM" names the remedy."""
+def examine(name: str | None = None) -> Iterator[str]:
+    """Yield the findings, one line each: facts; the table of a preset; what is OK of device, compilers and libraries.
+
+    In place of an "OK" line stand its problems, lines that begin with "PROBLEM" and name the remedy.
+
+    Args:
+        name: preset to explain; None: none.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    hint = ["kernels and attention: `fastdiff doctor --preset NAME` lists what each layer would use"]
+    explained = hint if name is None else list(explain(name))  # fails before the first line is printed
+    config = None if name is None else preset(name)
+    yield from _facts()
+    yield from explained
+    for title, found in (("device", _device(config)), ("compilers", _compilers()), ("libraries", _libraries())):
+        lines = list(found)
+        problems = [line for line in lines if line.startswith("PROBLEM")]
+        yield from problems or [f"OK {title}: {'; '.join(lines)}"]
+
+
+def _facts() -> Iterator[str]:
     yield f"python {sys.version.split()[0]}, {os.cpu_count()} cores, {_memory_gib():.0f} GiB of memory"
     for name in _PACKAGES:
-        yield f"{name} {_version(name)}"
-    yield from _devices()
-    yield from _kernels()
-    yield f"data loader: {'DALI' if dali_installed() else 'plain prefetcher (DALI is not installed)'}"
-    yield from _eight_bit_adam()
-    yield from _compiler()
-    yield from _shared_memory()
+        if name.split("-cuda")[0] != "nvidia-dali" or _version(name) != _MISSING:
+            yield f"{name} {_version(name)}"
+    yield f"CUDA of torch: {torch.version.cuda or 'none'}; TF32 off unless a run has --performance.allow-tf32"
+    on_cuda = _selected().type == "cuda"
+    loader = dali_problem(on_cuda)
+    yield f"data loader: {'DALI' if loader is None else f'plain prefetcher ({loader})'}"
+    if on_cuda:
+        yield f"attention of xformers: {attention.xformers_problem() or 'its operators load'}"
+    tools = {"C": c_compiler(), "C++": cpp_compiler(), "ninja": shutil.which("ninja"), "Python.h": _header()}
+    yield "; ".join(f"{name}: {path or _MISSING}" for name, path in tools.items())
+    yield "ninja is needed only by DeepSpeed's own optimizers, nvcc by nothing"
+
+
+def _header() -> str | None:
+    return str(python_header()) if python_header().is_file() else None
 
 
 def explain(name: str) -> Iterator[str]:
@@ -47,7 +80,7 @@ def explain(name: str) -> Iterator[str]:
         ConfigError: there is no such preset.
     """
     config = preset(name)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _selected()
     blocks = "compiled" if kernel_choice.compiles(config, device) else "eager"
     yield f"preset {name} on {device.type}, {config.performance.precision}, blocks {blocks}:"
     yield from _table(kernel_choice.choices(config, device))
@@ -92,38 +125,88 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return _MISSING
 
 
 def _memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
-def _devices() -> Iterator[str]:
-    if not torch.cuda.is_available():
-        yield "device: CPU (no CUDA device is visible); gloo between ranks, torch.compile off by default"
+def _selected() -> torch.device:
+    """Return the device of a run here, or the CPU where the GPU cannot be used."""
+    try:
+        return select_device()
+    except ConfigError:
+        return torch.device("cpu")
+
+
+def _device(config: RunConfig | None) -> Iterator[str]:
+    """Yield each GPU and what torch, or a run, cannot do on it; or why there is none."""
+    try:
+        gpus = usable_gpus()
+    except ConfigError as error:
+        yield f"PROBLEM: {error}"
         return
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield (
-            f"device {index}: {properties.name}, sm_{properties.major}{properties.minor}, "
-            f"{properties.total_memory / 2**30:.0f} GiB; NCCL between ranks, torch.compile on by default"
-        )
-    names = ("cudnn", "flash", "mem_efficient")
-    enabled = [name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
-    yield f"attention: scaled_dot_product_attention with {', '.join(enabled)}"
+    if not gpus:
+        yield "CPU (there is no NVIDIA GPU); gloo between ranks, torch.compile off by default"
+        if config is not None and config.performance.device == "cuda":
+            yield "the preset is made for GPUs, and --performance.device cpu runs it here"
+    for index in range(gpus):
+        found = torch.cuda.get_device_properties(index)
+        name = f"device {index}, {found.name}"
+        yield from _of_device(name, (found.major, found.minor), torch.cuda.get_arch_list(), config)
+        yield f"{name}, sm_{found.major}{found.minor}, {found.total_memory / 2**30:.0f} GiB"
+    yield from _shared_memory()
 
 
-def _kernels() -> Iterator[str]:
-    if launch.triton is None and torch.cuda.is_available():
-        yield "PROBLEM: Triton is not installed, so plain torch computes fastdiff's ops; pip install triton"
+def _of_device(name: str, capability: Capability, built: Sequence[str], config: RunConfig | None) -> Iterator[str]:
+    """Yield the problems of a GPU; a lack of bf16 is one, the default of most presets."""
+    precision = "bf16" if config is None else config.performance.precision
+    if problem := architecture_problem(capability, built):
+        yield f"PROBLEM: {name}: {problem}"
+    if problem := precision_problem(precision, capability):
+        yield f"PROBLEM: {name}: {problem}; use --performance.precision fp16"
+
+
+def _compilers() -> Iterator[str]:
+    """Yield what is missing where Triton or torch.compile is used; on a CUDA device, launch a kernel."""
+    device = _selected()
+    if device.type != "cuda":
+        missing = compiler_problem(triton=False, cpu_code=True)
+        yield "needed by nothing on a CPU" + (f", except --performance.compile ({missing})" if missing else "")
+        return
+    if failure := launch.trial(device):
+        yield f"PROBLEM: a trivial Triton kernel fails: {compiler_problem(triton=True, cpu_code=False) or failure}"
+    else:
+        yield "a Triton kernel was built and ran"
+
+
+def _libraries() -> Iterator[str]:
+    on_cuda = _selected().type == "cuda"
+    problem = dali_problem(on_cuda)
+    if problem and dali_installed():
+        yield f"PROBLEM: {problem}; until then the plain prefetcher loads"
+    yield "loader DALI" if problem is None else "loader prefetch (DALI is not installed)"
+    yield _attention(on_cuda)
+    yield from _eight_bit_adam()
+
+
+def _attention(on_cuda: bool) -> str:
+    """Run attention once, forward and backward, and name its kernel."""
+    dtype = torch.float16 if on_cuda else torch.float32
+    try:
+        chosen = attention.choice(64, 128, 128, torch.empty(0, device="cuda" if on_cuda else "cpu", dtype=dtype))
+        query = torch.zeros(1, 1, 128, 64, device="cuda" if on_cuda else "cpu", dtype=dtype, requires_grad=True)
+        attention.attention(query, query, query).sum().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        return f"PROBLEM: attention does not run ({error}); use --performance.attention sdpa"
+    return f"attention {chosen.forward}"
 
 
 def _eight_bit_adam() -> Iterator[str]:
     """Take one real step of each optimizer; only that shows the dtype of its state."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, remedy in (("adamw8bit", "adamw"), ("adamw8bit-bnb", "adamw8bit, or reinstall bitsandbytes")):
-        weight = torch.nn.Parameter(torch.zeros(4096, device=device))
+        weight = torch.nn.Parameter(torch.zeros(4096, device=_selected()))
         weight.grad = torch.ones_like(weight)
         try:
             optimizer = build_optimizer([weight], OptimConfig(name=name), skip_non_finite=False)  # type: ignore[arg-type]
@@ -133,11 +216,6 @@ def _eight_bit_adam() -> Iterator[str]:
             yield f"PROBLEM: 8-bit Adam, {name}, does not run ({error}); use --optim.name {remedy}"
         else:
             yield f"8-bit Adam, {name}: runs, its state is 8-bit"
-
-
-def _compiler() -> Iterator[str]:
-    if shutil.which("g++") is None:
-        yield "PROBLEM: g++ is missing, Triton and torch.compile build with it; install g++"
 
 
 def _shared_memory() -> Iterator[str]:

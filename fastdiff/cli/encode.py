@@ -81,7 +81,7 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--decode",
         choices=("auto", "dali", "pillow"),
-        help="pillow is the exact reference; auto: DALI where it is installed",
+        help="pillow is the exact reference; auto: DALI where it works",
     )
     group.add_argument(
         "--flip",

@@ -16,6 +16,7 @@ from fastdiff.config.argument_types import (
     local_path,
     picture,
     require_local,
+    seed,
 )
 from fastdiff.config.sampler import SamplerConfig, SchedulerName
 from fastdiff.errors import ConfigError
@@ -44,7 +45,9 @@ def add(commands: Subcommands) -> None:
     sample.add_argument(
         "--step", type=count, default=None, metavar="N", help="checkpoint of this step; default: the newest"
     )
-    sample.add_argument("--seed", type=int, default=_USUAL.seed)
+    sample.add_argument(
+        "--seed", type=seed, default=_USUAL.seed, help="seed of the noise and of drawn classes; default: 0"
+    )
     where = sample.add_mutually_exclusive_group()
     where.add_argument(
         "--grid", type=picture(), default=None, metavar="PNG", help="picture to write; default: grid.png"

@@ -84,9 +84,9 @@ def _count(text: str, most: int) -> int:
 
 
 def seed(text: str) -> int:
-    """Parse a seed: a whole number from 0 to 2**63 - 1."""
-    if not text.isdecimal() or len(text) > _DIGITS or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text[:_DIGITS]}: expected a whole number from 0 to 2**63 - 1")
+    """Parse a seed: a whole number from 0 to 2**64 - 1."""
+    if not text.isdecimal() or len(text) > _DIGITS or int(text) >= 2**64:
+        raise argparse.ArgumentTypeError(f"{text[:_DIGITS]}: expected a whole number from 0 to 2**64 - 1")
     return int(text)
 
 

@@ -56,7 +56,7 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
         raise ConfigError("--output.folder is missing: a run without a preset needs a folder, for example runs/first")
     path = own.deepspeed_config or (own.deepspeed if isinstance(own.deepspeed, str) else None)
     require_local("--deepspeed_config", path or "")
-    raw = deepspeed_config.read(path) if path else deepspeed_config.DEFAULT
+    raw = deepspeed_config.read(path) if path else None
     launch = Launch(
         deepspeed=raw,
         resume=own.resume,

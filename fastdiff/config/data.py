@@ -1,7 +1,8 @@
-"""Source and order of the training samples, as a frozen dataclass. This module imports no torch."""
+"""Training samples and validation, as frozen dataclasses. This module imports no torch."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -30,7 +31,7 @@ class DataConfig:
     shuffle_shards: int = 16
     """Samples are shuffled inside windows of this many (shuffled) shards."""
     loader: Literal["auto", "dali", "prefetch"] = "auto"
-    """auto: DALI if it is installed, otherwise the pinned-memory prefetcher; both give the same batches."""
+    """auto: DALI if it loads and works here, otherwise the pinned-memory prefetcher; both give the same batches."""
     prefetch: int = 4
     """Number of micro-batches to read ahead."""
     damaged: Literal["fail", "skip"] = "fail"
@@ -61,7 +62,7 @@ class DataConfig:
     ] = "lanczos"
     """Interpolation filter of the resizing."""
     decode: Literal["auto", "dali", "pillow"] = "auto"
-    """Library that decodes and resizes the images; pillow is the exact reference."""
+    """Library that decodes and resizes the images; auto: DALI if it works here; pillow is the exact reference."""
     workers: int = 4
     """Image decoding threads per rank."""
 
@@ -82,3 +83,40 @@ class DataConfig:
         )
         require(self.shuffle_shards >= 1, f"--data.shuffle_shards {self.shuffle_shards}: at least 1")
         require(self.prefetch >= 1, f"--data.prefetch {self.prefetch}: at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationConfig:
+    """Validation loss and sample images, computed with the averaged weights during the training."""
+
+    data: str = ""
+    """Folder of held-out latent shards, also at http(s):// or s3://. Their loss, under noise that is the same in every
+    run, is written to validation.jsonl. Empty: no validation loss."""
+    samples: int = 1024
+    """Number of held-out samples to use, spread evenly over the data; all if there are fewer."""
+    prompts: tuple[str, ...] = ()
+    """Prompts of the sample images; empty: no images."""
+    every: int = 1000
+    """Optimizer steps between validations (loss and prompts), in addition to one at the end. 0: never."""
+    first: int | None = None
+    """Optimizer step of the first validation. None: as many as between two."""
+    images_per_prompt: int = 4
+    """Images per prompt."""
+    steps: int = 20
+    """Denoising steps (DPM-Solver++)."""
+    guidance_scale: float = 7.5
+    """Classifier-free guidance scale; 1: none."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("every", 0), ("images_per_prompt", 1), ("steps", 1)):
+            require(getattr(self, name) >= least, f"--validation.{name} {getattr(self, name)}: at least {least}")
+        require(self.first is None or self.first >= 1, f"--validation.first {self.first}: at least 1, or None")
+        require(self.first is None or self.every > 0, f"--validation.first {self.first} needs --validation.every")
+        require(
+            self.every > 0 or not self.data,
+            f"--validation.data {self.data} with --validation.every 0 is never read; set --validation.every to the "
+            "optimizer steps between two validations, for example 1000",
+        )
+        require(
+            math.isfinite(self.guidance_scale), f"--validation.guidance_scale {self.guidance_scale}: a finite number"
+        )

@@ -20,7 +20,7 @@ DsConfig = dict[str, Any]
 
 _LARGEST = 1 << 20  # bytes of the file
 
-DEFAULT: DsConfig = {
+ZERO1: DsConfig = {
     "zero_optimization": {
         "stage": 1,
         "overlap_comm": True,
@@ -29,13 +29,16 @@ DEFAULT: DsConfig = {
         "allgather_bucket_size": 100_000_000,
     }
 }
-"""Default without a file, equal to ``deepspeed_configs/zero1.json``. It shards the optimizer state; DeepSpeed
+"""Default of several ranks, equal to ``deepspeed_configs/zero1.json``. It shards the optimizer state; DeepSpeed
 all-reduces the gradients and gathers the parameters, 1.5 times the traffic of plain data parallelism."""
+_ZERO0: DsConfig = {"zero_optimization": {"stage": 0}}
 
 _FOREIGN = {
     "optimizer": "--optim.*",
     "scheduler": "--optim.schedule",
-    "data_types": "--performance.precision",
+    "data_types.param_dtype": "--performance.precision",
+    "data_types.buffer_dtype": "--performance.precision",
+    "data_types.keep_in_fp32_modules": "--performance.precision",
 }
 
 
@@ -55,14 +58,17 @@ def read(path: str) -> DsConfig:
     return raw
 
 
-def resolve(raw: Mapping[str, Any], config: RunConfig, ranks: int) -> DsConfig:
-    """Return ``raw`` with every "auto" filled in for ``ranks`` ranks.
+def resolve(raw: Mapping[str, Any] | None, config: RunConfig, ranks: int) -> DsConfig:
+    """Return ``raw`` (None: the default) with every "auto" filled in for ``ranks`` ranks.
 
     Raises:
         ConfigError: a literal that disagrees with RunConfig, a section that RunConfig owns, or an unknown "auto".
     """
+    raw = _default(config, ranks) if raw is None else raw
     for section, flag in _FOREIGN.items():
-        if section in raw:
+        parent, _, key = section.rpartition(".")
+        place = raw.get(parent) if parent else raw
+        if isinstance(place, Mapping) and key in place:
             raise ConfigError(f'the DeepSpeed JSON has "{section}", which {flag} decides; remove it from the file')
     resolved: DsConfig = json.loads(json.dumps(raw))
     for path, (value, flag) in _owned_by_run_config(config, ranks).items():
@@ -83,6 +89,12 @@ def resolve(raw: Mapping[str, Any], config: RunConfig, ranks: int) -> DsConfig:
     return resolved
 
 
+def _default(config: RunConfig, ranks: int) -> DsConfig:
+    """Return ZeRO-1; ZeRO-0 for one rank, which shards nothing, where that changes the losses by rounding at most."""
+    alone = ranks == 1 and (config.performance.precision, config.optim.name) == ("fp32", "adamw")
+    return _ZERO0 if alone else ZERO1
+
+
 def zero_stage(resolved: Mapping[str, Any]) -> int:
     """Return the ZeRO stage, 0 to 3."""
     return int(resolved.get("zero_optimization", {}).get("stage", 0))
@@ -92,6 +104,16 @@ def offloads_optimizer(resolved: DsConfig) -> bool:
     """Whether the optimizer steps on the CPU."""
     offload = resolved.get("zero_optimization", {}).get("offload_optimizer") or {}
     return bool(offload.get("device", "none") == "cpu")
+
+
+def with_sums(resolved: DsConfig, *, wide: bool) -> DsConfig:
+    """Return the JSON for DeepSpeed; ``wide``: several gradients are added up in fp32 and not in their own dtype.
+
+    A single gradient needs no second buffer. At stage 0 DeepSpeed refuses other sums, see ``training.engine``.
+    """
+    own = {"data_types"} if zero_stage(resolved) == 0 else set()
+    left_out = own if wide else {"data_types", "communication_data_type"}
+    return {key: value for key, value in resolved.items() if key not in left_out}
 
 
 def _owned_by_run_config(config: RunConfig, ranks: int) -> dict[str, tuple[Any, str]]:
@@ -104,6 +126,8 @@ def _owned_by_run_config(config: RunConfig, ranks: int) -> dict[str, tuple[Any, 
         "gradient_clipping": (config.optim.clip, "--optim.clip"),
         "bf16.enabled": (precision == "bf16", "--performance.precision"),
         "fp16.enabled": (precision == "fp16", "--performance.precision"),
+        "data_types.grad_accum_dtype": (config.performance.sums, "--performance.grad_accum_dtype"),
+        "communication_data_type": (config.performance.sums, "--performance.grad_accum_dtype"),
         # auto_cast would round the time (0 to 1000 in flow) to multiples of 0.5. The model casts other inputs itself.
         "fp16.auto_cast": (False, "fastdiff"),
         # By default DeepSpeed refuses 8-bit optimizers, and accepts only its own Adam with offload.

@@ -16,8 +16,8 @@ HANG_TIMEOUT_S = 900.0
 class Launch:
     """Options of the command line that do not affect the result of the run."""
 
-    deepspeed: DsConfig
-    """The DeepSpeed JSON as given, with its "auto" entries."""
+    deepspeed: DsConfig | None = None
+    """The DeepSpeed JSON as given, with its "auto" entries; None: the default (``config.deepspeed.resolve``)."""
     resume: Resume = "auto"
     allow_change: tuple[str, ...] = ()
     dry_run: bool = False

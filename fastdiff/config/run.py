@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from fastdiff.config.argument_types import require_local
-from fastdiff.config.data import DataConfig
+from fastdiff.config.data import DataConfig, ValidationConfig
 from fastdiff.config.divergence import DivergenceConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
@@ -22,48 +22,12 @@ from fastdiff.errors import ConfigError, require
 from fastdiff_kernels.names import BACKENDS, OPS, AttentionBackend, Backend
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Device = Literal["auto", "cuda", "cpu"]
 WIDEST = 12.0**-0.5
 """Relative width of the uniform mean of all weights so far. A wider power-function average would weight old weights
 more than new ones."""
 POLYNOMIAL_END = 1e-7
 """Learning rate at the end of --optim.schedule polynomial."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ValidationConfig:
-    """Validation loss and sample images, computed with the averaged weights during the training."""
-
-    data: str = ""
-    """Folder of held-out latent shards, also at http(s):// or s3://. Their loss, under noise that is the same in every
-    run, is written to validation.jsonl. Empty: no validation loss."""
-    samples: int = 1024
-    """Number of held-out samples to use, spread evenly over the data; all if there are fewer."""
-    prompts: tuple[str, ...] = ()
-    """Prompts of the sample images; empty: no images."""
-    every: int = 1000
-    """Optimizer steps between validations (loss and prompts), in addition to one at the end. 0: never."""
-    first: int | None = None
-    """Optimizer step of the first validation. None: as many as between two."""
-    images_per_prompt: int = 4
-    """Images per prompt."""
-    steps: int = 20
-    """Denoising steps (DPM-Solver++)."""
-    guidance_scale: float = 7.5
-    """Classifier-free guidance scale; 1: none."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("samples", 1), ("every", 0), ("images_per_prompt", 1), ("steps", 1)):
-            require(getattr(self, name) >= least, f"--validation.{name} {getattr(self, name)}: at least {least}")
-        require(self.first is None or self.first >= 1, f"--validation.first {self.first}: at least 1, or None")
-        require(self.first is None or self.every > 0, f"--validation.first {self.first} needs --validation.every")
-        require(
-            self.every > 0 or not self.data,
-            f"--validation.data {self.data} with --validation.every 0 is never read; set --validation.every to the "
-            "optimizer steps between two validations, for example 1000",
-        )
-        require(
-            math.isfinite(self.guidance_scale), f"--validation.guidance_scale {self.guidance_scale}: a finite number"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,16 +141,26 @@ class EmaConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerformanceConfig:
-    """Precision, compilation, memory and kernels."""
+    """Device, precision, compilation, memory and kernels."""
 
+    device: Device = "auto"
+    """auto: a GPU where there is one, otherwise the CPU; cuda: a GPU, as the presets made for GPUs ask; cpu: the CPU,
+    even where there is a GPU. A GPU that torch cannot use is an error, not a run on the CPU."""
     precision: Precision = "bf16"
     """Dtype of weights and activations in the forward and backward pass; master weights are always fp32."""
     compile: bool | None = None
     """torch.compile of each block. None: on with CUDA, off on a CPU."""
     recompute: bool = False
     """Activation checkpointing: recompute each block in the backward pass to save memory."""
+    grad_accum_dtype: Precision | None = None
+    """Dtype in which the gradients of the micro-batches and ranks of a step are added up. None: fp32 in a new run, and
+    in a resumed run the dtype that it has. The value of --performance.precision, bf16 or fp16, needs half the memory
+    and traffic for them; bf16 sums of 256 micro-batches are 2 % off."""
     allow_tf32: bool = False
     """Let fp32 matrix products and convolutions round their inputs to TF32 (Ampere and newer)."""
+    deterministic: bool = False
+    """Add in a fixed order everywhere, so that also on a GPU a run and its resume on as many ranks are equal to the
+    bit. Slower there; on a CPU it changes nothing. An operation without a fixed order ends the run."""
     kernels: str = "auto"
     """Backend of fastdiff's own ops: auto (Triton on a GPU, otherwise plain torch), triton, reference (plain torch) or
     compile (plain torch with torch.compile), then exceptions by op: auto,adaln=compile,loss=reference."""
@@ -196,6 +170,16 @@ class PerformanceConfig:
 
     def __post_init__(self) -> None:
         self.kernel_backends()
+        require(
+            self.grad_accum_dtype in (None, "fp32", self.precision),
+            f"--performance.grad_accum_dtype {self.grad_accum_dtype} with --performance.precision {self.precision}: "
+            f"{' or '.join(dict.fromkeys(['fp32', self.precision]))}",
+        )
+
+    @property
+    def sums(self) -> Precision:
+        """Dtype in which gradients are added up."""
+        return self.grad_accum_dtype or "fp32"
 
     def kernel_backends(self) -> dict[str, Backend]:
         """Return the backends that ``kernels`` forces, by op; other ops use their default.
@@ -239,6 +223,11 @@ class OutputConfig:
     """Consecutive checkpoints, or snapshots, that may fail before the run stops, for example because a disk is full.
     Above 0, all other files of the run wait in memory, too. The last checkpoint, at the end or on preemption, must
     succeed."""
+    pinned_gib: float = 16.0
+    """Limit, per rank, of the page-locked host memory through which a checkpoint leaves the GPU, in GiB; it stays
+    locked for the whole run. A checkpoint has 16 bytes per parameter with AdamW and one average, shared by the ranks;
+    what goes beyond the limit passes through ordinary memory, which is slower. Snapshots of the averages
+    (--ema.snapshot_every) may lock as much again. 0: none."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Trackers of metrics and images, in addition to metrics.jsonl and samples/."""
     project: str = "fastdiff"
@@ -257,6 +246,7 @@ class OutputConfig:
             "log_every": 1,
             "checkpoint_every": 0,
             "failed_saves": 0,
+            "pinned_gib": 0,
             "sample_every": 0,
             "sample_steps": 1,
         }

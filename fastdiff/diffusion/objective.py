@@ -143,14 +143,15 @@ class Objective:
             correction = correction + corruption.correction
         return replace(corruption, noisy=noisy, correction=correction)
 
-    def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
-        """Return the loss of each sample, averaged over its elements; a loss-aware timestep sampler records it.
+    def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption, *, recorded: bool = True) -> Tensor:
+        """Return the loss of each sample, averaged over its elements.
 
         Args:
             prediction: ``[B, C, H, W]`` of fp32, bf16 or fp16, or ``[B, 2C, H, W]`` of a model that also predicts a
                 variance; for a fixed variance the second half is not trained.
             batch: the clean latents.
             corruption: what ``corrupt`` returned for ``batch``.
+            recorded: whether a loss-aware timestep sampler records it.
 
         Returns:
             ``[B]`` fp32, weighted by ``corruption.importance``; the gradient flows to ``prediction``.
@@ -167,7 +168,8 @@ class Objective:
                 "--model.channels, --model.size and --model.learn_sigma against the data and the objective"
             )
         losses = self._losses(prediction, batch, corruption)
-        self.timesteps.observe(corruption.levels.row, losses.detach(), batch.position)
+        if recorded:
+            self.timesteps.observe(corruption.levels.row, losses.detach(), batch.position)
         return losses if corruption.importance is None else losses * corruption.importance
 
     def squared_error(self, prediction: Tensor, batch: Batch, corruption: Corruption, weights: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from fastdiff.errors import ConfigError, DataError, require
 from fastdiff.evaluation.image_metrics import MOST_FEATURES
 from fastdiff.evaluation.image_sets import ImageSet, Pixels
 from fastdiff.files import read_bounded
+from fastdiff.parallel.devices import select_device
 
 _LARGEST_SOURCE = 1 << 20
 
@@ -210,7 +211,7 @@ def inception_of(state: dict[str, torch.Tensor]) -> Extract:
     packed = io.BytesIO()
     torch.save(state, packed)
     packed.seek(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = select_device()
     network = _inception_class()("inception-v3-compat", ["2048"], feature_extractor_weights_path=packed).to(device)
 
     @torch.no_grad()

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fastdiff.console import log
 from fastdiff.errors import ConfigError, require
 from fastdiff.evaluation.features import Extractor, features_of, open_extractor
 from fastdiff.evaluation.image_metrics import NEIGHBOURS, Features, Gaussian, kernel_distance, precision_recall
 from fastdiff.evaluation.image_sets import ImageSet, Reference, open_images, open_reference
+from fastdiff.parallel.devices import select_device
 
 _PACKAGES = ("fastdiff", "numpy", "torch", "pillow", "torch-fidelity")
 
@@ -87,8 +86,7 @@ def _measures(
     if reference is not None:
         kid, kid_std = kernel_distance(samples, reference, seed=seed)
         if min(len(samples), len(reference)) > NEIGHBOURS:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            precision, recall = precision_recall(samples, reference, device=device)
+            precision, recall = precision_recall(samples, reference, device=select_device())
         statistics = statistics or Gaussian.of(reference)
     assert statistics is not None, "a reference has images or statistics"
     fid = Gaussian.of(samples).distance(statistics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar, Self
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.models.compile_clock import compiled
 
 _RECOMPILES = 1024
 """Limit of compiled shapes per block class; a UNet has dozens, torch's default is 8."""
@@ -32,14 +34,27 @@ class BlockwiseModel(nn.Module):
         unless given.
         """
         options.setdefault("fullgraph", True)
-        from torch._dynamo import config  # its import takes seconds
-
-        config.recompile_limit = max(config.recompile_limit, _RECOMPILES)
-        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, _RECOMPILES)
+        options |= _limits()
+        compiled.start()
         for module in self.modules():
             if isinstance(module, self.block_classes):
                 module.forward = torch.compile(module.forward, **options)
         return self
+
+
+def _limits() -> dict[str, Any]:
+    """Return the limits of compilation as options of ``torch.compile``, where it has them, or set them for all.
+
+    The settings of Dynamo hold in one thread only, and autograd recomputes blocks in another.
+    """
+    from torch._dynamo import config  # its import takes seconds
+
+    # That of all functions together, 256 by default, has no option.
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, _RECOMPILES)
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return {"recompile_limit": _RECOMPILES}
+    config.recompile_limit = max(config.recompile_limit, _RECOMPILES)
+    return {}
 
 
 def is_compiled(block: nn.Module) -> bool:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.blockwise import BlockwiseModel
+from fastdiff.models.deferred import Deferred
 from fastdiff.models.family import family_of
 from fastdiff_kernels.names import AttentionBackend
 
-__all__ = ["Model", "build_model", "load_model"]
+__all__ = ["Model", "build_deferred", "build_model", "load_model"]
 
 Model: TypeAlias = BlockwiseModel
 
@@ -42,6 +43,14 @@ def build_model(
         # torch.manual_seed would also re-seed the CUDA generators, which the fork does not restore.
         torch.default_generator.manual_seed(seed & (2**64 - 1))
         return _new(config, recompute, attention, seed)
+
+
+def build_deferred(
+    config: ModelConfig, *, recompute: bool = False, attention: AttentionBackend = "auto", seed: int = 0
+) -> Deferred[Model]:
+    """Build the network of ``build_model`` on the device ``meta``, with its initial weights one after another."""
+    seed &= 2**64 - 1
+    return Deferred(lambda: _new(config, recompute, attention, seed), seed)
 
 
 def load_model(

@@ -89,6 +89,9 @@ class ModelFamily(Generic[C]):
     """Default number of images per forward pass."""
     buffers: Callable[[C], dict[str, Tensor]] = lambda config: {}
     """Buffers that the configuration determines, on the CPU; published files list them first."""
+    draws_on_meta: bool = False
+    """Whether the constructor initialises by operations that also run on the device ``meta`` and never asks for a
+    value (as ``trunc_normal_`` does): ZeRO-3 then draws the weights one by one, and no rank holds all of them."""
     check_published: Callable[[Path, Mapping[str, Tensor]], None] = lambda path, weights: None
     """Raise ConfigError if the buffers in a published file are not the network's."""
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
 from fastdiff.config.run import RunConfig
+from fastdiff.console import log
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
 from fastdiff_kernels import dispatch
+from fastdiff_kernels.adamw8bit.compiled import unavailable
 from fastdiff_kernels.dispatch import Choice
+from fastdiff_kernels.names import Backend
 
 Row = tuple[str, Choice]
 """Name of a layer, or of another part of the run, and the choice for one of its ops."""
@@ -24,6 +28,33 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
     """Whether ``torch.compile`` compiles the blocks of the model."""
     compiled = config.performance.compile
     return device.type == "cuda" if compiled is None else compiled
+
+
+def compile_options(config: RunConfig) -> dict[str, Any]:
+    """Return the options of ``compile_blocks``: a deterministic run compiles without benchmarks, whose results vary."""
+    if not config.performance.deterministic:
+        return {}
+    from torch._inductor import config as inductor  # its import takes seconds
+
+    return {"options": {"deterministic": True}} if hasattr(inductor, "deterministic") else {}
+
+
+def backends(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> dict[str, Backend]:
+    """Return the backends to force, by op: those of ``--performance.kernels``, and what offloading needs.
+
+    The state of the 8-bit AdamW that a GPU offloads to the host is updated by compiled code, where that is possible.
+    Plain torch takes longer than the rest of the step. It compiles at the first call, for some ten seconds.
+    """
+    forced = config.performance.kernel_backends()
+    if _is_offloaded(config, device, optimizer_device) and unavailable() is None:
+        forced["adamw8bit"] = "compile"
+    return forced
+
+
+def _is_offloaded(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> bool:
+    """Whether the 8-bit AdamW works on the host for a network on a GPU, by no backend in particular."""
+    chosen = config.optim.name == "adamw8bit" and "adamw8bit" not in config.performance.kernel_backends()
+    return chosen and (device.type, optimizer_device.type) == ("cuda", "cpu")
 
 
 def choices(config: RunConfig, device: torch.device, *, optimizer_device: torch.device | None = None) -> list[Row]:
@@ -42,6 +73,7 @@ def choices(config: RunConfig, device: torch.device, *, optimizer_device: torch.
     performance = config.performance
     flags = {"--performance.kernels": performance.kernels, "--performance.attention": performance.attention}
     given = " ".join(f"{flag} {value}" for flag, value in flags.items() if value != "auto")
+    given += " --performance.deterministic" if given and performance.deterministic else ""
     try:
         with dispatch.forced(**performance.kernel_backends()):
             return list(_choices(config, device, optimizer_device or device))
@@ -65,9 +97,22 @@ def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.de
     yield "objective", dispatch.choice("loss", latents)
     name = config.optim.name
     if name == "adamw8bit":
-        yield "optimizer", dispatch.choice(name, torch.empty(0, device=optimizer_device), differentiated=False)
+        yield "optimizer", _eight_bit(config, device, optimizer_device)
     else:
         yield "optimizer", Choice(name, _LIBRARIES[name], "-", "not an op of fastdiff")
+
+
+def _eight_bit(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> Choice:
+    if _is_offloaded(config, device, optimizer_device):
+        why = unavailable()
+        if why is None:
+            return Choice("adamw8bit", "compile", "-", "its state is on the host")
+        log.warning(f"8-bit AdamW on the host is plain torch, a multiple slower than compiled: {why}")
+        return Choice("adamw8bit", "reference", "-", "cannot be compiled here")
+    found = dispatch.choice("adamw8bit", torch.empty(0, device=optimizer_device), differentiated=False)
+    if found.forward == "compile" and optimizer_device.type == "cpu" and (why := unavailable()):
+        raise RuntimeError(f"adamw8bit, backend 'compile': {why}; use backend 'reference'")
+    return found
 
 
 def in_words(rows: Iterable[Row]) -> str:

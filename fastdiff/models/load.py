@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,11 +19,11 @@ from fastdiff.config.run import RunConfig
 from fastdiff.diffusion.schedules import alpha_bar_of, betas
 from fastdiff.errors import ConfigError
 from fastdiff.files import file_digest
-from fastdiff.models.build import Model, build_model, load_model
+from fastdiff.models.build import Model, build_deferred, build_model, load_model
 from fastdiff.models.family import family_of
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.pickles import load_published
-from fastdiff.models.pretrained.pipeline import TEXT_ENCODERS, Pretrained, readable
+from fastdiff.models.pretrained.pipeline import TEXT_ENCODERS, Pretrained, readable, tensors_of
 from fastdiff.models.pretrained.sit_transport import check_transport
 from fastdiff.models.pretrained.training_state import read_published_training
 
@@ -123,7 +126,7 @@ def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None
     performance = config.performance
     options = {"recompute": performance.recompute, "attention": performance.attention, "seed": config.seed}
     lora = config.lora.rank > 0
-    try:
+    with _of_this_network():
         if weights is not None and not lora:
             return load_model(config.model, weights, **options)  # type: ignore[arg-type]
         if config.pretrained.weights:
@@ -132,12 +135,60 @@ def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None
             model = build_model(config.model, **options)  # type: ignore[arg-type]
         if lora:
             add_lora(model, config.lora, seed=config.seed, weights=weights)
+    return model
+
+
+def build_on_meta(
+    config: RunConfig, shapes: Mapping[str, Sequence[int]] | None = None
+) -> tuple[Model, Iterator[tuple[str, Tensor]]]:
+    """Build the network of a run without memory for it, and an iterator over its weights.
+
+    Args:
+        config: resolved configuration of the run, without LoRA.
+        shapes: of all parameters, which the caller will fill in; None: initial or pretrained weights.
+
+    Returns:
+        The network of ``build_network`` on the device ``meta``, and its parameters and buffers by name, fp32 on the
+        CPU; with ``shapes`` only the buffers.
+
+    Raises:
+        ConfigError: the shapes, or the pretrained weights, belong to another network.
+    """
+    performance = config.performance
+    deferred = build_deferred(
+        config.model, recompute=performance.recompute, attention=performance.attention, seed=config.seed
+    )
+    if shapes is None and not config.pretrained.weights:
+        return deferred.network, deferred.weights()
+    buffers = family_of(config.model).buffers(config.model)
+    found: dict[str, Tensor]
+    values: Iterator[tuple[str, Tensor]] = iter(())
+    if shapes is not None:
+        found = {name: torch.empty(*shape, device="meta") for name, shape in shapes.items()}
+    elif config.pretrained.path.endswith(".safetensors"):
+        found, values = _parts_of_file(config)
+    elif config.pretrained.is_file:
+        found = dict(_pretrained_weights(config))
+        values = iter(found.items())
+    else:
+        pipeline = pretrained(config)
+        found, values = dict(pipeline.unet_parts(on_meta=True)), pipeline.unet_parts()
+    with _of_this_network():
+        # On meta it compares names and shapes, and copies nothing.
+        deferred.network.load_state_dict({name: value.to("meta") for name, value in {**found, **buffers}.items()})
+    return deferred.network, chain(values, buffers.items())
+
+
+@contextmanager
+def _of_this_network() -> Iterator[None]:
+    """Turn torch's list of differing weights into one message."""
+    try:
+        yield
     except RuntimeError as error:
         # torch lists every weight, one per line, under a heading.
         first, *others = [line.strip() for line in str(error).splitlines()][1:] or [str(error)]
         more = f" (and {len(others)} more)" if others else ""
         raise ConfigError(f"the weights belong to another network: {first.rstrip('.')}{more}") from None
-    return model
 
 
 def null_label(config: RunConfig) -> Tensor:
@@ -148,9 +199,7 @@ def null_label(config: RunConfig) -> Tensor:
 def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
     if not config.pretrained.is_file:
         return pretrained(config).unet_weights()
-    path = Path(config.pretrained.path)
-    if not path.is_file():
-        raise ConfigError(f"--pretrained.path {path}: no such file")
+    path = _weight_file(config)
     with readable(path):
         if path.suffix == ".pt":
             check_transport(path, config.objective)
@@ -162,6 +211,24 @@ def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
     family.check_published(path, found)
     buffers = family.buffers(config.model)
     return {name: value.float() for name, value in found.items() if name not in buffers}
+
+
+def _parts_of_file(config: RunConfig) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
+    """Return the parameters of a safetensors file on ``meta``, and themselves, read one after another."""
+    path, family = _weight_file(config), family_of(config.model)
+    buffers = family.buffers(config.model)
+    with readable(path), safe_open(path, framework="pt") as file:
+        tables = {name: file.get_tensor(name) for name in buffers.keys() & set(file.keys())}
+    family.check_published(path, tables)
+    found = {name: value for name, value in tensors_of(path, on_meta=True) if name not in buffers}
+    return found, ((name, value) for name, value in tensors_of(path) if name not in buffers)
+
+
+def _weight_file(config: RunConfig) -> Path:
+    path = Path(config.pretrained.path)
+    if not path.is_file():
+        raise ConfigError(f"--pretrained.path {path}: no such file")
+    return path
 
 
 def _predicted(scheduler: Mapping[str, object]) -> DdpmPrediction:

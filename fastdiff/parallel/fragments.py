@@ -33,6 +33,10 @@ class Fragment:
         """Return this fragment of ``flat`` (``[N]``) as a view ``[numel]``."""
         return flat.narrow(0, self.offset, self.numel)
 
+    def within(self, value: Tensor) -> Tensor:
+        """Return this fragment of the whole parameter ``value`` (any shape), ``[numel]``."""
+        return value.flatten()[self.start : self.start + self.numel]
+
     def blocks(self, size: int, offset: int) -> Fragment:
         """Return this fragment in units of blocks, partly covered blocks included.
 
@@ -72,6 +76,14 @@ class Flat:
         for fragment in self.fragments:
             found.append(fragment.blocks(size, found[-1].offset + found[-1].numel if found else 0))
         return tuple(found)
+
+
+def copy_into(flats: Sequence[Flat], name: str, value: Tensor) -> None:
+    """Copy the whole parameter ``name`` into this rank's fragments of it."""
+    for flat in flats:
+        for fragment in flat.fragments:
+            if fragment.name == name:
+                fragment.of(flat.master).copy_(fragment.within(value))
 
 
 Shapes = dict[str, tuple[int, ...]]

@@ -122,6 +122,11 @@ class Heartbeat:
         if hang_timeout_s > 0:
             threading.Thread(target=self._watch, name="hang", daemon=True).start()
 
+    @property
+    def phase(self) -> Phase:
+        """The phase of the last beat."""
+        return self._last[1]
+
     def beat(self, step: int, phase: Phase) -> None:
         """Record that this rank begins ``phase`` after ``step`` optimizer steps."""
         self._last, self.at_s = (step, phase), time.monotonic()

@@ -13,8 +13,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed
 
-from fastdiff.errors import FastdiffError, require, storage_error
+from fastdiff.errors import FastdiffError, storage_error
 from fastdiff.parallel import rendezvous
+from fastdiff.parallel.devices import Asked, select_device
 
 T = TypeVar("T")
 
@@ -94,44 +95,45 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, FastdiffError | None]:
         return None, storage_error(error)
 
 
-def start_world(timeout_s: float = 1800.0) -> World:
+def start_world(timeout_s: float = 1800.0, device: Asked = "auto") -> World:
     """Join the run that the launcher describes in the environment; without a launcher, start a run of one rank.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Uses NCCL with CUDA devices and gloo without.
-    A second call in one process returns the same world. A collective fails after ``timeout_s``.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT. Uses NCCL with CUDA devices and gloo
+    without. A second call in one process returns the same world. A collective fails after ``timeout_s``.
 
     Raises:
-        ConfigError: the port is taken, or the host is unknown (rank 0 only); another rank did not start; there is no
-            GPU for this rank.
+        ConfigError: the port is taken, or the host is unknown (rank 0 only); another rank did not start; the device
+            is not there or cannot be used (``devices.select_device``).
         OSError: rank 0 cannot note its port.
     """
+    _let_segments_grow()
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    on_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
-    if on_cuda:
-        require(
-            local_rank < torch.cuda.device_count(),
-            f"this machine has {torch.cuda.device_count()} GPUs, none for its rank {local_rank}; request one GPU "
-            "per rank, or start fewer ranks",
-        )
-        torch.cuda.set_device(device)
-    else:
-        _share_cores()
+    own = select_device(device, local_rank, int(os.environ.get("LOCAL_SIZE", "1")))
+    _share_cores()  # also with a GPU: an offloaded optimizer steps on the cores
     if not torch.distributed.is_initialized():
         _record_collectives()
         store = rendezvous.meet(rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
         torch.distributed.init_process_group(
-            "nccl" if on_cuda else "gloo",
+            "nccl" if own.type == "cuda" else "gloo",
             store=store,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
         )
-    return World(rank=rank, size=size, device=device)
+    return World(rank=rank, size=size, device=own)
+
+
+def _let_segments_grow() -> None:
+    """Let the allocator of a GPU join free memory of several sizes, unless the user has set its options.
+
+    Buckets and ZeRO-3 ask for many sizes, and would leave gaps. torch reads the options with its first allocation.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _record_collectives() -> None:

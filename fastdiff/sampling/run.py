@@ -26,9 +26,12 @@ from fastdiff.files import file_digest
 from fastdiff.models.family import ModelFamily, family_of
 from fastdiff.models.load import build_network, check_base, null_label, pretrained, resolve
 from fastdiff.models.pretrained.pipeline import readable
+from fastdiff.models.toolchain import require_compilers
+from fastdiff.parallel.devices import select_device
 from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.pixels import IDENTITY, autoencoder_of
 from fastdiff.sampling.solvers import grid_classes, sample
+from fastdiff_kernels import launch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +75,7 @@ class Run:
         device: torch.device | None = None,
         published: RunConfig | None = None,
     ) -> None:
+        device = device or select_device()  # before anything is read
         if published is None:
             found = _of_checkpoint(folder, ema, ema_std, step)
         else:
@@ -87,10 +91,10 @@ class Run:
         """Number of classes of the data; None: data without classes."""
         self.description = found.description
         """Step and weights in words, for messages."""
-        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # An attention backend forced for the training may be unavailable on this machine.
         anywhere = replace(self.config, performance=replace(self.config.performance, attention="auto"))
         self.model = build_network(anywhere, found.weights).to(device).eval()
+        require_compilers(device, compiled=False, kernels=launch.triton is not None)
 
     def result(self, name: str) -> Path:
         """Return the path of a result: in the run folder, or beside a file, with its stem in front of the name."""

@@ -24,6 +24,7 @@ from fastdiff.data.encoding.autoencoder import reproducible
 from fastdiff.data.encoding.options import Rank
 from fastdiff.errors import ConfigError
 from fastdiff.models.kernel_choice import DTYPES
+from fastdiff.parallel.devices import require_precision
 from fastdiff.sampling.conditions import Conditions, SampleRequest, conditions
 from fastdiff.sampling.parts import SampleParts
 from fastdiff.sampling.pixels import IDENTITY, PixelDecoder
@@ -70,6 +71,7 @@ def draw_set(
         StorageError: the images cannot be written.
     """
     rank = rank or Rank.from_environment()
+    require_precision(options.precision, run.device, "--precision")
     asked, sampler = sampler.clip, run.decided(sampler)
     decoder = PixelDecoder(run.config, options.autoencoder, run.device)
     if asked is None:  # the decoder in use decides, not the one of the training data

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastdiff.checkpoint.async_saves import ANY_NUMBER, AsyncSaves
 from fastdiff.checkpoint.reader import Checkpoint
@@ -18,14 +20,17 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, claim, run_json, versions
 from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
-from fastdiff.data.loading.build import build_batches, build_order, loader_name
+from fastdiff.data.loading.build import build_batches, build_order, choose_loader
 from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.loading.training_set import Data, check_provenance, null_condition, open_data
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
-from fastdiff.models import kernel_choice, load
+from fastdiff.models import kernel_choice, load, toolchain
 from fastdiff.models.build import Model
+from fastdiff.models.family import family_of
 from fastdiff.parallel.consensus import Consensus
+from fastdiff.parallel.devices import require_precision
+from fastdiff.parallel.fixed_order import fixed_order
 from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
@@ -33,11 +38,13 @@ from fastdiff.patient_files import WholeFiles
 from fastdiff.progress import Progress
 from fastdiff.training import resume
 from fastdiff.training.callbacks.base import Callback, Callbacks, Preempt
+from fastdiff.training.callbacks.compilation import compile_all
 from fastdiff.training.callbacks.damaged_samples import DamagedSamples
 from fastdiff.training.callbacks.divergence import NonFiniteGuard, Rewind, SpikeGuard
 from fastdiff.training.callbacks.log import Log
 from fastdiff.training.callbacks.previews import PromptImages, SampleGrid
 from fastdiff.training.callbacks.saving import CHECKPOINT, Checkpointing, Snapshots, save_checkpoint
+from fastdiff.training.callbacks.summary import summary
 from fastdiff.training.callbacks.trackers import Trackers, require_installed
 from fastdiff.training.callbacks.validation import ValidationLoss
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
@@ -47,7 +54,7 @@ from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
-from fastdiff.training.state import TrainState
+from fastdiff.training.state import TrainState, out_of_memory
 from fastdiff_kernels import dispatch
 
 
@@ -85,8 +92,10 @@ class Run:
 
     def __init__(self, parts: _Parts, state: TrainState, stack: ExitStack) -> None:
         self.state = state
+        self._is_compiled = not kernel_choice.compiles(parts.config, parts.world.device)  # or has nothing to compile
         self._parts = parts
         parts.background.restored(CHECKPOINT, state.progress.steps)
+        self._trackers = stack.enter_context(Trackers(state))
         self._opened = stack.enter_context(ExitStack())
         self._open()
 
@@ -112,7 +121,15 @@ class Run:
         """Open the parts that depend on the position of the run."""
         self.batches = self._opened.enter_context(_open_batches(self.state))
         _announce(self.state, self._parts, self.batches)
-        self.callbacks = _open_callbacks(self.state, self._parts, self._opened)
+        if not self._is_compiled:
+            try:
+                compile_all(self.state)
+            except Exception as error:
+                if (told := out_of_memory(error, self.state, phase="the first forward and backward pass")) is None:
+                    raise
+                raise told from error
+            self._is_compiled = True
+        self.callbacks = _open_callbacks(self.state, self._parts, self._trackers, self._opened)
 
 
 def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, stop: StopRequest | None = None) -> Run:
@@ -130,7 +147,9 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     """
     parts = _prepare(config, launch, world, stack)
     saved = resume.find(parts.checkpoints, launch, parts.facts, parts.folder)
+    parts = _with_sums(parts, saved)
     state = _build_state(parts, saved, stop)
+    stack.callback(state.close)
     state.progress = _restore(parts, state, saved)
     if state.progress.samples > config.samples and world.is_first:
         log.warning(
@@ -142,12 +161,15 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
 
 def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) -> _Parts:
     """Check the configuration and the ops, open the data, claim the folder."""
+    world.together(lambda: require_precision(config.performance.precision, world.device))
     config = world.on_first(lambda: _resolve(config))
     ds_config = deepspeed_config.resolve(launch.deepspeed, config, world.size)
-    loader_name(config.data)  # refuses a missing loader before anything is built
+    if not config.data.online:
+        # Refuses a loader that does not work before anything is built; DALI is tried on the device of each rank.
+        world.together(lambda: choose_loader(config.data, world.device))
     world.on_first(lambda: require_installed(config.output.report_to))
-    ops = _choose_backends(config, ds_config, world)
-    stack.enter_context(dispatch.forced(**config.performance.kernel_backends()))
+    stack.enter_context(fixed_order(config.performance.deterministic))
+    ops = _choose_backends(config, ds_config, world, stack)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
     reader, order = _open_data(config, world, stack)
     folder = Path(config.output.folder)
@@ -170,16 +192,27 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
         files=files,
         facts=_facts(config, reader, world),
         background=background,
-        checkpoints=Checkpoints(folder / "checkpoints", config.output.keep, background.world),
+        checkpoints=Checkpoints(folder / "checkpoints", config.output.keep, background.world, config.output.pinned_gib),
     )
+
+
+def _with_sums(parts: _Parts, saved: Checkpoint | None) -> _Parts:
+    """Complete the configuration by the dtype of sums of gradients; a resumed run keeps it and ZeRO-1 without a file.
+
+    Earlier versions took ZeRO-1 on one rank, too, whose losses differ from those of ZeRO-0 by rounding.
+    """
+    config = resume.with_sums(parts.config, saved)
+    raw = parts.launch.deepspeed
+    if raw is None and saved is not None and saved.manifest.get("zero_stage") == 1:
+        raw = deepspeed_config.ZERO1
+    ds_config = deepspeed_config.resolve(raw, config, parts.world.size)
+    return replace(parts, config=config, ds_config=ds_config, facts={**parts.facts, "config": as_json(config)})
 
 
 def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | None) -> TrainState:
     """Build the model with the weights of a checkpoint, the engine, and the parts that use its weights."""
     config, world = parts.config, parts.world
-    # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
-    model = world.together(lambda: _build_model(config, world, saved))
-    engine = Engine(model, config, parts.ds_config, world, blocks=model.block_classes)
+    model, engine = _build_engine(parts, saved)
     spikes = Spikes(config.divergence, config.batch.samples, world)
     accumulation = config.batch.accumulation(world.size)
     objective = _build_objective(config, parts.reader, model, world)
@@ -200,6 +233,24 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
     )
 
 
+def _build_engine(parts: _Parts, saved: Checkpoint | None) -> tuple[Model, Engine]:
+    """Build the network and its engine, with the initial, pretrained or saved weights.
+
+    Under ZeRO-3 no rank holds the whole network, unless it is the frozen one of a LoRA or ``ModelFamily`` forbids it.
+    """
+    config, world = parts.config, parts.world
+    draws = saved is None and not config.pretrained.weights
+    whole = config.lora.rank > 0 or (draws and not family_of(config.model).draws_on_meta)
+    apart = deepspeed_config.zero_stage(parts.ds_config) == 3 and not whole
+    # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
+    model, weights = world.together(lambda: _build_model(config, world, saved, apart=apart))
+    engine = Engine(model, config, parts.ds_config, world, blocks=model.block_classes)
+    world.together(lambda: engine.fill(weights))
+    if apart and saved is not None:
+        world.together(lambda: engine.return_to(partial(saved.slice, "master")))
+    return model, engine
+
+
 def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Progress:
     """Restore the state of a checkpoint or of a published training, or start anew."""
     if saved is not None:
@@ -213,14 +264,14 @@ def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Prog
 def _announce(state: TrainState, parts: _Parts, batches: Batches) -> None:
     """Log a summary of the run, and record it in the run folder."""
     if state.world.is_first:
-        log.info(_summary(state, batches, parts.ops))
+        log.info(summary(state, batches, parts.ops))
     device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
     content = run_json(state.config, parts.launch, parts.ds_config, device)
     state.world.on_first(lambda: state.files.write(parts.folder / "run.json", content, durable=False))
 
 
-def _open_callbacks(state: TrainState, parts: _Parts, stack: ExitStack) -> Callbacks:
-    callbacks = _callbacks(state, parts.checkpoints, parts.background, stack.enter_context(Trackers(state)))
+def _open_callbacks(state: TrainState, parts: _Parts, trackers: Trackers, stack: ExitStack) -> Callbacks:
+    callbacks = _callbacks(state, parts.checkpoints, parts.background, trackers)
     for callback in callbacks:
         stack.callback(callback.close)
     return Callbacks(callbacks)
@@ -287,45 +338,45 @@ def _resolve(config: RunConfig) -> RunConfig:
     return resolved
 
 
-def _choose_backends(config: RunConfig, ds_config: deepspeed_config.DsConfig, world: World) -> str:
-    """Report the backend of each op; fail on all ranks if a forced backend is unavailable on any."""
-    optimizer_device = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
-    return kernel_choice.in_words(
-        world.together(lambda: kernel_choice.choices(config, world.device, optimizer_device=optimizer_device))
-    )
+def _choose_backends(config: RunConfig, ds_config: deepspeed_config.DsConfig, world: World, stack: ExitStack) -> str:
+    """Force the backends of the run and report that of each op; fail on all ranks if one is unavailable on any."""
+    where = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
+
+    def choose() -> list[kernel_choice.Row]:
+        rows = kernel_choice.choices(config, world.device, optimizer_device=where)
+        toolchain.require_for(rows, world.device, compiled=kernel_choice.compiles(config, world.device))
+        return rows
+
+    chosen = world.together(choose)
+    stack.enter_context(dispatch.forced(**kernel_choice.backends(config, world.device, where)))
+    return kernel_choice.in_words(chosen)
 
 
 def _claim(folder: Path, stack: ExitStack) -> None:
     stack.callback(claim(folder))
 
 
-def _build_model(config: RunConfig, world: World, saved: Checkpoint | None) -> Model:
+def _build_model(
+    config: RunConfig, world: World, saved: Checkpoint | None, *, apart: bool
+) -> tuple[Model, Iterable[tuple[str, Tensor]]]:
+    """Build the network; ``apart``: on ``meta``, with the weights to fill in that are not in a checkpoint."""
+    with _naming(saved):
+        if apart:
+            model, weights = load.build_on_meta(config, None if saved is None else saved.manifest["parameters"])
+        else:
+            model, weights = load.build_network(config, None if saved is None else saved.weights()), iter(())
+    if kernel_choice.compiles(config, world.device):
+        model.compile_blocks(**kernel_choice.compile_options(config))
+    return model, weights
+
+
+@contextmanager
+def _naming(saved: Checkpoint | None) -> Iterator[None]:
+    """Begin a message about weights with the checkpoint that has them."""
     try:
-        model = load.build_network(config, None if saved is None else saved.weights())
+        yield
     except ConfigError as error:
         raise error if saved is None else ConfigError(f"{saved.folder}: {error}") from None
-    if kernel_choice.compiles(config, world.device):
-        model.compile_blocks()
-    return model
-
-
-def _summary(state: TrainState, batches: Batches, chosen: str) -> str:
-    """Summarize the run, above all the automatic choices."""
-    config, world, engine = state.config, state.world, state.engine
-    parameters = sum(math.prod(shape) for shape in engine.shapes.values())
-    micro, accumulation = config.batch.per_rank(world.size), config.batch.accumulation(world.size)
-    parts = [
-        f"{parameters / 1e6:.2f} M parameters",
-        f"{world.size} ranks x {micro} samples x {accumulation} micro-batches on {world.device.type}",
-        f"ZeRO-{engine.stage}, {config.performance.precision}, {config.optim.name}",
-        f"loader {batches.name}, blocks {'compiled' if kernel_choice.compiles(config, world.device) else 'eager'}",
-        chosen,
-    ]
-    if state.progress.steps:
-        parts.insert(0, f"resuming from step {state.progress.steps}")
-    elif (state.folder / "run.json").exists():
-        parts.insert(0, "starting anew, the run that is here has no checkpoint")
-    return f"{state.folder}: {'; '.join(parts)}"
 
 
 def _open_batches(state: TrainState) -> Batches:

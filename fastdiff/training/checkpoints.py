@@ -6,6 +6,7 @@ There is no ``latest`` file to go stale: the newest intact checkpoint counts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -36,11 +37,12 @@ class Checkpoints:
         keep: number to keep; pruning leaves at least two that this process committed or verified, with ``keep`` 1 one.
         world: the ranks; all of them call every method. It has a separate process group if commits run beside the
             training.
+        pinned_gib: limit of the pinned memory of the copy that is written.
     """
 
-    def __init__(self, folder: Path, keep: int, world: World) -> None:
+    def __init__(self, folder: Path, keep: int, world: World, pinned_gib: float = math.inf) -> None:
         self._folder = folder
-        self._folders = StepFolders(folder, world, "a checkpoint")
+        self._folders = StepFolders(folder, world, "a checkpoint", pinned_gib)
         self._keep = keep
         self._world = world
         self._verified: set[Path] = set()

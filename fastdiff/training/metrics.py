@@ -138,6 +138,10 @@ class Meters:
         yield
         self._since += time.perf_counter() - max(before, self._since)
 
+    def restart_clock(self) -> None:
+        """Begin the times anew: what was before belongs to no step."""
+        self._reset_times()
+
     def _reset_times(self) -> None:
         self._since = time.perf_counter()
         self._data_wait = 0.0
@@ -160,10 +164,13 @@ def _sums(losses: Tensor, finite: Tensor, weights: Tensor, member: Tensor) -> Te
 
 
 def peak_gib(device: torch.device) -> float:
-    """Return the largest memory use so far in GiB: allocated on a GPU, resident of this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return peak_resident_bytes() / 2**30
+    """Return the largest memory use so far in GiB."""
+    return peak_bytes(device) / 2**30
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the largest memory use so far in bytes: allocated on a GPU, resident of this process on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config.config_file import with_kind
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.objective import DEFAULTS
-from fastdiff.config.run import OptimConfig, RunConfig
+from fastdiff.config.run import OptimConfig, Precision, RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.console import log
 from fastdiff.errors import ConfigError, require
@@ -42,9 +43,11 @@ FREE = (
     "batch.micro",
     "ema.snapshot_every",
     "divergence.limit",
+    "performance.device",
     "performance.recompute",
 )
 """Fields, or sections that end with a dot, that do not affect the computation and may differ at a resume."""
+_SUMS = "performance.grad_accum_dtype"
 _OBJECTIVE = {f"objective.{name}": value for name, value in DEFAULTS.items()}
 
 
@@ -97,11 +100,27 @@ def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
     new = _OBJECTIVE | flatten(now)
     # Fields newer than the run, and fields that its process lacks, have their defaults.
     old = _OBJECTIVE | {key: value for key, value in defaults.items() if key in new} | flatten(saved)
+    old[_SUMS] = old[_SUMS] or old["performance.precision"]  # runs older than the field added up in their precision
+    new[_SUMS] = new[_SUMS] or old[_SUMS]
     return {
         key: f"{json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and key not in allowed and not _is_free(key, free)
     }
+
+
+def with_sums(config: RunConfig, saved: Checkpoint | None) -> RunConfig:
+    """Fill in the dtype of sums of gradients: that of the run that is resumed, if its precision still has it; or fp32.
+
+    A run that is older than the field goes on in its precision.
+    """
+    performance = config.performance
+    if performance.grad_accum_dtype is not None:
+        return config
+    old = {} if saved is None else saved.manifest["config"]["performance"]
+    found = old.get("grad_accum_dtype") or old.get("precision")
+    dtype: Precision = performance.precision if found == performance.precision else "fp32"
+    return replace(config, performance=replace(performance, grad_accum_dtype=dtype))
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

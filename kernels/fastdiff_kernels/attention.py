@@ -21,15 +21,22 @@ The order of ``auto``: on sm_90 cuDNN is published at 1.2-1.3 times FlashAttenti
 (head dim 64, 1k to 4k tokens; Shah et al. 2024, arXiv:2407.08608, figures 5 and 6); on sm_80 it trails. Without
 FlashAttention 3 xformers is FlashAttention 2.
 
+Under ``torch.use_deterministic_algorithms`` the backward passes of ``flash`` and of torch's memory-efficient kernel add
+in a fixed order, at a price. torch leaves cuDNN out, and xformers its FlashAttention 2; both are refused here.
+``reference`` is matrix products and a softmax, which have fixed orders.
+
 Bytes moved per element of 16 bits, the limit, which all but ``reference`` reach up to re-reads of keys and values:
 forward 8 (q, k, v, out), backward 16 (q, k, v, out, dout, dq, dk, dv), and 4 / head_dim for the fp32 row sums.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -69,8 +76,8 @@ class Machine(NamedTuple):
     """Compute capability of a CUDA device: (9, 0) is sm_90."""
     cudnn: int = 0
     """Version as torch gives it: 91501 is 9.15.1; 0: none."""
-    xformers: bool = False
-    """Whether it is installed."""
+    xformers: str | None = "was not tried"
+    """Why its operators cannot be used; None: they load."""
     deterministic: bool = False
     """Whether torch refuses nondeterministic kernels (``torch.use_deterministic_algorithms``)."""
 
@@ -80,11 +87,12 @@ class Machine(NamedTuple):
         return f"sm_{self.capability[0]}{self.capability[1]}" if self.device == "cuda" else self.device
 
 
-def machine(device: torch.device) -> Machine:
-    """Return the properties of this machine for tensors on ``device``."""
+def machine(device: torch.device, asked: AttentionBackend = "auto") -> Machine:
+    """Return the properties of this machine that matter to the backend ``asked`` for, for tensors on ``device``."""
     if device.type != "cuda":
         return Machine(device.type)
-    return _cuda_machine(device)._replace(deterministic=torch.get_deterministic_debug_mode() == 2)
+    here: Machine = _cuda_machine(device)._replace(deterministic=torch.get_deterministic_debug_mode() == 2)
+    return here._replace(xformers=xformers_problem()) if asked == "xformers" else here
 
 
 # As torch.compiler.assume_constant_result does, which imports the compiler in seconds.
@@ -94,7 +102,42 @@ machine._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @cache
 def _cuda_machine(device: torch.device) -> Machine:
     cudnn = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
-    return Machine("cuda", torch.cuda.get_device_capability(device), cudnn, find_spec("xformers") is not None)
+    return Machine("cuda", torch.cuda.get_device_capability(device), cudnn)
+
+
+@cache
+def xformers_problem() -> str | None:
+    """Return why xformers' operators cannot be used; None if its compiled library loads, which is tried once.
+
+    Its package imports without that library, and then refuses every tensor.
+    """
+    if find_spec("xformers") is None:
+        return "xformers is not installed; pip install 'fastdiff[xformers]'"
+    logger = logging.getLogger("xformers")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            library = import_module("xformers._cpp_lib")
+    except Exception as error:  # whatever a broken installation raises
+        return f"xformers cannot be imported ({error}); reinstall it"
+    finally:
+        logger.disabled = before
+    failure = getattr(library, "_cpp_library_load_exception", None)
+    return None if failure is None else _built_for(getattr(failure, "build_info", None))
+
+
+def _built_for(build: Any) -> str:
+    """Say for which torch xformers is built; None: it has no record of it."""
+    version, here = metadata.version("xformers"), f"torch {torch.__version__} (CUDA {torch.version.cuda or 'none'})"
+    if build is None:
+        return f"xformers {version} has no operators for {here}; install one that is built for it"
+    cuda = f"CUDA {build.cuda_version // 100}.{build.cuda_version % 100}" if build.cuda_version else "no CUDA"
+    return (
+        f"the operators of xformers {version} are built for torch {build.torch_version} ({cuda}) and do not load in "
+        f"{here}; install one that is built for it"
+    )
 
 
 _Case = tuple[torch.dtype, int, int, int, Machine]
@@ -111,6 +154,8 @@ def reasons(
         return f"needs a CUDA device, the tensors are on {here.device}"
     if here.capability < (8, 0):
         return f"needs sm_80 or newer, this device is {here.architecture}"
+    if here.deterministic and backend in ("cudnn", "xformers"):
+        return "is not deterministic, and torch.use_deterministic_algorithms is on"
     if backend == "xformers":
         return _xformers_reason(dtype, head_dim, here)
     if dtype not in _HALF:
@@ -121,8 +166,8 @@ def reasons(
 
 
 def _xformers_reason(dtype: torch.dtype, head_dim: int, here: Machine) -> str | None:
-    if not here.xformers:
-        return "xformers is not installed; pip install 'fastdiff[xformers]'"
+    if here.xformers is not None:
+        return here.xformers
     if dtype not in _HALF and (dtype != torch.float32 or here.capability > (9, 0)):
         return f"computes in fp16 and bf16, up to sm_90 in fp32; the tensors are {_name(dtype)} on {here.architecture}"
     if head_dim % 8 or head_dim > 256:
@@ -133,8 +178,6 @@ def _xformers_reason(dtype: torch.dtype, head_dim: int, here: Machine) -> str | 
 def _cudnn_reason(head_dim: int, query_length: int, key_length: int, here: Machine) -> str | None:
     if not here.cudnn:
         return "this torch has no cuDNN"
-    if here.deterministic:
-        return "is not deterministic, and torch.use_deterministic_algorithms is on"
     limit = 256 if here.capability == (9, 0) and here.cudnn >= _CUDNN_256 else 128
     if head_dim % 8 or head_dim > limit:
         return f"takes head dims that are multiples of 8 up to {limit} on {here.architecture}, this is {head_dim}"
@@ -251,7 +294,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, backend: AttentionBa
     _validate(query, key, value, backend)
     if backend == "reference":
         return attention_reference(query, key, value)
-    here: Machine = machine(query.device)
+    here: Machine = machine(query.device, backend)
     if backend == "sdpa" or (backend == "auto" and here.device != "cuda"):
         return F.scaled_dot_product_attention(query, key, value)
     case = (query.dtype, query.shape[-1], query.shape[-2], key.shape[-2], here)
@@ -309,7 +352,7 @@ def choice(
         RuntimeError: ``backend`` cannot run there; the message says why.
     """
     _validate_backend(backend)
-    here: Machine = machine(example.device)
+    here: Machine = machine(example.device, backend)
     case = (example.dtype, head_dim, query_length, key_length, here)
     if backend == "reference":
         return Choice("attention", "reference", "reference", "asked for")

@@ -74,6 +74,23 @@ def run(kernel: Any, grid: Sequence[int], *args: Any, **options: Any) -> None:
         kernel[grid](*args, **options)
 
 
+@jit
+def _add_one(number_ptr):  # type: ignore[no-untyped-def]
+    tl.store(number_ptr, tl.load(number_ptr) + 1)
+
+
+def trial(device: torch.device) -> str | None:
+    """Launch a trivial kernel; return why it fails, or None. The first launch of all builds a launcher in C."""
+    if triton is None:
+        return "Triton is not installed; pip install triton"
+    try:
+        number = torch.ones(1, dtype=torch.int32, device=device)
+        run(_add_one, (1,), number)
+        return None if number.item() == 2 else f"1 + 1 is {number.item()} on {device}"
+    except Exception as error:  # of the compiler, the driver or the kernel
+        return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
     """Collect launches instead of running them, so that they can be compiled without a GPU.

@@ -22,7 +22,8 @@ from fastdiff.checkpoint.power_function import exponent, fit, product, share
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.step_folders import StepFolders
 from fastdiff.cli.main import main
-from fastdiff.config.run import EmaConfig, RunConfig, ValidationConfig
+from fastdiff.config.data import ValidationConfig
+from fastdiff.config.run import EmaConfig, RunConfig
 from fastdiff.errors import ConfigError, FastdiffError, StorageError
 from fastdiff.parallel.world import World
 from fastdiff.train import train

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from fastdiff.checkpoint.manifest import committed
+from fastdiff.cli import doctor
 from fastdiff.cli.doctor import examine
 from fastdiff.cli.main import main
+from fastdiff.config.presets import preset
 from fastdiff.parallel.world import World
 from fastdiff.train import main as train_main
 from fastdiff.train import train
@@ -152,16 +155,64 @@ def test_a_finished_run_started_again_is_done_at_once(world: World, digits: Path
 def test_doctor_steps_every_optimizer() -> None:
     healthy = list(examine())
     assert any(line.startswith("torch ") for line in healthy)
+    (libraries,) = [line for line in healthy if line.startswith("OK libraries: ")]
     for name in ("adamw8bit", "adamw8bit-bnb"):
-        assert f"8-bit Adam, {name}: runs, its state is 8-bit" in healthy
+        assert f"8-bit Adam, {name}: runs, its state is 8-bit" in libraries
 
 
+@pytest.fixture
+def enough_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if /dev/shm were large; in a container it has 64 MB, which is a problem of its own."""
+    monkeypatch.setattr(doctor, "_shared_memory", lambda: iter(()))
+
+
+@pytest.mark.parametrize(("free_gib", "problems"), [(0.06, 1), (0.49, 1), (0.51, 0), (8.0, 0)])
+def test_doctor_finds_little_shared_memory(monkeypatch: pytest.MonkeyPatch, free_gib: float, problems: int) -> None:
+    usage = SimpleNamespace(free=int(free_gib * 2**30))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage if path == "/dev/shm" else None)
+    found = list(doctor._shared_memory())
+    message = f"PROBLEM: /dev/shm has {free_gib:.1f} GiB free, ranks talk through it; give the container --shm-size 8g"
+    assert found == [message] * problems
+
+
+@pytest.mark.usefixtures("enough_shared_memory")
 def test_doctor_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--preset", "digits"]) == 0
     said = capsys.readouterr().out
     assert "data loader: DALI" in said
+    assert [line.split(":")[0] for line in said.splitlines()[-3:]] == ["OK device", "OK compilers", "OK libraries"]
+    assert "loader DALI; attention sdpa (" in said
+    assert "\033" not in said, "colours are for a terminal"
     assert "preset digits on cpu, fp32, blocks eager:" in said
     assert "blocks.0-3.attn  attention  sdpa (" in said
+
+
+def test_doctor_names_what_a_gpu_cannot_do() -> None:
+    """Each with its remedy, by plain values; a preset in fp32 needs no bf16."""
+    t4 = list(doctor._of_device("device 0, Tesla T4", (7, 5), ["sm_75", "sm_80"], None))
+    assert t4 == [
+        "PROBLEM: device 0, Tesla T4: this GPU (sm_75) has no bf16 arithmetic, which begins with sm_80; torch emulates "
+        "it; use --performance.precision fp16"
+    ]
+    assert not list(doctor._of_device("device 0, Tesla T4", (7, 5), ["sm_75"], preset("digits")))
+    (v100,) = doctor._of_device("device 0, V100", (7, 0), ["sm_75"], preset("digits"))
+    assert v100.startswith("PROBLEM: device 0, V100: this torch (")
+    assert "has no code for sm_70, only for sm_75; install a torch for an older CUDA version" in v100
+    assert not list(doctor._of_device("device 0, H200", (9, 0), ["sm_90"], None))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("enough_shared_memory")
+def test_doctor_on_a_gpu() -> None:
+    lines = list(examine())
+    assert any(line.startswith("OK device: device 0, ") for line in lines), lines
+    assert "OK compilers: a Triton kernel was built and ran" in lines
+
+
+@pytest.mark.usefixtures("enough_shared_memory")
+def test_doctor_says_that_a_preset_is_made_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--preset", "dit-s-8-256"]) == 0
+    assert "the preset is made for GPUs, and --performance.device cpu runs it here" in capsys.readouterr().out
 
 
 def test_doctor_refuses_an_unknown_preset_before_it_says_anything(capsys: pytest.CaptureFixture[str]) -> None:

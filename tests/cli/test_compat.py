@@ -257,6 +257,7 @@ def test_the_command_prints_lines_for_a_shell(capsys: pytest.CaptureFixture[str]
     assert printed.startswith(f"{program()} launch local \\\n    --ranks 8 \\\n    -- \\\n    --preset sd15-finetune")
     assert f"--output.folder '{os.path.abspath('my runs')}'" in printed
     assert "# Not the same:" in printed
+    assert "--performance.device auto" in printed, "the other script runs on a CPU, too, where the preset refuses to"
     assert "secret" not in in_words(translate("t2i", [*T2I, "--hub_token", "secret"], gpus=1))
 
 

@@ -57,7 +57,8 @@ def test_the_preset_is_what_the_makefile_prepares() -> None:
     recipe = lines[lines.index("demo-t2i: $(INSTALLED)") + 1 :]
     commands = [shlex.split(line.rpartition("|| ")[2]) for line in recipe[: recipe.index("")]]
     prepare, encode, train, export, judge = commands
-    config = parse(train[2:])[1]
+    assert train[-1] == "$(DEVICE)"  # empty, but for CUDA=cpu
+    config = parse(train[2:-1])[1]
     assert config.pretrained.path == f"{prepare[-1]}/pipeline" == encode[encode.index("--pretrained") + 1]
     assert (encode[2], config.data.path) == (f"{prepare[-1]}/images", encode[3])
     assert config.output.folder == export[2]

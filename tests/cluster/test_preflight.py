@@ -8,6 +8,7 @@ import shutil
 import sys
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.distributed import TCPStore
 from fastdiff.checkpoint.manifest import committed
 from fastdiff.cluster.preflight import bandwidth, run, single_node
 from fastdiff.cluster.preflight.bandwidth import Exchange, pairings
-from fastdiff.cluster.preflight.node_checks import checkpoint_bytes, examine_data
+from fastdiff.cluster.preflight.node_checks import checkpoint_bytes, examine_data, examine_devices
 from fastdiff.cluster.preflight.report import NodeReport, as_error, compare
 from fastdiff.config import command_line
 from fastdiff.errors import ConfigError, DataError, StorageError
@@ -27,6 +28,7 @@ from fastdiff.train import train
 from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.ports import reserved_port
+from tests.support.pretended_gpu import PretendedGpu
 from tests.support.processes import BIN, ROOT, Finished, start, stop
 from tests.support.processes import run as execute
 
@@ -45,6 +47,7 @@ class Nodes:
         self.environments: list[dict[str, str]] = [{} for _ in self.folders]
         self.ahead_s = [0.0] * count
         self.prefixes: list[list[str]] = [[] for _ in self.folders]
+        self.flags: tuple[str, ...] = FLAGS
         (folder / "shared").mkdir()
         for own in self.folders:
             own.mkdir()
@@ -57,7 +60,7 @@ class Nodes:
         command = [sys.executable, "-m", "tests.support.preflight_node", port]
         processes = [
             start(
-                [*self.prefixes[node], *command, str(node), count, str(self.ahead_s[node]), *FLAGS],
+                [*self.prefixes[node], *command, str(node), count, str(self.ahead_s[node]), *self.flags],
                 cwd=folder,
                 **environment | self.environments[node],
             )
@@ -85,6 +88,46 @@ def test_good_nodes_pass_and_leave_nothing(nodes: Nodes) -> None:
     assert "GB/s" in first.output
     assert "host0" not in second.output, "the table is node 0's"
     assert not list((nodes.folders[0] / "run").resolve().glob("*"))
+
+
+def test_a_node_whose_gpu_torch_cannot_use_is_named(nodes: Nodes, tmp_path: Path) -> None:
+    """Node 1 has one. With --performance.device cpu it does not matter, and the bandwidth is that of gloo."""
+    gpu = PretendedGpu(tmp_path / "gpu", driver="535.183.01").make()
+    nodes.prefixes[1], nodes.environments[1] = gpu.prefix(), gpu.environment()
+    nodes.environments[1]["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(gpu.folder / "site")])
+    for done in nodes.run():
+        assert done.code == 2, done.output
+        assert (
+            "node 1 (host1): this machine has an NVIDIA GPU that torch cannot use: its driver 535.183.01" in done.output
+        )
+        assert "1 problem on 1 of 2 nodes" in done.output
+    nodes.flags += ("--performance.device", "cpu")
+    first, second = nodes.run()
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert "GB/s" in first.output
+
+
+def test_a_node_that_takes_no_part_leaves_the_others_to_measure() -> None:
+    """Its partners neither wait for it nor fail, whatever GPUs they have."""
+    store = one_store()
+    deadline = time.monotonic() + 120
+    with ThreadPoolExecutor(2) as threads:
+        running = [threads.submit(bandwidth.measure, store, node, 3, 0, 8, deadline) for node in (0, 1)]
+        assert bandwidth.measure(store, 2, 3, None, 8, deadline) == []
+        first, second = (each.result() for each in running)
+    assert [exchange.partner for exchange in first + second] == [1, 0]
+    assert all(exchange.bytes_per_s for exchange in first + second)
+    keys = bandwidth._keys(store)
+    for device in range(8):
+        assert list(bandwidth._tournament(keys, 0, 2, device, "nccl")) == [], "node 1 has no GPU, or none for it"
+
+
+def test_fewer_gpus_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastdiff.cluster.preflight.node_checks.usable_gpus", lambda asked: 4)
+    assert examine_devices(2, "auto") == 2, "the bandwidth of as many is measured"
+    assert examine_devices(4, "cuda") == 4
+    with pytest.raises(ConfigError, match=r"has 4 GPUs.*, none for its rank 4 of 8"):
+        examine_devices(8, "auto")
 
 
 def test_every_kind_of_bad_node_is_named_on_all_nodes_at_once(nodes: Nodes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,15 @@ def test_sample_refuses_what_it_could_not_draw_or_write(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.png").mkdir()
     assert message in refused(["sample", "nothing", *flags], capsys)
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", str(2**64), "9" * 5000, "", "seven"])
+@pytest.mark.parametrize("command", ["sample", "evaluate"])
+def test_a_seed_has_the_bounds_of_that_of_a_run(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused([command, "nothing", "--seed", text], capsys)
+    assert f"argument --seed: {text[:30]}: expected a whole number from 0 to 2**64 - 1" in said
+    largest = 2**64 - 1
+    assert replace(preset("digits"), seed=argument_types.seed(str(largest))).seed == largest
 
 
 def test_numbers_of_threads_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:

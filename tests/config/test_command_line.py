@@ -12,7 +12,7 @@ from fastdiff import sanitize
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.presets import PRESETS, preset
-from fastdiff.config.run import BatchConfig, RunConfig
+from fastdiff.config.run import BatchConfig, Precision, RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.errors import ConfigError
 from tests.support.processes import ROOT
@@ -21,7 +21,7 @@ from tests.support.processes import ROOT
 def test_launcher_flags_come_first_and_presets_give_the_defaults() -> None:
     launch, config = command_line.parse(["--local_rank=1", "--preset", "digits", "--optim.lr", "0.5", "--deepspeed"])
     assert config == replace(preset("digits"), optim=replace(preset("digits").optim, lr=0.5))
-    assert launch.deepspeed is deepspeed_config.DEFAULT
+    assert launch.deepspeed is None
 
 
 def test_a_file_goes_over_the_preset_and_a_flag_over_the_file(tmp_path: Path) -> None:
@@ -175,7 +175,23 @@ def test_every_deepspeed_file_resolves_for_every_preset(name: str, file: Path, r
 def test_without_a_file_it_is_zero1() -> None:
     file = deepspeed_config.read(str(ROOT / "deepspeed_configs" / "zero1.json"))
     config = preset("digits")
-    assert deepspeed_config.resolve(deepspeed_config.DEFAULT, config, 2) == deepspeed_config.resolve(file, config, 2)
+    assert deepspeed_config.resolve(None, config, 2) == deepspeed_config.resolve(file, config, 2)
+
+
+@pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "adamw"), ("bf16", "adamw"), ("fp32", "adamw8bit")])
+def test_one_rank_shards_nothing(precision: Precision, optimizer: str) -> None:
+    """Where the losses are equal up to rounding; a given file is taken as it is."""
+    config = preset("digits")
+    config = replace(
+        config,
+        performance=replace(config.performance, precision=precision),
+        optim=replace(config.optim, name=optimizer),
+    )
+    alone = deepspeed_config.resolve(None, config, 1)
+    assert deepspeed_config.zero_stage(alone) == (0 if (precision, optimizer) == ("fp32", "adamw") else 1)
+    file = ROOT / "deepspeed_configs" / "zero1.json"
+    given, _ = command_line.parse(["--preset", "digits", "--deepspeed_config", str(file)])
+    assert deepspeed_config.zero_stage(deepspeed_config.resolve(given.deepspeed, config, 1)) == 1
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ import pytest
 
 from fastdiff.config.command_line import parse
 from fastdiff.config.config_file import from_mapping, with_process
+from fastdiff.config.data import ValidationConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import DEFAULTS, PROCESSES, DdpmConfig, EdmConfig, FlowConfig, Process, in_full
 from fastdiff.config.presets import preset
-from fastdiff.config.run import OutputConfig, RunConfig, ValidationConfig
+from fastdiff.config.run import OutputConfig, RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.config.timesteps import DENSITIES, TimestepConfig
 from fastdiff.errors import ConfigError

@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 
 from fastdiff.cli.main import main
 from fastdiff.config.command_line import parse
+from fastdiff.config.data import ValidationConfig
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.objective import DdpmConfig
-from fastdiff.config.run import RunConfig, ValidationConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.sampler import SamplerConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.data.encoding.builtin import encode_digits

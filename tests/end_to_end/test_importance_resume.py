@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.timesteps import TimestepConfig
@@ -53,7 +52,7 @@ def test_a_killed_run_resumes_with_its_losses(world: World, digits: Path, tmp_pa
     process, which has been started already; ``test_resume`` gives the same command again.
     """
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    same = Launch(deepspeed=deepspeed_config.DEFAULT)
+    same = Launch()
     with Ranks(train_losses, config_of(digits, killed), same, ranks=1) as process:
         wait_for_steps(killed, KILL_AFTER)
         process.kill()

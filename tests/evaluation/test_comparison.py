@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from fastdiff.cli.main import main
-from fastdiff.config.run import ValidationConfig
+from fastdiff.config.data import ValidationConfig
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.evaluation.comparison import Comparison, MeasuredRun, compare, draw, read_both, table
 from fastdiff.evaluation.validation_files import Validated, encode, path_of, read

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastdiff.config.deepspeed import resolve
 from fastdiff.models.adm.blocks import ResBlock
 from fastdiff.models.adm.network import AdmUNet
+from fastdiff.models.blockwise import BlockwiseModel, run_block
 from fastdiff.parallel.world import World
 from fastdiff.training.engine import Engine
 from fastdiff_kernels import dispatch
@@ -53,6 +56,42 @@ def test_equal_blocks_share_a_graph_whatever_they_drop(backend: Backend) -> None
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_shared_graph_has_the_numbers_of_each_block(recompute: bool) -> None:
     assert graphs(2, 0.3, recompute=recompute, compare=True) < 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).relu()  # type: ignore[no-any-return]
+
+
+class Network(BlockwiseModel):
+    block_classes = (Block,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_block(self.block, x, recompute=True)  # type: ignore[no-any-return]
+
+
+def test_the_limit_of_graphs_holds_in_every_thread() -> None:
+    """Autograd recomputes blocks in a thread of its own; torch's limit is 8 graphs."""
+    torch._dynamo.reset()
+    network = Network().compile_blocks(backend="eager", dynamic=False)
+
+    def backward(count: int) -> None:
+        network(torch.ones(count, 3)).sum().backward()
+
+    with ThreadPoolExecutor(1) as thread:
+        for count in range(1, 11):
+            thread.submit(backward, count).result()
+        for count in range(11, 13):
+            thread.submit(network(torch.ones(count, 3)).sum().backward).result()
+    assert network.block.inner.bias.grad is not None
 
 
 def learn(world: World, stage: int, *, changed: bool) -> list[float]:

@@ -83,6 +83,66 @@ def test_the_optimizer_is_asked_about_where_it_steps(monkeypatch: pytest.MonkeyP
     assert ("loss", CPU) in asked
 
 
+CUDA = torch.device("cuda")
+
+
+def eight_bit(**changes: str) -> RunConfig:
+    config = performance(preset("digits"), **changes)
+    return replace(config, optim=replace(config.optim, name="adamw8bit"))
+
+
+def test_state_on_the_host_of_a_gpu_is_updated_by_compiled_code() -> None:
+    assert kernel_choice.backends(eight_bit(), CUDA, CPU) == {"adamw8bit": "compile"}
+    assert kernel_choice._eight_bit(eight_bit(), CUDA, CPU) == Choice(
+        "adamw8bit", "compile", "-", "its state is on the host"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "optimizer_device", "forced"),
+    [
+        (eight_bit(), CUDA, CUDA, {}),
+        (eight_bit(), CPU, CPU, {}),
+        (preset("digits"), CUDA, CPU, {}),
+        (eight_bit(kernels="adamw8bit=reference"), CUDA, CPU, {"adamw8bit": "reference"}),
+        (eight_bit(kernels="adamw8bit=compile"), CPU, CPU, {"adamw8bit": "compile"}),
+    ],
+)
+def test_nothing_else_compiles_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch, config: RunConfig, device: torch.device, optimizer_device: torch.device,
+    forced: dict[str, str],
+) -> None:  # fmt: skip
+    """Above all not a run on a CPU, whose start would take longer."""
+    monkeypatch.setattr(kernel_choice, "unavailable", lambda: pytest.fail("it was compiled"))
+    assert kernel_choice.backends(config, device, optimizer_device) == forced
+
+
+def test_without_a_compiler_the_host_runs_the_reference_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel_choice, "unavailable", lambda: "there is no C++ compiler (g++)")
+    assert kernel_choice.backends(eight_bit(), CUDA, CPU) == {}
+    for _ in range(2):
+        assert kernel_choice._eight_bit(eight_bit(), CUDA, CPU).forward == "reference"
+    said = capsys.readouterr().err
+    assert said.count("plain torch, a multiple slower than compiled: there is no C++ compiler (g++)") == 1
+
+
+def test_a_forced_compilation_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "unavailable", lambda: "there is no C++ compiler (g++)")
+    config = eight_bit(kernels="adamw8bit=compile")
+    with pytest.raises(ConfigError, match=r"^--performance.kernels adamw8bit=compile: .* no C\+\+ compiler"):
+        kernel_choice.choices(config, CPU)
+
+
+def test_a_deterministic_run_compiles_without_benchmarks() -> None:
+    assert kernel_choice.compile_options(preset("digits")) == {}
+    config = replace(preset("digits"), performance=PerformanceConfig(deterministic=True))
+    found = kernel_choice.compile_options(config)
+    assert found == {"options": {"deterministic": True}}
+    assert found["options"].keys() <= set(torch._inductor.list_options())
+
+
 def test_in_words() -> None:
     rows = [
         ("blocks.0.attn", Choice("attention", "sdpa (cudnn)", "sdpa (cudnn)", "first choice on sm_90")),

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fastdiff.config import config_file
-from fastdiff.config.data import DataConfig
+from fastdiff.config.data import DataConfig, ValidationConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.presets import preset
-from fastdiff.config.run import RunConfig, ValidationConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.data.loading.training_set import check_provenance
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.diffusion.schedules import betas

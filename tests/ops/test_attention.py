@@ -23,9 +23,9 @@ FUSED = torch.nn.functional.scaled_dot_product_attention
 """Eager PyTorch in fp32: its fused kernels differentiate through the stored log-sum-exp, not through the softmax."""
 
 CPU = Machine("cpu")
-A100 = Machine("cuda", (8, 0), 92000, xformers=True)
-H200 = Machine("cuda", (9, 0), 92000, xformers=True)
-B200 = Machine("cuda", (10, 0), 92000, xformers=True)
+A100 = Machine("cuda", (8, 0), 92000, xformers=None)
+H200 = Machine("cuda", (9, 0), 92000, xformers=None)
+B200 = Machine("cuda", (10, 0), 92000, xformers=None)
 
 
 def inputs(head_dim, keys, dtype, device, *, queries=48, heads=2, batch=2):
@@ -64,7 +64,7 @@ def test_no_worse_than_eager(backend, head_dim, keys, dtype, device):
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "xformers"])
 def test_no_worse_than_eager_where_forced(backend, head_dim, keys, dtype):
     given = inputs(head_dim, keys, dtype, "cuda", queries=256, heads=4)
-    here = module.machine(torch.device("cuda", 0))
+    here = module.machine(torch.device("cuda", 0), backend)
     why = reasons(backend, dtype, head_dim, 256, keys or 256, here)
     if why:
         with pytest.raises(RuntimeError, match="attention backend"):
@@ -130,6 +130,8 @@ def test_one_graph(backend, device):
         (H200._replace(cudnn=91400), 40, 256, torch.bfloat16, SDPBackend.CUDNN_ATTENTION),
         (H200._replace(cudnn=0), 64, 256, torch.bfloat16, SDPBackend.FLASH_ATTENTION),
         (H200._replace(deterministic=True), 64, 256, torch.bfloat16, SDPBackend.FLASH_ATTENTION),
+        (H200._replace(deterministic=True), 64, 256, torch.float32, SDPBackend.EFFICIENT_ATTENTION),
+        (B200._replace(deterministic=True), 80, 77, torch.bfloat16, SDPBackend.FLASH_ATTENTION),
         (H200, 36, 256, torch.bfloat16, SDPBackend.FLASH_ATTENTION),
         (H200, 512, 256, torch.bfloat16, SDPBackend.EFFICIENT_ATTENTION),
         (H200, 64, 256, torch.float32, SDPBackend.EFFICIENT_ATTENTION),
@@ -152,7 +154,7 @@ def test_auto_prefers(here, head_dim, keys, dtype, first):
     [
         *((b, CPU, {}, "needs a CUDA device, the tensors are on cpu") for b in ("cudnn", "flash", "xformers")),
         *(
-            (b, Machine("cuda", (7, 5), 92000, xformers=True), {}, "needs sm_80 or newer, this device is sm_75")
+            (b, Machine("cuda", (7, 5), 92000, xformers=None), {}, "needs sm_80 or newer, this device is sm_75")
             for b in ("cudnn", "flash", "xformers")
         ),
         *(
@@ -161,12 +163,13 @@ def test_auto_prefers(here, head_dim, keys, dtype, first):
         ),
         ("xformers", H200, {"dtype": torch.float32}, None),
         ("xformers", B200, {"dtype": torch.float32}, "the tensors are float32 on sm_100"),
-        ("xformers", H200._replace(xformers=False), {}, r"not installed; pip install 'fastdiff\[xformers\]'"),
+        ("xformers", H200._replace(xformers="its operators do not load"), {}, "^its operators do not load$"),
         ("xformers", H200, {"head_dim": 44}, "multiples of 8 up to 256, this is 44"),
         ("flash", H200, {"head_dim": 264}, "up to 256, this is 264"),
         ("flash", H200, {"head_dim": 36}, None),
         ("cudnn", H200._replace(cudnn=0), {}, "has no cuDNN"),
-        ("cudnn", H200._replace(deterministic=True), {}, "is not deterministic"),
+        *((b, H200._replace(deterministic=True), {}, "is not deterministic") for b in ("cudnn", "xformers")),
+        *((b, H200._replace(deterministic=True), {}, None) for b in ("flash", "sdpa", "reference", "auto")),
         ("cudnn", H200, {"head_dim": 256}, None),
         ("cudnn", H200, {"head_dim": 264}, "up to 256 on sm_90, this is 264"),
         ("cudnn", H200._replace(cudnn=90800), {"head_dim": 160}, "up to 128 on sm_90, this is 160"),
@@ -214,7 +217,7 @@ def test_forced_backends_are_refused_on_a_cpu_with_the_reason(backend):
 @pytest.fixture
 def pretended(monkeypatch):
     """CPU tensors are taken for those of an H200, and torch's flash kernel is the one for CPUs."""
-    monkeypatch.setattr(module, "machine", torch.compiler.assume_constant_result(lambda device: H200))
+    monkeypatch.setattr(module, "machine", torch.compiler.assume_constant_result(lambda device, backend: H200))
     return monkeypatch
 
 
@@ -338,9 +341,49 @@ import sys
 sys.path.insert(0, {module.__file__.rsplit("/", 2)[0]!r})
 sys.modules["xformers"] = None
 import torch
-from fastdiff_kernels.attention import attention, machine
+from fastdiff_kernels.attention import attention, machine, xformers_problem
 assert torch.equal(attention(*torch.ones(3, 1, 2, 5, 8)), torch.ones(1, 2, 5, 8))
-assert not machine(torch.device("cpu")).xformers
+assert "pip install 'fastdiff[xformers]'" in xformers_problem()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+FAILED = """
+import logging, warnings
+logging.getLogger("xformers").warning("WARNING[XFORMERS]: xFormers can't load C++/CUDA extensions")
+warnings.warn("and this")
+class Build:
+    torch_version, cuda_version = "2.10.0+cu128", 1208
+class Failure(Exception):
+    build_info = {}
+_cpp_library_load_exception = Failure()
+"""
+XFORMERS = {
+    "_cpp_library_load_exception = None": "None",
+    FAILED.format(
+        "Build()"
+    ): "the operators of xformers 0.0.99 are built for torch 2.10.0+cu128 (CUDA 12.8) and do not load in torch",
+    FAILED.format("None"): "xformers 0.0.99 has no operators for torch",
+    "raise OSError('libcudart.so.12: cannot open')": "xformers cannot be imported (libcudart.so.12: cannot open)",
+}
+"""Content of xformers' module of its compiled library, in its own terms, and what is found."""
+
+
+@pytest.mark.parametrize("content", XFORMERS)
+def test_xformers_counts_only_if_its_operators_load(content, tmp_path):
+    """Its package imports without them. Nothing is printed: it logs and warns at its import."""
+    (tmp_path / "xformers").mkdir()
+    (tmp_path / "xformers" / "__init__.py").touch()
+    (tmp_path / "xformers" / "_cpp_lib.py").write_text(content)
+    (tmp_path / "xformers-0.0.99.dist-info").mkdir()
+    (tmp_path / "xformers-0.0.99.dist-info" / "METADATA").write_text("Name: xformers\nVersion: 0.0.99\n")
+    code = f"""
+import sys
+sys.path[:0] = [{str(tmp_path)!r}, {module.__file__.rsplit("/", 2)[0]!r}]
+from fastdiff_kernels.attention import xformers_problem
+print(xformers_problem())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.startswith(XFORMERS[content]), done.stdout
+    assert done.stderr == ""

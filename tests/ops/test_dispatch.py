@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -42,6 +43,23 @@ def test_the_configuration_takes_every_name_and_no_other():
 def test_the_default_is_triton_on_cuda_and_the_reference_elsewhere():
     assert dispatch.explained("adaln", OnCuda()) == ("triton", "on CUDA")
     assert dispatch.explained("adaln", CPU) == ("reference", "the tensor is on cpu")
+
+
+def test_a_trivial_kernel_is_launched_or_its_error_told(monkeypatch):
+    """In the interpreter without a GPU."""
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert launch.trial(here) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "run", lambda *_: None)
+        assert launch.trial(here) == f"1 + 1 is 1 on {here}"
+
+        def broken(*_):
+            raise RuntimeError("Failed to find C compiler.\nPlease specify")
+
+        patch.setattr(launch, "run", broken)
+        assert launch.trial(here) == "RuntimeError: Failed to find C compiler. Please specify"
+        patch.setattr(launch, "triton", None)
+        assert launch.trial(here) == "Triton is not installed; pip install triton"
 
 
 def test_without_triton_the_reference_runs_and_says_so(monkeypatch):
@@ -113,6 +131,11 @@ def test_a_compiled_reference_takes_as_many_forms_as_a_unet_has():
     x = torch.zeros(2)
     for number in range(10):  # torch gives up after 8
         assert dispatch.plain(reference, "compile")(x, f"form {number}") is x
+
+
+def test_no_kernel_adds_in_the_order_of_arrival():
+    for path in Path(dispatch.__file__).parent.rglob("*.py"):
+        assert "atomic" not in path.read_text(), path
 
 
 class Layer(nn.Module):

@@ -20,7 +20,7 @@ import os
 from torch.distributed.distributed_c10d import _get_default_store
 from fastdiff.parallel.world import start_world, stop_world
 
-world = start_world(60)
+world = start_world(60, "cpu")
 store = _get_default_store()
 while hasattr(store, "underlying_store"):
     store = store.underlying_store

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
+
 from fastdiff.errors import DataError, StorageError
-from fastdiff.parallel.world import World
+from fastdiff.parallel.world import World, start_world
 from tests.support.forked import forked_ranks, values
 
 
@@ -36,3 +40,16 @@ def test_an_oserror_of_one_rank_becomes_a_storage_error_on_all() -> None:
     found = values(forked_ranks(_fails_on_rank_1, OSError(28, "No space left on device", "/runs/a")))
     message = "/runs/a: No space left on device; free some space, or choose a folder on another disk"
     assert found == [f"StorageError everywhere=True: {message}"] * 2
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_the_allocator_grow_unless_the_user_has_options(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for given in names:
+        monkeypatch.delenv(given, raising=False)
+    start_world()
+    assert [os.environ.get(given) for given in names] == ["expandable_segments:True", None]
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    start_world()
+    assert {given: os.environ[given] for given in names if given in os.environ} == {name: "max_split_size_mb:128"}

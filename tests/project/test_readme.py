@@ -93,6 +93,28 @@ def test_the_reference_of_the_distance_is_what_it_is() -> None:
     assert f"{min(recorded):.2f} to {max(recorded):.2f} away" in " ".join(BENCHMARKS.split())
 
 
+@pytest.mark.parametrize(
+    ("case", "script"),
+    [("t2i", "train_text_to_image.py"), ("t2i-lora", "train_text_to_image_lora.py"), ("iddpm", "improved-diffusion")],
+)
+def test_the_ratios_to_published_scripts_stand_in_the_records(case: str, script: str) -> None:
+    steps = record.read(RESULTS / "2026-11-23_scripts" / "scripts.jsonl").measurements
+    starts = record.read(RESULTS / "2026-11-23_startup" / "startup.jsonl").measurements
+    ratios = {row.quantity: row.value for row in steps if row.case.startswith(f"{case},") and row.unit == "1"}
+    expected = [ratios[f"ratio of the {what}"] for what in ("processor time of a step, 1 core", "time of a step")]
+    for ours, theirs in (("python", "python"), ("launch local", "accelerate launch")):
+        expected += [
+            row.value
+            for row in starts
+            if (row.case, row.provider) == (case, f"fastdiff, {ours}") and row.quantity.endswith(f"/ script, {theirs}")
+        ]
+    told = re.search(rf"^\| {re.escape(script)} \|(.*)\|$", BENCHMARKS, re.MULTILINE)
+    assert told is not None
+    assert [cell.strip() for cell in told[1].split("|") if cell.strip() != "-"] == [
+        f"{value:.2f}" for value in expected
+    ]
+
+
 def test_the_losses_of_8_bit_adam_stand_in_the_record() -> None:
     record = RESULTS / "2026-11-21_adamw8bit" / "losses.json"
     losses = json.loads(record.read_text())["losses"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.forked import end_with_the_tests, fork_server
+from tests.support.forked import WITHOUT_GPU, end_with_the_tests, fork_server
 
 SECRET = "aKIAh4mSTERw0rd"
 CPU_S = 20
@@ -160,7 +160,7 @@ def _serve(lines: list[Line], folder: Path, results: Path, environment: dict[str
     os.environ.clear()
     nowhere = {"PATH": "/nowhere", "HF_HUB_OFFLINE": "1", "AWS_EC2_METADATA_DISABLED": "true", "OMP_NUM_THREADS": "1"}
     nowhere |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")  # refuses connections
-    os.environ.update(environment | nowhere | {"HOME": str(folder), "HF_HOME": str(folder / "hub")})
+    os.environ.update(environment | WITHOUT_GPU | nowhere | {"HOME": str(folder), "HF_HOME": str(folder / "hub")})
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
     import huggingface_hub.constants

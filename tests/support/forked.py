@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any, Self
+from unittest import mock
 
 from tests.support.ports import reserved_port
 
 _IMPORTED = f"{__package__}.imported"
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+"""Environment of every process that tests start: two ranks need no two GPUs, and CPU tensors go to the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,11 @@ class Ended:
 
 
 def fork_server() -> ForkServerContext:
-    """The server that starts processes which have imported everything."""
+    """The server that starts processes which have imported everything, and see no GPU."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_IMPORTED])
+    with mock.patch.dict(os.environ, WITHOUT_GPU):
+        forkserver.ensure_running()
     return context
 
 
@@ -73,6 +78,7 @@ class Ranks:
         self._port = reserved_port()
         environment = {
             **os.environ,
+            **WITHOUT_GPU,
             **{"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": "1"},
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port)},
         }

@@ -12,7 +12,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-TIMES = {"samples_per_s", "step_ms", "data_wait_ms", "peak_gib", "mfu"}
+TIMES = {"samples_per_s", "step_ms", "data_wait_ms", "peak_gib", "mfu", "compile_s"}
 """Fields of a log that measure the machine."""
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.forked import Ranks, values
+from tests.support.forked import WITHOUT_GPU, Ranks, values
 from tests.support.ports import reserved_port
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+ON_CPU = ("--performance.device", "cpu")
 DIE_WITH_TESTS = ("setpriv", "--pdeathsig", "KILL")
 """The start of a command that the kernel kills when the tests end, by whatever signal.
 
@@ -39,12 +40,12 @@ class Finished:
 
 
 def start(command: Sequence[str | Path], cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
-    """Start a command in a session of its own, so that ``stop`` reaches all of its processes.
+    """Start a command in a session of its own, so that ``stop`` reaches all of its processes; it sees no GPU.
 
     Call it in the main thread: the kernel takes the thread that starts a process for its parent.
     """
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **WITHOUT_GPU, **environment}
     env["PATH"] = f"{BIN}:{env['PATH']}"
     return subprocess.Popen(
         [*DIE_WITH_TESTS, *(str(part) for part in command)],
@@ -80,9 +81,12 @@ def deepspeed(*flags: str | Path, ranks: int = 1, **options: Any) -> Finished:
 
 
 def deepspeed_command(*flags: str | Path, ranks: int = 1) -> list[str | Path]:
-    """Return the command line that starts ``ranks`` ranks of the trainer on a free port."""
+    """Return the command line that starts ``ranks`` ranks of the trainer on a free port, and on the CPU.
+
+    Where no GPU is visible DeepSpeed's launcher shows its ranks those of the machine.
+    """
     launcher = [BIN / "deepspeed", "--num_accelerators", str(ranks), "--master_port", str(reserved_port())]
-    return [*launcher, "fastdiff/train.py", *flags]
+    return [*launcher, "fastdiff/train.py", *flags, *ON_CPU]
 
 
 def fastdiff(*arguments: str | Path, **options: Any) -> Finished:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from tests.support.forked import end_with_the_tests, fork_server
+from tests.support.forked import WITHOUT_GPU, end_with_the_tests, fork_server
 from tests.support.processes import ROOT, Finished
 
 TRAIN = ROOT / "fastdiff" / "train.py"
@@ -16,7 +16,7 @@ TRAIN = ROOT / "fastdiff" / "train.py"
 
 def run_script(path: Path, *arguments: str | Path, timeout_s: float = 240, **environment: str) -> Finished:
     """Run a file as Python would; kill it and fail after ``timeout_s``."""
-    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **WITHOUT_GPU, **environment}
     with NamedTemporaryFile("r") as output:
         words = [str(path), *(str(argument) for argument in arguments)]
         process = fork_server().Process(target=_run, args=(output.name, words, given))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.forked import WITHOUT_GPU
 from tests.support.processes import DIE_WITH_TESTS, ROOT
 from tests.support.waiting import LIMIT_S, steps_logged, wait_until
 
@@ -40,7 +41,7 @@ class Supervised:
         command = [sys.executable, "-m", "fastdiff.cluster.supervisor.main", "--node-rank", str(node), *options]
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCH_EXTENSIONS_DIR", "MASTER_ADDR", "MASTER_PORT")
         env = {name: value for name, value in os.environ.items() if name not in names}
-        env |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(run.parent)}
+        env |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(run.parent), **WITHOUT_GPU}
         env |= environment or {}
         with self._log.open("wb") as log:
             target = log if output is None else output

@@ -6,8 +6,12 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+import torch
+
 from fastdiff.parallel.world import World
-from tests.support.forked import forked_ranks, values
+from tests.support.forked import WITHOUT_GPU, forked_ranks, stop_server, values
+from tests.support.processes import run
 from tests.support.runs import hexes, launch, tiny, train_losses
 
 
@@ -28,3 +32,19 @@ def test_ranks_train(digits: Path, tmp_path: Path) -> None:
         for name in ("first", "second")
     ]
     assert hexes(runs[0]) == hexes(runs[1])
+
+
+def _what_it_sees(world: World) -> tuple[str, bool, str | None, str | None]:
+    seen = (os.environ.get(name) for name in WITHOUT_GPU)
+    return world.device.type, torch.cuda.is_available(), *seen
+
+
+def test_no_process_of_a_test_sees_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this process does: two ranks would need two."""
+    for name, value in (("CUDA_VISIBLE_DEVICES", "0"), ("TRITON_INTERPRET", "0")):
+        monkeypatch.setenv(name, value)
+    stop_server()
+    assert values(forked_ranks(_what_it_sees)) == [("cpu", False, "", "1")] * 2
+    command = ["sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES,$TRITON_INTERPRET"']
+    assert run(command).output == ",1\n"
+    assert run(command, CUDA_VISIBLE_DEVICES="0").output == "0,1\n", "unless it is asked for"

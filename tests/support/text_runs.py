@@ -9,19 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdiff.config.data import DataConfig
+from fastdiff.config.data import DataConfig, ValidationConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.objective import DdpmConfig
-from fastdiff.config.run import (
-    BatchConfig,
-    EmaConfig,
-    OptimConfig,
-    OutputConfig,
-    PerformanceConfig,
-    RunConfig,
-    ValidationConfig,
-)
+from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, PerformanceConfig, RunConfig
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.models.pretrained.pipeline import Pretrained

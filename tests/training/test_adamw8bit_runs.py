@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.checkpoint.reader import Checkpoint
+from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.fragments import Flat, Fragment, owned_blocks
 from fastdiff.parallel.world import World
@@ -21,7 +22,7 @@ from fastdiff.training.checkpoints import Checkpoints
 from fastdiff.training.optim import PER_BLOCK, create_8bit_state
 from fastdiff_kernels.adamw8bit import BLOCK, AdamW8bit
 from tests.support.processes import run_ranks
-from tests.support.runs import launch, newest, tiny, train_losses
+from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, newest, tiny, train_losses
 
 CODES = ("exp_avg_codes", "exp_avg_sq_codes")
 
@@ -153,3 +154,19 @@ def test_offloaded_state_is_agreed_on_through_gloo(world: World) -> None:
     assert groups[0] is None, "the group of all ranks"
     assert groups[1] is not None
     assert torch.distributed.get_backend(groups[1]) == "gloo"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_compiled_for_the_host_a_run_has_the_bits_of_the_reference(
+    world: World, digits: Path, tmp_path: Path, stage: int
+) -> None:
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    for kernels in ("reference", "adamw8bit=compile"):
+        config = tiny(
+            digits, tmp_path / kernels, optim__name="adamw8bit", performance__precision="bf16",
+            performance__kernels=kernels,
+        )  # fmt: skip
+        train(config, Launch(deepspeed={"zero_optimization": zero}), world)
+    reference, compiled = tmp_path / "reference", tmp_path / "adamw8bit=compile"
+    assert hexes(losses(compiled)) == hexes(losses(reference))
+    assert_same_checkpoint(compiled, reference)

@@ -17,7 +17,9 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastdiff.checkpoint.async_saves import AsyncSaves
 from fastdiff.config.divergence import DivergenceConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
@@ -34,6 +36,7 @@ from fastdiff.progress import Progress
 from fastdiff.train import train
 from fastdiff.training import build as training_build
 from fastdiff.training.build import Run
+from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.divergence import Rewind
 from fastdiff.training.callbacks.saving import save_checkpoint
 from fastdiff.training.checkpoints import Checkpoints
@@ -432,6 +435,47 @@ def test_a_rewind_on_a_full_disk_goes_on_without_its_checkpoint(
         assert intact(disk / "run")[0] == steps
         assert hexes(losses(disk / "run")) == hexes(losses(tmp_path / "whole"))
         assert_same_checkpoint(disk / "run", tmp_path / "whole")
+
+
+@dataclasses.dataclass
+class _FullDisk(Callback):
+    """The disk is full from step 8 to step 14; what waits is written with the next record of the log."""
+
+    disk: Path
+    background: AsyncSaves
+
+    def on_step(self, state: TrainState) -> None:
+        if state.progress.steps == 8:
+            self.background.wait_for_all()
+            fill(self.disk)
+        if state.progress.steps == 14:
+            assert [line["step"] for line in lines(state.folder)] == []
+            (self.disk / "ballast").unlink()
+        if state.progress.steps == 15:
+            assert [line["step"] for line in lines(state.folder)] == [9, 9, 12, 12]
+
+
+@pytest.mark.fault(7)
+def test_records_that_wait_for_room_outlast_a_rewind(
+    world: World,
+    two_spikes: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    callbacks = training_build._callbacks
+    with tiny_disk(tmp_path / "disk", 24) as disk:
+        monkeypatch.setattr(
+            training_build, "_callbacks", lambda *parts: [*callbacks(*parts), _FullDisk(disk, parts[2])]
+        )
+        run = disk / "run"
+        train(spiky(two_spikes, run, divergence__policy="rewind", output__failed_saves=1000), launch(), world)
+        assert newest(run).manifest["progress"]["rewinds"] == 2
+        assert len(losses(run)) == 16
+        assert [line["rewound_to"] for line in lines(run) if "rewound_to" in line] == [8, 8]
+        events = EventAccumulator(str(run / "tensorboard")).Reload()
+        assert [event.step for event in events.Scalars("loss")] == list(range(1, 17))
+    assert "lost" not in capsys.readouterr().err
 
 
 @pytest.mark.fault(21)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +13,9 @@ from unittest import mock
 import bitsandbytes
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastdiff.config.run import OptimConfig
 from fastdiff.errors import ConfigError, DivergedError
@@ -23,7 +27,7 @@ from fastdiff.training.engine import Engine
 from fastdiff.training.optim import check_is_8bit
 from fastdiff_kernels.adamw8bit import AdamW8bit
 from tests.end_to_end.test_train import check_clipping
-from tests.support.runs import hexes, launch, losses, newest, tiny, train_losses
+from tests.support.runs import hexes, launch, losses, newest, records, tiny, train_losses
 
 
 def test_fp16_without_fp16_arithmetic_is_refused(
@@ -47,6 +51,39 @@ def test_fp16_under_zero0_is_refused(world: World, digits: Path, tmp_path: Path,
         train(tiny(digits, tmp_path / "run", performance__precision="fp16"), launch(0), world)
 
 
+def test_deepspeed_trains_on_the_device_of_the_run(world: World, digits: Path, tmp_path: Path) -> None:
+    """It takes a GPU where there is one, also under --performance.device cpu."""
+    before = get_accelerator()
+    set_accelerator(CUDA_Accelerator())
+    try:
+        beside_a_gpu = train_losses(world, tiny(digits, tmp_path / "gpu", steps=2), launch(1))
+        assert get_accelerator().device_name() == "cpu"
+    finally:
+        set_accelerator(before)
+    assert hexes(beside_a_gpu) == hexes(train_losses(world, tiny(digits, tmp_path / "cpu", steps=2), launch(1)))
+
+
+def test_bf16_on_a_gpu_without_it_is_refused_before_anything_is_built(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    config = tiny(digits, tmp_path / "run", performance__precision="bf16")
+    with pytest.raises(ConfigError, match=r"^--performance.precision bf16: this GPU \(sm_75\) .*; use .* fp16$"):
+        train(config, launch(), replace(world, device=torch.device("cuda", 0)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_loss_scale_is_in_the_log_of_fp16_alone(
+    world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None
+) -> None:
+    train(tiny(digits, tmp_path / "fp16", performance__precision="fp16"), launch(1), world)
+    found = [record["loss_scale"] for record in records(tmp_path / "fp16")]
+    assert all(math.log2(scale).is_integer() for scale in found)
+    assert "loss_scale" in EventAccumulator(str(tmp_path / "fp16" / "tensorboard")).Reload().Tags()["scalars"]
+    train(tiny(digits, tmp_path / "fp32", steps=1), launch(1), world)
+    assert "loss_scale" not in records(tmp_path / "fp32")[0]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_fp16_stops_at_the_smallest_loss_scale(
     world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
@@ -66,6 +103,8 @@ def test_fp16_stops_at_the_smallest_loss_scale(
     lines = (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()
     scales = [json.loads(line)["cur_scale"] for line in lines]
     assert scales[0] > scales[-1]
+    logged = [record["loss_scale"] for record in records(tmp_path / "run")]
+    assert logged[0] > logged[-1], "it falls at each overflow"
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections import Counter
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 import fastdiff
+from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.ema import Ema
 from fastdiff.training.engine import Engine
 from tests.support.dispatch_modes import Operators
-from tests.support.runs import launch, records, tiny
+from tests.support.runs import launch, newest, records, tiny
 
 OURS = str(Path(fastdiff.__file__).parent)
 CONSENSUS = str(Path(fastdiff.__file__).parent / "parallel" / "consensus.py")
@@ -92,17 +94,38 @@ def test_plain_zero0_reads_one_flag_per_step(world: World, digits: Path, tmp_pat
     assert long - short == 20
 
 
-def test_one_rank_without_zero_has_the_numbers_of_zero1(world: World, digits: Path, tmp_path: Path) -> None:
-    """Up to rounding; norm and factor of the clipping are equal to the bit, as the first two steps show."""
-    starts = {"zero1": launch(1), "none": launch(0)}
+@pytest.mark.parametrize("patch", [2, 4])
+def test_one_rank_without_a_file_has_the_numbers_of_zero1(
+    world: World, digits: Path, tmp_path: Path, patch: int
+) -> None:
+    """To the bit if the sizes of all parameters are multiples of 16, otherwise up to rounding.
+
+    PyTorch's AdamW rounds the last elements of a tensor differently, and ZeRO-1 has all parameters in one. Norm and
+    factor of the clipping are equal to the bit, as the first two steps show.
+    """
+    starts = {"zero1": launch(1), "none": Launch()}
+    shape = DiTConfig(depth=2, hidden=32, heads=2, patch=patch, channels=1, size=8, classes=10)
     for name, start in starts.items():
-        train(tiny(digits, tmp_path / name, steps=12, optim__clip=0.5), start, world)
+        train(tiny(digits, tmp_path / name, steps=12, optim__clip=0.5, model=shape), start, world)
     found = {name: [(r["loss"], r["grad_norm"]) for r in records(tmp_path / name)] for name in starts}
     assert found["none"][:2] == found["zero1"][:2]
+    sizes = [math.prod(shape) for shape in newest(tmp_path / "none").manifest["parameters"].values()]
+    assert all(size % 16 == 0 for size in sizes) == (patch == 4)
+    if patch == 4:
+        assert found["none"] == found["zero1"]
     for ours, theirs in zip(found["none"], found["zero1"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     norms = [norm for _, norm in found["none"]]
     assert norms[0] > 0.5 > min(norms), "the first step is clipped, some are not"
+
+
+def test_a_run_that_began_under_zero1_keeps_it(world: World, digits: Path, tmp_path: Path) -> None:
+    """As one rank did without a file, in earlier versions."""
+    train(tiny(digits, tmp_path, steps=2), launch(1), world)
+    train(tiny(digits, tmp_path, steps=4), Launch(), world)
+    assert newest(tmp_path).manifest["zero_stage"] == 1
+    train(tiny(digits, tmp_path / "new", steps=2), Launch(), world)
+    assert newest(tmp_path / "new").manifest["zero_stage"] == 0
 
 
 def test_the_update_on_one_rank_takes_as_many_operators_for_any_number_of_parameters(
@@ -122,7 +145,7 @@ def test_the_update_on_one_rank_takes_as_many_operators_for_any_number_of_parame
 
     monkeypatch.setattr(Engine, "step", counted(Engine.step))
     monkeypatch.setattr(Ema, "update", counted(Ema.update))
-    start = launch(0)
+    start = Launch()
     for depth in (1, 3):
         shape = DiTConfig(depth=depth, hidden=32, heads=2, patch=2, channels=1, size=8, classes=10)
         train(tiny(digits, tmp_path / f"{depth}", steps=3, model=shape), start, world)

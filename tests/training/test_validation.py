@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastdiff.config.data import ValidationConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.objective import DdpmConfig
-from fastdiff.config.run import RunConfig, ValidationConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.data.encoding.builtin import encode_synthetic
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.writer import ShardWriter

@@ -21,6 +21,8 @@ EXPORT_NOTE = (
 )
 """Note for scripts with their own file format, which ``fastdiff export`` writes from a run."""
 GRAY_NOTE = "16-bit gray images are scaled to 8 bits, theirs clipped"
+_DEVICE = ["--performance.device", "auto"]
+"""The other scripts also run on a CPU, where the presets refuse to."""
 
 
 Note = tuple[object, str]
@@ -85,7 +87,7 @@ def count_images(source: str, remedy: str, **columns: str | None) -> int:
 
 def training(gpus: int, *flags: list[str]) -> list[str]:
     """Return the training command."""
-    return [*LAUNCH, "--ranks", str(gpus), "--", *(word for words in flags for word in words)]
+    return [*LAUNCH, "--ranks", str(gpus), "--", *(word for words in (*flags, _DEVICE) for word in words)]
 
 
 def program() -> str:

@@ -3,7 +3,7 @@
 Nodes are paired in the rounds of a round-robin tournament (the circle method). All pairs of a round run at once, as in
 an all-reduce over all nodes. One process per device measures, so that its process groups end with it:
 
-    python -m fastdiff.cluster.preflight.bandwidth HOST PORT NODE NODES DEVICE
+    python -m fastdiff.cluster.preflight.bandwidth HOST PORT NODE NODES DEVICE BACKEND
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PAIR_S = 20.0
 """An exchange that takes longer counts as failed."""
 _FAILURES = 2
 """Failures in a row after which a node gives up, so that no other node waits for it."""
-_HERE, _GONE = "here", "gone"
+_GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +49,25 @@ class Exchange:
     failure: str = ""
 
 
-def measure(store: TCPStore, node: int, nodes: int, ranks_per_node: int, deadline: float) -> list[Exchange]:
+def measure(
+    store: TCPStore, node: int, nodes: int, gpus: int | None, ranks_per_node: int, deadline: float
+) -> list[Exchange]:
     """Return this node's exchanges; called by all nodes at about the same time.
 
     Args:
         store: store of the supervisors.
         node: number of this node.
         nodes: number of nodes.
-        ranks_per_node: number of CUDA devices to measure; without CUDA, one process measures.
+        gpus: number of GPUs to measure over NCCL; 0: one process measures over gloo; None: this node has a problem with
+            its devices, and takes no part.
+        ranks_per_node: largest number of GPUs that any node measures.
         deadline: time of the monotonic clock at which unfinished measurements are ended.
     """
-    devices = min(torch.cuda.device_count(), ranks_per_node) if torch.cuda.is_available() else 1
-    arguments = [store.host, str(store.port), str(node), str(nodes)]
-    running = [_Process.start(device, arguments) for device in range(devices)]
-    keys = _keys(store)
+    arguments, keys, rounds = [store.host, str(store.port), str(node), str(nodes)], _keys(store), pairings(nodes)
+    devices = 0 if gpus is None else max(1, gpus)
+    for device in range(devices, ranks_per_node):
+        _leave(keys, node, device, range(len(rounds)))
+    running = [_Process.start(device, arguments, "nccl" if gpus else "gloo") for device in range(devices)]
     try:
         waiting = list(running)
         while waiting and time.monotonic() < deadline:
@@ -70,7 +75,7 @@ def measure(store: TCPStore, node: int, nodes: int, ranks_per_node: int, deadlin
             for process in [process for process in waiting if process.child.poll() is not None]:
                 waiting.remove(process)
                 if process.child.returncode:
-                    _leave(keys, node, process.device, range(len(pairings(nodes))))
+                    _leave(keys, node, process.device, range(len(rounds)))
     finally:
         for process in running:
             if process.child.poll() is None:
@@ -87,9 +92,9 @@ class _Process:
     errors: IO[bytes]
 
     @classmethod
-    def start(cls, device: int, arguments: Sequence[str]) -> _Process:
+    def start(cls, device: int, arguments: Sequence[str], backend: str) -> _Process:
         output, errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115 (closed once read)
-        command = [sys.executable, "-m", "fastdiff.cluster.preflight.bandwidth", *arguments, str(device)]
+        command = [sys.executable, "-m", "fastdiff.cluster.preflight.bandwidth", *arguments, str(device), backend]
         # With it NCCL raises in the waiting process, as gloo does, instead of ending it before the next exchange.
         environment = os.environ | {"TORCH_NCCL_BLOCKING_WAIT": "1"}
         child = spawn(command, environment, stdout=output, stderr=errors)
@@ -123,7 +128,8 @@ def pairings(nodes: int) -> list[list[tuple[int, int]]]:
     return [rounds[number * len(rounds) // count] for number in range(count)]
 
 
-def _tournament(store: Store, node: int, nodes: int, device: int) -> Iterator[Exchange]:
+def _tournament(store: Store, node: int, nodes: int, device: int, backend: str) -> Iterator[Exchange]:
+    """Yield the exchanges of a device, none with a partner that is gone or has another backend: that is its problem."""
     failures = 0
     rounds = pairings(nodes)
     for number, pairs in enumerate(rounds):
@@ -134,27 +140,25 @@ def _tournament(store: Store, node: int, nodes: int, device: int) -> Iterator[Ex
         if failures == _FAILURES:
             _leave(store, node, device, range(number, len(rounds)))
             return
-        store.set(_meeting(number, node, device), _HERE)
-        if store.get(_meeting(number, partner, device)).decode() == _GONE:
-            yield Exchange(device, partner, 0.0, f"node {partner} gave up")
+        store.set(_meeting(number, node, device), backend)
+        if store.get(_meeting(number, partner, device)).decode() != backend:
             continue
         try:
             group = PrefixStore(f"{number}/{pair[0]}-{pair[1]}/{device}", store)
-            yield Exchange(device, partner, _exchange(group, pair.index(node), device))
+            yield Exchange(device, partner, _exchange(group, pair.index(node), device, backend))
             failures = 0
         except (DistError, RuntimeError) as error:
             failures += 1
             yield Exchange(device, partner, 0.0, f"with node {partner}: {str(error).splitlines()[0]}")
 
 
-def _exchange(store: Store, rank: int, device: int) -> float:
+def _exchange(store: Store, rank: int, device: int, backend: str) -> float:
     """Return the bytes per second in each direction of an all-reduce between two ranks."""
-    on_cuda = torch.cuda.is_available()
     torch.distributed.init_process_group(
-        "nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=_PAIR_S)
+        backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=_PAIR_S)
     )
     try:
-        place = torch.device("cuda", device) if on_cuda else torch.device("cpu")
+        place = torch.device("cuda", device) if backend == "nccl" else torch.device("cpu")
         tensor = torch.zeros(_BYTES // 4, device=place)
         _timed(tensor, 1)  # connects
         times = torch.tensor([_timed(tensor, 1)], device=place)
@@ -179,7 +183,7 @@ def _keys(store: Store) -> Store:
 
 
 def _meeting(number: int, node: int, device: int) -> str:
-    """Return the key under which a device of a node joins or leaves a round."""
+    """Return the key under which a device of a node joins a round, with its backend, or leaves it."""
     return f"meet/{number}/{node}/{device}"
 
 
@@ -191,14 +195,14 @@ def _leave(store: Store, node: int, device: int, rounds: Sequence[int]) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Take part in the tournament with one device; print one exchange per line."""
-    host, port, node, nodes, device = arguments
-    if torch.cuda.is_available():
+    host, port, node, nodes, device, backend = arguments
+    if backend == "nccl":
         torch.cuda.set_device(int(device))
     else:
         torch.set_num_threads(1)
     # A partner may be delayed by failures in all earlier rounds.
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_PAIR_S * (ROUNDS + 1)))
-    for exchange in _tournament(_keys(store), int(node), int(nodes), int(device)):
+    for exchange in _tournament(_keys(store), int(node), int(nodes), int(device), backend):
         sys.stdout.write(json.dumps(asdict(exchange)) + "\n")
         sys.stdout.flush()
 

@@ -19,14 +19,15 @@ import fastdiff
 import fastdiff_kernels
 from fastdiff.checkpoint.manifest import committed, read_manifest
 from fastdiff.cluster.supervisor.waiting import value_of
-from fastdiff.config.run import RunConfig
+from fastdiff.config.run import Device, RunConfig
 from fastdiff.config.run_record import versions
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.remote import is_remote, resource
-from fastdiff.errors import ConfigError, StorageError
+from fastdiff.errors import StorageError
 from fastdiff.models import load
 from fastdiff.models.build import build_model
+from fastdiff.parallel.devices import require_gpu, usable_gpus
 
 _CHECKPOINTS = 3
 """Checkpoints that must fit: two kept and one being written."""
@@ -34,26 +35,33 @@ _DELAY_S = 10.0
 """Wait for a new file to appear on the other nodes of a shared file system."""
 
 
-def node_versions() -> dict[str, str]:
-    """Return the versions of all software that affects the results, and a digest of fastdiff's source."""
-    return versions() | _gpus() | {"fastdiff's source": _source_digest()}
+def node_versions(asked: Device = "auto") -> dict[str, str]:
+    """Return the versions of all software that affects the results, and a digest of fastdiff's source.
+
+    Args:
+        asked: device of the run; with ``cpu`` the GPUs of the nodes may differ.
+    """
+    return versions() | _gpus(asked) | {"fastdiff's source": _source_digest()}
 
 
-def examine_devices(ranks_per_node: int) -> None:
-    """Check that a node with GPUs has one per rank, without creating a CUDA context.
+def examine_devices(ranks_per_node: int, asked: Device) -> int:
+    """Check that a node has the device of the run, and one GPU per rank; it creates no CUDA context.
+
+    Returns:
+        Number of GPUs that the run uses on this node; 0: it runs on the CPU.
 
     Raises:
-        ConfigError: the node has fewer GPUs than ranks.
+        ConfigError: a GPU is present that torch cannot use; there are fewer GPUs than ranks, or none and the run asks
+            for them.
     """
-    if torch.cuda.is_available() and torch.cuda.device_count() < ranks_per_node:
-        raise ConfigError(
-            f"has {torch.cuda.device_count()} GPUs for {ranks_per_node} ranks; request one GPU per rank, or start "
-            "fewer ranks per node"
-        )
+    gpus = usable_gpus(asked)
+    if gpus:
+        require_gpu(gpus, ranks_per_node - 1, ranks_per_node)
+    return min(gpus, ranks_per_node)
 
 
-def _gpus() -> dict[str, str]:
-    if not torch.cuda.is_available():
+def _gpus(asked: Device) -> dict[str, str]:
+    if asked == "cpu" or not torch.cuda.is_available():
         return {"the set of GPUs": "none"}
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:

@@ -88,12 +88,13 @@ def as_error(problems: Sequence[Problem], nodes: int) -> FastdiffError:
 def table(reports: Sequence[NodeReport], problems: Sequence[Problem]) -> str:
     """Return a table with one line per node; with many nodes, those with problems and the slowest."""
     bad = Counter(problem.node for problem in problems)
-    best = {report.node: min(_best(report).values(), default=0.0) for report in reports}
-    shown = sorted(reports, key=lambda report: (-bad[report.node], best[report.node]))[:_ROWS]
+    best = {report.node: min(_best(report).values(), default=None) for report in reports}
+    shown = sorted(reports, key=lambda report: (-bad[report.node], best[report.node] or 0.0))[:_ROWS]
     rows = [("node", "name", "clock", "best exchange", "")]
     for report in sorted(shown, key=lambda report: report.node):
         clock = f"{report.clock.seconds:+.3f} s" if report.clock else "-"
-        speed = f"{best[report.node] / 1e9:.2f} GB/s"
+        slowest = best[report.node]
+        speed = "-" if slowest is None else f"{slowest / 1e9:.2f} GB/s"
         rows.append(
             (str(report.node), report.name, clock, speed, f"problems: {bad[report.node]}" if bad[report.node] else "ok")
         )

@@ -63,12 +63,14 @@ def run(
     """
     keys = PrefixStore("preflight", store)
     deadline = time.monotonic() + timeout_s
-    report = NodeReport(node=node, name=name or socket.gethostname(), versions=node_versions())
-    _note(report, lambda: examine_devices(ranks_per_node))
+    asked = config.performance.device
+    report = NodeReport(node=node, name=name or socket.gethostname(), versions=node_versions(asked))
+    found: list[int] = []
+    gpus = found[0] if _note(report, lambda: found.append(examine_devices(ranks_per_node, asked))) else None
     _meet(keys, report, nodes, deadline)
     deadline = time.monotonic() + timeout_s
     report.clock = clock.measure(keys, node, nodes, now)
-    report.exchanges = bandwidth.measure(store, node, nodes, ranks_per_node, deadline)
+    report.exchanges = bandwidth.measure(store, node, nodes, gpus, ranks_per_node, deadline)
     folder = SharedFolder(Path(config.output.folder), keys, node, deadline)
     try:
         report.wrote = _note(report, folder.write)

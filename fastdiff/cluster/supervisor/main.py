@@ -31,7 +31,7 @@ from fastdiff.config import command_line
 from fastdiff.config.argument_types import Parser
 from fastdiff.config.run import RunConfig
 from fastdiff.console import write_line
-from fastdiff.errors import FastdiffError, Preempted, as_storage_error, report_any, require
+from fastdiff.errors import FastdiffError, Preempted, explained, report_any, require
 from fastdiff.files import raise_open_files
 from fastdiff.standard_streams import lossy_output
 
@@ -151,8 +151,10 @@ def _prepare(job: argparse.Namespace, config: RunConfig, store: TCPStore, nodes:
     except FastdiffError as error:
         nodes.propose(Outcome(error.exit_code, f"fastdiff: error: {error}"))
     except OSError as error:
-        storage = as_storage_error(error)
-        nodes.propose(Outcome(storage.exit_code, f"fastdiff: error: {_name(job)}: {storage}"))
+        known = explained(error)
+        if not isinstance(known, FastdiffError):
+            raise
+        nodes.propose(Outcome(known.exit_code, f"fastdiff: error: {_name(job)}: {known}"))
     except lost():
         pass  # node 0 is gone
     else:

@@ -11,7 +11,7 @@ from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.presets import digits, iddpm
-from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
+from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, PerformanceConfig, RunConfig
 from fastdiff.errors import ConfigError
 
 Preset = Callable[[], RunConfig]
@@ -77,6 +77,7 @@ def _imagenet(name: str, model: DiTConfig, objective: ObjectiveConfig) -> RunCon
         batch=BatchConfig(samples=batch),
         optim=OptimConfig(name="adamw", lr=1e-4, weight_decay=0.0, clip=0.0),
         ema=EmaConfig(rates=(0.9999,)),
+        performance=PerformanceConfig(device="cuda"),
         output=OutputConfig(folder=f"runs/{name}", checkpoint_every=10_000, sample_every=10_000),
     )
 
@@ -122,6 +123,7 @@ def _from_scratch(name: str, model: UNetConfig, pipeline: str) -> RunConfig:
         optim=OptimConfig(
             name="adamw8bit", lr=1e-4, weight_decay=0.01, schedule="constant_with_warmup", warmup_steps=10_000
         ),
+        performance=PerformanceConfig(device="cuda"),
         output=OutputConfig(folder=f"runs/{name}", checkpoint_every=5_000),
     )
 
@@ -144,6 +146,7 @@ def sd15_finetune() -> RunConfig:
         batch=BatchConfig(samples=batch, micro=8),
         optim=OptimConfig(name="adamw8bit", lr=1e-5, weight_decay=0.01),
         ema=EmaConfig(warmup=True),
+        performance=PerformanceConfig(device="cuda"),
         output=OutputConfig(folder="runs/sd15-finetune"),
     )
 

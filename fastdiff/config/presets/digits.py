@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdiff.config.data import DataConfig
+from fastdiff.config.data import DataConfig, ValidationConfig
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import DdpmConfig
-from fastdiff.config.run import (
-    BatchConfig,
-    EmaConfig,
-    OptimConfig,
-    OutputConfig,
-    PerformanceConfig,
-    RunConfig,
-    ValidationConfig,
-)
+from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, PerformanceConfig, RunConfig
 from fastdiff.config.timesteps import TimestepConfig
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fastdiff.config.data import DataConfig
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.objective import DdpmConfig
-from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
+from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, PerformanceConfig, RunConfig
 
 _COSINE = DdpmConfig(
     schedule="cosine",
@@ -108,6 +108,7 @@ def _run(
         batch=BatchConfig(samples=batch),
         optim=OptimConfig(name="adamw", lr=lr, weight_decay=0.0, clip=0.0),
         ema=EmaConfig(rates=(0.9999,)),
+        performance=PerformanceConfig(device="cuda"),
         output=OutputConfig(
             folder=f"runs/{name}", checkpoint_every=10_000, sample_every=0 if model.size > 64 else 10_000
         ),

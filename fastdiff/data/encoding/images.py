@@ -31,6 +31,7 @@ from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance
 from fastdiff.errors import ConfigError, DataError, require
 from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.parallel.devices import require_precision
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,6 +56,8 @@ class _ImageEncode:
 
     def __init__(self, options: EncodeOptions, rank: Rank, say: Callable[[str], None]) -> None:
         self._options, self._rank, self._say = options, rank, say
+        self._device = rank.device()
+        require_precision(options.precision, self._device, "--precision")
         self._source: ImageSource = open_source(
             options.source,
             samples_per_unit=options.samples_per_shard,
@@ -66,7 +69,6 @@ class _ImageEncode:
             image_root=options.image_root,
             dataset_config=options.dataset_config,
         )
-        self._device = rank.device()
         self._in_pixels = options.autoencoder == "identity"
         self._embeds_captions = self._source.captioned and not self._in_pixels
         pretrained = Pretrained(options.pretrained, options.revision, options.variant)
@@ -76,7 +78,7 @@ class _ImageEncode:
             else LatentEncoder(pretrained, self._device, _PRECISIONS[options.precision])
         )
         self._transform = _transform(options, self._encoder.factor)
-        self._decoder: Decoder = open_decoder(options.decode, self._transform, options.workers)
+        self._decoder: Decoder = open_decoder(options.decode, self._transform, options.workers, self._device)
         self._autoencoder_digest = None if self._in_pixels else pretrained.digest("vae")
         self._text_digest = pretrained.digest("text_encoder") if self._embeds_captions else None
         self._stopwatch = Stopwatch()

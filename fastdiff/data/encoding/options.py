@@ -15,6 +15,7 @@ from fastdiff.data.images.items import ClassesFrom
 from fastdiff.data.images.sources import HUB_ID
 from fastdiff.data.shards.format import MAX_SHARD_SAMPLES
 from fastdiff.errors import ConfigError, require
+from fastdiff.parallel.devices import select_device, usable_gpus
 
 _OF_PIPELINE = ("pretrained", "revision", "variant", "precision", "dtype", "batch", "flip", "captions")
 """Options without meaning for a data set in pixel space."""
@@ -124,12 +125,12 @@ class Rank:
         return cls(number, ranks, local)
 
     def device(self) -> torch.device:
-        """Select and return the GPU of this process, or return the CPU."""
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        device = torch.device("cuda", self.local % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
+        """Select and return the GPU of this process, which processes may share, or return the CPU.
+
+        Raises:
+            ConfigError: a GPU is present that torch cannot use.
+        """
+        return select_device(local_rank=self.local % max(1, usable_gpus()))
 
     def cores(self) -> int:
         """Return this process's share of the cores of this machine."""

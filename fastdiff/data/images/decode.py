@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from fastdiff.data.dali_trial import dali_problem
 from fastdiff.data.images.geometry import (
     Placement,
     Size,
@@ -41,6 +42,9 @@ from fastdiff.data.images.geometry import (
 )
 from fastdiff.data.images.header import RefusedImageError, check_pixels, describe, orientation, read_header
 from fastdiff.errors import require
+
+if TYPE_CHECKING:
+    import torch
 
 Pixels = npt.NDArray[np.uint8]
 Crop = Literal["center", "adm", "random"]
@@ -215,11 +219,11 @@ class PillowDecoder:
 class DaliDecoder:
     """The DALI decoder for plain images; Pillow decodes images for which decoders differ."""
 
-    def __init__(self, transform: ImageTransform, threads: int) -> None:
+    def __init__(self, transform: ImageTransform, threads: int, *, on_cuda: bool = False) -> None:
         from fastdiff.data.images.decode_dali import DaliPixels
 
         self._transform = transform
-        self._dali = DaliPixels(transform.interpolation, threads)
+        self._dali = DaliPixels(transform.interpolation, threads, on_cuda=on_cuda)
         self._pillow = PillowDecoder(transform, threads)
         self.name = self._dali.name
 
@@ -245,30 +249,42 @@ class DaliDecoder:
         return [next(by_pillow) if result is None else result for result in results]
 
 
-def open_decoder(name: Literal["auto", "dali", "pillow"], transform: ImageTransform, threads: int) -> Decoder:
+def open_decoder(
+    name: Literal["auto", "dali", "pillow"],
+    transform: ImageTransform,
+    threads: int,
+    device: torch.device | None = None,
+) -> Decoder:
     """Open a decoder.
 
     Args:
-        name: Decoder; ``auto`` is DALI if it is installed and supports the crop and the filter, otherwise Pillow.
+        name: Decoder; ``auto`` is DALI if it works here and supports the crop and the filter, otherwise Pillow.
         transform: Resize and crop.
         threads: CPU threads, at least 1.
+        device: GPU on which DALI decodes; None: the CPU.
 
     Raises:
-        ConfigError: DALI is requested but not installed, or does not support the crop or the filter.
+        ConfigError: DALI is requested and does not work here, or does not support the crop or the filter.
     """
     if name == "pillow":
         return PillowDecoder(transform, threads)
-    try:
-        from fastdiff.data.images.decode_dali import can_resize
-    except ModuleNotFoundError:
-        missing = "NVIDIA DALI is not installed; pip install 'nvidia-dali-cuda130>=2.4,<3' or"
-    else:
-        if transform.crop != "adm" and can_resize(transform.interpolation):
-            return DaliDecoder(transform, threads)
-        what = "crop adm" if transform.crop == "adm" else f"interpolation {transform.interpolation}"
-        missing = f"DALI does not support {what};"
-    require(name == "auto", f"--decode dali: {missing} use --decode pillow")
+    on_cuda = device is not None and device.type == "cuda"
+    missing = dali_problem(on_cuda) or _unsupported(transform)
+    if missing is None:
+        return DaliDecoder(transform, threads, on_cuda=on_cuda)
+    require(name == "auto", f"--decode dali: {missing}; or use --decode pillow")
     return PillowDecoder(transform, threads)
+
+
+def _unsupported(transform: ImageTransform) -> str | None:
+    """Return what DALI does not support, where it is installed."""
+    from fastdiff.data.images.decode_dali import can_resize
+
+    if transform.crop == "adm":
+        return "DALI does not support crop adm"
+    if not can_resize(transform.interpolation):
+        return f"DALI does not support interpolation {transform.interpolation}"
+    return None
 
 
 def _each(offsets: Sequence[Offset] | None, images: int) -> Sequence[Offset | None]:

@@ -69,11 +69,11 @@ class DaliPixels:
         name: ``dali``, or ``dali-cuda`` with the GPU's JPEG decoder, whose pixels differ slightly.
     """
 
-    def __init__(self, interpolation: str, threads: int) -> None:
-        """Take a name in ``_FILTERS`` and the number of CPU threads."""
+    def __init__(self, interpolation: str, threads: int, *, on_cuda: bool = False) -> None:
+        """Take a name in ``_FILTERS``, the number of CPU threads, and whether to use the current GPU."""
         self._interpolation = _FILTERS[interpolation]
         self._threads = threads
-        self._on_cuda = torch.cuda.is_available()
+        self._on_cuda = on_cuda
         self.name = "dali-cuda" if self._on_cuda else "dali"
         self._pipeline: Any = None
 

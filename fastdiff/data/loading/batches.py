@@ -225,6 +225,17 @@ def normalised(stored: Tensors, shift: Tensor, scale: Tensor) -> Batch:
     return Batch(latents=latents, position=stored.pop("position"), condition=stored)
 
 
+def empty_batch(info: DatasetInfo, bucket: int, count: int, device: torch.device) -> Batch:
+    """Return ``count`` samples of zeros with the shapes and dtypes of a bucket of the data."""
+    columns = info.columns_of(bucket)
+    stored = {name: torch.zeros(count, *c.shape, dtype=getattr(torch, c.dtype)) for name, c in columns.items()}
+    if info.classes is not None:
+        stored["label"] = torch.zeros(count, dtype=torch.int64)
+    stored["position"] = torch.arange(count)
+    here = {name: value.to(device) for name, value in stored.items()}
+    return normalised(here, *per_channel(info.normalisation, device))
+
+
 class PrefetchBatches(ShardBatches):
     """Micro-batches read ahead by a thread; with CUDA into pinned memory, copied asynchronously."""
 

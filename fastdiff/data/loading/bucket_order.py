@@ -34,6 +34,7 @@ class BucketOrder:
         sizes: Latent height and width of each bucket, for messages.
 
     Attributes:
+        buckets: The buckets in use, ascending.
         left_out: Number of samples of each unused bucket.
 
     Raises:
@@ -55,6 +56,7 @@ class BucketOrder:
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(all_sizes)])
         totals = {bucket: int(all_sizes[of_shard == bucket].sum()) for bucket in np.unique(of_shard).tolist()}
         used = [bucket for bucket, samples in totals.items() if samples >= global_batch]
+        self.buckets = tuple(used)
         self.left_out = {bucket: samples for bucket, samples in totals.items() if samples < global_batch}
         if not used:
             fullest = max(totals, key=totals.__getitem__)

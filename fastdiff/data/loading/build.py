@@ -6,12 +6,12 @@ by number. ``build_batches`` combines them in DALI or in a plain prefetching thr
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
 from fastdiff.config.data import DataConfig
 from fastdiff.console import log
+from fastdiff.data.dali_trial import dali_problem
 from fastdiff.data.loading.bucket_order import BucketOrder
 from fastdiff.data.loading.order import Order, RankPositions, SampleOrder
 from fastdiff.data.shards.format import DatasetInfo
@@ -25,28 +25,18 @@ if TYPE_CHECKING:
     from fastdiff.data.loading.online import OnlineImages
 
 
-def dali_installed() -> bool:
-    """Return whether NVIDIA DALI is installed, without importing it."""
-    try:
-        return importlib.util.find_spec("nvidia.dali") is not None
-    except ModuleNotFoundError:
-        return False  # no package nvidia
-
-
-def loader_name(config: DataConfig) -> str:
-    """Return the loader that ``config`` selects on this machine, ``dali`` or ``prefetch``.
+def choose_loader(config: DataConfig, device: torch.device) -> tuple[str, str]:
+    """Return the loader that ``config`` selects on this machine, ``dali`` or ``prefetch``, and why not DALI ("").
 
     Raises:
-        ConfigError: DALI is requested but not installed.
+        ConfigError: DALI is requested and does not work on ``device``.
     """
-    if config.loader == "auto":
-        return "dali" if dali_installed() else "prefetch"
-    if config.loader == "dali" and not dali_installed():
-        raise ConfigError(
-            "--data.loader dali: NVIDIA DALI is not installed; pip install 'nvidia-dali-cuda130>=2.4,<3', "
-            "or use --data.loader prefetch, which gives the same batches"
-        )
-    return config.loader
+    problem = dali_problem(device.type == "cuda") if config.loader in ("auto", "dali") else None
+    if problem is None:
+        return ("prefetch" if config.loader == "prefetch" else "dali"), ""
+    if config.loader == "dali":
+        raise ConfigError(f"--data.loader dali: {problem}, or use --data.loader prefetch, which gives the same batches")
+    return "prefetch", problem
 
 
 def build_order(info: DatasetInfo, *, seed: int, window_shards: int, global_batch: int) -> SampleOrder:
@@ -105,7 +95,7 @@ def build_batches(
         global_batch: Samples per optimizer step over all ranks.
 
     Raises:
-        ConfigError: DALI is requested but not installed, the batch is not divisible, or flips are requested from
+        ConfigError: DALI is requested and does not work here, the batch is not divisible, or flips are requested from
             latents stored without them.
     """
     own = RankPositions(start_samples=start_samples, rank=rank, ranks=ranks, micro=micro, global_batch=global_batch)
@@ -120,7 +110,7 @@ def build_batches(
         raise ConfigError(
             f"--data.random_flip: {source.folder} holds no flipped latents; encode with --flip, or omit this flag"
         )
-    if loader_name(config) == "prefetch":
+    if choose_loader(config, device)[0] == "prefetch":
         from fastdiff.data.loading.batches import PrefetchBatches
 
         return PrefetchBatches(source, order, own, **options)

@@ -75,7 +75,7 @@ class OnlineImages:
         self._chosen = subset(seed, len(self.source), config.max_samples) if config.subset == "random" else None
         crop: Crop = "center" if config.center_crop else "random"
         transform = ImageTransform(config.resolution, crop, config.image_interpolation_mode)
-        self.decoder = open_decoder(config.decode, transform, config.workers)
+        self.decoder = open_decoder(config.decode, transform, config.workers, device)
         self.readers = ThreadPoolExecutor(config.workers, thread_name_prefix="fastdiff-images")
         null = self.encoder.null()
         self._null = {name: value.to(_STORED).cpu().numpy() for name, value in null.items()}

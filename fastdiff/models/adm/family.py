@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.models.adm.network import AdmUNet
+from fastdiff.models.cost.flops import res_block_multiply_adds, self_attention_multiply_adds
 from fastdiff.models.family import ModelFamily, PublishedClass
-from fastdiff.models.flops import res_block_multiply_adds, self_attention_multiply_adds
 from fastdiff_kernels.names import AttentionBackend
 
 _GROUPS = 32
@@ -112,6 +112,7 @@ ADM = ModelFamily(
     build=_build,
     multiply_adds=_multiply_adds,
     input_multiply_adds=_input_multiply_adds,
+    draws_on_meta=True,
     subject=_subject,
     published=_published,
     formats={

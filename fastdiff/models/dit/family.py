@@ -77,6 +77,7 @@ DIT = ModelFamily(
     build=_build,
     multiply_adds=_multiply_adds,
     input_multiply_adds=_input_multiply_adds,
+    draws_on_meta=True,
     subject=lambda config: "A class-conditional diffusion transformer",
     published=_published,
     formats={

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fastdiff.config.networks.unet import UNetConfig
@@ -85,11 +84,12 @@ class Pretrained:
 
     def unet_weights(self) -> dict[str, Tensor]:
         """Return the parameters of its UNet, fp32 on the CPU."""
-        found: dict[str, Tensor] = {}
+        return dict(self.unet_parts())
+
+    def unet_parts(self, *, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Read the parameters of its UNet one after another, fp32 on the CPU; ``on_meta``: only their shapes."""
         for path in self.weight_files("unet"):
-            with readable(path):
-                found.update(load_file(path))
-        return {name: value.float() for name, value in found.items()}
+            yield from tensors_of(path, on_meta=on_meta)
 
     def scheduler_config(self) -> dict[str, Any]:
         """Return the configuration of its scheduler: ``prediction_type``, ``beta_schedule`` and others."""
@@ -244,6 +244,16 @@ class Pretrained:
                 f"--pretrained.path {self.path}: neither a folder on this machine nor a pipeline on the Hugging Face "
                 f"hub that can be reached ({str(error).splitlines()[0]})"
             ) from None
+
+
+def tensors_of(path: Path, *, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors of a safetensors file one after another, fp32 on the CPU; ``on_meta``: only their shapes."""
+    with readable(path), safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  (not a mapping)
+            if on_meta:
+                yield name, torch.empty(file.get_slice(name).get_shape(), device="meta")
+            else:
+                yield name, file.get_tensor(name).float()
 
 
 @contextmanager

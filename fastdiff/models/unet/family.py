@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.models.cost.flops import res_block_multiply_adds, self_attention_multiply_adds
 from fastdiff.models.family import ModelFamily
-from fastdiff.models.flops import res_block_multiply_adds, self_attention_multiply_adds
 from fastdiff.models.unet.blocks import TransformerBlock
 from fastdiff.models.unet.network import UNet
 from fastdiff_kernels.names import AttentionBackend
@@ -64,6 +64,7 @@ UNET = ModelFamily(
     build=_build,
     multiply_adds=_multiply_adds,
     input_multiply_adds=_input_multiply_adds,
+    draws_on_meta=True,
     subject=lambda config: "A text-to-image UNet",
     library="diffusers",
     formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS", "lora": "fastdiff.export.pipeline:LORA"},

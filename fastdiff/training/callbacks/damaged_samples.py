@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastdiff.console import log
 from fastdiff.data.shards.reader import LatentReader, Substitution
 from fastdiff.errors import DataError
-from fastdiff.json_lines import read_records
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.state import TrainState
@@ -66,11 +65,7 @@ class DamagedSamples(Callback):
     def _recorded(self, state: TrainState) -> int:
         """Count the records so far, and remove later ones."""
         self._lines = state.json_lines(self._path.name)
-        return state.world.on_first(lambda: len(read_records(self._path)))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
+        return state.world.on_first(lambda: len(self._lines.read()))
 
 
 def _replaced(state: TrainState) -> list[tuple[int, Substitution]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 
 import torch
@@ -56,10 +55,6 @@ class NonFiniteGuard(Callback):
                 "newest"
             )
 
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
-
 
 def _non_finite(state: TrainState) -> list[int]:
     """Return the positions of this rank's non-finite samples in the last step."""
@@ -111,8 +106,7 @@ class Rewind:
             f"weights of step {before.steps}, without the {self.spiked.samples - before.samples} samples after it"
         )
         record = {"step": self.spiked.steps, "rewound_to": before.steps, "rewinds": state.progress.rewinds}
-        with closing(JsonLines(state.folder / _SPIKES, patient=state.config.output.failed_saves > 0)) as lines:
-            lines.write({**record, "positions": ends, "first_key": first, "last_key": last})
+        state.lines[_SPIKES].write({**record, "positions": ends, "first_key": first, "last_key": last})
 
 
 class RewindRequest(Exception):
@@ -128,10 +122,6 @@ class SpikeGuard(Callback):
 
     def __init__(self, state: TrainState) -> None:
         self._lines = state.json_lines(_SPIKES)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
 
     def on_preempted(self, state: TrainState) -> None:
         """Prevent the save of a step that a rewind would undo.

@@ -6,7 +6,9 @@ import torch
 from tqdm import tqdm
 
 from fastdiff.json_lines import Record
-from fastdiff.models.flops import peak_flops, training_flops
+from fastdiff.models.compile_clock import compiled
+from fastdiff.models.cost.flops import peak_flops, training_flops
+from fastdiff.models.kernel_choice import compiles
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.trackers import Trackers
@@ -22,6 +24,7 @@ class Log(Callback):
         self._every = Every(state.config.output.log_every)
         self._is_first = state.world.is_first
         self._flops = _flops(state)
+        self._compiles = compiles(state.config, state.world.device)
         self._peak = peak_flops(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
         self._lines = state.json_lines("metrics.jsonl")
         if not self._is_first:
@@ -45,10 +48,11 @@ class Log(Callback):
         record = self._record(state)
         if self._is_first:
             self._lines.write(record)
-            state.files.retry()
+            state.retry_writes()
             numbers = {_tracker_name(name): value for name, value in record.items() if isinstance(value, float)}
             self._trackers.scalars(numbers, state.progress.steps)
-            self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}")
+            scale = {"scale": f"{record['loss_scale']:g}"} if "loss_scale" in record else {}
+            self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}", **scale)
 
     def _record(self, state: TrainState) -> Record:
         read = state.meters.read()
@@ -67,14 +71,21 @@ class Log(Callback):
             "peak_gib": peak_gib(state.world.device),
             "mfu": mfu,
             "skipped": state.progress.skipped,
+            **({"compile_s": compiled.read_seconds()} if self._compiles else {}),
+            **_loss_scale(state),
             **{name: read[name] for name in state.meters.names},
         }
 
     def close(self) -> None:
-        """Close the file and leave the bar as it stands."""
+        """Leave the bar as it stands."""
         if self._is_first:
             self._bar.close()
-            self._lines.close()
+
+
+def _loss_scale(state: TrainState) -> Record:
+    """Return the factor of the loss under fp16, which halves after an overflow; nothing in other precisions."""
+    scale = state.engine.loss_scale
+    return {"loss_scale": float(scale["cur_scale"])} if scale else {}
 
 
 def _tracker_name(name: str) -> str:

@@ -115,7 +115,7 @@ class Snapshots(Callback):
     def __init__(self, state: TrainState, background: AsyncSaves) -> None:
         self._every = Every(state.config.ema.snapshot_every)
         self._background = background
-        self._folders = _folders(state.folder, background.world)
+        self._folders = _folders(state.folder, background.world, state.config.output.pinned_gib)
         self._start: int | None = state.progress.steps
         """Step at which this process started; None after its first step."""
 
@@ -154,5 +154,5 @@ def remove_after(state: TrainState, step: int) -> None:
     state.world.on_first(remove)
 
 
-def _folders(run: Path, world: World) -> StepFolders:
-    return StepFolders(snapshot_folder(run), world, "a snapshot of the averages")
+def _folders(run: Path, world: World, pinned_gib: float = 0.0) -> StepFolders:
+    return StepFolders(snapshot_folder(run), world, "a snapshot of the averages", pinned_gib)

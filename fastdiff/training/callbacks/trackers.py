@@ -60,7 +60,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All trackers of a run, open on rank 0 and absent on the other ranks.
+    """All trackers of a run, open on rank 0 through every rewind, and absent on the other ranks.
 
     Leaving the context closes them.
 

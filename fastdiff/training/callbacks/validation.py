@@ -23,7 +23,7 @@ from fastdiff.diffusion.snr_bins import Mean, by_log_snr
 from fastdiff.evaluation import validation_files
 from fastdiff.evaluation.validation_files import Validated
 from fastdiff.evaluation.validation_set import batches_of, even_shares, open_validation, read_batch, spread
-from fastdiff.json_lines import Record, read_records
+from fastdiff.json_lines import Record
 from fastdiff.models.build import Model
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.progress import Every
@@ -97,14 +97,13 @@ class ValidationLoss(Callback):
             self._validate(state)
 
     def close(self) -> None:
-        """Close the data and the file."""
+        """Close the data."""
         self._reader.close()
-        self._lines.close()
 
     def _resume_records(self, state: TrainState) -> int:
         """Remove the records that a resumed run repeats; return the last comparable validated step, or -1."""
         validation_files.drop_after(state.folder, state.progress.steps)
-        kept = read_records(state.folder / LINES)
+        kept = self._lines.read()
         if not kept:
             return -1
         last = kept[-1]

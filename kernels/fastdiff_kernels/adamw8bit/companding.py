@@ -40,7 +40,8 @@ TIME_STEP = 0x6A099E37
 """B."""
 
 _WORD = 0xFFFFFFFF
-_SMALLEST_SCALE = 1e-33  # keeps the factor of a block of zeros finite; below it, codes are smaller than they could be
+SMALLEST_SCALE = 1e-33
+"""Keeps the factor of a block of zeros finite; below it, codes are smaller than they could be."""
 
 
 def dither_reference(phase: Tensor, step: int) -> tuple[Tensor, Tensor]:
@@ -50,10 +51,15 @@ def dither_reference(phase: Tensor, step: int) -> tuple[Tensor, Tensor]:
         phase: int32 ``[blocks, 1]``, that of the first element of each block.
         step: number of the step.
     """
-    lane = torch.arange(BLOCK, dtype=torch.int64, device=phase.device) * ELEMENT_STEP + step * TIME_STEP
-    words = phase + (((lane + 2**31) & _WORD) - 2**31).to(torch.int32)
+    words = phase + words_of_lanes(step, phase.device)
     halves = words.view(torch.int16).view(*words.shape, 2)
     return halves[..., 1], halves[..., 0]
+
+
+def words_of_lanes(step: int, device: torch.device) -> Tensor:
+    """Weyl words of the elements of a block without its phase, int32 ``[BLOCK]``, modulo 2**32."""
+    lane = torch.arange(BLOCK, dtype=torch.int64, device=device) * ELEMENT_STEP + step * TIME_STEP
+    return (((lane + 2**31) & _WORD) - 2**31).to(torch.int32)
 
 
 def root_(value: Tensor) -> Tensor:
@@ -86,7 +92,7 @@ def encode_root_v_reference(root: Tensor, scales: Tensor, dither: Tensor) -> Ten
 
 
 def _factor(scales: Tensor, levels: int) -> Tensor:
-    return scales.clamp(min=_SMALLEST_SCALE).reciprocal_().mul_(levels)
+    return scales.clamp(min=SMALLEST_SCALE).reciprocal_().mul_(levels)
 
 
 @jit

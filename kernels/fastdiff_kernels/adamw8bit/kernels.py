@@ -39,6 +39,7 @@ from torch import Tensor
 
 from fastdiff_kernels.adamw8bit.blocks import Blocks
 from fastdiff_kernels.adamw8bit.companding import decode_m, decode_root_v, dither, encode_m, encode_root_v
+from fastdiff_kernels.adamw8bit.compiled import adamw8bit_compiled
 from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step, adamw8bit_reference, largest_reference
 from fastdiff_kernels.adamw8bit.rounding import round_to_bf16
 from fastdiff_kernels.dispatch import choose, plain
@@ -301,7 +302,9 @@ def largest(
     """
     chosen = choose("adamw8bit", grad, backend)
     if chosen != "triton":
-        shared: Tensor = plain(largest_reference, chosen)(grad, moments, blocks, step, scale)
+        # On a CPU a rank has at most two such blocks per tensor, too few to compile for.
+        function = largest_reference if grad.device.type == "cpu" else plain(largest_reference, chosen)
+        shared: Tensor = function(grad, moments, blocks, step, scale)
         return shared
     m = moments
     out: Tensor = _largest_triton(
@@ -333,11 +336,14 @@ def adamw8bit(
 
     Raises:
         ValueError: a tensor of another shape, dtype, device or stride, or shared scales missing.
-        RuntimeError: Triton was requested and cannot run here.
+        RuntimeError: Triton was requested, or ``compile`` on a CPU, and cannot run here.
     """
     extras = extras or Extras()
     _validate(param, grad, moments, blocks, extras)
     chosen = choose("adamw8bit", param, backend)
+    if chosen == "compile" and param.device.type == "cpu" and param.dtype == torch.float32:
+        adamw8bit_compiled(param, grad, moments, blocks, step, extras)
+        return
     if chosen != "triton":
         plain(adamw8bit_reference, chosen)(param, grad, moments, blocks, step, extras)
         return

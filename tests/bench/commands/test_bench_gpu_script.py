@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,28 +25,33 @@ from tests.support.processes import DIE_WITH_TESTS, stop
 from tests.support.waiting import wait_until
 
 PARTS = [
-    "ops", "gpu", "op-philox", "op-loss", "op-noising", "op-adamw8bit", "op-attention", "op-adaln", "op-group_norm",
-    "op-dropout", "step-dit", "step-sd2", "step-dit-eager", "step-sd2-eager", "peer-dit", "peer-plain",
-    "peer-diffusers", "data", "largest-dit", "largest-sd2", "report",
+    "doctor", "ops", "gpu", "runs", "step-dit", "step-sd2", "step-dit-eager", "step-sd2-eager", "op-philox", "op-loss",
+    "op-noising", "op-adamw8bit", "op-attention", "op-adaln", "op-group_norm", "op-dropout", "step-dit-small",
+    "step-sd2-small", "peer-dit", "peer-plain", "peer-diffusers", "checkpoint", "largest-dit", "largest-sd2", "data",
+    "memcheck", "report",
 ]  # fmt: skip
+WITHOUT_BENCH = {"doctor", "ops", "gpu", "runs", "memcheck"}
 
 PYTHON = """
 case "$*" in
     -|"- --smoke") cat >/dev/null; echo nvidia-h200 ;;
     *Fingerprint*) echo "device NVIDIA H200" ;;
     *find_spec*|*"import "*) ;;
+    *bench.records.goals*) echo "goals of $3" ;;
     *"tests/ops"*) echo "one test failed"; exit 3 ;;
     *"bench data"*) exit 5 ;;
     *) printf 'ran'; printf ' %q' "$@"; echo ;;
 esac"""
 """Stands in for Python: the kernels' tests fail, and so do the readers, in another way."""
 
+SANITIZER = 'while [[ $1 != python3 ]]; do shift; done; exec "$@"'
+
 ENDLESS = PYTHON.replace("*) printf", "*) sleep 600; printf")
 
 
 def begin(folder: Path, python: str, *arguments: str, timeout: str = "") -> subprocess.Popen[str]:
     """``bench/gpu.sh`` with these commands in place of Python's, and of ``timeout``'s."""
-    for name, text in (("python3", python), ("timeout", timeout)):
+    for name, text in (("python3", python), ("timeout", timeout), ("compute-sanitizer", SANITIZER)):
         if text:
             (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
             (folder / name).chmod(0o755)
@@ -102,9 +108,13 @@ def test_it_goes_on_after_failures_and_ends_with_the_code_of_the_first(
 ) -> None:
     done, out = full
     assert done.returncode == 3, done.stderr
-    assert summary(out) == dict.fromkeys(PARTS, "passed") | {"ops": "failed (3)", "data": "failed (5)"}
+    failed = {"ops": "failed (3)", "data": "failed (5)", "memcheck": "failed (3)"}
+    assert summary(out) == dict.fromkeys(PARTS, "passed") | failed
     assert list(summary(out)) == PARTS
-    assert {p.name for p in out.iterdir()} == {"environment.txt", "summary.txt"} | {f"{name}.log" for name in PARTS}
+    assert {p.name for p in out.iterdir()} == {
+        "environment.txt", "summary.txt", "README.md", *(f"{name}.log" for name in PARTS),
+    }  # fmt: skip
+    assert (out / "README.md").read_text() == f"goals of {out}\n"
     assert (out / "environment.txt").read_text() == "device NVIDIA H200\n"
     assert "one test failed" in done.stdout
     assert done.stdout.endswith(f"To take it away: tar -C {out.parent} -czf gpu.tar.gz out\n")
@@ -125,10 +135,10 @@ def test_every_command_exists_and_asks_for_what_there_is(
     """So that a flag, preset, op or peer that is renamed is renamed here too."""
     out = full[1] if device == "cuda" else smallest
     measuring = {name: words[2:] for name, words in commands(out).items() if words[:2] == ["-m", "bench"]}
-    assert {"ops", "gpu", "data"} == set(PARTS) - set(measuring)
+    assert WITHOUT_BENCH | {"data"} == set(PARTS) - set(measuring)
     for name, words in measuring.items():
         given, group = parsed(words), name.split("-")[0]
-        if group == "report":
+        if group in ("report", "checkpoint"):
             continue
         assert (given.out, given.smoke) == (out, device == "cpu")
         if group == "op":
@@ -150,15 +160,16 @@ def test_every_command_exists_and_asks_for_what_there_is(
 def test_readers_and_tests_that_are_named_exist(tmp_path: Path) -> None:
     echo = PYTHON.replace('*"tests/ops"*)', "never)").replace('*"bench data"*)', "nor)")
     out = tmp_path / "out"
-    assert script(tmp_path, echo, str(out), "ops", "gpu", "data").returncode == 0
+    assert script(tmp_path, echo, str(out), "ops", "gpu", "runs", "data").returncode == 0
     found = commands(out)
     assert parsed(found["data"][2:]).rounds >= 2
     assert found["ops"][-1] == "tests/ops"
+    assert found["runs"][-3:] == ["tests/gpu", "-m", "gpu"]
     files = {word for word in found["gpu"] if word.startswith("tests/")}
     marked = {
         str(path.relative_to(ROOT))
         for path in ROOT.glob("tests/**/test_*.py")
-        if path.parent.name != "ops" and re.search(r"mark[.]gpu\b", path.read_text())
+        if path.parent.name not in ("ops", "gpu") and re.search(r"mark[.]gpu\b", path.read_text())
     }
     assert "tests/training/test_step.py" in marked <= files
     assert "not dali" not in found["gpu"]
@@ -171,8 +182,40 @@ def test_parts_run_singly_and_in_groups(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert script(tmp_path, PYTHON, str(out), "gpu").returncode == 0
     assert summary(out) == {"gpu": "passed"}
-    assert script(tmp_path, PYTHON, str(out), "step", "peer-dit").returncode == 0
-    assert list(summary(out)) == ["step-dit", "step-sd2", "step-dit-eager", "step-sd2-eager", "peer-dit"]
+    assert script(tmp_path, PYTHON, str(out), "largest", "peer-dit").returncode == 0
+    assert list(summary(out)) == ["gpu", "peer-dit", "largest-dit", "largest-sd2"]
+
+
+def test_a_problem_that_the_doctor_finds_is_a_failure(tmp_path: Path) -> None:
+    """Other parts may print the word."""
+    found = '*" doctor "*|*"bench report"*) echo "PROBLEM: no compiler" ;;'
+    finding = PYTHON.replace("*Fingerprint*", f"{found}\n    *Fingerprint*")
+    out = tmp_path / "out"
+    assert script(tmp_path, finding, str(out), "doctor", "report").returncode == 1
+    assert summary(out) == {"doctor": "failed (1)", "report": "passed"}
+
+
+def test_a_part_that_runs_again_has_one_line_and_the_others_keep_theirs(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert script(tmp_path, PYTHON, str(out), "ops", "doctor").returncode == 3
+    assert script(tmp_path, PYTHON.replace("exit 3", "exit 0"), str(out), "ops").returncode == 0
+    assert summary(out) == {"doctor": "passed", "ops": "passed"}
+
+
+def test_the_folder_may_be_left_out(tmp_path: Path) -> None:
+    """It is that of the machine and the day."""
+    out = ROOT / "bench" / "results" / "nvidia-h200"
+    assert not out.exists() or not list(out.glob("*-smoke"))
+    try:
+        done = script(tmp_path, PYTHON, "--smoke", "doctor")
+        assert done.returncode == 0, done.stderr
+        (folder,) = out.glob("*_gpu-smoke")
+        assert summary(folder) == {"doctor": "passed"}
+    finally:
+        for folder in out.glob("*_gpu-smoke"):
+            shutil.rmtree(folder)
+        if out.exists() and not list(out.iterdir()):
+            out.rmdir()
 
 
 def limits(folder: Path, *arguments: str) -> list[int]:
@@ -183,15 +226,18 @@ def limits(folder: Path, *arguments: str) -> list[int]:
     return [int(line) for line in file.read_text().split()]
 
 
-def test_the_time_is_shared_and_unused_time_goes_to_the_next_parts(tmp_path: Path) -> None:
+def test_every_part_can_be_a_call_of_its_own(tmp_path: Path) -> None:
+    """540 s is the limit of a part; a call with named parts ends within it, and one without takes what they take."""
     out = str(tmp_path / "out")
-    few, given = limits(tmp_path, out, "op-loss", "op-adaln"), limits(tmp_path, "--seconds", "5000", out)
-    assert len(few) == 2
-    assert len(given) == len(PARTS)
-    assert few[0] < few[1] <= 540
-    assert given == sorted(given)
-    assert given[0] < 1000
-    assert 4900 < given[-1] <= 5000
+    given = dict(zip(PARTS, limits(tmp_path, out), strict=True))
+    assert max(given.values()) <= 540
+    assert given["step-sd2"] == given["largest-sd2"] == 540, "dozens of graphs are compiled"
+    alone = limits(tmp_path, out, "step-sd2", "op-loss")
+    assert 480 < alone[0] <= 510
+    assert alone[1] == given["op-loss"]
+    few = limits(tmp_path, "--seconds", "100", out, "doctor", "ops", "gpu")
+    assert few[0] == given["doctor"]
+    assert all(60 < seconds <= 100 for seconds in few[1:]), "what is left of the time"
 
 
 def gone(folder: Path) -> bool:
@@ -205,12 +251,13 @@ def gone(folder: Path) -> bool:
 
 
 def test_a_part_that_takes_too_long_is_interrupted(tmp_path: Path) -> None:
-    """It may say its last words; the next one gets what is left."""
+    """It may say its last words, and what it has recorded is in the summary."""
     out, waiting = tmp_path / "out", 'sleep 600 & trap "echo last words; exit 1" INT; wait'
     done = script(tmp_path, PYTHON.replace("*) printf", f"*largest*|*find-batch*) {waiting} ;;\n    *) printf"),
                   "--seconds", "9", str(out), "largest-dit", "report")  # fmt: skip
     assert done.returncode == 124
     assert list(summary(out)) == ["largest-dit", "report"]
+    assert (out / "README.md").exists()
     assert summary(out)["largest-dit"].startswith("stopped after")
     assert (out / "largest-dit.log").read_text() == "last words\n"
     assert gone(tmp_path)
@@ -256,9 +303,10 @@ def test_a_part_whose_package_is_missing_is_left_out(tmp_path: Path) -> None:
         (["--smok"], "there is no --smok"),
         (["--seconds", "soon"], "--seconds soon: expected seconds"),
         (["--seconds"], r"--seconds \(nothing\): expected seconds"),
-        (["OUT", "steps"], "there is no part steps; expected some of: ops gpu op op-philox"),
+        (["OUT", "steps"], "there is no part steps; expected some of: doctor ops gpu runs step step-dit"),
+        (["steps"], "there is no part steps; expected some of"),
         (["OUT", "--smoke"], "there is no part --smoke"),
-        (["op"], "OUT, the folder, comes before the part op"),
+        (["op", "OUT"], "OUT, the folder .*/out, comes before the parts"),
     ],
 )
 def test_a_mistake_is_one_clear_error(tmp_path: Path, arguments: list[str], message: str) -> None:

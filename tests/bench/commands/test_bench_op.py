@@ -203,6 +203,7 @@ def test_interpreted_kernels_are_not_taken_for_those_of_a_gpu(
 ) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit, match="2"):
         main(["op", "philox", "--out", str(tmp_path / "out")])
     assert re.search(r"TRITON_INTERPRET is set: .*unset it$", capsys.readouterr().err.splitlines()[-1])

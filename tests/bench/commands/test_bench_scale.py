@@ -89,7 +89,8 @@ def test_two_ranks_send_exactly_what_the_model_says(tmp_path: Path) -> None:
     for workload, case, calls, others in zip(workloads, CASES, first, second, strict=True):
         assert [call[:2] for call in calls] == [call[:2] for call in others], case
         assert all(0 < seconds < 60 for *_, seconds in calls)
-        messages = Zero.of(workload.deepspeed_json()).messages(parameters_of(model), width_of(case[1]), 2)
+        zero = Zero.of(workload.deepspeed_json())
+        messages = zero.messages(parameters_of(model), width_of(case[1]), 2, width_of("fp32"))
         # Besides, DeepSpeed asks after overflows and adds up norms, and the ranks vote: a few bytes.
         seen = sorted((kind, size) for kind, size, _ in calls if size > CONSENSUS.bytes)
         model_says = sorted((message.kind, message.bytes) for message in messages if message.bytes > CONSENSUS.bytes)

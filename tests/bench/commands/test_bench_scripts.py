@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,21 @@ from tests.support.references.adm_networks import SMALL, built
 
 
 def test_a_smoke_run_leaves_a_record(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
     assert main(["scripts", "t2i-lora", "iddpm", "--smoke", "--out", str(tmp_path)]) == 0
     read = record.read(tmp_path / "scripts.jsonl")
     assert not read.failures
-    assert {(row.case.split(",")[0], row.provider, row.unit) for row in read.measurements} == {
-        (script, provider, unit)
+    assert {(row.case.split(",")[0], row.provider, row.quantity, row.unit) for row in read.measurements} == {
+        (script, provider, f"{prefix}{quantity}", unit)
         for script in ("t2i-lora", "iddpm")
-        for provider, unit in (("fastdiff", "ms"), ("script", "ms"), ("fastdiff over script", "1"))
+        for quantity in ("processor time of a step, 1 core", "time of a step")
+        for provider, prefix, unit in (
+            ("fastdiff", "", "ms"),
+            ("script", "", "ms"),
+            ("fastdiff over script", "ratio of the ", "1"),
+        )
     }
+    assert os.sched_getaffinity(0) == cores
     assert all(row.value > 0 and row.n == 2 for row in read.measurements)
 
 

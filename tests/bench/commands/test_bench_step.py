@@ -26,7 +26,7 @@ from bench.records.record import Measurement, Record
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.presets import preset
 from fastdiff.data.shards.reader import LatentReader
-from fastdiff.models.flops import training_flops
+from fastdiff.models.cost.flops import training_flops
 from tests.support.benches import programs
 from tests.support.benches.programs import BROKEN_BATCH
 
@@ -297,6 +297,10 @@ def test_a_workload_takes_the_batch_of_its_preset_or_the_given_one() -> None:
     named = Workload(preset="digits", deepspeed="zero3", compile=True, kernels="reference", recompute=True)
     assert named.provider == "fastdiff zero3 compiled recompute kernels=reference"
     assert "deepspeed_file" not in named.facts
+    fixed = Workload(preset="digits", deterministic=True)
+    assert fixed.provider == "fastdiff zero1 deterministic"
+    assert fixed.config(Path(), Path()).performance.deterministic
+    assert (fixed.facts["deterministic"], named.facts["deterministic"]) == (True, False)
     file = ROOT / "deepspeed_configs" / "zero2.json"
     facts = Workload(preset="digits", deepspeed=str(file)).facts
     assert (facts["deepspeed"], facts["deepspeed_file"]) == ("zero2", os.path.relpath(file))
@@ -305,9 +309,7 @@ def test_a_workload_takes_the_batch_of_its_preset_or_the_given_one() -> None:
 def test_a_workload_runs_under_what_ranks_without_a_file_do() -> None:
     workload = Workload(preset="digits")
     config = workload.config(Path(), Path())
-    assert deepspeed_config.resolve(workload.deepspeed_json(), config, 2) == deepspeed_config.resolve(
-        deepspeed_config.DEFAULT, config, 2
-    )
+    assert deepspeed_config.resolve(workload.deepspeed_json(), config, 2) == deepspeed_config.resolve(None, config, 2)
 
 
 @pytest.mark.parametrize("name", ["dit-s-8-256", "digits-t2i"])

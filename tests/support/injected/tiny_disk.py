@@ -17,15 +17,17 @@ from unittest import mock
 import safetensors.torch
 from safetensors import SafetensorError
 
+from fastdiff import patient_files
+
 
 @contextmanager
 def tiny_disk(folder: Path, megabytes: float, *, inodes: int = 0, stand_in: bool | None = None) -> Iterator[Path]:
     """Make ``folder`` a file system of this many MiB (2**20 bytes) while the context lasts.
 
     Mounting a tmpfs needs CAP_SYS_ADMIN, which root has outside most containers. Everyone else gets a stand-in for code
-    that runs in this process: ``open``, ``os.write``, ``shutil.disk_usage``, ``fastdiff.files.reserve`` and
-    safetensors' ``save_file`` behave in ``folder`` as on a disk of that size, and fail with the same errors as on a
-    tmpfs. Other writers, such as a subprocess, see no limit there.
+    that runs in this process: ``open``, ``os.write``, ``shutil.disk_usage``, ``fastdiff.files.reserve``,
+    ``fastdiff.patient_files.mount_point`` and safetensors' ``save_file`` behave in ``folder`` as on a disk of that
+    size, and fail with the same errors as on a tmpfs. Other writers, such as a subprocess, see no limit there.
 
     Args:
         folder: Made if it is missing; it should be empty.
@@ -76,6 +78,7 @@ class _StandIn:
         self.folder, self.size, self.inodes = folder.absolute(), size, inodes
         self._mkdir = os.mkdir
         self._open, self._write = builtins.open, os.write
+        self._mount_point = patient_files.mount_point
         self._disk_usage, self._serialize = shutil.disk_usage, safetensors.torch.serialize_file
 
     @contextmanager
@@ -87,6 +90,7 @@ class _StandIn:
             stack.enter_context(mock.patch("os.write", self.write))
             stack.enter_context(mock.patch("os.mkdir", self.mkdir))
             stack.enter_context(mock.patch("fastdiff.files.reserve", self.reserve))
+            stack.enter_context(mock.patch("fastdiff.patient_files.mount_point", self.mount_point))
             stack.enter_context(mock.patch("shutil.disk_usage", self.disk_usage))
             stack.enter_context(mock.patch("safetensors.torch.serialize_file", self.serialize_file))
             yield
@@ -116,6 +120,9 @@ class _StandIn:
     def reserve(self, descriptor: int, size: int) -> None:
         if self.holds(os.readlink(f"/proc/self/fd/{descriptor}")) and size > self.free():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def mount_point(self, path: Path) -> Path:
+        return self.folder if self.holds(path) else self._mount_point(path)
 
     def disk_usage(self, path: Any) -> Any:
         if not self.holds(path):

@@ -16,7 +16,7 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.presets import PRESETS
 from fastdiff.models.build import build_model
-from fastdiff.models.flops import forward_flops, peak_flops, training_flops
+from fastdiff.models.cost.flops import forward_flops, peak_flops, training_flops
 from tests.support.references.unet_reference import SMALL
 
 NETWORKS: dict[ModelConfig, list[str]] = {}

@@ -1,0 +1,1 @@
+"""What the engine does inside DeepSpeed's ZeRO optimizers."""

@@ -1,0 +1,148 @@
+"""Compilation before the first step: every latent size once, off the clock, and no bit of the run differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch._dynamo.utils import counters
+
+from fastdiff.config.launch_options import Launch
+from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
+from fastdiff.config.objective import DdpmConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
+from fastdiff.data.shards.writer import ShardWriter
+from fastdiff.models import kernel_choice
+from fastdiff.models.build import build_model
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from fastdiff.training import build as building
+from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, records, tiny
+from tests.support.text_runs import text_run
+
+SIZES = ((8, 8), (4, 8), (8, 12))
+"""The last has fewer samples than a batch."""
+SAMPLES = (24, 16, 4)
+WIDTH = 32
+
+
+@pytest.fixture(scope="module")
+def buckets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random latents of three sizes with embeddings."""
+    folder = tmp_path_factory.mktemp("data") / "buckets"
+    columns = {
+        "latent": Column(dtype="float16", shape=(4, *SIZES[0])),
+        "context": Column(dtype="float16", shape=(5, WIDTH)),
+    }
+    info = DatasetInfo(
+        columns=columns,
+        normalisation=Normalisation(shift=(0.0,) * 4, scale=(1.0,) * 4),
+        provenance=Provenance(source="test", transform="none"),
+        buckets=SIZES,
+    )
+    generator = np.random.default_rng(0)
+    null = {"context": np.zeros((5, WIDTH), np.float16)}
+    with ShardWriter(folder, info, samples_per_shard=8, null=null) as writer:
+        for bucket, count in enumerate(SAMPLES):
+            for number in range(count):
+                arrays = {
+                    "latent": generator.standard_normal((4, *SIZES[bucket])).astype(np.float16),
+                    "context": generator.standard_normal((5, WIDTH)).astype(np.float16),
+                }
+                writer.add(f"{bucket}{number:08d}", arrays, bucket=bucket)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are found, split and counted as always, and run without generated code."""
+    monkeypatch.setattr(kernel_choice, "compile_options", lambda config: {"backend": "aot_eager"})
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def config_of(data: Path, folder: Path, **changes: Any) -> RunConfig:
+    given: dict[str, Any] = {
+        "pretrained": PretrainedConfig(),
+        "objective": DdpmConfig(condition_dropout=0.1),
+        "performance__compile": True,
+        **changes,
+    }
+    return text_run(data, Path(), folder, 6, **given)
+
+
+@pytest.mark.parametrize(
+    ("start", "changes"),
+    [
+        (launch(0), {"timesteps__density": "importance"}),
+        (launch(0), {"performance__precision": "bf16", "batch__micro": 4}),
+        (launch(1), {"performance__precision": "bf16", "batch__micro": 4}),
+        (launch(3), {"performance__recompute": True}),
+        (
+            Launch(deepspeed={"zero_optimization": {"stage": 3}}),
+            {"objective": DdpmConfig(condition_dropout=0.1, dream=True)},
+        ),
+    ],
+    ids=["0-importance", "0-bf16-accumulated", "1-bf16-accumulated", "3-recomputed", "3-dream-never-released"],
+)
+def test_a_visit_of_every_size_changes_no_bit_and_leaves_nothing_to_compile(
+    world: World, buckets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Launch, changes: dict[str, Any]
+) -> None:
+    train(config_of(buckets, tmp_path / "visited", **changes), start, world)
+    visited = counters["stats"]["unique_graphs"]
+    monkeypatch.setattr(building, "compile_all", lambda state: None)
+    torch._dynamo.reset()
+    counters.clear()
+    train(config_of(buckets, tmp_path / "met", **changes), start, world)
+    assert hexes(losses(tmp_path / "visited")) == hexes(losses(tmp_path / "met"))
+    assert_same_checkpoint(tmp_path / "visited", tmp_path / "met")
+    assert visited == counters["stats"]["unique_graphs"], "the graphs of the visit are those of the training"
+    first, *others = [record["compile_s"] for record in records(tmp_path / "visited")]
+    assert first > 0
+    assert others == [0.0] * 5
+    met = [record["compile_s"] for record in records(tmp_path / "met")]
+    assert sum(seconds > 0 for seconds in met) == 2, "at the first step of either size"
+
+
+@pytest.mark.parametrize(("stage", "graphs"), [(1, 2), (3, 1)])
+def test_the_first_blocks_of_an_adapted_network_are_compiled_as_they_are_trained(
+    world: World, digits: Path, tmp_path: Path, stage: int, graphs: int
+) -> None:
+    """Without a gradient of their input, as a graph of its own; ZeRO-3 gives the input of every block one."""
+    base = tmp_path / "base.safetensors"
+    config = tiny(digits, tmp_path / "run", performance__compile=True)
+    save_file({name: p.detach() for name, p in build_model(config.model).named_parameters()}, base)
+    adapted = {"pretrained": PretrainedConfig(path=str(base), weights=True), "lora": LoraConfig(rank=2)}
+    config = replace(config, **adapted)  # type: ignore[arg-type]
+    train(config, launch(stage), world)
+    first, *others = [record["compile_s"] for record in records(tmp_path / "run")]
+    assert first > 0
+    assert others == [0.0] * 5
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_the_sizes_are_counted_and_the_time_is_off_the_clock(
+    world: World, buckets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(config_of(buckets, tmp_path / "run"), launch(1), world)
+    said = [line for line in capsys.readouterr().err.splitlines() if "compil" in line]
+    for number, (height, width) in enumerate(SIZES[:2], 1):
+        assert any(f"compiling the blocks for latents of {height}x{width}, size {number} of 2" in s for s in said)
+    assert any("graphs in " in line and "latent sizes: 2" in line for line in said)
+    first, *others = records(tmp_path / "run")
+    assert first["step_ms"] < 1e3 * first["compile_s"]
+    assert first["step_ms"] < 20 * max(record["step_ms"] for record in others)
+
+
+def test_an_uncompiled_run_visits_nothing(
+    world: World, buckets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(building, "compile_all", lambda state: pytest.fail("it was compiled"))
+    train(config_of(buckets, tmp_path / "run", performance__compile=False), launch(1), world)
+    assert not any("compile_s" in record for record in records(tmp_path / "run"))

@@ -1,0 +1,292 @@
+"""Running out of memory: what fills it, what would fit, and the end of all ranks with one message."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from fastdiff.checkpoint import staging
+from fastdiff.checkpoint.staging import HostCopy
+from fastdiff.config import command_line
+from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.presets import preset
+from fastdiff.config.run import BatchConfig, OutputConfig, RunConfig
+from fastdiff.config.run_record import as_json
+from fastdiff.errors import ConfigError, NoMemoryError, StorageError
+from fastdiff.models.cost.memory import Setup, buffer_bytes, exhausted, explain, frozen_bytes, remedies
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from fastdiff.training.engine import Engine
+from fastdiff.training.resume import config_changes
+from fastdiff.training.state import TrainState, _cache_and_room, out_of_memory
+from tests.support.ports import reserved_port
+from tests.support.processes import BIN, ON_CPU, ROOT, run
+from tests.support.runs import flags, launch, tiny
+
+GIB = 2**30
+SETUP = Setup(
+    trained=GIB,
+    frozen_bytes=0,
+    buffer_bytes=0,
+    ranks=4,
+    stage=1,
+    offload=False,
+    precision="bf16",
+    sums="fp32",
+    optimizer="adamw",
+    averages=1,
+    micro=8,
+    recompute=False,
+    several=True,
+)
+SMALLEST = replace(SETUP, micro=1, recompute=True, optimizer="adamw8bit", stage=3, offload=True, sums="bf16")
+"""A run that has every remedy."""
+RUN = preset("digits")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "step"])
+def test_out_of_memory_ends_all_ranks_with_one_message(digits: Path, tmp_path: Path, phase: str) -> None:
+    script = ROOT / "tests" / "support" / "injected" / "out_of_memory.py"
+    command = [BIN / "deepspeed", "--num_accelerators", "2", "--master_port", str(reserved_port()), script]
+    done = run([*command, *flags(tiny(digits, tmp_path / "run")), *ON_CPU], OUT_OF_MEMORY_IN=phase, PYTHONPATH=_path())
+    assert done.code == 70, done.output
+    [message] = [line for line in done.output.splitlines() if "fastdiff: error" in line]
+    parts = ", ".join(rf"{kind} \d+\.\d\d" for kind in ("weights", "gradients", "optimizer", "averages", "activations"))
+    flag = r"--[a-z_.0-9/ -]+ \(\d+\.\d\d GiB(, starts its moments anew)?\)"
+    assert re.search(
+        rf"error \(rank 1\): out of memory in {phase} on cpu, .*: {parts}, cache \d+\.\d\d GiB\. "
+        rf"Predicted to fit: {flag} or {flag} or {flag}\. .*CUDA out of memory",
+        message,
+    ), message
+    assert "Traceback" not in done.output
+
+
+def _path() -> str:
+    return os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+
+
+def test_host_memory_that_does_not_suffice_is_explained_too(world: World, digits: Path, tmp_path: Path) -> None:
+    class Large(Engine):
+        def backward(self, loss: torch.Tensor, *, discard: bool = False) -> None:
+            torch.empty(2**48)
+
+    with (
+        mock.patch("fastdiff.training.build.Engine", Large),
+        pytest.raises(NoMemoryError, match=r"out of memory in backward on cpu.*DefaultCPUAllocator"),
+    ):
+        train(tiny(digits, tmp_path / "run"), launch(1), world)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (2, 4, 3, 1)),  # of 4 ranks: (4 bytes of masters + 8 of moments) / 4
+        ({"stage": 0}, (2, 4, 12, 1)),
+        ({"stage": 2}, (2, 1, 3, 1)),
+        ({"stage": 3}, (0.5, 1, 3, 1)),
+        ({"stage": 3, "offload": True}, (0.5, 1, 0, 0)),
+        ({"several": False}, (2, 2, 3, 1)),
+        ({"precision": "fp32", "stage": 0}, (4, 4, 8, 1)),
+        ({"optimizer": "adamw8bit", "averages": 0}, (2, 4, 1.5, 0)),
+        ({"stage": 3, "frozen_bytes": GIB, "buffer_bytes": GIB}, (1.75, 1, 3, 1)),  # ZeRO leaves buffers whole
+    ],
+)
+def test_bytes_per_parameter(changes: dict[str, object], expected: tuple[float, ...]) -> None:
+    held = replace(SETUP, **changes).static()  # type: ignore[arg-type]
+    assert tuple(size / GIB for size in held.values()) == expected
+    assert list(held) == ["weights", "gradients", "optimizer", "averages"]
+
+
+def test_three_flags_that_fit_are_named_least_change_first() -> None:
+    found = {flag: size / GIB for flag, size in remedies(SETUP, activations=8 * GIB, room=15 * GIB)}
+    assert found == {
+        "--batch.micro 4": 14.0,
+        "--performance.recompute": 12.0,
+        "--deepspeed_config deepspeed_configs/zero2.json": 15.0,
+    }
+
+
+def test_where_no_flag_suffices_the_combinations_that_need_least_are_named() -> None:
+    found = remedies(SETUP, activations=8 * GIB, room=2 * GIB)
+    assert [size for _, size in found] == sorted(size for _, size in found)
+    assert found[0][0].split() == [
+        *("--batch.micro", "1", "--performance.recompute", "--optim.name", "adamw8bit"),
+        *("--allow-change", "optim.name", "--deepspeed_config", "deepspeed_configs/zero3_offload.json"),
+    ]
+
+
+def told(setup: Setup = SETUP, activations: int = 8, room: int = 15, cause: str = "CUDA\nmore") -> str:
+    """The message; memory in GiB."""
+    return explain(
+        setup, phase="step", device="cuda:0", activations=activations * GIB, cache=GIB, room=room * GIB, cause=cause
+    )
+
+
+def test_the_message_says_what_fills_the_memory_and_what_would_fit() -> None:
+    found = told()
+    assert "15.00 GiB for this rank: weights 2.00, gradients 4.00, optimizer 3.00, averages 1.00, " in found
+    assert "activations 8.00, cache 1.00 GiB. Predicted to fit: --batch.micro 4 (14.00 GiB) or" in found
+    assert found.endswith("(CUDA)")
+    assert "zero3_offload.json (1.75 GiB, starts its moments anew, still too much) or" in told(room=1)
+    assert "such a flag" not in told(SMALLEST)
+    assert "No flag is left; use more ranks or larger GPUs (CUDA)" in told(SMALLEST)
+
+
+@pytest.mark.parametrize(
+    ("has", "never"),
+    [
+        ({"micro": 1}, "--batch.micro"),
+        ({"recompute": True}, "--performance.recompute"),
+        ({"optimizer": "adamw8bit"}, "--optim.name"),
+        ({"optimizer": "adamw8bit-bnb"}, "--optim.name"),
+        ({"stage": 3, "offload": True}, "--deepspeed_config"),
+        ({"sums": "bf16"}, "--performance.grad_accum_dtype"),
+    ],
+)
+@pytest.mark.parametrize("room", [1, 15])
+def test_a_remedy_that_the_run_has_is_not_named(has: dict[str, Any], never: str, room: int) -> None:
+    found = remedies(replace(SETUP, **has), activations=8 * GIB, room=room * GIB)
+    assert found
+    assert not [flag for flag, _ in found if never in flag]
+    assert remedies(SMALLEST, activations=8 * GIB, room=GIB) == []
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3, 6, 7, 8, 45])
+@pytest.mark.parametrize("room", [GIB, 4 * GIB, 8 * GIB, 12 * GIB, 15 * GIB])
+def test_advice_is_accepted_when_it_is_followed(tmp_path: Path, micro: int, room: int) -> None:
+    """By the parser, by the division of the batch, and by a resume."""
+    given = ["--preset", "digits", "--output.folder", str(tmp_path), "--performance.precision", "bf16"]
+    given += ["--batch.samples", str(micro * 4), "--samples", str(micro * 40), "--batch.micro", str(micro)]
+    given += ["--optim.schedule", "constant", "--optim.warmup_steps", "0"]
+    _, before = command_line.parse([*given, "--performance.grad_accum_dtype", "fp32"])
+    setups = [
+        SETUP,
+        replace(SETUP, optimizer="adamw8bit", stage=3),
+        replace(SETUP, recompute=True, offload=True, stage=3),
+    ]
+    found = {flag for setup in setups for flag, _ in remedies(replace(setup, micro=micro), 8.0 * GIB, room)}
+    assert found
+    for flag in found:
+        start, config = command_line.parse([*given, *flag.split()])
+        assert config.batch.accumulation(4) >= before.batch.accumulation(4)
+        assert config != before or start.deepspeed is not None
+        config = replace(config, performance=replace(config.performance, grad_accum_dtype=config.performance.sums))
+        assert config_changes(as_json(before), as_json(config), start.allow_change) == {}, flag
+
+
+def test_half_a_micro_batch_divides_the_batch() -> None:
+    for micro, half in ((2, 1), (3, 1), (9, 3), (12, 6), (35, 7)):
+        [first, *_] = remedies(replace(SETUP, micro=micro), activations=8 * GIB, room=100 * GIB)
+        assert first[0] == f"--batch.micro {half}"
+        assert BatchConfig(samples=micro * 4, micro=half).accumulation(4) == micro // half
+
+
+def test_buffers_and_frozen_parameters_are_counted_as_they_are_cast() -> None:
+    module = nn.Linear(8, 4).requires_grad_(False)
+    module.register_buffer("packed", torch.zeros(100, dtype=torch.uint8))
+    module.register_buffer("table", torch.zeros(10))
+    module.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    assert (frozen_bytes(module, "bf16"), frozen_bytes(module, "fp32")) == (36 * 2, 36 * 4)
+    assert (buffer_bytes(module, "bf16"), buffer_bytes(module, "fp32")) == (100 + 20 + 8, 100 + 40 + 8)
+
+
+def test_the_first_pass_of_a_compiled_run_is_explained_too(world: World, digits: Path, tmp_path: Path) -> None:
+    class Failing(Engine):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._engine.module.register_forward_pre_hook(lambda *_: self._fail())
+
+        def _fail(self) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    message = r"out of memory in the first forward and backward pass on cpu.*Predicted to fit: --.*CUDA out of memory"
+    with mock.patch("fastdiff.training.build.Engine", Failing), pytest.raises(NoMemoryError, match=message):
+        train(tiny(digits, tmp_path / "run", performance__compile=True), launch(1), world)
+
+
+def on_gpu(config: RunConfig = RUN, *, device: str = "none") -> TrainState:
+    """As much of the state of a run on a GPU as an error of host memory needs."""
+    state = SimpleNamespace(
+        config=config,
+        engine=SimpleNamespace(ds_config={"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}),
+        world=SimpleNamespace(device=torch.device("cuda")),
+        heart=SimpleNamespace(phase="data"),
+    )
+    return state  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_host_memory_of_a_run_on_a_gpu_has_its_own_remedies(error: Exception) -> None:
+    found = out_of_memory(error, on_gpu())
+    assert isinstance(found, NoMemoryError)
+    wanted = "out of host memory in data: lower --data.prefetch or --output.pinned_gib or start fewer ranks per node. "
+    assert str(found).startswith(wanted)
+    given = ["--preset", "digits", "--data.prefetch", "1", "--output.pinned_gib", "0"]
+    assert config_changes(as_json(RUN), as_json(command_line.parse(given)[1]), ()) == {}
+
+
+def test_workers_and_offload_are_named_where_the_run_has_them() -> None:
+    online = replace(RUN, data=replace(RUN.data, online=True), pretrained=PretrainedConfig(path="sd", weights=True))
+    [found, other] = [str(out_of_memory(MemoryError(), state)) for state in (on_gpu(online), on_gpu(device="cpu"))]
+    assert "lower --data.workers or --data.prefetch or --output.pinned_gib or start" in found
+    assert "per node or do not offload the optimizer. The" in other
+    assert config_changes(as_json(online), as_json(replace(online, data=replace(online.data, workers=1))), ()) == {}
+
+
+def test_other_errors_are_not_explained_by_memory() -> None:
+    for error in (ValueError("out of memory"), RuntimeError("CUDA error: an illegal memory access was encountered")):
+        assert out_of_memory(error, on_gpu()) is None
+    told = StorageError("no host memory for a copy")
+    told.__context__ = MemoryError()
+    assert out_of_memory(told, on_gpu()) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "gpu"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "gpu"),
+        (torch.AcceleratorError("CUDA error: out of memory"), "gpu"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "gpu"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"), "host"),
+    ],
+)
+def test_whose_memory_ran_out(error: Exception, expected: str) -> None:
+    assert exhausted(error) == expected
+
+
+def test_the_room_on_a_gpu_is_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"memory_reserved": 10, "memory_allocated": 7, "mem_get_info": (5, 24)}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    assert _cache_and_room(torch.device("cuda"), 1) == (3, 15)
+
+
+def test_pinned_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, bool]] = []
+    allocate = staging._allocate
+    monkeypatch.setattr(staging, "_BLOCK", 64)
+    monkeypatch.setattr(staging, "_allocate", lambda *how: asked.append(how) or allocate(*how))
+    for gib, pinned in ((0.0, 0), (100 / GIB, 1), (1.0, 4)):
+        asked.clear()
+        HostCopy(gib)._make_room(200, pinned=True)
+        assert asked == [(64, pinned > 0), (64, pinned > 1), (64, pinned > 1), (8, pinned > 0)]
+    with pytest.raises(ConfigError, match=r"--output.pinned_gib -1: at least 0"):
+        OutputConfig(pinned_gib=-1)

@@ -1,0 +1,106 @@
+"""The start under ZeRO-3, where no rank holds the whole network."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import Tensor
+
+from fastdiff.config.deepspeed import resolve
+from fastdiff.config.run import RunConfig
+from fastdiff.models.load import build_network, build_on_meta
+from fastdiff.parallel.fragments import assemble
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from fastdiff.training import build as building
+from fastdiff.training import engine as engines
+from fastdiff.training.build import build
+from fastdiff.training.metrics import peak_resident_bytes
+from fastdiff.training.zero.stage3 import partition
+from tests.support.forked import forked_ranks, values
+from tests.support.runs import launch, newest, tiny, train_losses
+
+
+def _weights(world: World, config: RunConfig, start: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Masters and working copies of a run before its first step."""
+    with ExitStack() as stack:
+        engine = build(config, start, world, stack).state.engine
+        masters = assemble(world, engine.flats, [flat.master for flat in engine.flats], engine.shapes)
+        module = engine._engine.module
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            copies = {name: p.detach().clone() for name, p in module.named_parameters()}
+        assert not any(buffer.is_meta for buffer in module.buffers())
+        return masters, copies
+
+
+def _differences(world: World, digits: Path, folder: Path) -> list[str]:
+    """Weights that differ from those of the whole network of the run: initial and saved ones."""
+    wrong = []
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        for always_gathered in (0, 2000):  # parameters of up to so many elements
+            start = launch(3)
+            assert start.deepspeed is not None
+            start.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = always_gathered
+            run = folder / f"{precision}-{always_gathered}"
+            config = tiny(digits, run, steps=2, performance__precision=precision)
+            for kind in ("initial", "saved"):
+                whole = build_network(config, None if kind == "initial" else newest(run).weights())
+                masters, copies = _weights(world, config, start)
+                for name, value in whole.named_parameters():
+                    if not torch.equal(masters[name], value.detach()):
+                        wrong.append(f"{kind} master of {name}")
+                    if not torch.equal(copies[name], value.detach().to(dtype)):
+                        wrong.append(f"{kind} copy of {name}")
+                if kind == "initial":
+                    train(config, start, world)
+    return wrong
+
+
+def test_two_ranks_have_the_weights_of_the_whole_network(digits: Path, tmp_path: Path) -> None:
+    assert values(forked_ranks(_differences, digits, tmp_path)) == [[], []]
+
+
+def _both(world: World, config: RunConfig, whole: RunConfig) -> tuple[list[float], list[float]]:
+    """Losses of a run, and of one whose engine gets a whole network."""
+    found = train_losses(world, config, launch(3))
+
+    def build_whole(parts: Any, saved: Any) -> Any:
+        model, _ = building._build_model(parts.config, parts.world, saved, apart=False)
+        return model, engines.Engine(model, parts.config, parts.ds_config, parts.world, blocks=model.block_classes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "_build_engine", build_whole)
+        return found, train_losses(world, whole, launch(3))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_losses_are_those_of_an_engine_that_gets_a_whole_network(digits: Path, tmp_path: Path, precision: str) -> None:
+    configs = [tiny(digits, tmp_path / name, performance__precision=precision) for name in ("new", "whole")]
+    for found, whole in values(forked_ranks(_both, *configs)):
+        assert found == whole
+
+
+def _rise(world: World, config: RunConfig) -> float:
+    """Rise of the memory of this rank while its part of the network is made, in bytes per parameter."""
+    model, weights = build_on_meta(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = peak_resident_bytes()
+    partition(model, resolve(launch(3).deepspeed, config, world.size), torch.bfloat16, world.device)
+    for _ in weights:
+        pass
+    return (peak_resident_bytes() - before) / parameters
+
+
+def test_a_rank_needs_memory_for_its_part_alone(digits: Path, tmp_path: Path) -> None:
+    """Two ranks in bf16 have one byte per parameter each; the whole network has four in fp32 and then two in bf16."""
+    config = tiny(digits, tmp_path, performance__precision="bf16")
+    config = replace(config, model=replace(config.model, hidden=512, depth=12, heads=8))
+    for rise in values(forked_ranks(_rise, config)):
+        assert rise < 3
