@@ -41,7 +41,8 @@ from fastdiff.standard_streams import lossy_output
 from fastdiff.training.build import Run, build
 from fastdiff.training.callbacks.base import Callbacks
 from fastdiff.training.callbacks.divergence import RewindRequest
-from fastdiff.training.state import TrainState, out_of_memory
+from fastdiff.training.out_of_memory import out_of_memory
+from fastdiff.training.state import TrainState
 
 _INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as of a shell."""

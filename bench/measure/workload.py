@@ -16,7 +16,8 @@ from fastdiff.config.data import DataConfig, ValidationConfig
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.presets import preset
-from fastdiff.config.run import OutputConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.output import OutputConfig
 from fastdiff.errors import ConfigError
 
 _STEPS = 1_000_000

@@ -21,7 +21,7 @@ from bench.trainers.plain_torch import Noise, Samples, of_steps, train
 from fastdiff.batch import Condition
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.run import RunConfig
-from fastdiff.training.optim import build_lr_schedule
+from fastdiff.training.optimizer.build import build_lr_schedule
 
 
 def run(timer: StepTimer, workload: Workload, data: Path, best: bool) -> None:

@@ -32,7 +32,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.diffusion.levels import GAMMA
 from fastdiff.diffusion.schedules import betas
-from fastdiff.training.optim import build_lr_schedule
+from fastdiff.training.optimizer.build import build_lr_schedule
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Launcher variables that give a process its rank; with them accelerate would wrap the network for many."""

@@ -13,7 +13,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from fastdiff.config.run import WIDEST
+from fastdiff.config.sections.ema import WIDEST
 from fastdiff.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]

@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 
 from fastdiff.config.presets import preset
-from fastdiff.config.run import OptimConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.data.dali_trial import dali_installed, dali_problem
 from fastdiff.errors import ConfigError
 from fastdiff.models import kernel_choice
 from fastdiff.models.toolchain import c_compiler, compiler_problem, cpp_compiler, python_header
 from fastdiff.parallel.devices import Capability, architecture_problem, precision_problem, select_device, usable_gpus
 from fastdiff.parallel.fragments import Flat, Fragment
-from fastdiff.training.optim import build_optimizer, check_is_8bit
+from fastdiff.training.optimizer.build import build_optimizer, check_is_8bit
 from fastdiff_kernels import attention, launch
 from fastdiff_kernels.dispatch import Choice
 

@@ -14,7 +14,7 @@ from fastdiff.checkpoint.reader import FRAGMENTS, Checkpoint
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.fragments import Fragment
 from fastdiff.progress import Progress
-from fastdiff.training.optim import lr_after
+from fastdiff.training.optimizer.build import lr_after
 from fastdiff_kernels.adamw8bit.companding import BLOCK, decode_m_reference, decode_root_v_reference
 
 Moment = Literal["exp_avg", "exp_avg_sq"]

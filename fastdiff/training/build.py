@@ -52,9 +52,10 @@ from fastdiff.training.ema import Ema
 from fastdiff.training.engine import Engine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
+from fastdiff.training.out_of_memory import out_of_memory
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
-from fastdiff.training.state import TrainState, out_of_memory
+from fastdiff.training.state import TrainState
 from fastdiff_kernels import dispatch
 
 

@@ -23,8 +23,8 @@ from fastdiff.errors import StorageError, require
 from fastdiff.parallel.fragments import Flat, Fragment, owned_blocks, owned_fragments
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
-from fastdiff.training import optimizer_state
-from fastdiff.training.optim import PER_BLOCK
+from fastdiff.training.optimizer import state as optimizer_state
+from fastdiff.training.optimizer.build import PER_BLOCK
 from fastdiff.training.state import TrainState
 from fastdiff_kernels.adamw8bit import BLOCK
 

@@ -24,7 +24,7 @@ from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes, copy_into
 from fastdiff.parallel.world import World
-from fastdiff.training.optim import build_lr_schedule, build_optimizer, create_8bit_state, forget, set_lr_step
+from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_8bit_state, forget, set_lr_step
 from fastdiff.training.zero.slices import flats_of, overwrite
 from fastdiff.training.zero.stage3 import (
     partition,

@@ -17,15 +17,17 @@ from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config.config_file import with_kind
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.objective import DEFAULTS
-from fastdiff.config.run import OptimConfig, Precision, RunConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.sections.performance import Precision
 from fastdiff.console import log
 from fastdiff.errors import ConfigError, require
 from fastdiff.models.pretrained.training_state import AdamState, PublishedTraining, read_published_training
 from fastdiff.parallel.fragments import Flat
 from fastdiff.progress import Progress
 from fastdiff.training.checkpoints import Checkpoints
-from fastdiff.training.optim import step_count
+from fastdiff.training.optimizer.build import step_count
 from fastdiff.training.state import TrainState
 
 Facts = dict[str, Any]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastdiff.config.divergence import DivergenceConfig
+from fastdiff.config.sections.divergence import DivergenceConfig
 from fastdiff.parallel.world import World
 
 

@@ -20,7 +20,7 @@ from fastdiff.checkpoint.manifest import committed
 from fastdiff.checkpoint.reader import METERS, Checkpoint
 from fastdiff.checkpoint.staging import HostCopy
 from fastdiff.checkpoint.step_folders import StepFolders
-from fastdiff.config.divergence import DivergenceConfig
+from fastdiff.config.sections.divergence import DivergenceConfig
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.files import file_digest
 from fastdiff.parallel.world import World

@@ -13,7 +13,8 @@ from fastdiff.cli.compat.translation import Translation, program
 from fastdiff.cli.main import _parser, main
 from fastdiff.config.command_line import parse
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
-from fastdiff.config.run import EmaConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
 from tests.support.inputs.images import encode, natural

@@ -12,8 +12,10 @@ from fastdiff import sanitize
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.presets import PRESETS, preset
-from fastdiff.config.run import BatchConfig, Precision, RunConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.performance import Precision
 from fastdiff.errors import ConfigError
 from tests.support.processes import ROOT
 

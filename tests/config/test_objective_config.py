@@ -18,8 +18,9 @@ from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import DEFAULTS, PROCESSES, DdpmConfig, EdmConfig, FlowConfig, Process, in_full
 from fastdiff.config.presets import preset
-from fastdiff.config.run import OutputConfig, RunConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.timesteps import DENSITIES, TimestepConfig
 from fastdiff.errors import ConfigError
 from fastdiff.training.resume import config_changes

@@ -11,7 +11,8 @@ import torch
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig
 from fastdiff.config.objective import DdpmConfig, FlowConfig
 from fastdiff.config.presets import FID_400K, PRESETS, preset
-from fastdiff.config.run import OptimConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model

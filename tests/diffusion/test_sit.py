@@ -17,9 +17,10 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.objective import DdpmConfig, FlowConfig, FlowPath, ObjectiveConfig
 from fastdiff.config.presets import preset
-from fastdiff.config.run import OutputConfig, RunConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.output import OutputConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
 from fastdiff.export.original_checkpoint import _arguments

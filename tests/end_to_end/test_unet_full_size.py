@@ -14,7 +14,7 @@ import torch
 from fastdiff.batch import Batch
 from fastdiff.config.deepspeed import read, resolve
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.run import BatchConfig
+from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.models.unet.network import UNet
 from fastdiff.parallel.world import World

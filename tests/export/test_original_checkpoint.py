@@ -17,7 +17,9 @@ from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.cli.main import main
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
-from fastdiff.config.run import EmaConfig, OutputConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.output import OutputConfig
 from fastdiff.errors import ConfigError
 from fastdiff.export.adamw_state import MOMENTS, moments
 from fastdiff.export.run import Choice, export

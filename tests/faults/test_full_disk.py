@@ -19,8 +19,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastdiff.config.data import ValidationConfig
-from fastdiff.config.run import EmaConfig, RunConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import claim
+from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.evaluation import validation_files
 from fastdiff.parallel.heartbeat import Heartbeat, stacks_path
 from fastdiff.parallel.world import World

@@ -19,7 +19,8 @@ import pytest
 from fastdiff import files
 from fastdiff.checkpoint.async_saves import AsyncSaves
 from fastdiff.checkpoint.reader import Checkpoint
-from fastdiff.config.run import EmaConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.errors import Preempted, StorageError
 from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.preemption import StopRequest

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from fastdiff.cli.main import main
-from fastdiff.config.run import EmaConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from tests.support import independent_reader as reader

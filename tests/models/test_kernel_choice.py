@@ -11,9 +11,10 @@ import torch
 
 from fastdiff.cli import doctor
 from fastdiff.config.presets import preset
-from fastdiff.config.run import PerformanceConfig, RunConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models import kernel_choice
 from fastdiff.parallel.world import World

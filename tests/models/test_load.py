@@ -15,7 +15,8 @@ from torch import Tensor
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.presets import preset
-from fastdiff.config.run import OutputConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.output import OutputConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
 from fastdiff.models.load import build_network, build_on_meta, resolve

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.run import OutputConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.output import OutputConfig
 from fastdiff.errors import ConfigError
 from fastdiff.export.formats import formats_of
 from fastdiff.export.run import Choice, _checked

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastdiff.config.run import PerformanceConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff_kernels import attention, dispatch, launch
 from fastdiff_kernels.dispatch import Choice
 from fastdiff_kernels.names import BACKENDS, OPS, AttentionBackend

@@ -13,8 +13,12 @@ from fastdiff.config.data import DataConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.presets import preset
-from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, RunConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.sections.output import OutputConfig
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.parallel.world import World
 from fastdiff.train import train

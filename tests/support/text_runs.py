@@ -13,7 +13,12 @@ from fastdiff.config.data import DataConfig, ValidationConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.objective import DdpmConfig
-from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, PerformanceConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.sections.output import OutputConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.models.pretrained.pipeline import Pretrained

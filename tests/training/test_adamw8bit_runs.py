@@ -19,7 +19,7 @@ from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.build import build
 from fastdiff.training.checkpoints import Checkpoints
-from fastdiff.training.optim import PER_BLOCK, create_8bit_state
+from fastdiff.training.optimizer.build import PER_BLOCK, create_8bit_state
 from fastdiff_kernels.adamw8bit import BLOCK, AdamW8bit
 from tests.support.processes import run_ranks
 from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, newest, tiny, train_losses

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastdiff.checkpoint.async_saves import AsyncSaves
-from fastdiff.config.divergence import DivergenceConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sections.divergence import DivergenceConfig
 from fastdiff.data.encoding.builtin import digits as real_digits
 from fastdiff.data.encoding.builtin import pixels_template, write
 from fastdiff.data.loading.order import Order

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fastdiff.config import deepspeed
-from fastdiff.config.run import PerformanceConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
 from fastdiff.parallel.world import World

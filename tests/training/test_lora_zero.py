@@ -19,7 +19,9 @@ from fastdiff.config.deepspeed import resolve
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.run import BatchConfig, OptimConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.tiny_pipeline import UNETS

@@ -8,10 +8,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 
-from fastdiff.config.run import OptimConfig
+from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError
-from fastdiff.training.lr_schedule import lr_factor
-from fastdiff.training.optim import build_lr_schedule, lr_after, set_lr_step
+from fastdiff.training.optimizer.build import build_lr_schedule, lr_after, set_lr_step
+from fastdiff.training.optimizer.lr_schedule import lr_factor
 
 NAMES = get_args(get_type_hints(OptimConfig)["schedule"])
 LENGTHS = ((1, 0), (7, 0), (40, 10), (40, 39), (40, 40), (10, 40), (1000, 37))

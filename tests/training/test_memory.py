@@ -20,15 +20,18 @@ from fastdiff.checkpoint.staging import HostCopy
 from fastdiff.config import command_line
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.presets import preset
-from fastdiff.config.run import BatchConfig, OutputConfig, RunConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.output import OutputConfig
 from fastdiff.errors import ConfigError, NoMemoryError, StorageError
 from fastdiff.models.cost.memory import Setup, buffer_bytes, exhausted, explain, frozen_bytes, remedies
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.engine import Engine
+from fastdiff.training.out_of_memory import _cache_and_room, out_of_memory
 from fastdiff.training.resume import config_changes
-from fastdiff.training.state import TrainState, _cache_and_room, out_of_memory
+from fastdiff.training.state import TrainState
 from tests.support.ports import reserved_port
 from tests.support.processes import BIN, ON_CPU, ROOT, run
 from tests.support.runs import flags, launch, tiny

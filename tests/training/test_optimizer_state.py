@@ -26,8 +26,8 @@ from fastdiff.parallel.world import World
 from fastdiff.train import take_steps
 from fastdiff.training.build import build
 from fastdiff.training.engine import Engine
-from fastdiff.training.optim import build_optimizer
-from fastdiff.training.optimizer_state import check_groups
+from fastdiff.training.optimizer.build import build_optimizer
+from fastdiff.training.optimizer.state import check_groups
 from fastdiff.training.resume import config_changes
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import launch, newest, renew_digest, tiny

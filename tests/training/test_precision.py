@@ -17,14 +17,14 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastdiff.config.run import OptimConfig
+from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.parallel.fragments import Flat, Fragment
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.build import build
 from fastdiff.training.engine import Engine
-from fastdiff.training.optim import check_is_8bit
+from fastdiff.training.optimizer.build import check_is_8bit
 from fastdiff_kernels.adamw8bit import AdamW8bit
 from tests.end_to_end.test_train import check_clipping
 from tests.support.runs import hexes, launch, losses, newest, records, tiny, train_losses
@@ -151,7 +151,7 @@ class _Unquantised(AdamW8bit):
 def test_a_moment_that_is_not_8bit_stops_the_run_before_it_starts(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stage: int
 ) -> None:
-    monkeypatch.setattr("fastdiff.training.optim.AdamW8bit", _Unquantised)
+    monkeypatch.setattr("fastdiff.training.optimizer.build.AdamW8bit", _Unquantised)
     monkeypatch.setattr(bitsandbytes.optim, "AdamW8bit", bitsandbytes.optim.AdamW32bit)
     message = rf"--optim.name {name}: the moments of .*float32.*expected one byte.*; use --optim.name adamw"
     with pytest.raises(ConfigError, match=message):

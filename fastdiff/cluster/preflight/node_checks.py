@@ -19,8 +19,9 @@ import fastdiff
 import fastdiff_kernels
 from fastdiff.checkpoint.manifest import committed, read_manifest
 from fastdiff.cluster.supervisor.waiting import value_of
-from fastdiff.config.run import Device, RunConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import versions
+from fastdiff.config.sections.performance import Device
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.remote import is_remote, resource

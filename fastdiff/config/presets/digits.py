@@ -10,7 +10,12 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import DdpmConfig
-from fastdiff.config.run import BatchConfig, EmaConfig, OptimConfig, OutputConfig, PerformanceConfig, RunConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.sections.output import OutputConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.config.timesteps import TimestepConfig
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fastdiff.checkpoint.bitsandbytes_state import BlockwiseState, fragments_tensor, requantize
 from fastdiff.checkpoint.reader import FRAGMENTS, RAW, Checkpoint
-from fastdiff.config.run import OptimConfig
+from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Flat, layout_digest
 from fastdiff.training.engine import Engine
-from fastdiff.training.optim import PER_BLOCK, PER_ELEMENT, lr_after, step_count
+from fastdiff.training.optimizer.build import PER_BLOCK, PER_ELEMENT, lr_after, step_count
 from fastdiff.training.state import TrainState
 from fastdiff_kernels.adamw8bit import BLOCK
 

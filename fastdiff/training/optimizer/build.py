@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from fastdiff.config.run import OptimConfig
+from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Flat
 from fastdiff.parallel.world import World
-from fastdiff.training.lr_schedule import lr_factor
+from fastdiff.training.optimizer.lr_schedule import lr_factor
 from fastdiff_kernels.adamw8bit import AdamW8bit
 
 PER_ELEMENT = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_sq_codes")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from fastdiff.config.run import POLYNOMIAL_END, OptimConfig
+from fastdiff.config.sections.optim import POLYNOMIAL_END, OptimConfig
 
 
 def lr_factor(config: OptimConfig, steps: int) -> Callable[[int], float]:

@@ -1,0 +1,1 @@
+"""Sections of the configuration of a run, one dataclass each."""

@@ -1,0 +1,39 @@
+"""Batch size of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdiff.errors import ConfigError, require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """Batch size per optimizer step and per forward pass."""
+
+    samples: int = 256
+    """Samples per optimizer step, over all ranks."""
+    micro: int | None = None
+    """Samples per rank per forward pass. None: samples / ranks, without accumulation."""
+
+    def __post_init__(self) -> None:
+        require(self.samples >= 1, f"--batch.samples {self.samples}: at least 1")
+        require(self.micro is None or self.micro >= 1, f"--batch.micro {self.micro}: at least 1, or None")
+
+    def per_rank(self, ranks: int) -> int:
+        """Return the samples per rank per forward pass with ``ranks`` ranks."""
+        return self.micro if self.micro is not None else max(1, self.samples // ranks)
+
+    def accumulation(self, ranks: int) -> int:
+        """Return the forward passes per optimizer step; ConfigError if the batch is not divisible."""
+        micro = self.per_rank(ranks)
+        together = micro * ranks
+        if self.samples % together:
+            below = self.samples // together * together
+            near = [str(n) for n in (below, below + together) if n > 0]
+            given = f"{micro} (--batch.micro) x {ranks} ranks" if self.micro is not None else f"{ranks} ranks"
+            raise ConfigError(
+                f"--batch.samples {self.samples} is not divisible by {together} = {given}; "
+                f"nearest values: {', '.join(near)}"
+            )
+        return self.samples // together

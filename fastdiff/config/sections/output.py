@@ -1,0 +1,56 @@
+"""Files and trackers of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fastdiff.config.argument_types import require_local
+from fastdiff.errors import require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputConfig:
+    """Outputs of a run: folder, contents and intervals (in optimizer steps; 0: never)."""
+
+    folder: str = ""
+    """Run folder; default: runs/<preset>."""
+    log_every: int = 50
+    """Steps between lines of metrics.jsonl and TensorBoard."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints; one is always written at the end."""
+    keep: int = 2
+    """Number of newest checkpoints to keep. 1: none is left to fall back on if the newest is damaged."""
+    failed_saves: int = 0
+    """Consecutive checkpoints, or snapshots, that may fail before the run stops, for example because a disk is full.
+    Above 0, all other files of the run wait in memory, too. The last checkpoint, at the end or on preemption, must
+    succeed."""
+    pinned_gib: float = 16.0
+    """Limit, per rank, of the page-locked host memory through which a checkpoint leaves the GPU, in GiB; it stays
+    locked for the whole run. A checkpoint has 16 bytes per parameter with AdamW and one average, shared by the ranks;
+    what goes beyond the limit passes through ordinary memory, which is slower. Snapshots of the averages
+    (--ema.snapshot_every) may lock as much again. 0: none."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    """Trackers of metrics and images, in addition to metrics.jsonl and samples/."""
+    project: str = "fastdiff"
+    """Name of the project in wandb."""
+    sample_every: int = 1000
+    """Steps between sample grids of a class-conditional model."""
+    sample_steps: int = 20
+    """Denoising steps of a grid (DPM-Solver++)."""
+    sample_cfg: float = 1.5
+    """Classifier-free guidance scale of a grid; 1: none."""
+
+    def __post_init__(self) -> None:
+        require_local("--output.folder", self.folder)
+        least = {
+            "keep": 1,
+            "log_every": 1,
+            "checkpoint_every": 0,
+            "failed_saves": 0,
+            "pinned_gib": 0,
+            "sample_every": 0,
+            "sample_steps": 1,
+        }
+        for name, value in least.items():
+            require(getattr(self, name) >= value, f"--output.{name} {getattr(self, name)}: at least {value}")

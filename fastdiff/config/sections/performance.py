@@ -1,0 +1,80 @@
+"""Device, precision, memory and kernels of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from fastdiff.errors import require
+from fastdiff_kernels.names import BACKENDS, OPS, AttentionBackend, Backend
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Device = Literal["auto", "cuda", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerformanceConfig:
+    """Device, precision, compilation, memory and kernels."""
+
+    device: Device = "auto"
+    """auto: a GPU where there is one, otherwise the CPU; cuda: a GPU, as the presets made for GPUs ask; cpu: the CPU,
+    even where there is a GPU. A GPU that torch cannot use is an error, not a run on the CPU."""
+    precision: Precision = "bf16"
+    """Dtype of weights and activations in the forward and backward pass; master weights are always fp32."""
+    compile: bool | None = None
+    """torch.compile of each block. None: on with CUDA, off on a CPU."""
+    recompute: bool = False
+    """Activation checkpointing: recompute each block in the backward pass to save memory."""
+    grad_accum_dtype: Precision | None = None
+    """Dtype in which the gradients of the micro-batches and ranks of a step are added up. None: fp32 in a new run, and
+    in a resumed run the dtype that it has. The value of --performance.precision, bf16 or fp16, needs half the memory
+    and traffic for them; bf16 sums of 256 micro-batches are 2 % off."""
+    allow_tf32: bool = False
+    """Let fp32 matrix products and convolutions round their inputs to TF32 (Ampere and newer)."""
+    deterministic: bool = False
+    """Add in a fixed order everywhere, so that also on a GPU a run and its resume on as many ranks are equal to the
+    bit. Slower there; on a CPU it changes nothing. An operation without a fixed order ends the run."""
+    kernels: str = "auto"
+    """Backend of fastdiff's own ops: auto (Triton on a GPU, otherwise plain torch), triton, reference (plain torch) or
+    compile (plain torch with torch.compile), then exceptions by op: auto,adaln=compile,loss=reference."""
+    attention: AttentionBackend = "auto"
+    """Backend of attention: auto (the fastest known for the GPU), sdpa (torch's choice), cudnn, flash, xformers, or
+    reference (matrix products and a softmax)."""
+
+    def __post_init__(self) -> None:
+        self.kernel_backends()
+        require(
+            self.grad_accum_dtype in (None, "fp32", self.precision),
+            f"--performance.grad_accum_dtype {self.grad_accum_dtype} with --performance.precision {self.precision}: "
+            f"{' or '.join(dict.fromkeys(['fp32', self.precision]))}",
+        )
+
+    @property
+    def sums(self) -> Precision:
+        """Dtype in which gradients are added up."""
+        return self.grad_accum_dtype or "fp32"
+
+    def kernel_backends(self) -> dict[str, Backend]:
+        """Return the backends that ``kernels`` forces, by op; other ops use their default.
+
+        Raises:
+            ConfigError: unknown op or backend, or an op that is named twice.
+        """
+        default, *exceptions = [part.strip() for part in self.kernels.split(",")]
+        if "=" in default:
+            default, exceptions = "auto", [default, *exceptions]
+        named = [part.partition("=")[::2] for part in exceptions]
+        for op, _ in named:
+            require(op in OPS, f"{self._given()}: {op!r} is none of the ops {', '.join(OPS)}")
+            require([o for o, _ in named].count(op) == 1, f"{self._given()}: {op} is named twice")
+        chosen = dict.fromkeys(OPS, default) | dict(named)
+        for backend in (default, *chosen.values()):
+            require(
+                backend in ("auto", *BACKENDS),
+                f"{self._given()}: {backend!r} is none of auto, {', '.join(BACKENDS)}; "
+                "write for example auto,adaln=compile",
+            )
+        return {op: cast(Backend, backend) for op, backend in chosen.items() if backend != "auto"}
+
+    def _given(self) -> str:
+        return f"--performance.kernels {self.kernels}"

@@ -1,0 +1,1 @@
+"""Optimizer, its state by slices, and its learning-rate schedule."""

@@ -1,0 +1,63 @@
+"""The error of a rank that is out of memory, explained by the memory of its run."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+
+from fastdiff.config.deepspeed import offloads_optimizer
+from fastdiff.errors import FastdiffError, NoMemoryError
+from fastdiff.models.cost import memory
+from fastdiff.training.metrics import peak_bytes
+from fastdiff.training.state import TrainState
+
+
+def out_of_memory(error: Exception, state: TrainState, phase: str | None = None) -> NoMemoryError | None:
+    """Return the error that explains an allocator's error by the memory of the run; None for any other error.
+
+    Args:
+        error: any.
+        state: of the run.
+        phase: the part of the run that needed more; None: that of the heartbeat.
+    """
+    whose = None if isinstance(error, FastdiffError) else memory.exhausted(error)
+    if whose is None:
+        return None
+    phase, device = phase or state.heart.phase, state.world.device
+    if whose == "host" and device.type == "cuda":
+        online, offload = state.config.data.online, offloads_optimizer(state.engine.ds_config)
+        return NoMemoryError(memory.explain_host(phase, online=online, offload=offload, cause=str(error)))
+    setup = _setup(state)
+    cache, room = _cache_and_room(device, state.world.size)
+    beyond = peak_bytes(device) - sum(setup.static().values())
+    # The first pass precedes the moments and sums of gradients, which are in ``setup``: it says more than the peak.
+    activations = max(0.0, beyond, state.first_pass_bytes)
+    return NoMemoryError(
+        memory.explain(
+            setup, phase=phase, device=str(device), activations=activations, cache=cache, room=room, cause=str(error)
+        )
+    )
+
+
+def _setup(state: TrainState) -> memory.Setup:
+    engine = state.engine
+    return memory.setup_of(
+        state.config,
+        engine.ds_config,
+        state.world.size,
+        trained=sum(math.prod(shape) for shape in engine.shapes.values()),
+        frozen_bytes=engine.frozen_bytes,
+        buffer_bytes=engine.buffer_bytes,
+    )
+
+
+def _cache_and_room(device: torch.device, ranks: int) -> tuple[int, int]:
+    """Return the bytes that the allocator holds beyond those in use, and those that this rank can have."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device)
+        # Not the whole card: CUDA, NCCL and other processes have their part of it.
+        return reserved - torch.cuda.memory_allocated(device), reserved + torch.cuda.mem_get_info(device)[0]
+    ranks = int(os.environ.get("LOCAL_SIZE", ranks))
+    return 0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
