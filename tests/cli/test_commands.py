@@ -19,8 +19,9 @@ from fastdiff.parallel.world import World
 from fastdiff.train import main as train_main
 from fastdiff.train import train
 from tests.support.forked import forked_ranks, values
-from tests.support.processes import ROOT, deepspeed, fastdiff
+from tests.support.processes import ROOT, deepspeed
 from tests.support.runs import flags, launch, losses, newest, records, tiny, train_losses
+from tests.support.scripts import COMMAND, run_script
 
 
 def test_two_gloo_ranks_train_the_preset(digits: Path, tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_run_json_tells_what_ran(world: World, digits: Path, tmp_path: Path) -> 
 def test_sample_and_evaluate(trained: Path, tmp_path: Path) -> None:
     png = tmp_path / "grid.png"
     options = ["--scheduler", "dpmsolver++", "--steps", "5", "--cfg", "1.5", "--classes", "0-2,7", "--per-class", "3"]
-    done = fastdiff("sample", trained, *options, "--grid", png)
+    done = run_script(COMMAND, "sample", trained, *options, "--grid", png)
     assert done.code == 0, done.output
     assert "step 2, EMA of rate 0.9" in done.output
     width, height = Image.open(png).size
