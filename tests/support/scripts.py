@@ -36,9 +36,7 @@ def run_job(path: Path, *arguments: str | Path, ranks: int, timeout_s: float = 2
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved_port())}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     with NamedTemporaryFile("r") as output, ExitStack() as stack:
-        job = [
-            stack.enter_context(Script(path, *arguments, output=output.name, **environment, **rank)) for rank in own
-        ]
+        job = [stack.enter_context(Script(path, *arguments, output=output.name, **environment, **rank)) for rank in own]
         return Finished(_end_of([script.process for script in job], timeout_s), output.read())
 
 
@@ -59,7 +57,7 @@ class Script:
         ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         given = {name: value for name, value in os.environ.items() if name not in ranks}
         given |= {"OMP_NUM_THREADS": "1", **WITHOUT_GPU, **environment}
-        self._own = NamedTemporaryFile("r")
+        self._own = NamedTemporaryFile("r")  # noqa: SIM115
         words = [str(path), *(str(argument) for argument in arguments)]
         self.process = fork_server().Process(target=_run, args=(output or self._own.name, words, cwd, given))
         self.process.start()
