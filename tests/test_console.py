@@ -6,14 +6,12 @@ import logging
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tqdm import tqdm
 
 from fastdiff.console import log, write_line
-from tests.support.processes import ROOT, deepspeed
-from tests.support.runs import flags, tiny
+from tests.support.processes import ROOT
 
 
 def test_a_line_has_time_and_level_and_the_rank_if_there_are_several(
@@ -69,19 +67,6 @@ for _ in range(2):
         "TIME [rank 0] WARNING of a library (UserWarning of <string>:9)\nTIME [rank 0] WARNING of DeepSpeed\n",
         "",
     ]
-
-
-def test_no_line_of_a_run_is_printed_twice(digits: Path, tmp_path: Path) -> None:
-    """The ranks alone: what DeepSpeed's launcher says is its own."""
-    done = deepspeed(*flags(tiny(digits, tmp_path / "run", steps=2)), ranks=2)
-    assert done.code == 0, done.output
-    lines = [line for line in done.output.replace("\r", "\n").splitlines() if line.strip()]
-    own = [line for line in lines if not re.search(r"\[(launch|runner)\.py:", line) and not re.match(r"run: +\d", line)]
-    (start,) = [line for line in own if "parameters" in line]
-    assert re.match(r"\d\d:\d\d:\d\d \[rank 0\] INFO ", start)
-    own.remove(start)
-    assert len([line for line in own if "get_accelerator" not in line]) == 0, done.output
-    assert len(own) <= 2, "of the command and its launcher, none of the ranks"
 
 
 def test_the_logger_is_apart_from_those_of_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +20,9 @@ from fastdiff.parallel.world import World
 from fastdiff.train import main as train_main
 from fastdiff.train import train
 from tests.support.forked import forked_ranks, values
-from tests.support.processes import ROOT, deepspeed, fastdiff
+from tests.support.processes import ROOT, deepspeed
 from tests.support.runs import flags, launch, losses, newest, records, tiny, train_losses
+from tests.support.scripts import COMMAND, run_script
 
 
 def test_two_gloo_ranks_train_the_preset(digits: Path, tmp_path: Path) -> None:
@@ -33,6 +35,18 @@ def test_two_gloo_ranks_train_the_preset(digits: Path, tmp_path: Path) -> None:
     saved = committed(tmp_path / "run" / "checkpoints")[0]
     assert {p.name for p in saved.glob("rank-*")} == {"rank-00000.safetensors", "rank-00001.safetensors"}
     assert (tmp_path / "run" / "samples" / "step-00000010.png").exists()
+    assert_no_line_twice(done.output)
+
+
+def assert_no_line_twice(output: str) -> None:
+    """The ranks alone: what DeepSpeed's launcher says is its own."""
+    lines = [line for line in output.replace("\r", "\n").splitlines() if line.strip()]
+    own = [line for line in lines if not re.search(r"\[(launch|runner)\.py:", line) and not re.match(r"run: +\d", line)]
+    (start,) = [line for line in own if "parameters" in line]
+    assert re.match(r"\d\d:\d\d:\d\d \[rank 0\] INFO ", start)
+    own.remove(start)
+    assert len([line for line in own if "get_accelerator" not in line]) == 0, output
+    assert len(own) <= 2, "of the command and its launcher, none of the ranks"
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +88,7 @@ def test_run_json_tells_what_ran(world: World, digits: Path, tmp_path: Path) -> 
 def test_sample_and_evaluate(trained: Path, tmp_path: Path) -> None:
     png = tmp_path / "grid.png"
     options = ["--scheduler", "dpmsolver++", "--steps", "5", "--cfg", "1.5", "--classes", "0-2,7", "--per-class", "3"]
-    done = fastdiff("sample", trained, *options, "--grid", png)
+    done = run_script(COMMAND, "sample", trained, *options, "--grid", png)
     assert done.code == 0, done.output
     assert "step 2, EMA of rate 0.9" in done.output
     width, height = Image.open(png).size

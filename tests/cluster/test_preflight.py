@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
@@ -25,12 +27,14 @@ from fastdiff.config import command_line
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.parallel.world import World
 from fastdiff.train import train
+from tests.support import preflight_node
 from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.ports import reserved_port
 from tests.support.pretended_gpu import PretendedGpu
 from tests.support.processes import BIN, ROOT, Finished, start, stop
 from tests.support.processes import run as execute
+from tests.support.scripts import Script
 
 FLAGS = ("--preset", "digits", "--data.path", "digits", "--output.folder", "run")
 
@@ -54,25 +58,32 @@ class Nodes:
             (own / "digits").symlink_to(digits)
             (own / "run").symlink_to(folder / "shared")
 
-    def run(self, *, timeout_s: float = 150) -> list[Finished]:
+    def run(self, *, timeout_s: float = 240) -> list[Finished]:
+        """Run the pre-flight; a node with a prefix or an environment of its own is a command, as for a supervisor."""
         port, count = str(reserved_port()), str(len(self.folders))
-        environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-        command = [sys.executable, "-m", "tests.support.preflight_node", port]
-        processes = [
-            start(
-                [*self.prefixes[node], *command, str(node), count, str(self.ahead_s[node]), *self.flags],
-                cwd=folder,
-                **environment | self.environments[node],
-            )
-            for node, folder in enumerate(self.folders)
-        ]
-        deadline = time.monotonic() + timeout_s
-        try:
-            outputs = [p.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for p in processes]
-        finally:
-            for process in processes:
-                stop(process)
-        return [Finished(p.returncode, output) for p, output in zip(processes, outputs, strict=True)]
+        with ExitStack() as stack:
+            running: list[subprocess.Popen[str] | Script] = []
+            for node, folder in enumerate(self.folders):
+                arguments = [port, str(node), count, str(self.ahead_s[node]), *self.flags]
+                if self.prefixes[node] or self.environments[node]:
+                    environment = {"PYTHONPATH": _PATH, **self.environments[node]}
+                    process = start([*self.prefixes[node], *_COMMAND, *arguments], folder, **environment)
+                    stack.callback(stop, process)
+                    running.append(process)
+                else:
+                    running.append(stack.enter_context(Script(Path(preflight_node.__file__), *arguments, cwd=folder)))
+            return [_finished(node, timeout_s) for node in running]
+
+
+_PATH = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+_COMMAND = [sys.executable, "-m", preflight_node.__name__]
+
+
+def _finished(node: subprocess.Popen[str] | Script, timeout_s: float) -> Finished:
+    if isinstance(node, Script):
+        return node.wait(timeout_s)
+    output, _ = node.communicate(timeout=timeout_s)
+    return Finished(node.returncode, output)
 
 
 @pytest.fixture
@@ -215,13 +226,13 @@ def test_rank_0_checks_a_single_node(digits: Path, tmp_path: Path) -> None:
     few_steps = ["--samples", "32", "--batch.samples", "16", "--output.sample_every", "0"]
     size = checkpoint_bytes(command_line.parse(run_flags)[1])
     with tiny_disk(tmp_path / "disk", 2.5 * size / 2**20):
-        command = [BIN / "fastdiff", "launch", "local", "--ranks", "2"]
-        done = execute([*command, "--", *run_flags, *few_steps])
+        command = [BIN / "fastdiff", "launch", "local", "--ranks"]
+        done = execute([*command, "2", "--", *run_flags, *few_steps])
         assert done.code == StorageError.exit_code, done.output
         assert done.output.count("pre-flight: 1 problem on 1 of 1 nodes\n  node 0 (") == 1, done.output
         assert "no space on" in done.output
         assert not (tmp_path / "disk" / "run.json").exists()
-        done = execute([*command, "--no-preflight", "--", *run_flags, *few_steps])
+        done = execute([*command, "1", "--no-preflight", "--", *run_flags, *few_steps])
         assert done.code == 0, done.output
 
 

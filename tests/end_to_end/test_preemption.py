@@ -24,12 +24,10 @@ from fastdiff.training.callbacks import previews
 from tests.support.forked import forked_ranks, values
 from tests.support.processes import Finished, deepspeed_command, run, start, stop
 from tests.support.runs import flags, hexes, intact, losses, tiny
-from tests.support.waiting import wait_for_steps
+from tests.support.waiting import LIMIT_S, wait_for_steps, wait_for_the_end
 
 STEPS = 40
 ZERO3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
-END_S = 120
-"""Hard limit of an end on a busy machine; a quiet one takes about two of the 25 seconds that schedulers give."""
 
 
 def config_of(data: Path, folder: Path, steps: int = STEPS) -> RunConfig:
@@ -116,8 +114,7 @@ def test_a_launcher_that_ends_leaves_nobody_and_loses_nothing(
     """DeepSpeed's command passes no SIGTERM on to its launcher, and a launcher that is killed none to the ranks."""
     process = running.command if target == "command" else running.launcher
     process.send_signal(signal.SIGKILL if target == "launcher killed" else signal.SIGTERM)
-    _, alive = psutil.wait_procs(running.everyone, timeout=END_S)
-    assert not alive, f"still there after {END_S} s: {[p.cmdline() for p in alive]}"
+    wait_for_the_end(running.everyone)
     steps = losses(tmp_path / "run")
     assert intact(tmp_path / "run") == [len(steps)], "the last step that was logged is the one that is saved"
     assert hexes(steps[:STEPS]) == hexes(whole[: len(steps)])
@@ -129,7 +126,7 @@ def test_the_command_itself_exits_with_75(whole: list[float], digits: Path, tmp_
     launcher = running.launcher
     ranks = [p for p in launcher.children() if "fastdiff/train.py" in p.cmdline()]
     ranks[-1].send_signal(signal.SIGUSR1)
-    output, _ = running.command.communicate(timeout=END_S)
+    output, _ = running.command.communicate(timeout=LIMIT_S)
     assert running.command.returncode == 75, output
     assert output.count("the same command resumes from there") == 1, output
 

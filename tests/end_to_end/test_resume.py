@@ -12,11 +12,12 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.world import World
 from fastdiff.train import train
-from tests.support.processes import deepspeed, deepspeed_command, run_ranks, start, stop
+from tests.support.processes import ON_CPU, deepspeed_command, run_ranks, start, stop
 from tests.support.runs import assert_same_checkpoint, flags, hexes, launch, losses, tiny, train_losses
+from tests.support.scripts import TRAIN, run_job
 from tests.support.waiting import steps_logged, wait_for_steps
 
-STEPS, KILL_AFTER = 40, 13
+STEPS, KILL_AFTER = 40, 8
 
 
 def config_of(data: Path, folder: Path) -> RunConfig:
@@ -25,7 +26,7 @@ def config_of(data: Path, folder: Path) -> RunConfig:
 
 @pytest.mark.fault(1)
 def test_a_killed_command_resumes_hex_equal(digits: Path, tmp_path: Path) -> None:
-    """SIGKILL to all processes at about step 13, with two ranks under ZeRO-3; then the same command.
+    """SIGKILL to all processes at about step 8, with two ranks under ZeRO-3; then the same flags.
 
     ``test_random_kills`` has many kills, and both optimizers.
     """
@@ -40,12 +41,12 @@ def test_a_killed_command_resumes_hex_equal(digits: Path, tmp_path: Path) -> Non
     finally:
         stop(process)
     assert steps_logged(tmp_path / "killed") < STEPS, "killed too late to prove anything"
-    again = deepspeed(*command, ranks=2)
+    again = run_job(TRAIN, *command, *ON_CPU, ranks=2)
     assert again.code == 0, again.output
 
     resumed = re.search(r"resuming from step (\d+)", again.output)
     assert resumed is not None
-    assert int(resumed[1]) >= 10, "not from the beginning"
+    assert int(resumed[1]) >= 5, "not from the beginning"
     assert hexes(losses(tmp_path / "killed")) == hexes(losses(tmp_path / "whole"))
     assert_same_checkpoint(tmp_path / "whole", tmp_path / "killed")
 

@@ -20,7 +20,7 @@ from fastdiff.evaluation.image_metrics import Gaussian, frechet_distance, kernel
 from fastdiff.evaluation.image_sets import open_images
 from tests.support.injected.hostile_files import sparse
 from tests.support.inputs.image_sets import Pixels, folder_of, npz, pictures
-from tests.support.processes import fastdiff
+from tests.support.scripts import COMMAND, run_script
 
 PIXELS = ImageComparisonOptions(features="pixels", batch=7)
 MEAN_COLOR = """
@@ -47,7 +47,7 @@ def test_the_command_from_end_to_end(tmp_path: Path) -> None:
     (tmp_path / "extractors.py").write_text(MEAN_COLOR)
     out, features = tmp_path / "result.json", f"{tmp_path / 'extractors.py'}:mean_color"
     options = ["--features", features, "--batch", "16", "--seed", "5", "--out", out]
-    done = fastdiff("evaluate", samples, "--reference", reference, *options)
+    done = run_script(COMMAND, "evaluate", samples, "--reference", reference, *options)
     assert done.code == 0, done.output
     result = json.loads(out.read_text())
     assert json.loads(done.output.splitlines()[-1]) == result

@@ -27,8 +27,9 @@ from fastdiff.errors import ConfigError, DataError, DivergedError, FastdiffError
 from fastdiff.parallel.world import World
 from fastdiff.train import main, train
 from tests.support.injected.tiny_disk import tiny_disk
-from tests.support.processes import deepspeed, fastdiff, start, stop
+from tests.support.processes import deepspeed, start, stop
 from tests.support.runs import flags, hexes, intact, launch, losses, records, tiny, train_losses
+from tests.support.scripts import COMMAND, TRAIN, run_job, run_script
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def grown(config: RunConfig, steps: int) -> RunConfig:
     return tiny(Path(config.data.path), Path(config.output.folder), steps=steps)
 
 
-# --- the command line, through the real launcher -----------------------------------------------------------------
+# --- the command line --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,6 @@ def grown(config: RunConfig, steps: int) -> RunConfig:
 def test_a_wrong_command_exits_2(
     world: World, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Through the launcher: ``test_two_ranks_print_one_message``."""
     with pytest.raises(SystemExit) as stopped:
         raise SystemExit(main(given))  # which a wrong flag makes itself
     assert stopped.value.code == 2
@@ -89,7 +89,8 @@ def test_a_wrong_command_exits_2(
 
 
 def test_two_ranks_print_one_message() -> None:
-    done = deepspeed("--preset", "digist", ranks=2)
+    """Through DeepSpeed's launcher: ``test_an_error_on_one_rank_is_the_message_and_the_exit_code``."""
+    done = run_job(TRAIN, "--preset", "digist", ranks=2)
     assert done.code == 2
     assert done.output.count("did you mean digits?") == 1
 
@@ -98,7 +99,7 @@ def test_a_wrong_fastdiff_command_exits_2(tmp_path: Path, capsys: pytest.Capture
     assert commands.main(["encode", "digist", str(tmp_path / "out")]) == 2
     assert commands.main(["sample", str(tmp_path / "nothing")]) == 2
     assert "no run" in capsys.readouterr().err
-    done = fastdiff("verify", tmp_path / "nothing")
+    done = run_script(COMMAND, "verify", tmp_path / "nothing")
     assert done.code == 65
     assert "fastdiff encode" in done.output
 

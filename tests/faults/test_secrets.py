@@ -75,7 +75,7 @@ def test_no_secret_is_in_any_file_or_line_of_a_run(served: str, tmp_path: Path, 
         assert record["config"]["data"]["path"] == served.partition("?")[0].replace(f"me:{SECRETS['password']}@", "")
         assert record["deepspeed"]["comet"]["api_key"] == "***"
         assert_nothing_to_run(out / "run" / "checkpoints")
-        dry = run([sys.executable, TRAIN, *command, "--dry-run"], **environment)
+        dry = run_script(TRAIN, *command, "--dry-run", **environment)
         assert dry.code == 0
         assert not found_in(dry.output.encode())
 

@@ -48,14 +48,15 @@ def graphs(res_blocks: int, dropout: float, *, recompute: bool = False, compare:
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_equal_blocks_share_a_graph_whatever_they_drop(backend: Backend) -> None:
+    """And have the numbers of each block."""
     with dispatch.forced(dropout=backend):
-        few, many, without = graphs(2, 0.3), graphs(4, 0.3), graphs(4, 0.0)
-    assert few == many == without < 12, "12 and 20 residual blocks, each with a stream of its own"
+        few, many = graphs(2, 0.3, compare=True), graphs(4, 0.3)
+    assert few == many < 12, "12 and 20 residual blocks, each with a stream of its own"
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_shared_graph_has_the_numbers_of_each_block(recompute: bool) -> None:
-    assert graphs(2, 0.3, recompute=recompute, compare=True) < 12
+def test_blocks_that_drop_nothing_or_are_recomputed_share_as_many() -> None:
+    without, recomputed = graphs(2, 0.0), graphs(2, 0.3, recompute=True, compare=True)
+    assert without == recomputed < 12
 
 
 class Block(nn.Module):
@@ -96,7 +97,7 @@ def test_the_limit_of_graphs_holds_in_every_thread() -> None:
 
 def learn(world: World, stage: int, *, changed: bool) -> list[float]:
     """Losses of a few steps of a network that drops; ``changed``: compiled and recomputed."""
-    config = replace(SMALL["iddpm"], dropout=0.3)
+    config = replace(SMALL["iddpm"], res_blocks=1, dropout=0.3)
     model = built(config, recompute=changed)
     if changed:
         torch._dynamo.reset()

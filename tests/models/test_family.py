@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.models.build import build_model
 from fastdiff.models.family import family_of
 from fastdiff.parallel.world import World
-from tests.support.processes import ROOT, Finished, deepspeed, fastdiff
+from tests.support.processes import ROOT, Finished
 from tests.support.runs import losses, newest
+from tests.support.scripts import COMMAND, TRAIN, run_job, run_script
 
 SOURCES = sorted((ROOT / "fastdiff").rglob("*.py"))
 BASES = ("ModelConfig", "BlockwiseModel")
@@ -185,7 +185,6 @@ def test_a_network_from_another_package_trains_resumes_samples_and_is_exported(
 ) -> None:
     """On two ranks with ZeRO-3 and then on one; nothing of fastdiff knows it."""
     site, folder, out = installed(tmp_path / "site", "toy_network.config:ToyConfig"), tmp_path / "run", tmp_path / "out"
-    path = f"{site}{os.pathsep}{os.environ.get('PYTHONPATH') or os.pathsep.join(map(str, (ROOT, ROOT / 'kernels')))}"
     (tmp_path / "toy.yaml").write_text("model: {kind: toy, hidden: 16}\noptim: {schedule: constant, warmup_steps: 0}\n")
     flags = [
         "--preset", "digits", "--config", tmp_path / "toy.yaml", "--model.hidden", "24", "--data.path", digits,
@@ -197,28 +196,31 @@ def test_a_network_from_another_package_trains_resumes_samples_and_is_exported(
         assert finished.code == 0, finished.output
         return finished.output
 
-    ended(deepspeed(*flags, "--samples", "48", ranks=2, PYTHONPATH=path))
-    assert "resuming from step 3" in ended(deepspeed(*flags, "--samples", "64", PYTHONPATH=path))
+    def fastdiff(*words: str | Path) -> Finished:
+        return run_script(COMMAND, *words, PYTHONPATH=str(site))
+
+    ended(run_job(TRAIN, *flags, "--samples", "48", ranks=2, PYTHONPATH=str(site)))
+    assert "resuming from step 3" in ended(run_job(TRAIN, *flags, "--samples", "64", ranks=1, PYTHONPATH=str(site)))
     assert len(losses(folder)) == 4
     assert all(map(math.isfinite, losses(folder)))
     assert json.loads((folder / "run.json").read_text())["config"]["model"]["hidden"] == 24
     assert (folder / "samples" / "step-00000003.png").is_file()
 
     grid = tmp_path / "grid.png"
-    ended(fastdiff("sample", folder, "--grid", grid, "--classes", "0-2", "--steps", "2", PYTHONPATH=path))
+    ended(fastdiff("sample", folder, "--grid", grid, "--classes", "0-2", "--steps", "2"))
     assert grid.is_file()
 
-    ended(fastdiff("export", folder, out, "--format", "safetensors", "--raw", PYTHONPATH=path))
+    ended(fastdiff("export", folder, out, "--format", "safetensors", "--raw"))
     weights, trained = load_file(out / "model.safetensors"), newest(folder).weights()
     assert weights.keys() == trained.keys()
     assert all(torch.equal(weights[name], trained[name]) for name in weights)
     assert "A toy, trained with fastdiff." in (out / "README.md").read_text()
-    ended(fastdiff("export", folder, tmp_path / "own", "--format", "toy", PYTHONPATH=path))
+    ended(fastdiff("export", folder, tmp_path / "own", "--format", "toy"))
     assert (tmp_path / "own" / "names.txt").read_text().split("\n") == list(trained)
 
-    refused = fastdiff("export", folder, tmp_path / "none", "--format", "dit", PYTHONPATH=path)
+    refused = fastdiff("export", folder, tmp_path / "none", "--format", "dit")
     assert refused.code != 0
     assert "--format dit is for a DiT, the run has a toy network; use toy or safetensors" in refused.output
-    unknown = fastdiff("sample", folder, "--grid", grid)
+    unknown = run_script(COMMAND, "sample", folder, "--grid", grid)
     assert unknown.code != 0
     assert "model.kind: not a known network, given 'toy'; expected dit, unet, adm, or install" in unknown.output

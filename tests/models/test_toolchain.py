@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -21,8 +19,9 @@ from fastdiff.models.toolchain import (
 )
 from fastdiff_kernels import launch
 from fastdiff_kernels.dispatch import Choice
-from tests.support.processes import run
+from tests.support.processes import BIN
 from tests.support.runs import flags, tiny
+from tests.support.scripts import TRAIN, run_script
 
 CPU = torch.device("cpu")
 
@@ -98,13 +97,12 @@ def test_on_a_gpu_a_kernel_is_tried_before_a_run_is_refused(tools: Path, monkeyp
 
 def test_a_run_that_would_compile_is_refused_before_anything_is_written(digits: Path, tmp_path: Path) -> None:
     own = flags(tiny(digits, tmp_path / "run", steps=1))
-    path = f"PATH={Path(sys.executable).parent}"
-    without = ["env", "-u", "CXX", path, sys.executable, "fastdiff/train.py", *own]
-    assert not os.path.exists(Path(sys.executable).with_name("g++"))
-    done = run([*without, "--performance.compile", "True"])
+    without = {"PATH": str(BIN), "CXX": ""}
+    assert not (BIN / "g++").exists()
+    done = run_script(TRAIN, *own, "--performance.compile", "True", **without)
     assert done.code == 2, done.output
     (line,) = done.output.strip().splitlines()
     assert line.startswith("fastdiff: error: torch.compile needs g++ on a CPU, and it is not on PATH; "), line
     assert not (tmp_path / "run" / "run.json").exists()
-    done = run(without)
+    done = run_script(TRAIN, *own, **without)
     assert done.code == 0, done.output

@@ -14,8 +14,11 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.processes import Finished, run
+from tests.support.scripts import run_script
 
-_SITE = """
+CHANGED = ("torch.version", "torch.cuda", "fastdiff.parallel.unusable_gpu")
+"""Modules that a pretended machine changes."""
+SITE = """
 import importlib.machinery, json, os, sys
 
 given = json.loads(os.environ["PRETENDED"])
@@ -44,6 +47,7 @@ class Changing:
 
 sys.meta_path.insert(0, Changing())
 """
+_PRETENDED = Path(__file__).parent / "injected" / "pretended.py"
 _MOUNT = """
 set -e
 mount -t tmpfs none "$1/mount"
@@ -105,7 +109,7 @@ class PretendedGpu:
         if self.smi:
             (self.folder / "bin/nvidia-smi").write_text("#!/bin/sh\necho 'started' >> \"$0.log\"\n")
             (self.folder / "bin/nvidia-smi").chmod(0o755)
-        (self.folder / "site/sitecustomize.py").write_text(_SITE)
+        (self.folder / "site/sitecustomize.py").write_text(SITE)
         return self
 
     def prefix(self) -> list[str]:
@@ -114,9 +118,9 @@ class PretendedGpu:
         refused = self.closed or self.granted is not None
         return [*mounted, *(_DENIED if refused and os.getuid() == 0 else ())]
 
-    def environment(self, **given: str) -> dict[str, str]:
-        """Return the variables of a command on the machine."""
-        root = "" if can_mount() else str(self.folder)
+    def environment(self, *, mounted: bool = True, **given: str) -> dict[str, str]:
+        """Return the variables of a command on the machine; ``mounted``: it may see the files at their places."""
+        root = "" if mounted and can_mount() else str(self.folder)
         return {
             "PRETENDED": json.dumps({"cuda": self.cuda, "failure": self.failure, "root": root}),
             "PYTHONPATH": os.pathsep.join([str(self.folder / "site"), os.environ.get("PYTHONPATH", "")]),
@@ -128,10 +132,21 @@ class PretendedGpu:
     def run(self, *command: str | Path, timeout_s: float = 240, **environment: str) -> Finished:
         """Run a command there; nvidia-smi must not be started."""
         done = run([*self.prefix(), *command], timeout_s=timeout_s, **self.environment(**environment))
+        self._look_at_smi()
+        return done
+
+    def run_script(self, path: Path, *arguments: str | Path, **environment: str) -> Finished:
+        """Run a script there in two seconds: fastdiff looks for the files in ``folder``, and all of them open."""
+        assert not self.closed
+        assert self.granted is None
+        done = run_script(_PRETENDED, path, *arguments, **self.environment(mounted=False, **environment))
+        self._look_at_smi()
+        return done
+
+    def _look_at_smi(self) -> None:
         assert not (self.folder / "bin/nvidia-smi.log").exists(), (
             "looking for nvidia-smi costs nothing, starting it does"
         )
-        return done
 
 
 @cache

@@ -5,44 +5,109 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import time
+from contextlib import ExitStack
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Self
 
 from tests.support.forked import WITHOUT_GPU, end_with_the_tests, fork_server
-from tests.support.processes import ROOT, Finished
+from tests.support.ports import reserved_port
+from tests.support.processes import BIN, ROOT, Finished
 
 TRAIN = ROOT / "fastdiff" / "train.py"
+COMMAND = BIN / "fastdiff"
+"""The script of the ``fastdiff`` command."""
 
 
 def run_script(path: Path, *arguments: str | Path, timeout_s: float = 240, **environment: str) -> Finished:
-    """Run a file as Python would; kill it and fail after ``timeout_s``."""
-    given = {**os.environ, "OMP_NUM_THREADS": "1", **WITHOUT_GPU, **environment}
-    with NamedTemporaryFile("r") as output:
+    """Run a file as Python would, with PYTHONPATH of ``environment``; kill it and fail after ``timeout_s``."""
+    with Script(path, *arguments, **environment) as script:
+        return script.wait(timeout_s)
+
+
+def run_job(path: Path, *arguments: str | Path, ranks: int, timeout_s: float = 240, **environment: str) -> Finished:
+    """Run a file on each of ``ranks`` ranks as a launcher does.
+
+    The first rank that fails ends the others with SIGTERM; its exit code is that of the job. They share an output.
+    """
+    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved_port())}
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    with NamedTemporaryFile("r") as output, ExitStack() as stack:
+        job = [stack.enter_context(Script(path, *arguments, output=output.name, **environment, **rank)) for rank in own]
+        return Finished(_end_of([script.process for script in job], timeout_s), output.read())
+
+
+class Script:
+    """A script that runs; leaving the context kills it. Start it in the main thread.
+
+    Args:
+        path: of the file.
+        arguments: its command line.
+        cwd: its working folder.
+        output: file of its output, which others may share; None: a file of its own.
+        environment: more variables.
+    """
+
+    def __init__(
+        self, path: Path, *arguments: str | Path, cwd: Path = ROOT, output: str | None = None, **environment: str
+    ) -> None:
+        ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        given = {name: value for name, value in os.environ.items() if name not in ranks}
+        given |= {"OMP_NUM_THREADS": "1", **WITHOUT_GPU, **environment}
+        self._own = NamedTemporaryFile("r")  # noqa: SIM115
         words = [str(path), *(str(argument) for argument in arguments)]
-        process = fork_server().Process(target=_run, args=(output.name, words, given))
-        process.start()
-        try:
-            process.join(timeout_s)
-            code = process.exitcode
-        finally:
-            process.kill()
-            process.join()
-        assert code is not None, f"still running after {timeout_s} s:\n{output.read()}"
-        return Finished(code, output.read())
+        self.process = fork_server().Process(target=_run, args=(output or self._own.name, words, cwd, given))
+        self.process.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.join()
+        self._own.close()
+
+    def wait(self, timeout_s: float = 240) -> Finished:
+        """Wait for its end; fail after ``timeout_s``."""
+        self.process.join(timeout_s)
+        output = self._own.read()
+        assert self.process.exitcode is not None, f"still running after {timeout_s} s:\n{output}"
+        return Finished(self.process.exitcode, output)
 
 
-def _run(output: str, words: list[str], environment: dict[str, str]) -> None:
+def _end_of(ranks: list[ForkServerProcess], timeout_s: float) -> int:
+    """Return the exit code of the first that fails, 0 if none does; fail after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    failed = 0
+    while any(rank.is_alive() for rank in ranks):
+        assert time.monotonic() < deadline, f"ranks still run after {timeout_s} s"
+        if not failed and (failed := _failure(ranks)):
+            for rank in ranks:
+                if rank.is_alive():
+                    rank.terminate()
+        time.sleep(0.01)
+    return failed or _failure(ranks)
+
+
+def _failure(ranks: list[ForkServerProcess]) -> int:
+    return next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+
+
+def _run(output: str, words: list[str], cwd: Path, environment: dict[str, str]) -> None:
     end_with_the_tests()
-    with open(output, "w") as file:
+    with open(output, "a") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)
     import torch
 
     torch.set_num_threads(1)
     sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).parent))  # as Python does
+    found = [str(Path(words[0]).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # as Python does
+    sys.path[:0] = [folder for folder in found if folder and folder not in sys.path]
     runpy.run_path(words[0], run_name="__main__")

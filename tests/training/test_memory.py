@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +31,9 @@ from fastdiff.training.engine import Engine
 from fastdiff.training.out_of_memory import _cache_and_room, out_of_memory
 from fastdiff.training.resume import config_changes
 from fastdiff.training.state import TrainState
-from tests.support.ports import reserved_port
-from tests.support.processes import BIN, ON_CPU, ROOT, run
+from tests.support.processes import ON_CPU, ROOT
 from tests.support.runs import flags, launch, tiny
+from tests.support.scripts import run_job
 
 GIB = 2**30
 SETUP = Setup(
@@ -60,8 +59,7 @@ RUN = preset("digits")
 @pytest.mark.parametrize("phase", ["forward", "backward", "step"])
 def test_out_of_memory_ends_all_ranks_with_one_message(digits: Path, tmp_path: Path, phase: str) -> None:
     script = ROOT / "tests" / "support" / "injected" / "out_of_memory.py"
-    command = [BIN / "deepspeed", "--num_accelerators", "2", "--master_port", str(reserved_port()), script]
-    done = run([*command, *flags(tiny(digits, tmp_path / "run")), *ON_CPU], OUT_OF_MEMORY_IN=phase, PYTHONPATH=_path())
+    done = run_job(script, *flags(tiny(digits, tmp_path / "run")), *ON_CPU, ranks=2, OUT_OF_MEMORY_IN=phase)
     assert done.code == 70, done.output
     [message] = [line for line in done.output.splitlines() if "fastdiff: error" in line]
     parts = ", ".join(rf"{kind} \d+\.\d\d" for kind in ("weights", "gradients", "optimizer", "averages", "activations"))
@@ -72,10 +70,6 @@ def test_out_of_memory_ends_all_ranks_with_one_message(digits: Path, tmp_path: P
         message,
     ), message
     assert "Traceback" not in done.output
-
-
-def _path() -> str:
-    return os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
 
 
 def test_host_memory_that_does_not_suffice_is_explained_too(world: World, digits: Path, tmp_path: Path) -> None:
