@@ -25,8 +25,11 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(config.channels, config.hidden, kernel_size=config.patch, stride=config.patch)
 
     def forward(self, latents: Tensor) -> Tensor:
-        """``[B, C, H, W] -> [B, T, D]``, both in the dtype of the weights."""
-        return cast(Tensor, self.proj(latents)).flatten(2).transpose(1, 2)  # [B, D, H/p, W/p] -> [B, D, T] -> [B, T, D]
+        """``[B, C, H, W] -> [B, T, D]`` contiguous, both in the dtype of the weights."""
+        maps = cast(Tensor, self.proj(latents))
+        tokens = maps.flatten(2).transpose(1, 2)  # [B, D, H/p, W/p] -> [B, D, T] -> [B, T, D]
+        # Sums keep the strides of their first operand: every block would write and read transposed tokens.
+        return tokens.contiguous()
 
 
 class TimestepEmbedder(nn.Module):

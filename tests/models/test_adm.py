@@ -20,7 +20,7 @@ from fastdiff.models.unet.blocks import Conv2d, GroupNorm
 from fastdiff.rng import dropout_stream
 from fastdiff_kernels import dispatch, group_norm, philox
 from fastdiff_kernels.dispatch import Choice
-from tests.support.dispatch_modes import Copies
+from tests.support.dispatch_modes import Copies, Strides
 from tests.support.references.adm_networks import SMALL, built, inputs, referred, worst
 from tests.support.references.adm_reference import Drop
 from tests.support.references.unet_reference import difference, gradients
@@ -219,6 +219,22 @@ def test_maps_are_channels_last_and_are_not_copied(
     # The input, what each doubling repeats (two paths of a block), and the output.
     doublings = (len(config.widths) - 1) * (2 if config.resblock_updown else 1)
     assert copies.found.total() == 1 + doublings + 1, copies.found
+
+
+@kinds
+def test_gradients_of_maps_are_channels_last_and_copied_once_where_maps_join(kind: str) -> None:
+    config = SMALL[kind]
+    model = built(config)
+    with dispatch.forced(group_norm="triton"):
+        out = model(**inputs(config))
+        upstream = torch.ones_like(out)
+        with Strides() as backward:
+            out.backward(upstream)
+    assert backward.ops["group_norm_backward"] > 10
+    assert not backward.disordered
+    # Each attention joins the gradients of queries, keys and values.
+    attentions = sum(isinstance(module, AttentionBlock) for module in model.modules())
+    assert len(backward.copied) == len(model.output_blocks) + attentions, backward.copied
 
 
 @kinds

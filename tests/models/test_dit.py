@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fastdiff.models.dit.network import DiT, DiTBlock
 from fastdiff.models.embeddings import position_table, timestep_sinusoids
 from fastdiff_kernels import adaln, dispatch
 from fastdiff_kernels.dispatch import Choice
+from tests.support.dispatch_modes import Strides
 from tests.support.references.dit_reference import reference_forward, reference_position
 
 SMALL = DiTConfig(depth=2, hidden=24, heads=3, patch=2, size=6, channels=3, classes=5, learn_sigma=True)
@@ -273,6 +275,32 @@ def test_kernels_give_the_gradients_of_the_reference(
     blocks = 2 * SMALL.depth
     assert launched.count("_adaln_fwd_kernel") == 1 + (0 if compiled else blocks * (2 if recompute else 1))
     assert launched.count("_adaln_bwd_kernel") == 1 + blocks
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_residual_stream_and_its_gradients_are_contiguous(compiled: bool) -> None:
+    """Else every block writes transposed tokens, and copies every gradient that another block hands to it."""
+    torch._dynamo.reset()
+    model = trained()
+    if compiled:
+        model.compile_blocks(backend="aot_eager")
+    streams: list[tuple[int, ...]] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, given, out: streams.extend(x.stride() for x in (given[0], out)))
+    forward, backward = Strides(), Strides()
+    with dispatch.forced(adaln="triton"):
+        with nullcontext() if compiled else forward:
+            out = model(*inputs())
+        upstream = torch.ones_like(out)
+        with backward:
+            out.backward(upstream)
+    assert streams == [(9 * 24, 24, 1)] * (2 * SMALL.depth)
+    assert backward.ops == {"adaln_backward": 1 + 2 * SMALL.depth}
+    assert not forward.disordered + backward.disordered
+    # The patches of the output, and before it the tokens of the input.
+    assert compiled or sorted(forward.copied) == [(4, 6, 3, 2, 3, 2), (4, 9, 24)]
+    # The patches of the output; per block the gradients of queries, keys and values become one.
+    assert sorted(backward.copied) == sorted([(4, 3, 3, 2, 2, 6), *[(4, 9, 3, 3, 8)] * SMALL.depth])
 
 
 def test_layers_say_what_they_use() -> None:

@@ -17,7 +17,7 @@ from fastdiff.models.unet.blocks import Conv2d, GroupNorm, ResBlock, Transformer
 from fastdiff.models.unet.network import UNet
 from fastdiff_kernels import dispatch, group_norm
 from fastdiff_kernels.dispatch import Choice
-from tests.support.dispatch_modes import Copies
+from tests.support.dispatch_modes import Copies, Strides
 from tests.support.references.unet_reference import (
     SMALL,
     built,
@@ -214,6 +214,20 @@ def test_maps_are_channels_last_and_are_not_copied(
     levels = len(config.block_out_channels)
     # The input, what each upsampling repeats, and the output unless it is in both orders.
     assert copies.found.total() == 1 + (levels - 1) + (channels > 1), copies.found
+
+
+@kinds
+def test_gradients_of_maps_are_channels_last_and_copied_once_where_maps_join(kind: str) -> None:
+    config = SMALL[kind]
+    with dispatch.forced(group_norm="triton"):
+        out = built(config)(**inputs(config, 2, 8, 8))
+        upstream = torch.ones_like(out)
+        with Strides() as backward:
+            out.backward(upstream)
+    assert backward.ops["group_norm_backward"] > 20
+    assert not backward.disordered
+    joins = len(config.block_out_channels) * (config.layers_per_block + 1)
+    assert len(backward.copied) == joins, backward.copied
 
 
 @kinds

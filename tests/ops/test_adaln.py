@@ -36,7 +36,9 @@ FORMS = {
     "modulated": (modulated_norm, modulated_norm_reference),
     "residual": (residual_modulated_norm, residual_modulated_norm_reference),
     "gated": (gated_modulated_norm, gated_modulated_norm_reference),
+    "biased": (gated_modulated_norm, gated_modulated_norm_reference),
 }
+"""Biased: gated, with the bias of the layer before."""
 forms = pytest.mark.parametrize("form", FORMS)
 
 
@@ -50,8 +52,10 @@ def arguments(form, shape, device, dtype=torch.float32):
     batch, _, width = shape
     shift, scale, _, gate, _, _ = normal((batch, 6 * width), device, dtype, 1).chunk(6, dim=1)
     inputs = {"x": normal(shape, device, dtype, 2)}
-    if form == "gated":
+    if form in ("gated", "biased"):
         inputs |= {"branch": normal(shape, device, dtype, 3), "gate": gate}
+    if form == "biased":
+        inputs["bias"] = normal((width,), device, dtype, 5)
     return {name: tensor.requires_grad_() for name, tensor in (inputs | {"shift": shift, "scale": scale}).items()}
 
 
@@ -89,6 +93,8 @@ def test_strides_do_not_matter(form, device):
     shape = (2, 7, 48)
     inputs = arguments(form, shape, device)
     for name, tensor in inputs.items():
+        if tensor.dim() == 1:
+            continue
         inputs[name] = tensor.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
         assert not inputs[name].is_contiguous()
     seeds = [normal(shape[::-1], device, seed=6).permute(2, 1, 0), torch.ones((), device=device).expand(shape)]
@@ -203,11 +209,11 @@ def test_recomputation_changes_no_gradient(form, compile_it, device):
 def test_the_ops_pass_opcheck(form, device):
     x, *rest = (tensor.detach() for tensor in arguments(form, (2, 3, 24), device, torch.bfloat16).values())
     shift, scale = rest[-2:]
-    branch, gate = rest[:2] if form == "gated" else (None, None)
-    torch.library.opcheck(adaln._adaln_triton, (x, branch, gate, shift, scale, 1e-6))
-    _, mean, rstd, *_ = adaln._adaln_triton(x, branch, gate, shift, scale, 1e-6)
+    branch, gate, bias = (*rest[:-2], None, None, None)[:3]
+    torch.library.opcheck(adaln._adaln_triton, (x, branch, bias, gate, shift, scale, 1e-6))
+    _, mean, rstd, *_ = adaln._adaln_triton(x, branch, bias, gate, shift, scale, 1e-6)
     dh = None if form == "modulated" else x
-    torch.library.opcheck(adaln._adaln_backward_triton, (x, dh, x, branch, gate, scale, mean, rstd))
+    torch.library.opcheck(adaln._adaln_backward_triton, (x, dh, x, branch, bias, gate, scale, mean, rstd))
 
 
 def test_a_second_derivative_is_refused(device):
@@ -234,6 +240,7 @@ BYTES = {
     "modulated": ((4, 4), (6, 18)),
     "residual": ((4, 4), (8, 18)),
     "gated": ((8, 6), (12, 28)),
+    "biased": ((8, 8), (12, 38)),
 }
 """Per element, and per element and token of a program: the table of the module's docstring."""
 
@@ -253,12 +260,12 @@ def test_bytes_per_element_are_those_of_the_documentation(form):
         torch.autograd.grad(outputs, list(inputs.values()), [torch.ones_like(output) for output in outputs])
     elements = batch * length * width
     statistics = 8 * batch * length
-    gradients = 2 * (3 if form == "gated" else 2) * batch * width
+    gradients = {"gated": 2 * 3, "biased": 2 * 3 + 4}.get(form, 2 * 2) * batch * width
     for traffic, (per_element, per_row), rest in zip((forward, backward), BYTES[form], (0, gradients), strict=True):
         assert traffic.bytes == elements * per_element + elements // rows * per_row + statistics + rest
 
 
-ALL_DOUBLE = dict.fromkeys(("x", "branch", "gate", "shift", "scale"), torch.float64)
+ALL_DOUBLE = dict.fromkeys(("x", "branch", "bias", "gate", "shift", "scale"), torch.float64)
 BAD = {
     "two-dimensions": ({"x": (6, 8)}, {}, r"x has shape \(6, 8\), expected \[B, T, D\]"),
     "no-channel": ({"x": (2, 3, 0)}, {}, r"x has shape \(2, 3, 0\), expected \[B, T, D\] with D > 0"),
@@ -267,6 +274,7 @@ BAD = {
     "scale": ({"scale": (2, 3, 8)}, {}, r"scale has shape \(2, 3, 8\), expected \(2, 8\)"),
     "branch": ({"branch": (2, 8)}, {}, r"branch has shape \(2, 8\), expected \(2, 3, 8\)"),
     "gate": ({"gate": (1, 8)}, {}, r"gate has shape \(1, 8\), expected \(2, 8\)"),
+    "bias": ({"bias": (2, 8)}, {}, r"bias has shape \(2, 8\), expected \(8,\)"),
     "double": ({}, ALL_DOUBLE, "x is torch.float64, expected float32, bfloat16 or float16; use backend 'reference'"),
     "mixed": ({}, {"scale": torch.bfloat16}, r"scale is torch.bfloat16 on .*, torch.float32 on .*use scale.to\(x\)"),
 }  # fmt: skip
@@ -274,11 +282,12 @@ BAD = {
 
 @pytest.mark.parametrize(("shapes", "dtypes", "message"), BAD.values(), ids=BAD)
 def test_refusals_say_what_was_given(shapes, dtypes, message, device):
-    sizes = {"x": (2, 3, 8), "branch": (2, 3, 8), "gate": (2, 8), "shift": (2, 8), "scale": (2, 8)} | shapes
-    given = {name: torch.zeros(size, device=device, dtype=dtypes.get(name)) for name, size in sizes.items()}
+    sizes = {"x": (2, 3, 8), "branch": (2, 3, 8), "bias": (8,), "gate": (2, 8), "shift": (2, 8), "scale": (2, 8)}
+    wanted = {"gated": {*sizes} - {"bias"}, "biased": {*sizes}}
+    given = {n: torch.zeros(size, device=device, dtype=dtypes.get(n)) for n, size in (sizes | shapes).items()}
     for form, (op, _) in FORMS.items():
-        names = given if form == "gated" else ("x", "shift", "scale")
-        if form == "gated" or not {"branch", "gate"} & shapes.keys():
+        names = wanted.get(form, {"x", "shift", "scale"})
+        if shapes.keys() <= names:
             with pytest.raises(ValueError, match=message):
                 op(**{name: given[name] for name in names}, backend="triton")
 

@@ -305,7 +305,7 @@ def test_the_ops_pass_opcheck(extras, device):
     _, h, mean, rstd = (t.detach() for t in op._group_norm_triton(x, shift, residual, weight, bias, 4, 1e-5, True))
     dh = upstream[1] if residual is not None else None
     state = [None if t is None else t.detach() for t in (shift, weight, bias)]
-    arguments = (upstream[0], dh, x.detach() if residual is None else h, *state, mean, rstd, True)
+    arguments = (upstream[0], dh, x.detach() if residual is None else h, *state, mean, rstd, True, residual is not None)
     torch.library.opcheck(op._group_norm_backward_triton, arguments)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -32,6 +33,42 @@ class Copies(TorchDispatchMode):
         if name in ("clone", "copy_", "contiguous", "_to_copy") and args[0].dim() >= 3:
             self.found[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+class Strides(TorchDispatchMode):
+    """Notes what is copied because of its strides, and the inputs of the project's ops that they would copy.
+
+    Compiled code is seen only while it runs: compile before entering.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: list[tuple[int, ...]] = []
+        """Shapes of the tensors of three axes or more that were copied, convolution weights excepted."""
+        self.disordered: list[str] = []
+        """Op, shape and strides of inputs of three axes or more that are neither contiguous nor channels_last."""
+        self.ops: Counter[str] = Counter()
+        """Calls of the ops of ``fastdiff_kernels``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("clone", "copy_") and args[0].dim() >= 3 and not _is_kernel(args[0]):
+            self.copied.append(tuple(args[0].shape))
+        if func.namespace == "fastdiff":
+            self.ops[name] += 1
+            tensors = [x for x in args if isinstance(x, torch.Tensor) and x.dim() >= 3]
+            self.disordered += [f"{name} {tuple(x.shape)} {x.stride()}" for x in tensors if not _is_ordered(x, tensors)]
+        return func(*args, **(kwargs or {}))
+
+
+def _is_kernel(x: torch.Tensor) -> bool:
+    return x.dim() == 4 and x.shape[2] == x.shape[3] == 3
+
+
+def _is_ordered(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Whether ``x`` is contiguous; among maps that are channels_last, whether it is so too."""
+    maps = any(other.dim() == 4 and not other.is_contiguous() for other in others)
+    return x.is_contiguous(memory_format=torch.channels_last) if maps and x.dim() == 4 else x.is_contiguous()
 
 
 class Operators(TorchDispatchMode):

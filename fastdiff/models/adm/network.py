@@ -25,12 +25,11 @@ from fastdiff.models.adm.blocks import (
     Resize,
     Stage,
     Upsample,
-    summed,
     zeroed,
 )
 from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.models.embeddings import timestep_sinusoids
-from fastdiff.models.unet.blocks import Conv2d, GroupNorm
+from fastdiff.models.unet.blocks import Conv2d, GroupNorm, joined
 from fastdiff.rng import dropout_stream
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.names import AttentionBackend
@@ -110,10 +109,7 @@ class AdmUNet(BlockwiseModel):
             branch, base, entered = stage(branch, base, embedding, position)
             skips.append(entered)
         for stage in self.output_blocks:
-            joined = torch.cat(
-                [summed(branch, base), skips.pop()], dim=1
-            )  # [B, C1, H, W], [B, C2, H, W] -> [B, C1 + C2, H, W]
-            branch, base, _ = stage(joined, None, embedding, position)
+            branch, base, _ = stage(joined(branch, base, skips.pop()), None, embedding, position)
         out, _ = self.out[0](branch, residual=base)
         return cast(Tensor, self.out[2](out)).contiguous()
 

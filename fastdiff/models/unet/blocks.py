@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,31 @@ def in_order(x: Tensor) -> Tensor:
     torch then treats the map as contiguous.
     """
     return x if x.shape[0] != 1 else x.permute(0, 2, 3, 1).reshape(1, *x.shape[2:], -1).permute(0, 3, 1, 2)
+
+
+class _Joined(torch.autograd.Function):
+    """Concatenation of two maps along the channels, whose first gradient is channels_last again.
+
+    The gradient of ``torch.cat`` is a slice. The first map is a sum of two outputs; a kernel or a compiled block, which
+    needs dense memory, would copy the slice for each. Autograd adds the slice of the second map to other gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, skip: Tensor) -> Tensor:
+        ctx.channels = x.shape[1]
+        return torch.cat([x, skip], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,) = gradients
+        first, second = gradient.tensor_split([ctx.channels], dim=1)
+        return first.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), second
+
+
+def joined(branch: Tensor, base: Tensor | None, skip: Tensor) -> Tensor:
+    """``[B, C1, H, W]`` as a pair and ``skip [B, C2, H, W] -> [B, C1 + C2, H, W]``."""
+    x = branch if base is None else branch + base
+    return cast(Tensor, _Joined.apply(in_order(x), in_order(skip)))  # type: ignore[no-untyped-call]
 
 
 def doubled(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from fastdiff.models.unet.blocks import (
     Transformer,
     TransformerBlock,
     Upsample,
-    in_order,
+    joined,
 )
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.names import AttentionBackend
@@ -267,8 +267,7 @@ class UpLevel(_Level):
     ) -> tuple[Tensor, Tensor | None]:
         """Return branch and base of the output for ``branch + base`` and the skip maps, the last one first."""
         for n, skip in enumerate(reversed(skips)):
-            joined = torch.cat([in_order(_sum(branch, base)), in_order(skip)], dim=1)  # -> [B, C1 + C2, H, W]
-            branch, base = self._res_block(n, joined, None, embedding)
+            branch, base = self._res_block(n, joined(branch, base, skip), None, embedding)
             if self.attentions:
                 branch, base = self.attentions[n](branch, base, context)
         if not self.upsamplers:

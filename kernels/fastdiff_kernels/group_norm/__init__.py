@@ -205,15 +205,16 @@ def _fold_rows(partial: Tensor, batch: int, first: Tensor, second: Tensor | None
 @torch.library.custom_op("fastdiff::group_norm_backward", mutates_args=())
 def _group_norm_backward_triton(
     dy: Tensor, dh: Tensor | None, h: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor,
-    rstd: Tensor, silu: bool,
+    rstd: Tensor, silu: bool, summed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the backward kernels: gradients of x, shift (empty without one), weight and bias.
 
-    ``h`` is the input; with ``dh`` (that of the sum) it contains the shift already.
+    ``h`` is the input, or if ``summed`` the sum, which contains the shift already and may have a gradient ``dh``.
     """
     dx, dshift, dweight, dbias = gradients = _empty_gradients(h, shift, weight, bias)
     dy = _in_the_order_of(h, dy)
-    added, dh = (shift, None) if dh is None else (None, _in_the_order_of(h, dh))
+    added = None if summed else shift
+    dh = None if dh is None else _in_the_order_of(h, dh)
     shape = Shape.of(h, mean.shape[1])
     state = (added, weight, bias, mean, rstd)
     own = weight.dim() == 2
@@ -257,7 +258,7 @@ def _group_norm_backward_triton(
 @_group_norm_backward_triton.register_fake
 def _(
     dy: Tensor, dh: Tensor | None, h: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor,
-    rstd: Tensor, silu: bool,
+    rstd: Tensor, silu: bool, summed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _empty_gradients(h, shift, weight, bias)
 
@@ -266,14 +267,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     x, shift, residual, weight, bias, _, _, ctx.silu = inputs
     _, h, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)  # the last norm of a network has no gradient of its sum: zeros would be read
     ctx.has_shift, ctx.has_residual = shift is not None, residual is not None
     ctx.save_for_backward(x if residual is None else h, shift, weight, bias, mean, rstd)
 
 
-def _backward(ctx: Any, dy: Tensor, dh: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    dx, dshift, dweight, dbias = _group_norm_backward_triton(
-        dy, dh if ctx.has_residual else None, *ctx.saved_tensors, ctx.silu
-    )
+def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    h, *state = ctx.saved_tensors
+    dy = torch.zeros_like(h) if dy is None else dy
+    dh = dh if ctx.has_residual else None  # of an empty tensor
+    dx, dshift, dweight, dbias = _group_norm_backward_triton(dy, dh, h, *state, ctx.silu, ctx.has_residual)
     shifted, added = dshift if ctx.has_shift else None, dx if ctx.has_residual else None
     return dx, shifted, added, dweight, dbias, None, None, None
 
