@@ -369,8 +369,7 @@ def _build_model(
             model, weights = load.build_on_meta(config, None if saved is None else saved.manifest["parameters"])
         else:
             model, weights = load.build_network(config, None if saved is None else saved.weights()), iter(())
-    if kernel_choice.compiles(config, world.device):
-        model.compile_blocks(**kernel_choice.compile_options(config))
+    kernel_choice.prepare_blocks(model, config, world.device)
     return model, weights
 
 
