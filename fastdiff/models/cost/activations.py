@@ -12,7 +12,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff_kernels import dispatch, launch
-from fastdiff_kernels.names import OPS, Backend
+from fastdiff_kernels.names import OPS, AttentionBackend, Backend
 
 
 def saved_bytes(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.device) -> float:
@@ -32,7 +32,8 @@ def saved_bytes(config: RunConfig, noisy: Tensor, condition: Condition, device: 
     from torch._subclasses.fake_tensor import FakeTensorMode  # its import takes a second
 
     performance = config.performance
-    attention = "reference" if performance.attention == "reference" else "sdpa"  # the others save the same
+    attention: AttentionBackend = performance.attention
+    attention = attention if attention == "reference" else "sdpa"  # the others save the same, but not on the CPU
     with torch.device("meta"):
         network = build_model(config.model, attention=attention, seed=config.seed)
     kept: dict[int, Tensor] = {}
@@ -72,4 +73,4 @@ def _weights(network: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _memory(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return int(value.untyped_storage()._cdata)
