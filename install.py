@@ -34,9 +34,9 @@ class Versions(NamedTuple):
 
 
 SETS = {
-    "13": Versions("constraints.txt", "dali-cuda13", 580),
+    "13": Versions("constraints.txt", "dali-cuda13,fp8", 580),
     "12": Versions("constraints-cu12.txt", "dali-cuda12,xformers", 525),
-    "cpu": Versions("constraints.txt", "dali-cuda13", 0),
+    "cpu": Versions("constraints.txt", "dali-cuda13,fp8", 0),
 }
 """By the value of CUDA, the newest first."""
 EXTRAS = "peft,remote,hf,bench,dev"

@@ -31,9 +31,9 @@ from fastdiff.training.state import TrainState
 def run(timer: StepTimer, workload: Workload, data: Path, phases: bool = False, launched: bool = False) -> None:
     """Step until ``Enough``.
 
-    Facts: ``parameters``, ``device`` (its name), ``graph_breaks`` and ``compilations`` of torch.compile so far,
-    ``last_compilation`` (the last step that compiled, counted from 1; 0: none); with ``launched`` also the number
-    ``launches`` of a step and their kind ``launched``.
+    Facts: ``parameters``, ``device`` (its name), ``micro`` (samples of a micro-batch), ``graph_breaks`` and
+    ``compilations`` of torch.compile so far, ``last_compilation`` (the last step that compiled, counted from 1; 0:
+    none); with ``launched`` also the number ``launches`` of a step and their kind ``launched``.
 
     Args:
         timer: of this process.
@@ -55,6 +55,7 @@ def run(timer: StepTimer, workload: Workload, data: Path, phases: bool = False, 
         timer.ready(
             parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()),
             device=torch.cuda.get_device_name() if timer.device.type == "cuda" else "cpu",
+            micro=state.config.batch.per_rank(world.size),
         )
         stream: Iterator[Batch] = _timed_batches(timer, batches) if phases else batches
         if phases:

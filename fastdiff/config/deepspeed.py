@@ -58,6 +58,10 @@ def read(path: str) -> DsConfig:
     return raw
 
 
+_DECIDED_AT_START = {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+"""Fields that stay "auto" with ``--batch.micro auto`` until the device is known."""
+
+
 def resolve(raw: Mapping[str, Any] | None, config: RunConfig, ranks: int) -> DsConfig:
     """Return ``raw`` (None: the default) with every "auto" filled in for ``ranks`` ranks.
 
@@ -83,7 +87,7 @@ def resolve(raw: Mapping[str, Any] | None, config: RunConfig, ranks: int) -> DsC
                 f'write "auto" in the file or change the flag'
             )
         place[key] = value
-    for path in _autos(resolved):
+    for path in set(_autos(resolved)) - (_DECIDED_AT_START if config.batch.micro == "auto" else set()):
         raise ConfigError(f'the DeepSpeed JSON has "{path}": "auto", which fastdiff does not fill; write a value')
     _check_zero(resolved)
     return resolved
@@ -117,11 +121,14 @@ def with_sums(resolved: DsConfig, *, wide: bool) -> DsConfig:
 
 
 def _owned_by_run_config(config: RunConfig, ranks: int) -> dict[str, tuple[Any, str]]:
-    accumulation = config.batch.accumulation(ranks)
+    accumulation: int | str = config.batch.accumulation(ranks)
+    micro: int | str = config.batch.per_rank(ranks)
+    if config.batch.micro == "auto":
+        micro = accumulation = "auto"
     precision = config.performance.precision
     return {
         "train_batch_size": (config.batch.samples, "--batch.samples"),
-        "train_micro_batch_size_per_gpu": (config.batch.per_rank(ranks), f"--batch.micro with {ranks} ranks"),
+        "train_micro_batch_size_per_gpu": (micro, f"--batch.micro with {ranks} ranks"),
         "gradient_accumulation_steps": (accumulation, "--batch.samples / (--batch.micro x ranks)"),
         "gradient_clipping": (config.optim.clip, "--optim.clip"),
         "bf16.enabled": (precision == "bf16", "--performance.precision"),

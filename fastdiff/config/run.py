@@ -122,6 +122,11 @@ class RunConfig:
             "added to pretrained weights",
         )
         require(
+            self.lora.rank == 0 or not self.performance.fp8,
+            f"--lora.rank {self.lora.rank} with --performance.fp8: the adapted layers are frozen, and --lora.quantize "
+            "is what makes them smaller; leave out --performance.fp8",
+        )
+        require(
             self.lora.rank == 0 or not self.pretrained.training,
             f"--lora.rank {self.lora.rank} with --pretrained.training: a published training has the state of the whole "
             "network, not of an adapter; leave out one of them",

@@ -24,7 +24,7 @@ from fastdiff.files import lock
 
 _LEFTOVER = re.compile(r"(run\.json|wandb-id|[a-z]+\.jsonl|step-[0-9]{8,}\.png)\.[0-9]+-[0-9a-f]{8}\.tmp")
 """Temporary names of ``files.publish`` that a killed training leaves; those of other commands may be in use."""
-_PACKAGES = ("fastdiff", "torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes")
+_PACKAGES = ("fastdiff", "torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes", "torchao")
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import torch
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.errors import ConfigError
-from fastdiff.models.build import build_model
+from fastdiff.models import float8
+from fastdiff.models.build import Model, build_model
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.adamw8bit.compiled import unavailable
 from fastdiff_kernels.dispatch import Choice
@@ -28,6 +29,14 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
     """Whether ``torch.compile`` compiles the blocks of the model."""
     compiled = config.performance.compile
     return device.type == "cuda" if compiled is None else compiled
+
+
+def prepare_blocks(model: Model, config: RunConfig, device: torch.device) -> None:
+    """Convert and compile the blocks of a network as the run asks, in place."""
+    if config.performance.fp8:
+        float8.convert(model, device)
+    if compiles(config, device):
+        model.compile_blocks(**compile_options(config))
 
 
 def compile_options(config: RunConfig) -> dict[str, Any]:
@@ -86,6 +95,8 @@ def choices(config: RunConfig, device: torch.device, *, optimizer_device: torch.
 def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> Iterator[Row]:
     with torch.device("meta"):
         model = build_model(config.model, attention=config.performance.attention)
+    if config.performance.fp8:
+        yield "linear", _fp8(config, model, device)
     if compiles(config, device):
         model.compile_blocks()
     # The model is on the meta device; an example tensor has the actual device.
@@ -100,6 +111,14 @@ def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.de
         yield "optimizer", _eight_bit(config, device, optimizer_device)
     else:
         yield "optimizer", Choice(name, _LIBRARIES[name], "-", "not an op of fastdiff")
+
+
+def _fp8(config: RunConfig, model: Model, device: torch.device) -> Choice:
+    on_gpu = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if on_gpu else None
+    float8.require_usable(capability, compiled=compiles(config, device))
+    count = len(float8.wide_layers(model))
+    return Choice(f"{count} linear layers", "fp8", "fp8", "torchao" if on_gpu else "emulated on a CPU")
 
 
 def _eight_bit(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> Choice:

@@ -1,7 +1,8 @@
 """Fixed orders of addition, so that a run on a GPU repeats to the bit (``--performance.deterministic``).
 
-By default cuBLAS, cuDNN and the backward passes of attention may add in the order in which their blocks finish. The
-kernels of fastdiff never do.
+By default cuBLAS, cuDNN and the backward passes of attention may add in the order in which their blocks finish, and
+cuDNN takes the convolution that was fastest when it first met the shapes, which may be another one in the next process.
+The kernels of fastdiff never do.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ def reserve_workspaces(wanted: bool) -> None:
 
 @contextmanager
 def fixed_order(wanted: bool) -> Iterator[None]:
-    """Inside, if ``wanted``, every operation adds in a fixed order or raises ``RuntimeError``."""
+    """Inside, if ``wanted``, every operation adds in a fixed order or raises ``RuntimeError``.
+
+    Otherwise cuDNN measures the convolutions: a run has few shapes, and its heuristics miss the fastest.
+    """
     if not wanted:
-        yield
+        with _measured_convolutions():
+            yield
         return
     reserve_workspaces(wanted)
     before = torch.get_deterministic_debug_mode()
@@ -43,6 +48,16 @@ def fixed_order(wanted: bool) -> Iterator[None]:
     finally:
         torch.set_deterministic_debug_mode(before)
         cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory = flags
+
+
+@contextmanager
+def _measured_convolutions() -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def without_fixed_order(error: Exception) -> ConfigError | None:

@@ -52,6 +52,7 @@ from fastdiff.training.ema import Ema
 from fastdiff.training.engine import Engine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
+from fastdiff.training.micro_batch import with_micro
 from fastdiff.training.out_of_memory import out_of_memory
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
@@ -148,7 +149,7 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     """
     parts = _prepare(config, launch, world, stack)
     saved = resume.find(parts.checkpoints, launch, parts.facts, parts.folder)
-    parts = _with_sums(parts, saved)
+    parts = _completed(parts, saved)
     state = _build_state(parts, saved, stop)
     stack.callback(state.close)
     state.progress = _restore(parts, state, saved)
@@ -197,8 +198,8 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     )
 
 
-def _with_sums(parts: _Parts, saved: Checkpoint | None) -> _Parts:
-    """Complete the configuration by the dtype of sums of gradients; a resumed run keeps it and ZeRO-1 without a file.
+def _completed(parts: _Parts, saved: Checkpoint | None) -> _Parts:
+    """Complete the configuration by micro-batch and dtype of sums; a resumed run keeps them, and ZeRO-1 without a file.
 
     Earlier versions took ZeRO-1 on one rank, too, whose losses differ from those of ZeRO-0 by rounding.
     """
@@ -206,6 +207,8 @@ def _with_sums(parts: _Parts, saved: Checkpoint | None) -> _Parts:
     raw = parts.launch.deepspeed
     if raw is None and saved is not None and saved.manifest.get("zero_stage") == 1:
         raw = deepspeed_config.ZERO1
+    ds_config = deepspeed_config.resolve(raw, config, parts.world.size)
+    config = with_micro(config, ds_config, parts.reader.info, saved, parts.world)
     ds_config = deepspeed_config.resolve(raw, config, parts.world.size)
     return replace(parts, config=config, ds_config=ds_config, facts={**parts.facts, "config": as_json(config)})
 
@@ -366,8 +369,7 @@ def _build_model(
             model, weights = load.build_on_meta(config, None if saved is None else saved.manifest["parameters"])
         else:
             model, weights = load.build_network(config, None if saved is None else saved.weights()), iter(())
-    if kernel_choice.compiles(config, world.device):
-        model.compile_blocks(**kernel_choice.compile_options(config))
+    kernel_choice.prepare_blocks(model, config, world.device)
     return model, weights
 
 

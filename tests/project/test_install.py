@@ -156,9 +156,9 @@ def test_a_set_is_installed_with_its_constraints_and_its_extras(tmp_path: Path, 
         "constraints-cu12.txt -m pip install --quiet torch triton",
         f"constraints-cu12.txt -m pip install --quiet --editable .[dali-cuda12,xformers,{both}]",
         "constraints.txt -m pip install --quiet torch triton",
-        f"constraints.txt -m pip install --quiet --editable .[dali-cuda13,{both}]",
+        f"constraints.txt -m pip install --quiet --editable .[dali-cuda13,fp8,{both}]",
         "constraints.txt -m pip install --quiet torch triton",
-        f"constraints.txt -m pip install --quiet --editable .[dali-cuda13,{both}]",
+        f"constraints.txt -m pip install --quiet --editable .[dali-cuda13,fp8,{both}]",
     ]
 
 

@@ -124,7 +124,7 @@ def _from_scratch(name: str, model: UNetConfig, pipeline: str) -> RunConfig:
         pretrained=PretrainedConfig(path=pipeline),
         objective=DdpmConfig(schedule="scaled_linear", prediction="epsilon"),
         data=DataConfig(path="data/t2i-512"),
-        batch=BatchConfig(samples=batch, micro=16),
+        batch=BatchConfig(samples=batch, micro="auto"),
         optim=OptimConfig(
             name="adamw8bit", lr=1e-4, weight_decay=0.01, schedule="constant_with_warmup", warmup_steps=10_000
         ),
@@ -148,7 +148,7 @@ def sd15_finetune() -> RunConfig:
         pretrained=PretrainedConfig(path="stable-diffusion-v1-5/stable-diffusion-v1-5", weights=True),
         objective=DdpmConfig(schedule="scaled_linear", prediction="auto"),
         data=DataConfig(path="data/finetune"),
-        batch=BatchConfig(samples=batch, micro=8),
+        batch=BatchConfig(samples=batch, micro="auto"),
         optim=OptimConfig(name="adamw8bit", lr=1e-5, weight_decay=0.01),
         ema=EmaConfig(warmup=True),
         performance=PerformanceConfig(device="cuda"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fastdiff.errors import ConfigError, require
 
@@ -13,15 +14,19 @@ class BatchConfig:
 
     samples: int = 256
     """Samples per optimizer step, over all ranks."""
-    micro: int | None = None
-    """Samples per rank per forward pass. None: samples / ranks, without accumulation."""
+    micro: int | Literal["auto"] | None = None
+    """Samples per rank per forward pass. None: samples / ranks, without accumulation; auto: the most that the memory of
+    the device is predicted to hold, decided at the start. The losses do not depend on it beyond rounding."""
 
     def __post_init__(self) -> None:
         require(self.samples >= 1, f"--batch.samples {self.samples}: at least 1")
-        require(self.micro is None or self.micro >= 1, f"--batch.micro {self.micro}: at least 1, or None")
+        least = self.micro if isinstance(self.micro, int) else 1
+        require(least >= 1, f"--batch.micro {self.micro}: at least 1, auto or None")
 
     def per_rank(self, ranks: int) -> int:
-        """Return the samples per rank per forward pass with ``ranks`` ranks."""
+        """Return the samples per rank per forward pass with ``ranks`` ranks; of auto before the start the least, 1."""
+        if self.micro == "auto":
+            return 1
         return self.micro if self.micro is not None else max(1, self.samples // ranks)
 
     def accumulation(self, ranks: int) -> int:
@@ -31,7 +36,7 @@ class BatchConfig:
         if self.samples % together:
             below = self.samples // together * together
             near = [str(n) for n in (below, below + together) if n > 0]
-            given = f"{micro} (--batch.micro) x {ranks} ranks" if self.micro is not None else f"{ranks} ranks"
+            given = f"{micro} (--batch.micro) x {ranks} ranks" if isinstance(self.micro, int) else f"{ranks} ranks"
             raise ConfigError(
                 f"--batch.samples {self.samples} is not divisible by {together} = {given}; "
                 f"nearest values: {', '.join(near)}"

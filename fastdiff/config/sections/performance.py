@@ -31,6 +31,10 @@ class PerformanceConfig:
     and traffic for them; bf16 sums of 256 micro-batches are 2 % off."""
     allow_tf32: bool = False
     """Let fp32 matrix products and convolutions round their inputs to TF32 (Ampere and newer)."""
+    fp8: bool = False
+    """Multiply in FP8 (e4m3, torchao) in the wide linear layers of the blocks, forward and for the gradient of their
+    inputs; needs bf16 and a GPU of sm_89 (Ada, Hopper) or newer. A network without layers of 2048 input and output
+    features gains nothing and is refused. A CPU emulates it, slowly."""
     deterministic: bool = False
     """Add in a fixed order everywhere, so that also on a GPU a run and its resume on as many ranks are equal to the
     bit. Slower there; on a CPU it changes nothing. An operation without a fixed order ends the run."""
@@ -43,6 +47,11 @@ class PerformanceConfig:
 
     def __post_init__(self) -> None:
         self.kernel_backends()
+        require(
+            not self.fp8 or self.precision == "bf16",
+            f"--performance.fp8 with --performance.precision {self.precision}: FP8 layers are part of a network in "
+            "bf16; use --performance.precision bf16",
+        )
         require(
             self.grad_accum_dtype in (None, "fp32", self.precision),
             f"--performance.grad_accum_dtype {self.grad_accum_dtype} with --performance.precision {self.precision}: "

@@ -23,7 +23,7 @@ _ON_HOST = ("can't allocate memory", "not enough memory")
 """Messages of torch's allocator of host memory, as RuntimeErrors."""
 _ON_GPU = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 """Messages of torch's allocator of GPU memory, of CUDA's runtime and libraries, and of Triton, as RuntimeErrors."""
-_RECOMPUTED = 0.25
+RECOMPUTED = 0.25
 """Part of the activations that is left with --performance.recompute: the inputs of the blocks, and one whole block."""
 _MOST = 3
 """Number of remedies in a message."""
@@ -210,7 +210,7 @@ def _changes(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
     if setup.micro > 1:
         yield f"--batch.micro {half}", total(replace(setup, several=True), activations * half / setup.micro)
     if not setup.recompute:
-        yield "--performance.recompute", total(setup, activations * _RECOMPUTED)
+        yield "--performance.recompute", total(setup, activations * RECOMPUTED)
     if setup.optimizer == "adamw":
         yield _ADAMW8BIT, total(replace(setup, optimizer="adamw8bit"))
     for stage in (2, 3):
@@ -236,7 +236,7 @@ def _combined(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
     flags: list[str] = []
     for missing, flag, changed, part in (
         (setup.micro > 1, "--batch.micro 1", {"several": True}, 1 / setup.micro),
-        (not setup.recompute, "--performance.recompute", {}, _RECOMPUTED),
+        (not setup.recompute, "--performance.recompute", {}, RECOMPUTED),
         (setup.optimizer == "adamw", _ADAMW8BIT, {"optimizer": "adamw8bit"}, 1.0),
         (not (setup.offload and setup.stage == 3), _OFFLOAD, {"stage": 3, "offload": True}, 1.0),
     ):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.errors import ConfigError
-from fastdiff.models.dit.network import DiT
+from fastdiff.models.dit.network import AdaLNModulation, DiT
 from fastdiff.models.embeddings import position_table
 from fastdiff.models.family import ModelFamily, PublishedClass
 from fastdiff_kernels.names import AttentionBackend
@@ -78,6 +78,7 @@ DIT = ModelFamily(
     multiply_adds=_multiply_adds,
     input_multiply_adds=_input_multiply_adds,
     draws_on_meta=True,
+    per_sample=(AdaLNModulation,),
     subject=lambda config: "A class-conditional diffusion transformer",
     published=_published,
     formats={

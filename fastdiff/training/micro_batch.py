@@ -1,0 +1,124 @@
+"""``--batch.micro auto``: the largest micro-batch whose memory is predicted to fit this machine.
+
+The losses do not depend on micro-batch, accumulation and ranks beyond rounding, so a run may continue with another one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fastdiff.batch import Condition
+from fastdiff.checkpoint.reader import Checkpoint
+from fastdiff.config.deepspeed import DsConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.console import log
+from fastdiff.data.loading.batches import empty_batch
+from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.models.build import Model, build_model
+from fastdiff.models.cost.activations import saved_bytes
+from fastdiff.models.cost.memory import RECOMPUTED, buffer_bytes, frozen_bytes, setup_of
+from fastdiff.parallel.world import World
+
+_RESERVED = 3 * 2**30
+"""Bytes of a GPU for the contexts and buffers of CUDA, cuBLAS, cuDNN and NCCL."""
+_IN_FLIGHT = 1.25
+"""Peak of a forward and backward pass relative to what is saved for it: gradients and workspaces come on top."""
+_MOST_ON_CPU = 16
+"""Samples on a CPU, which gains nothing by more."""
+_COUNTED = 2
+"""Samples of the batch whose activations are counted."""
+
+
+def with_micro(
+    config: RunConfig, ds_config: DsConfig, info: DatasetInfo, saved: Checkpoint | None, world: World
+) -> RunConfig:
+    """Replace ``--batch.micro auto`` by a number, equal on all ranks; called by all ranks.
+
+    A run that is resumed on as many ranks keeps its own, so that its losses stay equal to the bit.
+    """
+    if config.batch.micro != "auto":
+        return config
+    room = min(world.gather(_room(world)))
+
+    def decide() -> int:
+        return _kept(saved, config, world.size) or largest(config, ds_config, info, world.size, world.device, room)
+
+    micro = world.on_first(decide)
+    return replace(config, batch=replace(config.batch, micro=micro))
+
+
+def _room(world: World) -> int:
+    """Return the bytes that a rank can use; not what is free, which differs from start to start."""
+    if world.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(world.device).total_memory) - _RESERVED
+    ranks = int(os.environ.get("LOCAL_SIZE", world.size))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // ranks
+
+
+def _kept(saved: Checkpoint | None, config: RunConfig, ranks: int) -> int | None:
+    """Return the micro-batch of the run that is resumed on as many ranks, if it had one that divides the batch."""
+    if saved is None or saved.manifest.get("world_size") != ranks:
+        return None
+    micro = saved.manifest["config"]["batch"]["micro"]
+    fits = isinstance(micro, int) and config.batch.samples % (micro * ranks) == 0
+    return micro if fits else None
+
+
+def largest(
+    config: RunConfig, ds_config: DsConfig, info: DatasetInfo, ranks: int, device: torch.device, room: int
+) -> int:
+    """Return the largest micro-batch that divides the samples of a rank and is predicted to fit into ``room`` bytes.
+
+    1 if none does: a run that is out of memory says what would help.
+    """
+    share = config.batch.samples // ranks
+    with torch.device("meta"):
+        network = build_model(config.model, seed=config.seed)
+    per_sample = saved_bytes(config, *_inputs(config, network, info), device)
+    if config.performance.recompute:
+        per_sample *= RECOMPUTED
+    sizes = [size for size in range(share, 0, -1) if share % size == 0]
+    if device.type == "cpu":
+        sizes = [size for size in sizes if size <= _MOST_ON_CPU]
+    needs = {size: _static(config, network, ds_config, ranks, size) + _IN_FLIGHT * size * per_sample for size in sizes}
+    micro = next((size for size in sizes if needs[size] <= room), 1)
+    log.info(
+        f"--batch.micro auto: {micro} of {share} samples per rank; {_gib(needs[micro])} of {_gib(room)} GiB, "
+        f"{_gib(per_sample)} GiB saved per sample"
+    )
+    return micro
+
+
+def _static(config: RunConfig, network: Model, ds_config: DsConfig, ranks: int, micro: int) -> float:
+    """Return the bytes of weights, gradients, optimizer and averages; those of an adapter are too few to count."""
+    performance = config.performance
+    network.requires_grad_(config.lora.rank == 0)
+    setup = setup_of(
+        replace(config, batch=replace(config.batch, micro=micro)),
+        ds_config,
+        ranks,
+        trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
+        frozen_bytes=frozen_bytes(network, performance.precision),
+        buffer_bytes=buffer_bytes(network, performance.precision),
+    )
+    return sum(setup.static().values())
+
+
+def _inputs(config: RunConfig, network: Model, info: DatasetInfo) -> tuple[Tensor, Condition]:
+    """Return inputs of the network for two samples of the largest latents of the data."""
+    areas = [height * width for height, width in info.buckets] or [0]
+    batch = empty_batch(info, areas.index(max(areas)), _COUNTED, torch.device("cpu"))
+    model = config.model
+    condition = {**batch.condition, "position": batch.position}
+    if model.low_res_size:
+        condition["low_res"] = torch.zeros(_COUNTED, model.channels, model.low_res_size, model.low_res_size)
+    noisy = batch.latents[:, : model.channels]  # of a posterior the means
+    return noisy, {name: value for name, value in condition.items() if name in network.inputs}
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"

@@ -1,0 +1,122 @@
+"""``--batch.micro auto``: chosen by memory, recorded, kept by a resume on as many ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastdiff.config import command_line, deepspeed
+from fastdiff.config.config_file import from_mapping
+from fastdiff.config.presets import preset
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
+from fastdiff.errors import ConfigError
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from fastdiff.training import micro_batch
+from tests.support.forked import forked_ranks, values
+from tests.support.runs import hexes, launch, losses, newest, tiny
+
+GIB = 2**30
+
+
+def latents(config: RunConfig) -> DatasetInfo:
+    """Return data as the preset expects them, fp16."""
+    model = config.model
+    shapes = {"latent": (model.channels, model.size, model.size)}
+    shapes |= {name: (77, width) for name, width in model.text_widths.items()}
+    ones = (1.0,) * model.channels
+    return DatasetInfo(
+        columns={name: Column(dtype="float16", shape=shape) for name, shape in shapes.items()},
+        normalisation=Normalisation(shift=ones, scale=ones),
+        provenance=Provenance(source="", transform=""),
+    )
+
+
+@pytest.mark.parametrize(
+    ("gib", "ranks", "expected"),
+    [(137, 1, 64), (76, 8, 64), (36, 1, 16), (20, 1, 4), (1, 1, 1)],  # of H200, H100, A100, RTX 3090; of none
+)
+def test_the_memory_of_the_gpu_decides(gib: int, ranks: int, expected: int) -> None:
+    config = preset("sd2-512")
+    assert config.batch.micro == "auto"
+    ds_config = deepspeed.resolve(None, config, ranks)
+    device, room = torch.device("cuda"), gib * GIB
+    found = micro_batch.largest(config, ds_config, latents(config), ranks, device, room)
+    assert found == expected
+    assert config.batch.samples % (found * ranks) == 0
+
+
+def test_recomputation_leaves_room_for_more() -> None:
+    config = preset("sd2-512")
+    config = replace(config, performance=replace(config.performance, recompute=True))
+    ds_config = deepspeed.resolve(None, config, 1)
+    assert micro_batch.largest(config, ds_config, latents(config), 1, torch.device("cuda"), 36 * GIB) == 64
+
+
+def micro_of(folder: Path) -> int:
+    recorded = json.loads((folder / "run.json").read_text())
+    micro = recorded["config"]["batch"]["micro"]
+    assert recorded["deepspeed"]["train_micro_batch_size_per_gpu"] == micro
+    assert newest(folder).manifest["config"]["batch"]["micro"] == micro
+    assert isinstance(micro, int)
+    return micro
+
+
+def test_a_run_records_its_choice_and_keeps_it(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    train(tiny(digits, whole, batch=BatchConfig(samples=32, micro=16), samples=4 * 32), launch(1), world)
+    auto = tiny(digits, folder, batch=BatchConfig(samples=32, micro="auto"), samples=2 * 32)
+    train(auto, launch(1), world)
+    assert micro_of(folder) == 16, "the most on a CPU"
+    monkeypatch.setattr(micro_batch, "_room", lambda world: 0)  # another machine would choose 1
+    train(replace(auto, samples=4 * 32), launch(1), world)
+    assert micro_of(folder) == 16
+    assert hexes(losses(folder)) == hexes(losses(whole))
+
+
+def on_two(world: World, digits: Path, folder: Path) -> None:
+    """Choose by the rank with the least memory."""
+    real = micro_batch._room
+    micro_batch._room = lambda world: real(world) if world.is_first else 0  # type: ignore[assignment]
+    try:
+        train(tiny(digits, folder, batch=BatchConfig(samples=32, micro="auto"), samples=4 * 32), launch(1), world)
+    finally:
+        micro_batch._room = real
+
+
+def test_other_ranks_choose_again(world: World, digits: Path, tmp_path: Path) -> None:
+    train(tiny(digits, tmp_path, batch=BatchConfig(samples=32, micro="auto"), samples=2 * 32), launch(1), world)
+    assert micro_of(tmp_path) == 16
+    values(forked_ranks(on_two, digits, tmp_path))
+    assert micro_of(tmp_path) == 1
+    assert len(losses(tmp_path)) == 4
+
+
+def test_the_json_stays_open_until_the_device_is_known() -> None:
+    config = replace(preset("sd2-512"), batch=BatchConfig(samples=2048, micro="auto"))
+    resolved = deepspeed.resolve(None, config, 8)
+    assert resolved["train_micro_batch_size_per_gpu"] == resolved["gradient_accumulation_steps"] == "auto"
+    with pytest.raises(ConfigError, match=r"2048 is not divisible by 3 = 3 ranks"):
+        deepspeed.resolve(None, config, 3)
+    with pytest.raises(ConfigError, match=r'"train_batch_sizes": "auto", which fastdiff does not fill'):
+        deepspeed.resolve({"train_batch_sizes": "auto"}, config, 8)
+    with pytest.raises(ConfigError, match=r'--batch.micro with 8 ranks gives "auto"'):
+        deepspeed.resolve({"train_micro_batch_size_per_gpu": 16}, config, 8)
+
+
+def test_flag_and_file() -> None:
+    _, config = command_line.parse(["--preset", "digits", "--batch.micro", "auto"])
+    assert config.batch.micro == "auto"
+    _, config = command_line.parse(["--preset", "sd2-512", "--batch.micro", "16"])
+    assert config.batch.micro == 16
+    assert from_mapping({"batch": {"micro": "auto"}}, "a file").batch.micro == "auto"
+    with pytest.raises(ConfigError, match="micro"):
+        from_mapping({"batch": {"micro": "most"}}, "a file")
