@@ -8,7 +8,7 @@ Backend = Literal["triton", "reference", "compile"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 """Implementations of an op: the kernel, plain torch, and plain torch through ``torch.compile``."""
 
-OPS = ("philox", "noising", "loss", "group_norm", "adaln", "dropout", "adamw8bit")
+OPS = ("philox", "noising", "loss", "group_norm", "adaln", "dropout", "adamw", "adamw8bit")
 """Every op with a Triton kernel; attention chooses among the kernels of libraries."""
 
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "xformers", "reference"]

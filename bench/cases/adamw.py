@@ -1,0 +1,103 @@
+"""One optimizer step over a flat tensor of 1.3 million parameters, and the norm of its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from bench.cases.case import Case, Inputs, elements
+from fastdiff_kernels.adamw import adamw, step_numbers
+from fastdiff_kernels.adamw.norm import clip, norm
+from fastdiff_kernels.names import Backend
+
+_NUMEL = 1152 * 1152
+_NUMEL_LARGE = 675_129_632
+"""Parameters of DiT-XL/2."""
+_NUMBERS = step_numbers(10, 1e-4, (0.9, 0.999), 1e-8, 0.01)
+_SHARES = (1e-3, 1e-4, 0.5)
+
+
+def _build(grad: torch.dtype, averages: int, *, copied: bool, numel: int = _NUMEL) -> Callable[[str], Inputs]:
+    def build(device: str) -> Inputs:
+        return {
+            "param": torch.randn(numel, device=device),
+            "grad": torch.randn(numel, device=device).to(grad),
+            "m": torch.zeros(numel, device=device),
+            "v": torch.zeros(numel, device=device),
+            "numbers": torch.tensor(_NUMBERS, device=device),
+            "copy": torch.empty(numel, dtype=torch.bfloat16, device=device) if copied else None,
+            "averages": [torch.zeros(numel, device=device) for _ in range(averages)],
+            "shares": torch.tensor(_SHARES[:averages], device=device),
+        }
+
+    return build
+
+
+def _call(inputs: Inputs, backend: Backend) -> tuple[Tensor, Tensor]:
+    """Return the norm and the new parameters."""
+    length = norm(inputs["grad"], backend)
+    adamw(
+        *(inputs[name] for name in ("param", "grad", "m", "v", "numbers")), *clip(length, 1.0), inputs["copy"],
+        inputs["averages"], inputs["shares"], backend,
+    )  # fmt: skip
+    return length, inputs["param"]
+
+
+def _exact(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return the norm and the parameters after one step from zero moments."""
+    _, beta1_rest, _, beta2_rest, shrink, rate, correction, eps = _NUMBERS
+    length = inputs["grad"].square().sum().sqrt()
+    grad = inputs["grad"] * clip(length, 1.0)[0]
+    update = rate * beta1_rest * grad / (beta2_rest**0.5 * grad.abs() * correction + eps)
+    return length, inputs["param"] * shrink - update
+
+
+def _bytes(inputs: Inputs) -> int:
+    """Count bytes: parameters, moments and averages read and written, gradient read twice, copy written."""
+    both = [inputs["param"], inputs["m"], inputs["v"], *inputs["averages"]]
+    copied = inputs["copy"]
+    return 2 * (sum(t.nbytes for t in both) + inputs["grad"].nbytes) + (0 if copied is None else int(copied.nbytes))
+
+
+def _fused_adamw(inputs: Inputs) -> Callable[[], tuple[()]]:
+    """Prepare torch's clipping and fused AdamW, and averages and a copy in passes of their own."""
+    parameter = nn.Parameter(inputs["param"])
+    parameter.grad = inputs["grad"].to(torch.float32)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
+    averages, copied = inputs["averages"], inputs["copy"]
+
+    def step() -> tuple[()]:
+        nn.utils.clip_grad_norm_(parameter, 1.0)
+        optimizer.step()
+        for average, share in zip(averages, _SHARES, strict=False):
+            average.lerp_(parameter.detach(), share)
+        if copied is not None:
+            copied.copy_(parameter.detach())
+        return ()
+
+    return step
+
+
+CASES = [
+    Case(
+        op="adamw",
+        shape=shape,
+        dtype=grad,
+        call=_call,
+        exact=_exact,
+        forward_bytes=_bytes,
+        # Norm 2, gradient 1, m 3, v 4, its root 1, parameter 6, and 3 for each average.
+        forward_operations=elements("param", 17 + 3 * averages),
+        build=_build(grad, averages, copied=copied),
+        build_large=_build(grad, averages, copied=copied, numel=_NUMEL_LARGE),
+        other_libraries={"torch": _fused_adamw},
+    )
+    for shape, grad, averages, copied in (
+        ("DiT-XL-copy-ema", torch.bfloat16, 1, True),
+        ("DiT-XL-copy-3-emas", torch.bfloat16, 3, True),
+        ("DiT-XL-ema", torch.float32, 1, False),
+        ("DiT-XL-copy", torch.float32, 0, True),
+    )
+]
