@@ -49,7 +49,8 @@ from fastdiff.training.callbacks.trackers import Trackers, require_installed
 from fastdiff.training.callbacks.validation import ValidationLoss
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines import build as engines
+from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 from fastdiff.training.out_of_memory import out_of_memory
@@ -217,12 +218,14 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
     spikes = Spikes(config.divergence, config.batch.samples, world)
     accumulation = config.batch.accumulation(world.size)
     objective = _build_objective(config, parts.reader, model, world)
+    ema = Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup)
+    engine.attach(ema)
     return TrainState(
         config=config,
         world=world,
         engine=engine,
         objective=objective,
-        ema=Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup),
+        ema=ema,
         meters=Meters(world, parts.heart, objective.part_names),
         reader=parts.reader,
         order=parts.order,
@@ -245,7 +248,8 @@ def _build_engine(parts: _Parts, saved: Checkpoint | None) -> tuple[Model, Engin
     apart = deepspeed_config.zero_stage(parts.ds_config) == 3 and not whole
     # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
     model, weights = world.together(lambda: _build_model(config, world, saved, apart=apart))
-    engine = Engine(model, config, parts.ds_config, world, blocks=model.block_classes)
+    kind = engines.choose(config, parts.ds_config, None if saved is None else saved.manifest)
+    engine = engines.build_engine(kind, model, config, parts.ds_config, world, blocks=model.block_classes)
     world.together(lambda: engine.fill(weights))
     if apart and saved is not None:
         world.together(lambda: engine.return_to(partial(saved.slice, "master")))

@@ -23,7 +23,7 @@ from fastdiff.export.run import Choice, export
 from fastdiff.parallel.world import World
 from fastdiff.sampling.run import Run
 from fastdiff.train import train
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff.training.metrics import Meters
 from tests.gpu.cases import CASES, ON_CPU, Case, Inputs, deterministic, each, launch_of
 from tests.support.dispatch_modes import NoSync
@@ -61,16 +61,16 @@ def test_every_case_takes_a_step_on_a_cpu(
 def graphs_by_step() -> Iterator[list[int]]:
     """Collect the number of compiled graphs after every optimizer step."""
     found: list[int] = []
-    step = Engine.step
+    step = DeepSpeedEngine.step
 
-    def counted(self: Engine) -> bool:
+    def counted(self: DeepSpeedEngine) -> bool:
         applied = step(self)
         found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         return applied
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with mock.patch.object(Engine, "step", counted):
+    with mock.patch.object(DeepSpeedEngine, "step", counted):
         yield found
 
 
@@ -148,7 +148,7 @@ def test_a_resumed_run_equals_a_whole_one_to_the_bit(
     assert newest(tmp_path / "parts").manifest["files"] == newest(tmp_path / "whole").manifest["files"]
 
 
-class Overflowing(Engine):
+class Overflowing(DeepSpeedEngine):
     """Overflows in the second and third backward pass."""
 
     passes = 0
@@ -169,7 +169,7 @@ def test_a_run_in_fp16_skips_steps_that_overflow(
 ) -> None:
     """With finite losses, halving its loss scale, and goes on."""
     config = inputs.run(case, tmp_path / "run", steps=6)
-    with mock.patch("fastdiff.training.build.Engine", Overflowing):
+    with mock.patch("fastdiff.training.engines.deepspeed.DeepSpeedEngine", Overflowing):
         train(config, launch_of(case.stage), world)
     skipped = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
     assert [line["step"] for line in skipped] == [2, 3]

@@ -53,7 +53,15 @@ _VIEWS = {
     "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
     "_reshape_alias", "_unsafe_view",
 }  # fmt: skip
-_UNTOUCHED = _VIEWS | {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "resize_"}
+_UNTOUCHED = _VIEWS | {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "resize_",
+}
 _WRITTEN = {"zeros", "zeros_like", "zero_", "new_zeros", "fill_", "ones", "ones_like", "_foreach_zero_"}
 READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal")
 

@@ -21,7 +21,7 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.ema import Ema
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from tests.support.dispatch_modes import Operators
 from tests.support.runs import launch, newest, records, tiny
 
@@ -143,7 +143,7 @@ def test_the_update_on_one_rank_takes_as_many_operators_for_any_number_of_parame
 
         return call
 
-    monkeypatch.setattr(Engine, "step", counted(Engine.step))
+    monkeypatch.setattr(DeepSpeedEngine, "step", counted(DeepSpeedEngine.step))
     monkeypatch.setattr(Ema, "update", counted(Ema.update))
     start = Launch()
     for depth in (1, 3):

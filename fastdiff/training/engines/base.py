@@ -64,7 +64,7 @@ class Engine(ABC):
                 gave; equal on all ranks.
         """
 
-    def attach(self, averages: Ema) -> None:
+    def attach(self, averages: Ema) -> None:  # noqa: B027
         """Take over the averages, if this engine moves them in its own pass over the weights."""
 
     @abstractmethod

@@ -117,7 +117,7 @@ def fragments_of(places: Sequence[Place]) -> tuple[Fragment, ...]:
 class Gradients:
     """The gradient of a step in one flat buffer, to which each micro-batch adds.
 
-    The backward pass of a micro-batch leaves its gradients in ``.grad``, which takes no copy; they are added here all at
+    The backward pass of a micro-batch leaves its gradients in ``.grad``, without a copy; they are added here all at
     once. Were ``.grad`` views of the buffer, each parameter would cost one or two more launches.
 
     Args:

@@ -125,7 +125,7 @@ class FlatEngine(Engine):
         if not skipped:
             self._applied += 1
             self._set_steps(self._steps + 1)
-            self._schedule.step()
+            set_lr_step(self._schedule, self._applied)
         return not skipped
 
     def _set_steps(self, steps: int) -> None:
