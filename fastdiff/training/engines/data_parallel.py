@@ -39,7 +39,7 @@ class DataParallel:
             model, gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=True,
             bucket_cap_mb=_BUCKET_MIB,
         )  # fmt: skip
-        self._ddp.register_comm_hook(None, self._reduce)
+        self._ddp.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
     def __call__(self, *inputs: Tensor, reduces: bool, **condition: Tensor) -> Tensor:
         """Run the forward pass.
@@ -52,7 +52,8 @@ class DataParallel:
         self._ddp.require_backward_grad_sync = reduces
         return self._ddp(*inputs, **condition)  # type: ignore[no-any-return]
 
-    def _reduce(self, _: Any, bucket: GradBucket) -> Future[Tensor]:
+    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Reduce the sums of a bucket's parameters; its own buffer is left as it is, and used by nobody."""
         numbers = [self._numbers[id(parameter)] for parameter in bucket.parameters()]
         self._gradients.add(numbers, bucket.gradients())
         works = [
@@ -61,9 +62,8 @@ class DataParallel:
         ]
         unused = bucket.buffer()
         futures: list[Future[Any]] = [work.get_future() for work in works]
-        return torch.futures.collect_all(futures).then(lambda _: unused) if len(futures) > 1 else futures[0].then(
-            lambda _: unused
-        )  # fmt: skip
+        arrived = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+        return arrived.then(lambda _: unused)
 
     def _ranges(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """Return the ranges of the flat buffers that these parameters fill; one if they are neighbours."""
