@@ -8,7 +8,7 @@ cache, whose key covers the source and everything that it calls.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,10 +199,20 @@ def _compile(case: Case, recorded: Launch, source: Any, options: dict[str, Any],
 
 def _streamed(recorded: Launch, source: Any, ttgir: str) -> tuple[assembly.Side, ...]:
     """Return the sides on which the kernel accesses blocks of a tensor that is large at this shape."""
-    given = [a for a, kind in zip(recorded.args, source.signature.values(), strict=False) if kind != "constexpr"]
+    pairs = _one_by_one(zip(recorded.args, source.signature.values(), strict=False))
+    given = [a for a, kind in pairs if kind != "constexpr"]
     large = {i for i, a in enumerate(given) if isinstance(a, Tensor) and a.nbytes >= _STREAMS_BYTES}
     # An unknown origin (-1) counts as a large tensor.
     return tuple(side for side in _SIDES if assembly.block_pointers(ttgir, side) & (large | {-1}))
+
+
+def _one_by_one(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Yield arguments with their types; the members of a tuple are arguments of the compiled kernel."""
+    for argument, kind in pairs:
+        if isinstance(kind, tuple):
+            yield from zip(argument, kind, strict=True)
+        else:
+            yield argument, kind
 
 
 def report(rows: Sequence[Compiled]) -> str:

@@ -1,12 +1,13 @@
-"""AdamW with fp32 moments in one pass: kernel against reference to the bit, accuracy, skipped steps, norm and clipping."""
+"""AdamW with fp32 moments in one pass: kernel against reference to the bit, accuracy, skips, norm and clipping."""
 
 import pytest
 import torch
 from torch import nn
 
+import fastdiff_kernels.adamw as module
 from bench.correctness.accuracy import assert_no_worse
 from fastdiff_kernels import launch
-from fastdiff_kernels.adamw import _adamw_triton, adamw, step_numbers
+from fastdiff_kernels.adamw import _adamw_triton, adamw, adamw_reference, step_numbers
 from fastdiff_kernels.adamw.norm import _BLOCK, _norm_triton, clip, norm
 
 BACKENDS = ("reference", "triton")
@@ -20,8 +21,8 @@ def values(seed, numel=NUMEL):
     return torch.randn(numel, generator=generator) * 10 ** (-4 * torch.rand(numel, generator=generator))
 
 
-def numbers(step, device):
-    return torch.tensor(step_numbers(step, LR, (0.9, 0.999), 1e-8, DECAY), device=device)
+def numbers(step, device, lr=LR):
+    return torch.tensor(step_numbers(step, lr, (0.9, 0.999), 1e-8, DECAY), device=device)
 
 
 def fresh(device, averages, numel=NUMEL):
@@ -37,14 +38,18 @@ def fresh(device, averages, numel=NUMEL):
 SHARES = (0.1, 1.0, 0.7)
 
 
-def step(state, grad, number, backend, *, scale=0.7, skip=False, flag=torch.bool, copied=True):
+def step(state, grad, number, backend, *, scale=0.7, skip=False, flag=torch.bool, copied=True, lr=LR):
     device = state["param"].device
     averages = [state[name] for name in state if name.startswith("average")]
-    adamw(
-        state["param"], grad, state["m"], state["v"], numbers(number, device),
+    arguments = (
+        state["param"], grad, state["m"], state["v"], numbers(number, device, lr),
         torch.tensor(scale, device=device), torch.tensor(skip, device=device).to(flag),
-        state["copy"] if copied else None, averages, torch.tensor(SHARES[: len(averages)], device=device), backend,
+        state["copy"] if copied else None, averages, torch.tensor(SHARES[: len(averages)], device=device),
     )  # fmt: skip
+    if backend == "single operations":
+        adamw_reference(*arguments)
+    else:
+        adamw(*arguments, backend)
 
 
 def trajectory(device, backend, dtype, averages, steps=3, **options):
@@ -66,14 +71,15 @@ def assert_same_bits(a, b):
 )
 def test_kernel_agrees_with_reference_to_the_bit(device, dtype, averages, copied):
     ours = trajectory(device, "triton", dtype, averages, copied=copied)
-    assert_same_bits(ours, trajectory(device, "reference", dtype, averages, copied=copied))
+    assert_same_bits(ours, trajectory(device, "single operations", dtype, averages, copied=copied))
     assert torch.equal(ours["copy"], ours["param"].bfloat16() if copied else torch.full_like(ours["copy"], 7.0))
     if averages == 3:
         assert torch.equal(ours["average1"], ours["param"]), "a share of 1 gives the weights themselves"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_is_as_accurate_as_eager_adamw(device, backend):
+def test_a_step_is_as_accurate_as_eager_adamw(device, backend, monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE", 1000)  # three parts on a CPU
     grads = [values(seed).to(device) for seed in (1, 2)]
 
     def exactly(dtype):
@@ -90,7 +96,7 @@ def test_a_step_is_as_accurate_as_eager_adamw(device, backend):
     state = fresh(device, 1)
     for number, grad in enumerate(grads, 1):
         step(state, grad, number, backend)
-    del state["copy"]
+    assert torch.equal(state.pop("copy"), state["param"].bfloat16())
     assert_no_worse(state, exactly(torch.float32), exactly(torch.float64))
 
 
@@ -108,14 +114,13 @@ def test_a_skipped_step_moves_nothing_whatever_the_gradient(device, backend, fla
     assert all(value.isnan().all() for value in state.values())
 
 
-def test_a_step_of_many_elements_is_that_of_its_parts(device):
-    numel = 2**16 + 5
-    state, grad = fresh(device, 1, numel), values(1, numel).to(device)
-    parts = {name: value.clone() for name, value in state.items()}
-    step(state, grad, 1, "reference")
-    for some in (slice(0, 40000), slice(40000, numel)):
-        step({name: value[some] for name, value in parts.items()}, grad[some], 1, "triton")
-    assert_same_bits(state, parts)
+@pytest.mark.parametrize("backend", [*BACKENDS, "single operations"])
+def test_at_learning_rate_0_only_moments_and_averages_move(device, backend):
+    state = fresh(device, 1)
+    step(state, values(1).to(device), 1, backend, lr=0.0)
+    assert torch.equal(state["param"], values(99).to(device))
+    assert (state["m"] != 0).all()
+    assert (state["average0"] != 7).all()
 
 
 # The norm, and what follows from it.
@@ -136,6 +141,7 @@ def test_the_norm_is_that_of_fp64_rounded_once(device, backend, dtype):
         assert abs(found.double() - expected) <= 2.0**-23 * expected
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_clipping_and_skipping_follow_from_the_norm(device, backend):
     grad = values(7).to(device)
@@ -179,7 +185,7 @@ def test_torch_compile_makes_one_graph_of_a_step(device, backend):
     for call in (torch.compile(whole, fullgraph=True, backend="aot_eager"), whole):
         found.append(fresh(device, 1))
         call(found[-1], values(1).to(device), numbers(1, device))
-    assert_same_bits(*found)
+    torch.testing.assert_close(*found, rtol=2e-6, atol=1e-9)
 
 
 def test_bytes_moved_are_those_of_the_docstrings():

@@ -17,12 +17,17 @@ Bytes per parameter with a bf16 gradient, a bf16 copy and one average: parameter
 copy 2, average 4 + 4 = 36; each further average adds 8, an fp32 gradient 2. That is the limit: nothing is read or
 written twice. DeepSpeed's separate passes (gradient to fp32, unscale, Adam, copy, average) move 66 to 94.
 
+On a CPU, plain torch is torch's own fused AdamW, part by part, with the averages and the copy while a part is in the
+cache: a fifth of the time of torch's single operations, and the same to rounding. It takes the learning rate, the step
+and the rest of the formula from the same numbers.
+
 Limits: accesses have 128 bits where N is a multiple of 16 and every tensor begins at a multiple of 16 elements.
 Gradients are fp32 or bf16.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,8 +43,8 @@ NUMBERS = 8
 """Numbers of a step (``step_numbers``)."""
 _BLOCK = 1024
 _WARPS = 4  # 8 elements per thread: one access of 128 bits for a bf16 gradient
-_AT_ONCE = 2**15
-"""Elements that plain torch updates at once on a CPU, so that its temporaries stay in the cache."""
+_AT_ONCE = 2**18
+"""Elements of a part on a CPU: few enough for the cache, and enough for the time of a call not to matter."""
 
 
 def step_numbers(
@@ -57,10 +62,10 @@ def step_numbers(
 
 
 def adamw_reference(
-    param: Tensor, grad: Tensor, m: Tensor, v: Tensor, numbers: Tensor, grad_scale: Tensor, skip: Tensor | None,
+    param: Tensor, grad: Tensor, m: Tensor, v: Tensor, numbers: Tensor, grad_scale: Tensor, skip: Tensor,
     copy: Tensor | None, averages: Sequence[Tensor], shares: Tensor | None,
 ) -> None:  # fmt: skip
-    """``adamw`` in plain torch; ``skip`` None: no."""
+    """``adamw`` in torch's single operations, equal to the kernel to the bit."""
     beta1, beta1_rest, beta2, beta2_rest, shrink, rate, correction, eps = numbers.unbind()
     g = grad.to(torch.float32) * grad_scale
     new_m = m * beta1 + g * beta1_rest
@@ -75,7 +80,7 @@ def adamw_reference(
     if copy is not None:
         changes.append((copy, new.to(copy.dtype)))
     for state, value in changes:
-        state.copy_(value if skip is None else torch.where(skip != 0, state, value))
+        state.copy_(torch.where(skip != 0, state, value))
 
 
 @jit
@@ -151,7 +156,7 @@ def adamw(
     if chosen == "triton":
         _adamw_triton(param, grad, m, v, numbers, grad_scale, skip, copy, averages, shares)
     elif chosen == "reference" and param.device.type == "cpu" and not torch.compiler.is_compiling():
-        _in_parts(param, grad, m, v, numbers, grad_scale, skip, copy, averages, shares)
+        _on_cpu(param, grad, m, v, numbers, grad_scale, skip, copy, averages, shares)
     else:
         plain(adamw_reference, chosen)(param, grad, m, v, numbers, grad_scale, skip, copy, averages, shares)
 
@@ -171,15 +176,25 @@ def _validate(
         check("copy", copy, flat, (torch.bfloat16,), device)
 
 
-def _in_parts(
+def _on_cpu(
     param: Tensor, grad: Tensor, m: Tensor, v: Tensor, numbers: Tensor, grad_scale: Tensor, skip: Tensor,
     copy: Tensor | None, averages: Sequence[Tensor], shares: Tensor | None,
 ) -> None:  # fmt: skip
-    """The reference on a CPU, which waits for no device when it reads ``skip``."""
+    """The step by torch's fused AdamW. The host waits for no device when it reads ``skip`` and the numbers."""
     if skip:
         return
+    _, beta1_rest, _, beta2_rest, shrink, rate, correction, eps = numbers.tolist()
+    # At step infinity torch corrects no bias: the numbers contain the corrections.
+    lr, eps, last = rate / correction, eps / correction, torch.tensor(math.inf)
+    decay = (1 - shrink) / lr if lr else 0.0
+    beta1, beta2 = 1 - beta1_rest, 1 - beta2_rest  # fp32 holds the rests to more digits
     for first in range(0, param.numel(), _AT_ONCE):
-        p, g, m_part, v_part, copied, *averaged = (
-            None if flat is None else flat[first : first + _AT_ONCE] for flat in (param, grad, m, v, copy, *averages)
-        )
-        adamw_reference(p, g, m_part, v_part, numbers, grad_scale, None, copied, averaged, shares)
+        p, g, m_part, v_part, *averaged = (t[first : first + _AT_ONCE] for t in (param, grad, m, v, *averages))
+        torch._fused_adamw_(
+            [p], [g.to(torch.float32) * grad_scale], [m_part], [v_part], [], [last], lr=lr, beta1=beta1, beta2=beta2,
+            weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        for average, share in zip(averaged, [] if shares is None else shares.tolist(), strict=True):
+            average.lerp_(p, share)
+        if copy is not None:
+            copy[first : first + _AT_ONCE].copy_(p)
