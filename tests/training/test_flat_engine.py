@@ -82,7 +82,7 @@ def test_steps_that_are_not_finite_are_skipped_as_by_deepspeed(tmp_path: Path, p
     assert apart(losses(tmp_path / "flat"), losses(tmp_path / "deepspeed")) < APART[precision]
     both = [newest(tmp_path / engine) for engine in runs]
     for kind in ("master", "ema/0.9", "exp_avg", "exp_avg_sq"):
-        theirs, ours = (found.weights(kind) for found in both)
+        theirs, ours = (found.full(kind) for found in both)
         for name, values_ in ours.items():
             assert torch.isfinite(values_).all()
             torch.testing.assert_close(values_, theirs[name], rtol=2e-2, atol=1e-3)
@@ -94,7 +94,8 @@ def test_a_resumed_run_is_equal_to_the_bit(
 ) -> None:
     """Losses, weights, moments and averages."""
     steps = (2, 4) if "triton" in kernels else (4, 8)
-    options = {"performance__precision": "bf16", "performance__kernels": kernels}
+    # In bf16 Triton's interpreter would round the copy in another way than torch.
+    options = {"performance__precision": "fp32" if steps[0] == 2 else "bf16", "performance__kernels": kernels}
     whole = run_of(digits, tmp_path / "whole", "flat", steps[1], **options)
     parts = [run_of(digits, tmp_path / "parts", "auto", count, **options) for count in steps]
     if ranks == 1:
@@ -116,8 +117,8 @@ def test_its_checkpoints_and_those_of_every_stage_fit_each_other(world: World, d
     assert apart(losses(tmp_path / "chain"), losses(tmp_path / "alone")) < 1e-6
     chained, alone = newest(tmp_path / "chain"), newest(tmp_path / "alone")
     for kind in ("master", "ema/0.9", "exp_avg", "exp_avg_sq"):
-        expected = alone.weights(kind)
-        for name, found in chained.weights(kind).items():
+        expected = alone.full(kind)
+        for name, found in chained.full(kind).items():
             torch.testing.assert_close(found, expected[name], rtol=1e-3, atol=1e-6)
 
 
@@ -137,7 +138,7 @@ def test_a_run_keeps_its_engine(world: World, digits: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "deepspeed", "message"),
     [
-        ({}, {"zero_optimization": {"stage": 1}}, "--performance.engine flat with ZeRO stage 1: .* ddp.json"),
+        ({}, {"zero_optimization": {"stage": 1}}, "--performance.engine flat with ZeRO stage 1: .*ddp.json"),
         ({"performance__precision": "fp16"}, {}, "--performance.engine flat with --performance.precision fp16"),
         ({"optim__name": "adamw8bit-bnb"}, {}, "--performance.engine flat with --optim.name adamw8bit-bnb"),
         ({}, {"wall_clock_breakdown": True}, "has wall_clock_breakdown: remove it"),

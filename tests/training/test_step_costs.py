@@ -81,7 +81,6 @@ def test_the_step_of_the_flat_engine_reads_nothing(
     average = costs_of(monkeypatch, Ema, "update", lambda: train(replace(config, samples=80), launch(0), world))[-1]
     shapes = newest(tmp_path).manifest["parameters"].values()
     per = last.bytes / sum(map(math.prod, shapes))
-    print(last.operations, last.operations.total(), per, last.reads)
     assert last.reads == 0
     assert last.operations.total() <= FLAT_OPERATIONS
     assert per <= FLAT_BYTES
