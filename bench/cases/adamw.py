@@ -1,4 +1,4 @@
-"""One optimizer step over a flat tensor of 1.3 million parameters, and the norm of its gradient."""
+"""One optimizer step over a flat tensor, with the norm of its gradient, and the norm alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from fastdiff_kernels.adamw.norm import clip, norm
 from fastdiff_kernels.names import Backend
 
 _NUMEL = 1152 * 1152
+_NUMEL_NORM = 4 * _NUMEL
+"""So many that a program of the norm adds up more than one block."""
 _NUMEL_LARGE = 675_129_632
 """Parameters of DiT-XL/2."""
 _NUMBERS = step_numbers(10, 1e-4, (0.9, 0.999), 1e-8, 0.01)
@@ -80,24 +82,40 @@ def _fused_adamw(inputs: Inputs) -> Callable[[], tuple[()]]:
     return step
 
 
+def _gradient(numel: int) -> Callable[[str], Inputs]:
+    return lambda device: {"grad": torch.randn(numel, device=device).bfloat16()}
+
+
 CASES = [
     Case(
         op="adamw",
-        shape=shape,
-        dtype=grad,
-        call=_call,
-        exact=_exact,
-        forward_bytes=_bytes,
-        # Norm 2, gradient 1, m 3, v 4, its root 1, parameter 6, and 3 for each average.
-        forward_operations=elements("param", 17 + 3 * averages),
-        build=_build(grad, averages, copied=copied),
-        build_large=_build(grad, averages, copied=copied, numel=_NUMEL_LARGE),
-        other_libraries={"torch": _fused_adamw},
-    )
-    for shape, grad, averages, copied in (
-        ("DiT-XL-copy-ema", torch.bfloat16, 1, True),
-        ("DiT-XL-copy-3-emas", torch.bfloat16, 3, True),
-        ("DiT-XL-ema", torch.float32, 1, False),
-        ("DiT-XL-copy", torch.float32, 0, True),
-    )
+        shape="DiT-XL-norm",
+        dtype=torch.bfloat16,
+        call=lambda inputs, backend: norm(inputs["grad"], backend),
+        exact=lambda inputs: inputs["grad"].square().sum().sqrt(),
+        forward_operations=elements("grad", 2),
+        build=_gradient(_NUMEL_NORM),
+        build_large=_gradient(_NUMEL_LARGE),
+    ),
+    *(
+        Case(
+            op="adamw",
+            shape=shape,
+            dtype=grad,
+            call=_call,
+            exact=_exact,
+            forward_bytes=_bytes,
+            # Norm 2, gradient 1, m 3, v 4, its root 1, parameter 6, and 3 for each average.
+            forward_operations=elements("param", 17 + 3 * averages),
+            build=_build(grad, averages, copied=copied),
+            build_large=_build(grad, averages, copied=copied, numel=_NUMEL_LARGE),
+            other_libraries={"torch": _fused_adamw},
+        )
+        for shape, grad, averages, copied in (
+            ("DiT-XL-copy-ema", torch.bfloat16, 1, True),
+            ("DiT-XL-copy-3-emas", torch.bfloat16, 3, True),
+            ("DiT-XL-ema", torch.float32, 1, False),
+            ("DiT-XL-copy", torch.float32, 0, True),
+        )
+    ),
 ]

@@ -13,7 +13,7 @@ from bench.cases.case import Case, Inputs, elements
 from bench.cases.philox import WORD
 from fastdiff_kernels.adamw8bit.blocks import Blocks, Whole, build_blocks
 from fastdiff_kernels.adamw8bit.kernels import adamw8bit, largest
-from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step
+from fastdiff_kernels.adamw8bit.reference import DeviceStep, Extras, Moments, Step
 from fastdiff_kernels.names import Backend
 
 _WIDTH = 1152
@@ -33,7 +33,9 @@ def _blocks(device: str, cut: int, times: int) -> Blocks:
     return build_blocks(slices, torch.device(device), [("p0", 0)] if cut else [])
 
 
-def _build(param: torch.dtype, grad: torch.dtype, *, extras: bool, cut: int, times: int = 1) -> Callable[[str], Inputs]:
+def _build(
+    param: torch.dtype, grad: torch.dtype, *, averages: int, cut: int, times: int = 1
+) -> Callable[[str], Inputs]:
     def build(device: str) -> Inputs:
         blocks = _blocks(device, cut, times)
         numel = sum(s.numel for s in blocks.slices)
@@ -49,8 +51,13 @@ def _build(param: torch.dtype, grad: torch.dtype, *, extras: bool, cut: int, tim
             "moments": moments,
             "blocks": blocks,
             "scale": torch.ones((), device=device),
-            "copy": torch.empty(numel, dtype=torch.bfloat16, device=device) if extras else None,
-            "average": torch.zeros(numel, device=device) if extras else None,
+            "copy": torch.empty(numel, dtype=torch.bfloat16, device=device) if averages else None,
+            "averages": [torch.zeros(numel, device=device) for _ in range(averages)],
+            "shares": torch.full((averages,), 1e-3, device=device),
+            # As in a CUDA graph, where the step is decided on the device.
+            "number": torch.tensor(_STEP.number, device=device) if averages > 1 else None,
+            "numbers": torch.tensor(_STEP.numbers, device=device),
+            "skip": torch.tensor(False, device=device) if averages > 1 else None,
         }
 
     return build
@@ -59,10 +66,10 @@ def _build(param: torch.dtype, grad: torch.dtype, *, extras: bool, cut: int, tim
 def _call(inputs: Inputs, backend: Backend) -> Tensor:
     param, grad, moments, blocks, scale = (inputs[k] for k in ("param", "grad", "moments", "blocks", "scale"))
     shared = largest(grad, moments, blocks, _STEP, scale, backend) if blocks.straddling else None
-    extras = Extras(
-        grad_scale=scale, shared=shared, copy=inputs["copy"], average=inputs["average"], average_rate=0.999
-    )  # fmt: skip
-    adamw8bit(param, grad, moments, blocks, _STEP, extras, backend)
+    given = {name: inputs[name] for name in ("copy", "averages", "shares", "skip")}
+    number = inputs["number"]
+    step = _STEP if number is None else DeviceStep(number=number, numbers=inputs["numbers"].to(torch.float32))
+    adamw8bit(param, grad, moments, blocks, step, Extras(grad_scale=scale, shared=shared, **given), backend)
     result: Tensor = param
     return result
 
@@ -118,18 +125,18 @@ def _exact(inputs: Inputs) -> Tensor:
 def _bytes(inputs: Inputs) -> int:
     """Count bytes: parameters, codes, scales and average read and written, gradient and table read, copy written."""
     param, grad, blocks, moments = (inputs[name] for name in ("param", "grad", "blocks", "moments"))
-    both = [param, inputs["average"], moments.m_codes, moments.v_codes, moments.m_scales, moments.v_scales]
+    both = [param, *inputs["averages"], moments.m_codes, moments.v_codes, moments.m_scales, moments.v_scales]
     table = [blocks.offsets, blocks.phases, blocks.aligned, blocks.others, blocks.lanes, blocks.lengths]
     once = [grad, inputs["copy"], *table]
     return sum(int(t.nbytes) for t in (*both, *both, *once) if t is not None)
 
 
-def _operations(param: torch.dtype, extras: bool) -> int:
+def _operations(param: torch.dtype, averages: int) -> int:
     """Count operations per element: gradient 1, m 5, v 6, its root 1, largest 2, parameter 6, codes and dither 11.
 
     Average 3; rounding of a bf16 parameter: a random word, an addition and a mask.
     """
-    return 32 + 3 * extras + (WORD + 2) * (param == torch.bfloat16)
+    return 32 + 3 * averages + (WORD + 2) * (param == torch.bfloat16)
 
 
 CASES = [
@@ -140,19 +147,20 @@ CASES = [
         call=_call,
         exact=_exact,
         forward_bytes=_bytes,
-        forward_operations=elements("param", _operations(param, extras)),
+        forward_operations=elements("param", _operations(param, averages)),
         narrow=("_adamw8bit_masked_kernel", "_adamw8bit_largest_kernel"),
-        build=_build(param, grad, extras=extras, cut=cut),
-        build_large=_build(param, grad, extras=extras, cut=cut, times=_TIMES_LARGE),
-        other_libraries=_OTHER_LIBRARIES if param == grad and not extras and not cut else {},
+        build=_build(param, grad, averages=averages, cut=cut),
+        build_large=_build(param, grad, averages=averages, cut=cut, times=_TIMES_LARGE),
+        other_libraries=_OTHER_LIBRARIES if param == grad and not averages and not cut else {},
     )
-    for shape, param, grad, extras, cut in (
-        ("DiT-XL-fp32-copy-ema", torch.float32, torch.bfloat16, True, 0),
-        ("DiT-XL-fp32", torch.float32, torch.float32, False, 0),
-        ("DiT-XL-fp32-straddling", torch.float32, torch.float32, False, 80),
+    for shape, param, grad, averages, cut in (
+        ("DiT-XL-fp32-copy-ema", torch.float32, torch.bfloat16, 1, 0),
+        ("DiT-XL-fp32-copy-2-emas-device", torch.float32, torch.bfloat16, 2, 0),
+        ("DiT-XL-fp32", torch.float32, torch.float32, 0, 0),
+        ("DiT-XL-fp32-straddling", torch.float32, torch.float32, 0, 80),
         # The usual layout of a ZeRO-1 or ZeRO-2 rank: no block at a multiple of 16.
-        ("DiT-XL-fp32-unaligned", torch.float32, torch.float32, False, 82),
-        ("DiT-XL-fp32-fp16-grad", torch.float32, torch.float16, False, 0),
-        ("DiT-XL-bf16", torch.bfloat16, torch.bfloat16, False, 0),
+        ("DiT-XL-fp32-unaligned", torch.float32, torch.float32, 0, 82),
+        ("DiT-XL-fp32-fp16-grad", torch.float32, torch.float16, 0, 0),
+        ("DiT-XL-bf16", torch.bfloat16, torch.bfloat16, 0, 0),
     )
 ]

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 from itertools import accumulate, product
 
 import pytest
@@ -14,8 +15,8 @@ from fastdiff.parallel.fragments import Fragment
 from fastdiff_kernels import dispatch, launch
 from fastdiff_kernels.adamw8bit import BLOCK, AdamW8bit, companding, rounding
 from fastdiff_kernels.adamw8bit.blocks import build_blocks, find_straddling
-from fastdiff_kernels.adamw8bit.kernels import _adamw8bit_triton, _largest_triton, _numbers, _table, adamw8bit, largest
-from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step
+from fastdiff_kernels.adamw8bit.kernels import _adamw8bit_triton, _largest_triton, _table, adamw8bit, largest
+from fastdiff_kernels.adamw8bit.reference import DeviceStep, Extras, Moments, Step, adamw8bit_reference
 from tests.support.benches.interpreter import patching_once
 from tests.support.processes import run_ranks
 
@@ -63,22 +64,29 @@ def numbers(number=1, lr=1e-2, seed=0):
     )  # fmt: skip
 
 
-def trajectory(device, backend, dtype, grad_dtype, steps=3, extras=True):
+def on_device(step, device):
+    number, numbers = torch.tensor(step.number, device=device), torch.tensor(step.numbers, device=device)
+    return DeviceStep(number=number, numbers=numbers, seed=step.seed)
+
+
+def trajectory(device, backend, dtype, grad_dtype, steps=3, extras=True, from_device=False, skip=None):
     blocks, moments = blocked(device)
     param = gradient(NUMEL, 99).to(device, dtype)
     copied = torch.full((NUMEL,), 7.0, dtype=torch.bfloat16, device=device)
-    average = torch.full((NUMEL,), 7.0, device=device)
+    averages = [torch.full((NUMEL,), 7.0, device=device) for _ in range(2)]
     more = Extras(
         grad_scale=torch.tensor(0.7, device=device),
         copy=copied if extras else None,
-        average=average if extras else None,
-        average_rate=0.9,
+        averages=averages if extras else (),
+        shares=torch.tensor([0.1, 1.0], device=device) if extras else None,
+        skip=skip,
     )
+    call = adamw8bit_reference if backend == "single operations" else partial(adamw8bit, backend=backend)
     for step in range(1, steps + 1):
         grad = gradient(NUMEL, step).to(device, grad_dtype)
-        adamw8bit(param, grad, moments, blocks, numbers(step), more, backend)
+        call(param, grad, moments, blocks, on_device(numbers(step), device) if from_device else numbers(step), more)
     state = {name: getattr(moments, name) for name in ("m_codes", "v_codes", "m_scales", "v_scales")}
-    return {"param": param, "copy": copied, "average": average, **state}
+    return {"param": param, "copy": copied, "average": averages[0], "recent": averages[1], **state}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +108,26 @@ def test_kernel_agrees_with_reference_to_the_bit_and_leaves_the_rest_alone(devic
     assert torch.equal(ours["param"][outside], gradient(NUMEL, 99).to(device, dtype)[outside])
     assert (ours["copy"] == 7)[outside].all()
     assert (ours["average"] == 7)[outside].all()
+    if extras and dtype == torch.float32:
+        assert torch.equal(ours["recent"][~outside], ours["param"][~outside]), "a share of 1 gives the weights"
     assert not ours["m_codes"][outside].any()
     assert not ours["v_codes"][outside].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", [*BACKENDS, "single operations"])
+def test_numbers_on_the_device_give_the_bits_of_those_on_the_host(device, backend, dtype):
+    host = trajectory(device, "reference", dtype, torch.bfloat16)
+    skip = torch.tensor(0.0, device=device)
+    assert_same(trajectory(device, backend, dtype, torch.bfloat16, from_device=True, skip=skip), host)
+
+
+@pytest.mark.parametrize("flag", [torch.tensor(True), torch.tensor(torch.nan)])
+@pytest.mark.parametrize("backend", [*BACKENDS, "single operations"])
+def test_a_skipped_step_moves_nothing(device, backend, flag):
+    before = trajectory(device, backend, torch.float32, torch.bfloat16, steps=0)
+    after = trajectory(device, backend, torch.float32, torch.bfloat16, skip=flag.to(device))
+    assert_same(after, before)
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -128,7 +154,8 @@ def test_one_step_from_known_moments_is_as_accurate_as_eager_adamw(device, backe
         return {"param": p.detach(), "average": 0.1 * p.detach()}
 
     oracle, eager, ours = exactly(torch.float64), exactly(torch.float32), {"param": param.clone(), "average": average}
-    more = Extras(grad_scale=torch.tensor(0.7, device=device), average=average, average_rate=0.9)
+    shares = torch.tensor([0.1], device=device)
+    more = Extras(grad_scale=torch.tensor(0.7, device=device), averages=[average], shares=shares)
     adamw8bit(ours["param"], grad, moments, blocks, step, more, backend)
     assert_no_worse(ours, eager, oracle)
 
@@ -546,11 +573,13 @@ def test_copies_and_averages_are_updated_in_the_same_pass():
     p = nn.Parameter(gradient(1000, 9))
     optimizer = AdamW8bit([p])
     optimizer.copies[p] = torch.zeros(10, 100, dtype=torch.float16)
-    optimizer.averages[p] = (torch.zeros(1000), 0.75)
+    optimizer.averages[p] = ([torch.zeros(1000), torch.zeros(10, 100)], torch.tensor([0.25, 1.0]))
     p.grad = gradient(1000, 1)
     optimizer.step()
     assert torch.equal(optimizer.copies[p].flatten(), p.detach().half())
-    assert torch.equal(optimizer.averages[p][0], 0.25 * p.detach())
+    slow, last = optimizer.averages[p][0]
+    assert torch.equal(slow, 0.25 * p.detach())
+    assert torch.equal(last.flatten(), p.detach())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -594,13 +623,19 @@ def operands(device, straddling=()):
 
 def test_the_ops_pass_opcheck(device):
     blocks, param, grad, flats = operands(device, [("behind", 5)])
-    scale, values = torch.tensor(1.0, device=device), _numbers(numbers())
+    scale, values = torch.tensor(1.0, device=device), list(numbers().numbers)
     copied, average = torch.zeros(NUMEL, dtype=torch.bfloat16, device=device), torch.zeros(NUMEL, device=device)
     arguments = (grad, *flats, scale, _table(blocks), 1, values[:4])
     torch.library.opcheck(_largest_triton, arguments)
     shared = _largest_triton(*arguments)
-    for extras in ((copied, average, scale, shared), (None, None, None, shared)):
-        torch.library.opcheck(_adamw8bit_triton, (param, grad, *flats, *extras, _table(blocks), 1, 0, [*values, 0.1]))
+    share, skip = torch.tensor([0.1], device=device), torch.tensor(False, device=device)
+    step = on_device(numbers(), device)
+    for extras, more in (
+        ((copied, [average], share, scale, shared, skip), (step.number, step.numbers)),
+        ((None, [], None, None, shared, None), (None, None)),
+    ):
+        arguments = (param, grad, *flats, *extras, _table(blocks), 1, 0, values, *more)
+        torch.library.opcheck(_adamw8bit_triton, arguments)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -623,18 +658,26 @@ def test_bytes_moved_are_those_of_the_docstring():
     numel = 64 * BLOCK
     blocks, moments = blocked("cpu", numel, [Fragment("p", 0, numel, 0)])
     param, grad = torch.zeros(numel), torch.ones(numel, dtype=torch.bfloat16)
-    for extras, expected in ((Extras(copy=torch.zeros(numel).bfloat16()), 16), (Extras(average=param.clone()), 22)):
+    for extras, expected in (
+        (Extras(copy=torch.zeros(numel).bfloat16()), 16),
+        (
+            Extras(averages=[param.clone(), param.clone()], shares=torch.zeros(2)),
+            30,
+        ),
+    ):
         with traffic.counting() as moved:
             adamw8bit(param, grad, moments, blocks, numbers(), extras, "triton")
-        # Of each block: two scales read and written, index, offset and phase read.
-        assert moved.bytes / numel == expected + 32 / BLOCK
+        # Of each block: two scales read and written, index, offset and phase read; two shares of 8 blocks.
+        assert moved.bytes / numel == expected + (32 + len(extras.averages) * 4 / 8) / BLOCK
 
 
 def refusal(**changed):
     blocks, moments = blocked("cpu", straddling=changed.pop("straddling", ()))
     values = {"param": torch.zeros(NUMEL), "grad": torch.zeros(NUMEL)} | changed
     moments = Moments(*(values.pop(n, getattr(moments, n)) for n in ("m_codes", "v_codes", "m_scales", "v_scales")))
-    extras = Extras(**{n: values.pop(n) for n in ("grad_scale", "shared", "copy", "average") if n in values})
+    extras = Extras(
+        **{n: values.pop(n) for n in ("grad_scale", "shared", "copy", "averages", "shares", "skip") if n in values}
+    )
     for backend in BACKENDS:
         adamw8bit(values["param"], values["grad"], moments, blocks, numbers(), extras, backend)
 
@@ -652,7 +695,9 @@ def refusal(**changed):
         ({"v_scales": torch.zeros(20).double()}, "v_scales is torch.float64"),
         ({"grad_scale": torch.ones(1)}, r"grad_scale .* shape \(1,\) on cpu, expected torch.float32 of shape \(\)"),
         ({"copy": torch.zeros(NUMEL, dtype=torch.int8)}, "copy is torch.int8"),
-        ({"average": torch.zeros(NUMEL).half()}, "average is torch.float16"),
+        ({"averages": [torch.zeros(NUMEL).half()]}, r"averages\[0\] is torch.float16"),
+        ({"averages": [torch.zeros(NUMEL)]}, "1 averages without shares"),
+        ({"skip": torch.zeros(1)}, "skip is torch.float32 of shape .* expected torch.bool or torch.float32 of shape"),
         ({"straddling": [("whole", 0)]}, "1 blocks straddle ranks, expected their shared scales"),
         ({"straddling": [("whole", 0)], "shared": torch.zeros(3, 2)}, r"shared .* expected .* shape \(1, 2\)"),
     ],

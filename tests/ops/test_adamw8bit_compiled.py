@@ -14,7 +14,7 @@ from fastdiff.parallel.fragments import Fragment
 from fastdiff_kernels.adamw8bit import BLOCK, compiled
 from fastdiff_kernels.adamw8bit.blocks import Key, build_blocks
 from fastdiff_kernels.adamw8bit.kernels import adamw8bit, largest
-from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step
+from fastdiff_kernels.adamw8bit.reference import DeviceStep, Extras, Moments, Step
 from fastdiff_kernels.names import Backend
 
 CPU = torch.device("cpu")
@@ -71,7 +71,8 @@ def trajectory(
     blocks = build_blocks(layout, CPU, straddling)
     codes = torch.zeros(NUMEL, dtype=torch.int8), torch.zeros(NUMEL, dtype=torch.uint8)
     moments = Moments(*codes, torch.zeros(blocks.pieces), torch.zeros(blocks.pieces))
-    param, copy, average = values(99), torch.full((NUMEL,), 7.0, dtype=torch.bfloat16), torch.full((NUMEL,), 7.0)
+    param, copy = values(99), torch.full((NUMEL,), 7.0, dtype=torch.bfloat16)
+    averages = [torch.full((NUMEL,), 7.0) for _ in range(2)]
     scale = torch.tensor(0.7) if extras else None
     for number in range(1, steps + 1):
         grad = values(number).to(dtype)
@@ -80,12 +81,21 @@ def trajectory(
         if straddling:  # the other ranks' pieces have twice the moments
             shared = 2 * largest(grad, moments, blocks, numbers(number), scale, backend)
         more = Extras(
-            grad_scale=scale, shared=shared, copy=copy if extras else None, average=average if extras else None,
-            average_rate=0.9,
+            grad_scale=scale, shared=shared, copy=copy if extras else None, averages=averages if extras else (),
+            shares=torch.tensor([0.1, 0.9]) if extras else None,
         )  # fmt: skip
-        adamw8bit(param, grad, moments, blocks, numbers(number), more, backend)
+        step = numbers(number)
+        if extras:
+            step = DeviceStep(number=torch.tensor(number), numbers=torch.tensor(step.numbers))
+        adamw8bit(param, grad, moments, blocks, step, more, backend)
     names = ("m_codes", "v_codes", "m_scales", "v_scales")
-    return {"param": param, "copy": copy, "average": average, **{name: getattr(moments, name) for name in names}}
+    return {
+        "param": param,
+        "copy": copy,
+        "slow": averages[0],
+        "fast": averages[1],
+        **{name: getattr(moments, name) for name in names},
+    }
 
 
 def assert_equal_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

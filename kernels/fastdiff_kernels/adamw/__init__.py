@@ -57,7 +57,7 @@ def step_numbers(
         beta2^number), eps``.
     """
     beta1, beta2 = betas
-    rate, correction = lr / (1 - beta1**number), (1 - beta2**number) ** -0.5
+    rate, correction = lr / (1 - beta1**number), 1 / math.sqrt(1 - beta2**number)
     return beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight_decay, rate, correction, eps
 
 

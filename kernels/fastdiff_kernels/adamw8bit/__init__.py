@@ -5,7 +5,6 @@ Formula, bytes and limits are those of ``kernels``, the codes those of ``compand
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fastdiff_kernels.adamw import step_numbers
 from fastdiff_kernels.adamw8bit.blocks import Blocks, Slice, Whole, build_blocks, find_straddling
 from fastdiff_kernels.adamw8bit.companding import BLOCK
 from fastdiff_kernels.adamw8bit.kernels import adamw8bit, largest
@@ -48,8 +48,8 @@ class AdamW8bit(torch.optim.Optimizer):
     """fp32 scalar on the device that multiplies every gradient until it is changed (unscaling, clipping); None: 1."""
     copies: dict[Tensor, Tensor]
     """For an optimized tensor, a tensor of equal size and any float dtype that receives the new parameters."""
-    averages: dict[Tensor, tuple[Tensor, float]]
-    """For an optimized tensor, an fp32 average of equal size and its decay rate per step."""
+    averages: dict[Tensor, tuple[Sequence[Tensor], Tensor]]
+    """For an optimized tensor, fp32 averages of equal size, and the fp32 shares by which a step moves each, ``[K]``."""
 
     def __init__(
         self,
@@ -155,14 +155,14 @@ class AdamW8bit(torch.optim.Optimizer):
         if blocks.straddling:
             shared = largest(grad, moments, blocks, step, scale)
             torch.distributed.all_reduce(shared.view(torch.int32), torch.distributed.ReduceOp.MAX, self._group)
-        average, rate = self.averages.get(p, (None, 1.0))
+        averages, shares = self.averages.get(p, ((), None))
         copy = self.copies.get(p)
         extras = Extras(
             grad_scale=scale,
             shared=shared,
             copy=None if copy is None else copy.view(-1),
-            average=None if average is None else average.view(-1),
-            average_rate=rate,
+            averages=[average.view(-1) for average in averages],
+            shares=shares,
         )
         adamw8bit(p.detach().view(-1), grad, moments, blocks, step, extras)
 
@@ -197,14 +197,9 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def _numbers(group: dict[str, Any], number: int, seed: int) -> Step:
-    beta1, beta2 = group["betas"]
+    beta1, _, beta2, _, shrink, rate, correction, eps = step_numbers(
+        number, group["lr"], group["betas"], group["eps"], group["weight_decay"]
+    )
     return Step(
-        number=number,
-        beta1=beta1,
-        beta2=beta2,
-        shrink=1 - group["lr"] * group["weight_decay"],
-        rate=group["lr"] / (1 - beta1**number),
-        correction=1 / math.sqrt(1 - beta2**number),
-        eps=group["eps"],
-        seed=seed,
+        number=number, beta1=beta1, beta2=beta2, shrink=shrink, rate=rate, correction=correction, eps=eps, seed=seed
     )

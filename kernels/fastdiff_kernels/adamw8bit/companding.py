@@ -44,19 +44,19 @@ SMALLEST_SCALE = 1e-33
 """Keeps the factor of a block of zeros finite; below it, codes are smaller than they could be."""
 
 
-def dither_reference(phase: Tensor, step: int) -> tuple[Tensor, Tensor]:
+def dither_reference(phase: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor]:
     """Dithers minus 1/2 in units of 2**-16, int16 ``[blocks, BLOCK]``, for m and for v.
 
     Args:
         phase: int32 ``[blocks, 1]``, that of the first element of each block.
-        step: number of the step.
+        step: number of the step, or an int64 scalar of it.
     """
     words = phase + words_of_lanes(step, phase.device)
     halves = words.view(torch.int16).view(*words.shape, 2)
     return halves[..., 1], halves[..., 0]
 
 
-def words_of_lanes(step: int, device: torch.device) -> Tensor:
+def words_of_lanes(step: int | Tensor, device: torch.device) -> Tensor:
     """Weyl words of the elements of a block without its phase, int32 ``[BLOCK]``, modulo 2**32."""
     lane = torch.arange(BLOCK, dtype=torch.int64, device=device) * ELEMENT_STEP + step * TIME_STEP
     return (((lane + 2**31) & _WORD) - 2**31).to(torch.int32)

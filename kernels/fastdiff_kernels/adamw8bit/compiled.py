@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -22,26 +22,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastdiff_kernels.adamw.averages import averaged_reference
 from fastdiff_kernels.adamw8bit.blocks import Blocks, Slice, Whole, build_blocks
 from fastdiff_kernels.adamw8bit.companding import BLOCK, LEVELS_M, LEVELS_V, SMALLEST_SCALE, words_of_lanes
-from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step, adamw8bit_reference
+from fastdiff_kernels.adamw8bit.reference import DeviceStep, Extras, Moments, Step, adamw8bit_reference
 
 _FEWEST = 8
 """Blocks of a slice from which on a call of the compiled code is shorter than the reference."""
 _AT_ONCE = 1024
 """Blocks of a call per thread: Inductor keeps the moments of all of them, which then stay in the cache."""
 _VARIANTS = 64
-"""Limit of the graphs: dtypes of gradient and copy, and which of copy, average and scale there are."""
+"""Limit of the graphs: dtypes of gradient and copy, whether there are copy and scale, and how many averages."""
 _marked: set[tuple[torch.dtype | None, ...]] = set()
 """Variants of which a call was marked."""
 
 
 def _update(
     w: Tensor, grad: Tensor, m_codes: Tensor, v_codes: Tensor, m_scales: Tensor, v_scales: Tensor, phase: Tensor,
-    lane: Tensor, numbers: Tensor, scale: Tensor | None, copy: Tensor | None, average: Tensor | None,
+    lane: Tensor, numbers: Tensor, scale: Tensor | None, copy: Tensor | None, averages: Sequence[Tensor],
+    shares: Tensor | None,
 ) -> None:  # fmt: skip
     """Update whole blocks ``[blocks, BLOCK]`` in place; the arithmetic of ``adamw8bit_reference`` in its order."""
-    beta1, beta1_rest, beta2, beta2_rest, shrink, rate, correction, eps, average_rest = numbers.unbind()
+    beta1, beta1_rest, beta2, beta2_rest, shrink, rate, correction, eps = numbers.unbind()
     g = grad.to(torch.float32) if scale is None else grad.to(torch.float32) * scale
     code = m_codes.to(torch.float32)
     m = code.abs() * code * (m_scales[:, None] * (1.0 / LEVELS_M**2)) * beta1 + g * beta1_rest
@@ -57,8 +59,9 @@ def _update(
     v_scales.copy_(v_scale[:, 0])
     new = w * shrink - m * rate / (root * correction + eps)
     w.copy_(new)
-    if average is not None:
-        average.copy_(average + (new - average) * average_rest)
+    if shares is not None:
+        for index, average in enumerate(averages):
+            average.copy_(averaged_reference(average, new, shares[index]))
     if copy is not None:
         copy.copy_(new)
 
@@ -125,7 +128,7 @@ def _restricted(blocks: Blocks, slices: tuple[Slice, ...], index: Tensor) -> Blo
 
 
 def adamw8bit_compiled(
-    param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, step: Step, extras: Extras
+    param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, step: Step | DeviceStep, extras: Extras
 ) -> None:
     """``adamw8bit`` of fp32 parameters on a CPU.
 
@@ -137,19 +140,19 @@ def adamw8bit_compiled(
     _step(param, grad, moments, blocks, step, extras)
 
 
-def _step(param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, step: Step, extras: Extras) -> None:
+def _step(
+    param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, step: Step | DeviceStep, extras: Extras
+) -> None:
     parts, lane = _parts(blocks), words_of_lanes(step.number, param.device)
-    numbers = torch.tensor([
-        step.beta1, 1 - step.beta1, step.beta2, 1 - step.beta2, step.shrink, step.rate, step.correction, step.eps,
-        1 - extras.average_rate,
-    ], dtype=torch.float32)  # fmt: skip
-    flats = (param, grad, moments.m_codes, moments.v_codes, extras.copy, extras.average)
+    numbers = step.numbers if isinstance(step, DeviceStep) else torch.tensor(step.numbers, dtype=torch.float32)
+    flats = (param, grad, moments.m_codes, moments.v_codes, extras.copy, *extras.averages)
     variant = (grad.dtype, *(None if t is None else t.dtype for t in (extras.grad_scale, *flats[4:])))
+    shares = extras.shares if extras.averages else None
     for piece, first, count in (call for run in parts.whole for call in _calls(*run)):
         rows = [None if flat is None else flat.narrow(0, first, count * BLOCK).view(count, BLOCK) for flat in flats]
         scales = [of.narrow(0, piece, count) for of in (moments.m_scales, moments.v_scales, blocks.phases)]
         _any_number([*rows, *scales], variant)
-        _compiled()(*rows[:4], *scales, lane, numbers, extras.grad_scale, *rows[4:])
+        _compiled()(*rows[:4], *scales, lane, numbers, extras.grad_scale, rows[4], rows[5:], shares)
     if parts.index.numel():
         _step_rest(param, grad, moments, parts, step, extras)
 
@@ -174,7 +177,9 @@ def _any_number(tensors: list[Tensor | None], variant: tuple[torch.dtype | None,
             mark_dynamic(tensor, 0)
 
 
-def _step_rest(param: Tensor, grad: Tensor, moments: Moments, parts: _Parts, step: Step, extras: Extras) -> None:
+def _step_rest(
+    param: Tensor, grad: Tensor, moments: Moments, parts: _Parts, step: Step | DeviceStep, extras: Extras
+) -> None:
     scales = replace(moments, m_scales=moments.m_scales[parts.index], v_scales=moments.v_scales[parts.index])
     adamw8bit_reference(param, grad, scales, parts.rest, step, extras)
     moments.m_scales[parts.index], moments.v_scales[parts.index] = scales.m_scales, scales.v_scales

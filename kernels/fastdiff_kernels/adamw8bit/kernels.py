@@ -6,8 +6,10 @@ moments decoded from the codes of ``companding`` and encoded again::
     g = grad_scale * grad                    m = beta1 * m + (1 - beta1) * g      v = beta2 * v + (1 - beta2) * g^2
     w = (1 - lr * weight_decay) * w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-``grad_scale`` unscales and clips. In the same pass, on request: a copy of w in another dtype, and an average,
-``average += (1 - rate) * (w - average)``. Parameters in bf16 are rounded stochastically (``rounding``).
+``grad_scale`` unscales and clips. In the same pass, on request: a copy of w in another dtype, and any number of
+averages of w (``adamw.averages``). Parameters in bf16 are rounded stochastically (``rounding``). The numbers of the
+step are arguments of the launch (``Step``), or are read on the device (``DeviceStep``), with equal bits. The flag
+``skip`` is read on the device, and leaves everything as it is, whatever the gradient.
 
 Blocks of 256 elements are cut in the coordinates of the parameter, and dither and rounding are functions of the place
 in the parameter and the step, so that the trajectory is bitwise the same for every cut into ranks. The pieces of a
@@ -16,8 +18,8 @@ block that straddles ranks agree on its two scales in an all-reduce (MAX) of 8 b
 Every operation is rounded on its own (no fused multiply-add) and correctly, so that torch and Triton agree to the bit.
 
 Bytes per parameter, fp32 parameters, bf16 gradient and bf16 copy: parameter 4 + 4, gradient 2, m 1 + 1, v 1 + 1, copy 2
-= 16, scales and block table (8 + 8 + 16 of 256 elements) 0.13; an average adds 8. That is the limit: nothing is read or
-written twice. Inductor's code for one flat tensor that is cut into blocks from its beginning moves 16.06; DeepSpeed's
+= 16, scales and block table (8 + 8 + 16 of 256 elements) 0.13; each average adds 8. That is the limit: nothing is read
+or written twice. Inductor's code for one flat tensor that is cut into blocks from its beginning moves 16.06; DeepSpeed's
 separate passes (gradient to fp32, unscale, Adam, copy, average) 48 to 60. The state holds 2 + 24 / 256 = 2.09 bytes
 per parameter, the table of blocks included.
 
@@ -33,14 +35,25 @@ block's parameters NaN: it is never hidden. The trainer skips such steps before 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from fastdiff_kernels.adamw import NUMBERS
+from fastdiff_kernels.adamw.arguments import check, check_averages, check_skip
+from fastdiff_kernels.adamw.averages import update_averages
 from fastdiff_kernels.adamw8bit.blocks import Blocks
 from fastdiff_kernels.adamw8bit.companding import decode_m, decode_root_v, dither, encode_m, encode_root_v
 from fastdiff_kernels.adamw8bit.compiled import adamw8bit_compiled
-from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step, adamw8bit_reference, largest_reference
+from fastdiff_kernels.adamw8bit.reference import (
+    DeviceStep,
+    Extras,
+    Moments,
+    Step,
+    adamw8bit_reference,
+    largest_reference,
+)
 from fastdiff_kernels.adamw8bit.rounding import round_to_bf16
 from fastdiff_kernels.dispatch import choose, plain
 from fastdiff_kernels.launch import jit, run, tl
@@ -122,14 +135,29 @@ def _adamw8bit_largest_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _applies(skip_ptr):  # type: ignore[no-untyped-def]
+    """Whether the step is taken."""
+    if skip_ptr is None:
+        return True
+    else:
+        return tl.load(skip_ptr) == 0
+
+
+@jit
 def _update(  # type: ignore[no-untyped-def]
     param_ptr, grad_ptr, m_codes_ptr, v_codes_ptr, m_scales_ptr, v_scales_ptr, grad_scale_ptr, shared_ptr, copy_ptr,
-    average_ptr, offsets_ptr, phases_ptr, table_ptr, lanes_ptr, lengths_ptr, slots_ptr,
-    count, step16, seed, beta1, beta1_rest, beta2, beta2_rest, shrink, rate, correction, eps, average_rest,
+    averages_ptr, shares_ptr, offsets_ptr, phases_ptr, number_ptr, numbers_ptr, table_ptr, lanes_ptr, lengths_ptr,
+    slots_ptr, count, step16, seed, beta1, beta1_rest, beta2, beta2_rest, shrink, rate, correction, eps,
     BLOCK_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     step = step16 // 16
+    if numbers_ptr is not None:
+        step = tl.load(number_ptr)
+        beta1, beta1_rest = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
+        beta2, beta2_rest = tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3)
+        shrink, rate = tl.load(numbers_ptr + 4), tl.load(numbers_ptr + 5)
+        correction, eps = tl.load(numbers_ptr + 6), tl.load(numbers_ptr + 7)
     exists, piece, phase, place, mask = _load(
         rows, offsets_ptr, phases_ptr, table_ptr, count, lanes_ptr, lengths_ptr, BLOCK_ROWS, ALIGNED
     )
@@ -150,9 +178,7 @@ def _update(  # type: ignore[no-untyped-def]
         tl.store(param_ptr + place, round_to_bf16(w, phase, step, seed, BLOCK_ROWS), mask=mask)
     else:
         tl.store(param_ptr + place, w, mask=mask)
-    if average_ptr is not None:
-        old = tl.load(average_ptr + place, mask=mask, other=0)
-        tl.store(average_ptr + place, old + (w - old) * average_rest, mask=mask)
+    update_averages(averages_ptr, shares_ptr, place, mask, w)
     if copy_ptr is not None:
         tl.store(copy_ptr + place, w.to(copy_ptr.dtype.element_ty), mask=mask)
     m_dither, v_dither = dither(phase[:, None], tl.arange(0, 256)[None, :], step)
@@ -162,32 +188,36 @@ def _update(  # type: ignore[no-untyped-def]
 
 @jit
 def _adamw8bit_aligned_kernel(  # type: ignore[no-untyped-def]
-    param_ptr, grad_ptr, m_codes_ptr, v_codes_ptr, m_scales_ptr, v_scales_ptr, grad_scale_ptr, copy_ptr, average_ptr,
-    offsets_ptr, phases_ptr, table_ptr,
-    count, step16, seed, beta1, beta1_rest, beta2, beta2_rest, shrink, rate, correction, eps, average_rest,
+    param_ptr, grad_ptr, m_codes_ptr, v_codes_ptr, m_scales_ptr, v_scales_ptr, grad_scale_ptr, copy_ptr, averages_ptr,
+    shares_ptr, offsets_ptr, phases_ptr, number_ptr, numbers_ptr, skip_ptr, table_ptr,
+    count, step16, seed, beta1, beta1_rest, beta2, beta2_rest, shrink, rate, correction, eps,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program updates ``BLOCK_ROWS`` aligned blocks."""
-    _update(
-        param_ptr, grad_ptr, m_codes_ptr, v_codes_ptr, m_scales_ptr, v_scales_ptr, grad_scale_ptr, None, copy_ptr,
-        average_ptr, offsets_ptr, phases_ptr, table_ptr, None, None, None, count, step16, seed,
-        beta1, beta1_rest, beta2, beta2_rest, shrink, rate, correction, eps, average_rest, BLOCK_ROWS, True,
-    )  # fmt: skip
+    if _applies(skip_ptr):
+        _update(
+            param_ptr, grad_ptr, m_codes_ptr, v_codes_ptr, m_scales_ptr, v_scales_ptr, grad_scale_ptr, None, copy_ptr,
+            averages_ptr, shares_ptr, offsets_ptr, phases_ptr, number_ptr, numbers_ptr, table_ptr, None, None, None,
+            count, step16, seed, beta1, beta1_rest, beta2, beta2_rest, shrink, rate, correction, eps, BLOCK_ROWS, True,
+        )  # fmt: skip
 
 
 @jit
 def _adamw8bit_masked_kernel(  # type: ignore[no-untyped-def]
-    param_ptr, grad_ptr, m_codes_ptr, v_codes_ptr, m_scales_ptr, v_scales_ptr, grad_scale_ptr, copy_ptr, average_ptr,
-    offsets_ptr, phases_ptr, table_ptr, count, step16, seed, beta1, beta1_rest, beta2, beta2_rest, shrink, rate,
-    correction, eps, average_rest, shared_ptr, lanes_ptr, lengths_ptr, slots_ptr,
+    param_ptr, grad_ptr, m_codes_ptr, v_codes_ptr, m_scales_ptr, v_scales_ptr, grad_scale_ptr, copy_ptr, averages_ptr,
+    shares_ptr, offsets_ptr, phases_ptr, number_ptr, numbers_ptr, skip_ptr, table_ptr,
+    count, step16, seed, beta1, beta1_rest, beta2, beta2_rest, shrink, rate, correction, eps,
+    shared_ptr, lanes_ptr, lengths_ptr, slots_ptr,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program updates ``BLOCK_ROWS`` pieces of any length and place."""
-    _update(
-        param_ptr, grad_ptr, m_codes_ptr, v_codes_ptr, m_scales_ptr, v_scales_ptr, grad_scale_ptr, shared_ptr, copy_ptr,
-        average_ptr, offsets_ptr, phases_ptr, table_ptr, lanes_ptr, lengths_ptr, slots_ptr, count, step16, seed,
-        beta1, beta1_rest, beta2, beta2_rest, shrink, rate, correction, eps, average_rest, BLOCK_ROWS, False,
-    )  # fmt: skip
+    if _applies(skip_ptr):
+        _update(
+            param_ptr, grad_ptr, m_codes_ptr, v_codes_ptr, m_scales_ptr, v_scales_ptr, grad_scale_ptr, shared_ptr,
+            copy_ptr, averages_ptr, shares_ptr, offsets_ptr, phases_ptr, number_ptr, numbers_ptr, table_ptr, lanes_ptr,
+            lengths_ptr, slots_ptr,
+            count, step16, seed, beta1, beta1_rest, beta2, beta2_rest, shrink, rate, correction, eps, BLOCK_ROWS, False,
+        )  # fmt: skip
 
 
 def _table(blocks: Blocks) -> list[Tensor]:
@@ -195,28 +225,29 @@ def _table(blocks: Blocks) -> list[Tensor]:
     return [b.offsets, b.phases, b.aligned, b.others, b.lanes, b.lengths, b.slots]
 
 
-def _numbers(step: Step) -> list[float]:
-    betas = [step.beta1, 1 - step.beta1, step.beta2, 1 - step.beta2]
-    return [*betas, step.shrink, step.rate, step.correction, step.eps]
-
-
-def _validate(param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, extras: Extras) -> None:
+def _validate(
+    param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, step: Step | DeviceStep, extras: Extras
+) -> None:
     floats = (torch.float32, torch.bfloat16, torch.float16)
     numel, pieces = (param.numel(),), (blocks.pieces,)
-    _check("param", param, numel, (torch.float32, torch.bfloat16), param.device)
-    _check("grad", grad, numel, floats, param.device)
-    _check("m_codes", moments.m_codes, numel, (torch.int8,), param.device)
-    _check("v_codes", moments.v_codes, numel, (torch.uint8,), param.device)
-    _check("m_scales", moments.m_scales, pieces, (torch.float32,), param.device)
-    _check("v_scales", moments.v_scales, pieces, (torch.float32,), param.device)
+    check("param", param, numel, (torch.float32, torch.bfloat16), param.device)
+    check("grad", grad, numel, floats, param.device)
+    check("m_codes", moments.m_codes, numel, (torch.int8,), param.device)
+    check("v_codes", moments.v_codes, numel, (torch.uint8,), param.device)
+    check("m_scales", moments.m_scales, pieces, (torch.float32,), param.device)
+    check("v_scales", moments.v_scales, pieces, (torch.float32,), param.device)
+    if isinstance(step, DeviceStep):
+        check("number", step.number, (), (torch.int64,), param.device)
+        check("numbers", step.numbers, (NUMBERS,), (torch.float32,), param.device)
     if extras.grad_scale is not None:
-        _check("grad_scale", extras.grad_scale, (), (torch.float32,), param.device)
+        check("grad_scale", extras.grad_scale, (), (torch.float32,), param.device)
+    if extras.skip is not None:
+        check_skip(extras.skip, param.device)
+    check_averages(extras.averages, extras.shares, param)
     if extras.copy is not None:
-        _check("copy", extras.copy, numel, floats, param.device)
-    if extras.average is not None:
-        _check("average", extras.average, numel, (torch.float32,), param.device)
+        check("copy", extras.copy, numel, floats, param.device)
     if extras.shared is not None:
-        _check("shared", extras.shared, (blocks.straddling, 2), (torch.float32,), param.device)
+        check("shared", extras.shared, (blocks.straddling, 2), (torch.float32,), param.device)
     elif blocks.straddling:
         raise ValueError(
             f"{blocks.straddling} blocks straddle ranks, expected their shared scales: the maximum over the ranks of "
@@ -224,30 +255,21 @@ def _validate(param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, ext
         )
 
 
-def _check(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    right = tensor.dtype in dtypes and tuple(tensor.shape) == shape and tensor.device == device
-    if right and tensor.is_contiguous():
-        return  # nothing is formatted in a step
-    given = f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
-    if right:
-        raise ValueError(f"{given} has strides {tensor.stride()}, expected it to be contiguous; use .contiguous()")
-    expected = " or ".join(str(dtype) for dtype in dtypes)
-    raise ValueError(f"{given}, expected {expected} of shape {shape} on {device}")
-
-
 @torch.library.custom_op(
-    "fastdiff::adamw8bit", mutates_args=("param", "m_codes", "v_codes", "m_scales", "v_scales", "copy", "average")
+    "fastdiff::adamw8bit", mutates_args=("param", "m_codes", "v_codes", "m_scales", "v_scales", "copy", "averages")
 )
 def _adamw8bit_triton(
     param: Tensor, grad: Tensor, m_codes: Tensor, v_codes: Tensor, m_scales: Tensor, v_scales: Tensor,
-    copy: Tensor | None, average: Tensor | None, grad_scale: Tensor | None, shared: Tensor | None,
-    table: Sequence[Tensor], number: int, seed: int, numbers: Sequence[float],
+    copy: Tensor | None, averages: Sequence[Tensor], shares: Tensor | None, grad_scale: Tensor | None,
+    shared: Tensor | None, skip: Tensor | None, table: Sequence[Tensor], number: int, seed: int,
+    numbers: Sequence[float], device_number: Tensor | None, device_numbers: Tensor | None,
 ) -> None:  # fmt: skip
-    """Launch the update; ``table`` as from ``_table``, ``numbers`` as from ``_numbers``."""
+    """Launch the update; ``table`` as from ``_table``, ``number`` and ``numbers`` unless those of the device exist."""
     offsets, phases, aligned, others, *masks = table
-    flats = (param, grad, m_codes, v_codes, m_scales, v_scales, grad_scale, copy, average, offsets, phases)
+    flats = (
+        param, grad, m_codes, v_codes, m_scales, v_scales, grad_scale, copy, tuple(averages), shares, offsets, phases,
+        device_number, device_numbers, skip,
+    )  # fmt: skip
     # An integer argument that 16 divides is a type of its own to Triton: the number of the step would be two.
     steps = (16 * number, seed, *numbers)
     run(
@@ -309,7 +331,7 @@ def largest(
     m = moments
     out: Tensor = _largest_triton(
         grad, m.m_codes, m.v_codes, m.m_scales, m.v_scales, scale, _table(blocks), blocks.straddling,
-        _numbers(step)[:4],
+        step.numbers[:4],
     )  # fmt: skip
     return out
 
@@ -319,7 +341,7 @@ def adamw8bit(
     grad: Tensor,
     moments: Moments,
     blocks: Blocks,
-    step: Step,
+    step: Step | DeviceStep,
     extras: Extras | None = None,
     backend: Backend | None = None,
 ) -> None:
@@ -331,7 +353,7 @@ def adamw8bit(
         moments: of the parameters; zeros before the first step.
         blocks: where the pieces of the parameters' blocks lie in ``[N]``.
         step: the numbers of the step.
-        extras: scale of the gradient, shared scales (needed if ``blocks.straddling``), copy and average.
+        extras: scale of the gradient, shared scales (needed if ``blocks.straddling``), copy, averages and ``skip``.
         backend: implementation; None: the default of ``dispatch.choose``.
 
     Raises:
@@ -339,16 +361,27 @@ def adamw8bit(
         RuntimeError: Triton was requested, or ``compile`` on a CPU, and cannot run here.
     """
     extras = extras or Extras()
-    _validate(param, grad, moments, blocks, extras)
+    _validate(param, grad, moments, blocks, step, extras)
     chosen = choose("adamw8bit", param, backend)
+    if chosen == "triton":
+        _launch(param, grad, moments, blocks, step, extras)
+        return
+    if param.device.type == "cpu" and extras.skip is not None and not torch.compiler.is_compiling():
+        if extras.skip:  # the host waits for no device
+            return
+        extras = replace(extras, skip=None)
     if chosen == "compile" and param.device.type == "cpu" and param.dtype == torch.float32:
         adamw8bit_compiled(param, grad, moments, blocks, step, extras)
-        return
-    if chosen != "triton":
+    else:
         plain(adamw8bit_reference, chosen)(param, grad, moments, blocks, step, extras)
-        return
-    m = moments
+
+
+def _launch(param: Tensor, grad: Tensor, m: Moments, blocks: Blocks, step: Step | DeviceStep, extras: Extras) -> None:
+    if isinstance(step, DeviceStep):
+        steps = (0, step.seed, [0.0] * NUMBERS, step.number, step.numbers)
+    else:
+        steps = (step.number, step.seed, step.numbers, None, None)
     _adamw8bit_triton(
-        param, grad, m.m_codes, m.v_codes, m.m_scales, m.v_scales, extras.copy, extras.average, extras.grad_scale,
-        extras.shared, _table(blocks), step.number, step.seed, [*_numbers(step), 1 - extras.average_rate],
+        param, grad, m.m_codes, m.v_codes, m.m_scales, m.v_scales, extras.copy, extras.averages, extras.shares,
+        extras.grad_scale, extras.shared, extras.skip, _table(blocks), *steps,
     )  # fmt: skip

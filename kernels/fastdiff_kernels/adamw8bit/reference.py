@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from fastdiff_kernels.adamw.averages import averaged_reference
 from fastdiff_kernels.adamw8bit.blocks import Blocks, Slice
 from fastdiff_kernels.adamw8bit.companding import (
     BLOCK,
@@ -42,6 +43,24 @@ class Step:
     seed: int = 0
     """Of the stochastic rounding, in [0, 2**63)."""
 
+    @property
+    def numbers(self) -> Sequence[float]:
+        """As ``adamw.step_numbers`` returns them."""
+        betas = (self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
+        return *betas, self.shrink, self.rate, self.correction, self.eps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeviceStep:
+    """The numbers of one step on the device of the parameters, so that a CUDA graph stays right in the next step."""
+
+    number: Tensor
+    """int64 scalar, from 1."""
+    numbers: Tensor
+    """fp32 ``[8]``: those of ``adamw.step_numbers``."""
+    seed: int = 0
+    """As in ``Step``."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moments:
@@ -67,21 +86,25 @@ class Extras:
     """Scales of straddling blocks, fp32 ``[straddling, 2]``, from ``largest`` and a MAX over the ranks."""
     copy: Tensor | None = None
     """Receives the new parameters, ``[N]``, rounded to its dtype."""
-    average: Tensor | None = None
-    """fp32 ``[N]``, moved towards the new parameters."""
-    average_rate: float = 1.0
-    """Of the average that is kept."""
+    averages: Sequence[Tensor] = ()
+    """Each fp32 ``[N]``, moved towards the new parameters (``adamw.averages``)."""
+    shares: Tensor | None = None
+    """By which each average is moved, fp32 ``[len(averages)]`` in [0, 1]."""
+    skip: Tensor | None = None
+    """bool or fp32 scalar: not zero: nothing changes."""
 
 
 def _advance(
-    grad: Tensor, m_codes: Tensor, v_codes: Tensor, m_scales: Tensor, v_scales: Tensor, step: Step, scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, m_codes: Tensor, v_codes: Tensor, m_scales: Tensor, v_scales: Tensor, step: Step | DeviceStep,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """New m and root of v, fp32 ``[blocks, BLOCK]``."""
+    beta1, beta1_rest, beta2, beta2_rest = step.numbers[:4]
     g = grad.to(torch.float32) if scale is None else grad.to(torch.float32) * scale
-    m = decode_m_reference(m_codes, m_scales[:, None]).mul_(step.beta1)
-    m.add_(g * (1 - step.beta1))
-    v = decode_root_v_reference(v_codes, v_scales[:, None]).square_().mul_(step.beta2)
-    v.add_((g * (1 - step.beta2)).mul_(g))
+    m = decode_m_reference(m_codes, m_scales[:, None]).mul_(beta1)
+    m.add_(g * beta1_rest)
+    v = decode_root_v_reference(v_codes, v_scales[:, None]).square_().mul_(beta2)
+    v.add_((g * beta2_rest).mul_(g))
     return m, root_(v)
 
 
@@ -105,11 +128,15 @@ def _largest(m: Tensor, root: Tensor) -> Tensor:
 
 
 def adamw8bit_reference(
-    param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, step: Step, extras: Extras
+    param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, step: Step | DeviceStep, extras: Extras
 ) -> None:
     """``adamw8bit`` in plain torch."""
-    flats = [param, moments.m_codes, moments.v_codes]
-    flats += [flat for flat in (extras.average, extras.copy) if flat is not None]
+    if extras.skip is not None:
+        _skipping(param, grad, moments, blocks, step, extras, extras.skip)
+        return
+    _, _, _, _, shrink, rate, correction, eps = step.numbers
+    flats = [param, moments.m_codes, moments.v_codes, *extras.averages]
+    flats += [] if extras.copy is None else [extras.copy]
     rows = [_rows(flat, blocks.slices) for flat in flats]
     grads = _rows(grad, blocks.slices)
     fixed = _fixed_scales(blocks, extras.shared)
@@ -127,17 +154,30 @@ def adamw8bit_reference(
         m_dither, v_dither = dither_reference(phase, step.number)
         m_codes.copy_(encode_m_reference(m, scales[:, :1], m_dither))
         v_codes.copy_(encode_root_v_reference(root, scales[:, 1:], v_dither))
-        new = (w.to(torch.float32) * step.shrink).sub_(
-            m.mul_(step.rate).div_(root.mul_(step.correction).add_(step.eps))
-        )
+        new = (w.to(torch.float32) * shrink).sub_(m.mul_(rate).div_(root.mul_(correction).add_(eps)))
         w.copy_(new if w.dtype == torch.float32 else round_to_bf16_reference(new, phase, step.number, step.seed))
-        if extras.average is not None:
-            average = others.pop(0)
-            average.add_((new - average).mul_(1 - extras.average_rate))
+        if extras.shares is not None:
+            for average, share in zip(others, extras.shares, strict=False):
+                average.copy_(averaged_reference(average, new, share))
         if extras.copy is not None:
-            others.pop(0).copy_(new)
+            others[-1].copy_(new)
     for flat, row in zip(flats, rows, strict=True):
         _write(flat, row, blocks.slices)
+
+
+def _skipping(
+    param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, step: Step | DeviceStep, extras: Extras, skip: Tensor
+) -> None:
+    """Take the step on copies, of which nothing is kept if ``skip`` is not zero."""
+    states = [param, moments.m_codes, moments.v_codes, moments.m_scales, moments.v_scales, *extras.averages]
+    states += [] if extras.copy is None else [extras.copy]
+    new = [state.clone() for state in states]
+    copy = None if extras.copy is None else new[-1]
+    averages = new[5 : 5 + len(extras.averages)]
+    without = replace(extras, skip=None, averages=averages, copy=copy)
+    adamw8bit_reference(new[0], grad, Moments(*new[1:5]), blocks, step, without)
+    for state, value in zip(states, new, strict=True):
+        state.copy_(torch.where(skip != 0, state, value))
 
 
 def _fixed_scales(blocks: Blocks, shared: Tensor | None) -> tuple[Tensor, Tensor] | None:

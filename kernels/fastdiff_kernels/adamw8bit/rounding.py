@@ -20,10 +20,10 @@ STREAM = 256
 """Stream of the generator; the trainer's own are smaller."""
 
 
-def round_to_bf16_reference(value: Tensor, phase: Tensor, step: int, seed: int) -> Tensor:
+def round_to_bf16_reference(value: Tensor, phase: Tensor, step: int | Tensor, seed: int) -> Tensor:
     """Round fp32 ``[blocks, BLOCK]`` to bf16, with the int32 ``phase`` ``[blocks, 1]`` of each block."""
     group = torch.arange(BLOCK // 4, device=value.device)[None, :]
-    stream, low = torch.full_like(group, STREAM), torch.full_like(group, step & 0xFFFFFFFF)
+    stream, low = torch.full_like(group, STREAM), torch.zeros_like(group) + (step & 0xFFFFFFFF)
     words = philox_reference(seed, group, stream, low, phase.long() & 0xFFFFFFFF)
     noise = torch.stack([word.broadcast_to(words[1].shape) for word in words], -1).flatten(1) & 0xFFFF
     pattern = (value.contiguous().view(torch.int32).long() + noise) & 0xFFFF0000
