@@ -57,14 +57,17 @@ def test_a_step_of_zero_takes_few_operations_and_one_read(
     assert last.bytes / sum(map(math.prod, shapes)) <= per_parameter
 
 
-FLAT_OPERATIONS, FLAT_BYTES = 40, 40.1
-"""Of norm, exchange of flags, update, averages and copy; per parameter, with one average and bf16 gradients."""
+FLAT_OPERATIONS = 30
+FLAT_BYTES = {"adamw": 40.1, "adamw8bit": 28.5}
+"""Of norm, exchange of flags, update, one average and copy, per parameter, with bf16 gradients; the copy, which is an
+argument, counts as read, too: 2 bytes more than a kernel moves."""
 SMALL = DiTConfig(depth=1, hidden=64, heads=2, patch=4, channels=1, size=8, classes=10)
 """For Triton's interpreter."""
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
 def test_the_step_of_the_flat_engine_reads_nothing(
-    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """With the kernel of a GPU, which here its interpreter runs; the exchange of flags is part of it."""
     config = tiny(
@@ -73,15 +76,16 @@ def test_the_step_of_the_flat_engine_reads_nothing(
         steps=3,
         model=SMALL,
         ema__rates=(0.9,),
+        optim__name=name,
         performance__precision="bf16",
         performance__engine="flat",
-        performance__kernels="auto,adamw=triton",
+        performance__kernels="auto,adamw=triton,adamw8bit=triton",
     )
     last = costs_of(monkeypatch, StepGuard, "take_step", lambda: train(config, launch(0), world))[-1]
     average = costs_of(monkeypatch, Ema, "update", lambda: train(replace(config, samples=80), launch(0), world))[-1]
     shapes = newest(tmp_path).manifest["parameters"].values()
     per = last.bytes / sum(map(math.prod, shapes))
     assert last.reads == 0
-    assert last.operations.total() <= FLAT_OPERATIONS
-    assert per <= FLAT_BYTES
+    assert last.operations.total() <= FLAT_OPERATIONS, last.operations
+    assert per <= FLAT_BYTES[name], per
     assert not average.operations, "the update has moved it"

@@ -14,6 +14,8 @@ from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
 
 Kind = Literal["deepspeed", "flat"]
+OPTIMIZERS = ("adamw", "adamw8bit")
+"""Values of --optim.name that the flat engine has."""
 _OWNED = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16",
     "fp16", "data_types", "communication_data_type", "zero_optimization", "zero_allow_untested_optimizer",
@@ -51,8 +53,9 @@ def _unsupported(config: RunConfig, ds_config: DsConfig) -> str | None:
         return f"with ZeRO stage {stage}: it is for stage 0; use --deepspeed_config deepspeed_configs/ddp.json"
     if config.performance.precision == "fp16":
         return "with --performance.precision fp16: it does not scale the loss; use bf16 or fp32"
-    if config.optim.name != "adamw":
-        return f"with --optim.name {config.optim.name}: use --optim.name adamw, or --performance.engine deepspeed"
+    if config.optim.name not in OPTIMIZERS:
+        names = " or ".join(OPTIMIZERS)
+        return f"with --optim.name {config.optim.name}: use {names}, or --performance.engine deepspeed"
     if others or zero:
         named = ", ".join([*others, *(f"zero_optimization.{name}" for name in zero)])
         return f"with a DeepSpeed JSON that has {named}: remove it, or use --performance.engine deepspeed"

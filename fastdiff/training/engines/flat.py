@@ -58,13 +58,10 @@ class FlatEngine(Engine):
         self.lr = 0.0
 
     def _cut(self, ranges: Sequence[tuple[bool, Sequence[Place]]]) -> list[Part]:
-        """Cut the flat buffers, and create the optimizer with its state for every range."""
+        """Cut the flat buffers, and create the optimizer, whose groups and states are used but not its ``step``."""
         bounds = [(places[0].offset, places[-1].end) for _, places in ranges]
         keys = [self._master[first:end] for first, end in bounds]
         self.optimizer = build_optimizer(keys, self._config.optim, skip_non_finite=False)
-        for key in keys:
-            moments = {name: torch.zeros_like(key) for name in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[key] = {"step": 0, **moments}
         return [
             Part(
                 Flat(key, self.optimizer.state, fragments_of(places), owned=owned),
