@@ -345,10 +345,11 @@ def _resolve(config: RunConfig) -> RunConfig:
 
 def _choose_backends(config: RunConfig, ds_config: deepspeed_config.DsConfig, world: World, stack: ExitStack) -> str:
     """Force the backends of the run and report that of each op; fail on all ranks if one is unavailable on any."""
+    flat = world.on_first(lambda: engines.choose(config, ds_config)) == "flat"
     where = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
 
     def choose() -> list[kernel_choice.Row]:
-        rows = kernel_choice.choices(config, world.device, optimizer_device=where)
+        rows = kernel_choice.choices(config, world.device, optimizer_device=where, flat=flat)
         toolchain.require_for(rows, world.device, compiled=kernel_choice.compiles(config, world.device))
         return rows
 

@@ -1,7 +1,7 @@
 """One update of flat buffers: unscaled and clipped gradient, AdamW, averages and the copy in 16 bits.
 
-On a GPU this is one kernel per ``Part``, which reads on the device whether the step is skipped. On a CPU, whose host has
-the answer at hand, AdamW is torch's own and rounds as it does under DeepSpeed.
+On a GPU this is one kernel per ``Part``, which reads on the device whether the step is skipped. On a CPU, whose host
+has the answer at hand, AdamW is torch's own and rounds as it does under DeepSpeed.
 """
 
 from __future__ import annotations
