@@ -216,7 +216,6 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
     config, world = parts.config, parts.world
     model, engine = _build_engine(parts, saved)
     spikes = Spikes(config.divergence, config.batch.samples, world)
-    accumulation = config.batch.accumulation(world.size)
     objective = _build_objective(config, parts.reader, model, world)
     ema = Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup)
     engine.attach(ema)
@@ -232,7 +231,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         facts=parts.facts,
         progress=Progress(),
         heart=parts.heart,
-        guard=StepGuard(Consensus(world, stop), spikes, parts.heart, accumulation),
+        guard=StepGuard(Consensus(world, stop), spikes, parts.heart, config.batch.accumulation(world.size)),
         files=parts.files,
     )
 
@@ -248,8 +247,8 @@ def _build_engine(parts: _Parts, saved: Checkpoint | None) -> tuple[Model, Engin
     apart = deepspeed_config.zero_stage(parts.ds_config) == 3 and not whole
     # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
     model, weights = world.together(lambda: _build_model(config, world, saved, apart=apart))
-    kind = engines.choose(config, parts.ds_config, None if saved is None else saved.manifest)
-    engine = engines.build_engine(kind, model, config, parts.ds_config, world, blocks=model.block_classes)
+    manifest = None if saved is None else saved.manifest
+    engine = engines.build_engine(model, config, parts.ds_config, world, model.block_classes, manifest)
     world.together(lambda: engine.fill(weights))
     if apart and saved is not None:
         world.together(lambda: engine.return_to(partial(saved.slice, "master")))

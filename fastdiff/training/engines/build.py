@@ -63,15 +63,15 @@ def _unsupported(config: RunConfig, ds_config: DsConfig) -> str | None:
 
 
 def build_engine(
-    kind: Kind,
     model: nn.Module,
     config: RunConfig,
     ds_config: DsConfig,
     world: World,
     blocks: Iterable[type[nn.Module]],
+    saved: Mapping[str, Any] | None = None,
 ) -> Engine:
-    """Build the engine that ``choose`` returned; see the engines for the arguments."""
-    if kind == "flat":
+    """Build the engine that ``choose`` names; see there and the engines for the arguments."""
+    if choose(config, ds_config, saved) == "flat":
         from fastdiff.training.engines.flat import FlatEngine
 
         return FlatEngine(model, config, ds_config, world)
