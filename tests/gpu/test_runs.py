@@ -23,7 +23,9 @@ from fastdiff.export.run import Choice, export
 from fastdiff.parallel.world import World
 from fastdiff.sampling.run import Run
 from fastdiff.train import train
+from fastdiff.training.engines.base import Engine
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
+from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 from tests.gpu.cases import CASES, ON_CPU, Case, Inputs, deterministic, each, launch_of
 from tests.support.dispatch_modes import NoSync
@@ -61,16 +63,16 @@ def test_every_case_takes_a_step_on_a_cpu(
 def graphs_by_step() -> Iterator[list[int]]:
     """Collect the number of compiled graphs after every optimizer step."""
     found: list[int] = []
-    step = DeepSpeedEngine.step
+    step = StepGuard.take_step
 
-    def counted(self: DeepSpeedEngine) -> bool:
-        applied = step(self)
+    def counted(self: StepGuard, engine: Engine) -> bool:
+        applied = step(self, engine)
         found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         return applied
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with mock.patch.object(DeepSpeedEngine, "step", counted):
+    with mock.patch.object(StepGuard, "take_step", counted):
         yield found
 
 
