@@ -25,6 +25,7 @@ from fastdiff.sampling.run import Run
 from fastdiff.train import train
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
+from fastdiff.training.engines.flat import FlatEngine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 from tests.gpu.cases import CASES, ON_CPU, Case, Inputs, deterministic, each, launch_of
@@ -135,6 +136,21 @@ def test_neither_objective_nor_meters_wait_in_a_run(
             patch.setattr(owner, name, _watched(getattr(owner, name), calls, on))
         train(inputs.run(case, tmp_path / "run"), launch_of(case.stage), world)
     assert calls == ["corrupt", "loss", "add"] * 4
+
+
+@pytest.mark.parametrize(
+    ("on", "case"), each([Case("dit", "0", "bf16", name) for name in ("adamw", "adamw8bit")], []), indirect=["on"]
+)
+def test_the_step_of_the_flat_engine_does_not_wait(
+    on: torch.device, case: Case, world: World, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Gradient, norm and update; the host waits for the flags of the ranks alone, behind them."""
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("backward", "skips", "update"):
+            patch.setattr(FlatEngine, name, _watched(getattr(FlatEngine, name), calls, on))
+        train(inputs.run(case, tmp_path / "run"), launch_of(case.stage), world)
+    assert {"backward", "skips", "update"} == set(calls)
 
 
 @pytest.mark.parametrize(("on", "case"), each([CASES[0], CASES[1], CASES[6], CASES[18]], [CASES[1]]), indirect=["on"])
