@@ -137,9 +137,13 @@ class _TimedEngine(_Timed):
         with self._timer.phase("backward"):
             self._part.backward(loss, discard=discard)
 
-    def step(self) -> bool:
+    def skips(self) -> Tensor | None:
         with self._timer.phase("optimizer"):
-            return bool(self._part.step())
+            return cast("Tensor | None", self._part.skips())
+
+    def update(self) -> None:
+        with self._timer.phase("optimizer"):
+            self._part.update()
 
 
 class _TimedObjective(_Timed):

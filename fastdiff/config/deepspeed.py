@@ -113,7 +113,8 @@ def offloads_optimizer(resolved: DsConfig) -> bool:
 def with_sums(resolved: DsConfig, *, wide: bool) -> DsConfig:
     """Return the JSON for DeepSpeed; ``wide``: several gradients are added up in fp32 and not in their own dtype.
 
-    A single gradient needs no second buffer. At stage 0 DeepSpeed refuses other sums, see ``training.engine``.
+    A single gradient needs no second buffer. At stage 0 DeepSpeed refuses other sums, see
+    ``training.engines.deepspeed``.
     """
     own = {"data_types"} if zero_stage(resolved) == 0 else set()
     left_out = own if wide else {"data_types", "communication_data_type"}

@@ -66,7 +66,9 @@ def _is_offloaded(config: RunConfig, device: torch.device, optimizer_device: tor
     return chosen and (device.type, optimizer_device.type) == ("cuda", "cpu")
 
 
-def choices(config: RunConfig, device: torch.device, *, optimizer_device: torch.device | None = None) -> list[Row]:
+def choices(
+    config: RunConfig, device: torch.device, *, optimizer_device: torch.device | None = None, flat: bool = False
+) -> list[Row]:
     """Return the implementation of each op in a run, forward and backward, with the reason.
 
     The model is built on the meta device, without memory.
@@ -75,6 +77,7 @@ def choices(config: RunConfig, device: torch.device, *, optimizer_device: torch.
         config: configuration of the run.
         device: device of the model.
         optimizer_device: device of the optimizer step; None: ``device``.
+        flat: the run has the flat engine, whose AdamW is an op.
 
     Raises:
         ConfigError: a forced implementation cannot run there; the message has the reason.
@@ -85,14 +88,14 @@ def choices(config: RunConfig, device: torch.device, *, optimizer_device: torch.
     given += " --performance.deterministic" if given and performance.deterministic else ""
     try:
         with dispatch.forced(**performance.kernel_backends()):
-            return list(_choices(config, device, optimizer_device or device))
+            return list(_choices(config, device, optimizer_device or device, flat=flat))
     except RuntimeError as error:
         if not given:
             raise
         raise ConfigError(f"{given}: {error}") from None
 
 
-def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> Iterator[Row]:
+def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.device, *, flat: bool) -> Iterator[Row]:
     with torch.device("meta"):
         model = build_model(config.model, attention=config.performance.attention)
     if config.performance.fp8:
@@ -109,6 +112,8 @@ def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.de
     name = config.optim.name
     if name == "adamw8bit":
         yield "optimizer", _eight_bit(config, device, optimizer_device)
+    elif name == "adamw" and flat:
+        yield "optimizer", dispatch.choice(name, torch.empty(0, device=optimizer_device), differentiated=False)
     else:
         yield "optimizer", Choice(name, _LIBRARIES[name], "-", "not an op of fastdiff")
 

@@ -1,8 +1,8 @@
-"""Agreement of all ranks per step: stop requests, failed saves and the mean loss.
+"""Agreement of all ranks per step: stop requests, failed saves, the mean loss, and whether the step is skipped.
 
-One all-reduce of four numbers per step runs on the device. It is queued before the optimizer step and read after it.
-The optimizer step waits for the gradients anyway, to read its overflow flag; these numbers have arrived by then. Every
-rank acts on the same numbers at the same step.
+One all-reduce of four or five numbers per step runs on the device. It is queued before the update of the weights and
+read after the update is queued: the host waits for the gradients, while the device has the update to do. Every rank
+acts on the same numbers at the same step.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class StepFlags:
     """Sum of the finite losses of the step, over all samples."""
     loss_count: float = 0.0
     """Number of finite losses."""
+    skipped: bool = False
+    """The update changes nothing, as ``Engine.skips`` says."""
 
 
 class Consensus:
@@ -52,18 +54,20 @@ class Consensus:
         """The cause of the request to stop this rank; None without a request."""
         return None if self._stop is None else self._stop.reason
 
-    def start(self, losses: Iterable[Tensor], *, failed_save: bool) -> None:
+    def start(self, losses: Iterable[Tensor], *, failed_save: bool, skips: Tensor | None = None) -> None:
         """Start the all-reduce of this step without waiting for it.
 
         Args:
             losses: one tensor ``[B]`` per micro-batch of this step.
             failed_save: this rank could not write its part of a save.
+            skips: scalar on the device, not zero if the step changes nothing; None: the host knows it.
         """
         flags = torch.tensor([self.stop_reason is not None, failed_save], dtype=torch.float64)
         every = torch.cat([micro.detach() for micro in losses])  # micro-batches x [B] -> [samples of the step]
         finite = torch.isfinite(every)
         loss = torch.stack([torch.where(finite, every, 0.0).sum(dtype=torch.float64), finite.sum().double()])
-        self._sums = torch.cat([flags.to(self._world.device, non_blocking=True), loss])
+        own = [] if skips is None else [skips.double().view(1)]
+        self._sums = torch.cat([flags.to(self._world.device, non_blocking=True), loss, *own])
         if self._world.size > 1:
             self._work = torch.distributed.all_reduce(self._sums, async_op=True)
         if self._sums.is_cuda:
@@ -75,8 +79,8 @@ class Consensus:
             self._copied.synchronize()
         elif self._work is not None:
             self._work.wait()
-        stop, failed_save, loss_sum, loss_count = self._sums.tolist()
-        return StepFlags(stop > 0, failed_save > 0, loss_sum, loss_count)
+        stop, failed_save, loss_sum, loss_count, *skips = self._sums.tolist()
+        return StepFlags(stop > 0, failed_save > 0, loss_sum, loss_count, any(count > 0 for count in skips))
 
     def _copy_to_host(self) -> None:
         """Queue the copy to the host now: queued after the optimizer step, it would wait for that step's kernels."""

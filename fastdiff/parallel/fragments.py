@@ -2,7 +2,7 @@
 
 An optimizer updates flat fp32 tensors. Under ZeRO 1-3 a flat tensor holds slices of many parameters and differs from
 rank to rank. Under ZeRO-0 it is one whole parameter, equal on every rank, and one rank owns it. ``Flat`` describes
-both, so that only ``training/engine.py`` knows the stage.
+both, so that only the engines (``training/engines``) know the stage.
 """
 
 from __future__ import annotations

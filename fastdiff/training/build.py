@@ -49,7 +49,8 @@ from fastdiff.training.callbacks.trackers import Trackers, require_installed
 from fastdiff.training.callbacks.validation import ValidationLoss
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines import build as engines
+from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 from fastdiff.training.micro_batch import with_micro
@@ -218,21 +219,22 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
     config, world = parts.config, parts.world
     model, engine = _build_engine(parts, saved)
     spikes = Spikes(config.divergence, config.batch.samples, world)
-    accumulation = config.batch.accumulation(world.size)
     objective = _build_objective(config, parts.reader, model, world)
+    ema = Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup)
+    engine.attach(ema)
     return TrainState(
         config=config,
         world=world,
         engine=engine,
         objective=objective,
-        ema=Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup),
+        ema=ema,
         meters=Meters(world, parts.heart, objective.part_names),
         reader=parts.reader,
         order=parts.order,
         facts=parts.facts,
         progress=Progress(),
         heart=parts.heart,
-        guard=StepGuard(Consensus(world, stop), spikes, parts.heart, accumulation),
+        guard=StepGuard(Consensus(world, stop), spikes, parts.heart, config.batch.accumulation(world.size)),
         files=parts.files,
     )
 
@@ -248,7 +250,8 @@ def _build_engine(parts: _Parts, saved: Checkpoint | None) -> tuple[Model, Engin
     apart = deepspeed_config.zero_stage(parts.ds_config) == 3 and not whole
     # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
     model, weights = world.together(lambda: _build_model(config, world, saved, apart=apart))
-    engine = Engine(model, config, parts.ds_config, world, blocks=model.block_classes)
+    manifest = None if saved is None else saved.manifest
+    engine = engines.build_engine(model, config, parts.ds_config, world, model.block_classes, manifest)
     world.together(lambda: engine.fill(weights))
     if apart and saved is not None:
         world.together(lambda: engine.return_to(partial(saved.slice, "master")))
@@ -344,10 +347,11 @@ def _resolve(config: RunConfig) -> RunConfig:
 
 def _choose_backends(config: RunConfig, ds_config: deepspeed_config.DsConfig, world: World, stack: ExitStack) -> str:
     """Force the backends of the run and report that of each op; fail on all ranks if one is unavailable on any."""
+    flat = world.on_first(lambda: engines.choose(config, ds_config)) == "flat"
     where = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
 
     def choose() -> list[kernel_choice.Row]:
-        rows = kernel_choice.choices(config, world.device, optimizer_device=where)
+        rows = kernel_choice.choices(config, world.device, optimizer_device=where, flat=flat)
         toolchain.require_for(rows, world.device, compiled=kernel_choice.compiles(config, world.device))
         return rows
 

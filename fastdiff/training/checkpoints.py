@@ -175,6 +175,7 @@ def common_manifest(state: TrainState) -> dict[str, Any]:
         "progress": asdict(state.progress),
         "world_size": state.world.size,
         "zero_stage": state.engine.stage,
+        "engine": state.engine.kind,
         "parameters": state.engine.shapes,
         "ema_rates": list(state.ema.rates),
         "ema_stds": list(state.ema.power_stds),

@@ -46,13 +46,25 @@ class Ema:
         }
         """By name, those of constant rate first: one flat tensor per ``Flat``, None where another rank owns it."""
 
+        self.in_the_update = False
+        """Whether the engine moves the averages in its own pass over the weights (``Engine.attach``)."""
+
+    def shares(self, applied: int) -> list[float]:
+        """Return the share of each average in the step after which ``applied`` steps are applied, in their order."""
+        return [share_of(applied) for share_of in self._shares.values()]
+
     @torch.no_grad()
     def update(self, applied: int) -> None:
-        """Move every average one step towards the weights, after ``applied`` applied steps, the last one included."""
-        for name, averages in self.averages.items():
+        """Move every average one step towards the weights, after ``applied`` applied steps, the last one included.
+
+        Nothing is left to do if the engine has moved them.
+        """
+        if self.in_the_update:
+            return
+        for averages, part in zip(self.averages.values(), self.shares(applied), strict=True):
             owned = [average for average in averages if average is not None]
             if owned:
-                torch._foreach_lerp_(owned, self._masters, self._shares[name](applied))
+                torch._foreach_lerp_(owned, self._masters, part)
 
 
 def _constant(rate: float, *, warmup: bool) -> Callable[[int], float]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastdiff.parallel.consensus import Consensus, StepFlags
 from fastdiff.parallel.heartbeat import Heartbeat
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.base import Engine
 from fastdiff.training.spikes import Spikes
 
 
@@ -55,12 +55,13 @@ class StepGuard:
             False if the step moved nothing: a gradient was not finite, or the step is discarded.
 
         Raises:
-            DivergedError: see ``Engine.step``.
+            DivergedError: see ``Engine.update``.
         """
         self._heart.enter("step")
-        self.consensus.start(self._losses, failed_save=self.failed_save)
+        self.consensus.start(self._losses, failed_save=self.failed_save, skips=engine.skips())
         self._losses.clear()
-        applied = engine.step()
+        engine.update()
         self.flags = self.consensus.wait()
+        applied = engine.settle(skipped=self.flags.skipped)
         self._heart.enter("callbacks")
         return applied

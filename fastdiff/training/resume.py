@@ -46,6 +46,7 @@ FREE = (
     "ema.snapshot_every",
     "divergence.limit",
     "performance.device",
+    "performance.engine",
     "performance.recompute",
 )
 """Fields, or sections that end with a dot, that do not affect the computation and may differ at a resume."""

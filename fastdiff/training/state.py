@@ -16,7 +16,7 @@ from fastdiff.parallel.world import World
 from fastdiff.patient_files import WholeFiles
 from fastdiff.progress import Progress
 from fastdiff.training.ema import Ema
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 

@@ -19,7 +19,7 @@ from fastdiff.diffusion.schedules import betas
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, normal
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from tests.support.processes import run_ranks
 from tests.support.runs import launch, losses, tiny, train_losses
 
@@ -159,7 +159,7 @@ def test_a_negative_exponent_is_refused() -> None:
         DdpmConfig(dream=True, dream_detail_preservation=-1)
 
 
-class Counting(Engine):
+class Counting(DeepSpeedEngine):
     """Counts forward passes, with and without a gradient."""
 
     calls: tuple[int, int] = (0, 0)
@@ -176,7 +176,7 @@ def test_the_trainer_takes_one_more_forward_pass_per_micro_batch(world: World, d
         Counting.calls = (0, 0)
         changes = {"objective__prediction": "epsilon", "objective__dream": dream, "batch__micro": 8}
         config = tiny(digits, tmp_path / str(dream), steps=3, **changes, performance__recompute=True)
-        with mock.patch("fastdiff.training.build.Engine", Counting):
+        with mock.patch("fastdiff.training.engines.deepspeed.DeepSpeedEngine", Counting):
             found[dream] = train_losses(world, config, launch(3))
         assert Counting.calls == (6, 6 if dream else 0)
     assert all(b > 1.1 * a for a, b in zip(found[False], found[True], strict=True)), "a larger target, at the start"

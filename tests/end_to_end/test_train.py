@@ -23,7 +23,7 @@ from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.ema import Ema
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import STEPS, assert_same_checkpoint, launch, newest, records, tiny, train_losses
 
@@ -200,7 +200,7 @@ def _compare_ema(world: World, digits: Path, folder: Path) -> dict[tuple[int, st
     equal: dict[tuple[int, str], bool] = {}
     for stage in range(4):
         config = tiny(digits, folder / f"ema{stage}")
-        engine = Engine(
+        engine = DeepSpeedEngine(
             build_model(config.model),
             config,
             resolve(launch(stage).deepspeed, config, world.size),

@@ -18,7 +18,7 @@ from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.models.unet.network import UNet
 from fastdiff.parallel.world import World
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from tests.support.processes import ROOT, run_ranks
 from tests.support.runs import tiny
 
@@ -36,7 +36,7 @@ def _one_step(world: World) -> dict[str, float]:
     model = UNet(UNetConfig(), recompute=True)
     built = time.monotonic()
     settings = resolve(read(str(ROOT / "deepspeed_configs" / "zero3.json")), config, world.size)
-    engine = Engine(model, config, settings, world, model.block_classes)
+    engine = DeepSpeedEngine(model, config, settings, world, model.block_classes)
     objective = Objective(config.objective, seed=0, null={}, device=world.device, dtype=torch.bfloat16)
     before = [flat.master[::997].clone() for flat in engine.flats]
     started = time.monotonic()

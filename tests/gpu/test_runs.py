@@ -23,7 +23,10 @@ from fastdiff.export.run import Choice, export
 from fastdiff.parallel.world import World
 from fastdiff.sampling.run import Run
 from fastdiff.train import train
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.base import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
+from fastdiff.training.engines.flat import FlatEngine
+from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 from tests.gpu.cases import CASES, ON_CPU, Case, Inputs, deterministic, each, launch_of
 from tests.support.dispatch_modes import NoSync
@@ -61,16 +64,16 @@ def test_every_case_takes_a_step_on_a_cpu(
 def graphs_by_step() -> Iterator[list[int]]:
     """Collect the number of compiled graphs after every optimizer step."""
     found: list[int] = []
-    step = Engine.step
+    step = StepGuard.take_step
 
-    def counted(self: Engine) -> bool:
-        applied = step(self)
+    def counted(self: StepGuard, engine: Engine) -> bool:
+        applied = step(self, engine)
         found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         return applied
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with mock.patch.object(Engine, "step", counted):
+    with mock.patch.object(StepGuard, "take_step", counted):
         yield found
 
 
@@ -135,6 +138,21 @@ def test_neither_objective_nor_meters_wait_in_a_run(
     assert calls == ["corrupt", "loss", "add"] * 4
 
 
+@pytest.mark.parametrize(
+    ("on", "case"), each([Case("dit", "0", "bf16", name) for name in ("adamw", "adamw8bit")], []), indirect=["on"]
+)
+def test_the_step_of_the_flat_engine_does_not_wait(
+    on: torch.device, case: Case, world: World, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Gradient, norm and update; the host waits for the flags of the ranks alone, behind them."""
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("backward", "skips", "update"):
+            patch.setattr(FlatEngine, name, _watched(getattr(FlatEngine, name), calls, on))
+        train(inputs.run(case, tmp_path / "run"), launch_of(case.stage), world)
+    assert {"backward", "skips", "update"} == set(calls)
+
+
 @pytest.mark.parametrize(("on", "case"), each([CASES[0], CASES[1], CASES[6], CASES[18]], [CASES[1]]), indirect=["on"])
 def test_a_resumed_run_equals_a_whole_one_to_the_bit(
     on: torch.device, case: Case, world: World, inputs: Inputs, tmp_path: Path
@@ -148,7 +166,7 @@ def test_a_resumed_run_equals_a_whole_one_to_the_bit(
     assert newest(tmp_path / "parts").manifest["files"] == newest(tmp_path / "whole").manifest["files"]
 
 
-class Overflowing(Engine):
+class Overflowing(DeepSpeedEngine):
     """Overflows in the second and third backward pass."""
 
     passes = 0
@@ -169,7 +187,7 @@ def test_a_run_in_fp16_skips_steps_that_overflow(
 ) -> None:
     """With finite losses, halving its loss scale, and goes on."""
     config = inputs.run(case, tmp_path / "run", steps=6)
-    with mock.patch("fastdiff.training.build.Engine", Overflowing):
+    with mock.patch("fastdiff.training.engines.deepspeed.DeepSpeedEngine", Overflowing):
         train(config, launch_of(case.stage), world)
     skipped = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
     assert [line["step"] for line in skipped] == [2, 3]

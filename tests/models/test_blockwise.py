@@ -16,7 +16,7 @@ from fastdiff.models.adm.blocks import ResBlock
 from fastdiff.models.adm.network import AdmUNet
 from fastdiff.models.blockwise import BlockwiseModel, run_block
 from fastdiff.parallel.world import World
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.names import Backend
 from tests.support.references.adm_networks import SMALL, built, inputs
@@ -104,7 +104,7 @@ def learn(world: World, stage: int, *, changed: bool) -> list[float]:
         model.compile_blocks(backend="aot_eager")
     run = tiny(Path(), Path(), model=config)
     resolved = resolve(launch(stage).deepspeed, run, world.size)
-    engine = Engine(model, run, resolved, world, AdmUNet.block_classes)
+    engine = DeepSpeedEngine(model, run, resolved, world, AdmUNet.block_classes)
     losses = []
     for step in range(3):
         arguments = {**inputs(config), "position": POSITION + step}

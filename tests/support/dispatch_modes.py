@@ -6,7 +6,9 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 
 class NoSync(TorchDispatchMode):
@@ -81,3 +83,59 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.total += 1
         return func(*args, **(kwargs or {}))
+
+
+_VIEWS = {
+    "alias", "as_strided", "chunk", "detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "set_",
+    "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+    "_reshape_alias", "_unsafe_view",
+}  # fmt: skip
+_UNTOUCHED = _VIEWS | {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "resize_",
+}
+_WRITTEN = {"zeros", "zeros_like", "zero_", "new_zeros", "fill_", "ones", "ones_like", "_foreach_zero_"}
+READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal")
+
+
+class Costs(TorchDispatchMode):
+    """Counts operations that touch memory, the bytes of their operands, and reads by the host.
+
+    An operand counts once as read and once as written; for an operation in place the schema says which is written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+        self.bytes = 0
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        self.reads += name in READS
+        if name not in _UNTOUCHED:
+            self.operations[name] += 1
+            self.bytes += _bytes_moved(func, name, args, kwargs or {}, found)
+        return found
+
+
+def _bytes_moved(func: Any, name: str, args: Any, kwargs: Any, found: Any) -> int:
+    written = [
+        value
+        for number, given in enumerate(func._schema.arguments)
+        if given.alias_info is not None and given.alias_info.is_write
+        for value in [args[number] if number < len(args) else kwargs.get(given.name)]
+    ]
+    outputs = written or [found]
+    inputs: Any = [args[1:], kwargs] if name in ("copy_", "_foreach_copy_") else [args, kwargs]
+    return _size(outputs) + (0 if name in _WRITTEN else _size(inputs))
+
+
+def _size(tree: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_flatten(tree)[0] if isinstance(t, Tensor))

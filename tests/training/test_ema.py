@@ -13,7 +13,7 @@ from fastdiff.models.build import build_model
 from fastdiff.parallel.fragments import Flat, Fragment, assemble
 from fastdiff.parallel.world import World
 from fastdiff.training.ema import Ema
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from tests.support.processes import run_ranks
 from tests.support.runs import launch, tiny
 
@@ -72,7 +72,9 @@ def _masters(world: World, folder: Path, precision: str, stage: int) -> bool:
     for parameter in model.parameters():
         parameter.data.normal_(generator=generator)  # numbers that 16 bits do not have
     given = {name: p.detach().clone() for name, p in model.named_parameters()}
-    engine = Engine(model, config, resolve(launch(stage).deepspeed, config, world.size), world, model.block_classes)
+    engine = DeepSpeedEngine(
+        model, config, resolve(launch(stage).deepspeed, config, world.size), world, model.block_classes
+    )
     found = assemble(world, engine.flats, [flat.master for flat in engine.flats], engine.shapes)
     return all(torch.equal(found[name], given[name]) for name in given)
 

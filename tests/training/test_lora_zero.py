@@ -28,7 +28,7 @@ from fastdiff.models.pretrained.tiny_pipeline import UNETS
 from fastdiff.models.quantized import QuantizedLinear
 from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from tests.support.processes import run_ranks
 from tests.support.runs import launch, tiny
 
@@ -126,7 +126,7 @@ def train_with_engine(world: World, config: RunConfig, stage: int) -> Trained:
     model = network(config)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     settings = resolve(launch(stage).deepspeed, config, world.size)
-    engine = Engine(model, config, settings, world, type(model).block_classes)
+    engine = DeepSpeedEngine(model, config, settings, world, type(model).block_classes)
     frozen, losses, norms = [frozen_digest(model)], [], []
     for step in range(STEPS):
         given = inputs(config, step, world.rank, world.size)

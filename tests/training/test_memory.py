@@ -27,7 +27,7 @@ from fastdiff.errors import ConfigError, NoMemoryError, StorageError
 from fastdiff.models.cost.memory import Setup, buffer_bytes, exhausted, explain, frozen_bytes, remedies
 from fastdiff.parallel.world import World
 from fastdiff.train import train
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff.training.out_of_memory import _cache_and_room, out_of_memory
 from fastdiff.training.resume import config_changes
 from fastdiff.training.state import TrainState
@@ -73,12 +73,12 @@ def test_out_of_memory_ends_all_ranks_with_one_message(digits: Path, tmp_path: P
 
 
 def test_host_memory_that_does_not_suffice_is_explained_too(world: World, digits: Path, tmp_path: Path) -> None:
-    class Large(Engine):
+    class Large(DeepSpeedEngine):
         def backward(self, loss: torch.Tensor, *, discard: bool = False) -> None:
             torch.empty(2**48)
 
     with (
-        mock.patch("fastdiff.training.build.Engine", Large),
+        mock.patch("fastdiff.training.engines.deepspeed.DeepSpeedEngine", Large),
         pytest.raises(NoMemoryError, match=r"out of memory in backward on cpu.*DefaultCPUAllocator"),
     ):
         train(tiny(digits, tmp_path / "run"), launch(1), world)
@@ -198,7 +198,7 @@ def test_buffers_and_frozen_parameters_are_counted_as_they_are_cast() -> None:
 
 
 def test_the_first_pass_of_a_compiled_run_is_explained_too(world: World, digits: Path, tmp_path: Path) -> None:
-    class Failing(Engine):
+    class Failing(DeepSpeedEngine):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self._engine.module.register_forward_pre_hook(lambda *_: self._fail())
@@ -207,7 +207,10 @@ def test_the_first_pass_of_a_compiled_run_is_explained_too(world: World, digits:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
     message = r"out of memory in the first forward and backward pass on cpu.*Predicted to fit: --.*CUDA out of memory"
-    with mock.patch("fastdiff.training.build.Engine", Failing), pytest.raises(NoMemoryError, match=message):
+    with (
+        mock.patch("fastdiff.training.engines.deepspeed.DeepSpeedEngine", Failing),
+        pytest.raises(NoMemoryError, match=message),
+    ):
         train(tiny(digits, tmp_path / "run", performance__compile=True), launch(1), world)
 
 

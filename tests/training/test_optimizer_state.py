@@ -25,7 +25,7 @@ from fastdiff.parallel.fragments import Flat, assemble, layout_digest
 from fastdiff.parallel.world import World
 from fastdiff.train import take_steps
 from fastdiff.training.build import build
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import build_optimizer
 from fastdiff.training.optimizer.state import check_groups
 from fastdiff.training.resume import config_changes

@@ -23,7 +23,7 @@ from fastdiff.parallel.fragments import Flat, Fragment
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.build import build
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff.training.optimizer.build import check_is_8bit
 from fastdiff_kernels.adamw8bit import AdamW8bit
 from tests.end_to_end.test_train import check_clipping
@@ -91,12 +91,12 @@ def test_fp16_stops_at_the_smallest_loss_scale(
     """Finite losses, but a gradient that overflows at any scale."""
     config = tiny(digits, tmp_path / "run", steps=60, performance__precision="fp16")
 
-    class Overflowing(Engine):
+    class Overflowing(DeepSpeedEngine):
         def backward(self, loss: torch.Tensor, *, discard: bool = False) -> None:
             super().backward(loss * 1e30, discard=discard)
 
     with (
-        mock.patch("fastdiff.training.build.Engine", Overflowing),
+        mock.patch("fastdiff.training.engines.deepspeed.DeepSpeedEngine", Overflowing),
         pytest.raises(DivergedError, match="smallest loss scale"),
     ):
         train(config, launch(stage), world)

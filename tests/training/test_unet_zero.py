@@ -17,7 +17,7 @@ from fastdiff.models.unet.blocks import Attention, ResBlock, TransformerBlock
 from fastdiff.models.unet.network import UNet
 from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from tests.support.forked import forked_ranks, values
 from tests.support.references.unet_reference import SMALL, built, inputs
 from tests.support.runs import launch, tiny
@@ -55,7 +55,7 @@ def learn(
     if compiled:
         torch._dynamo.reset()
         model.compile_blocks(backend="aot_eager")
-    engine = Engine(model, config, resolve(launch(stage).deepspeed, config, world.size), world, blocks)
+    engine = DeepSpeedEngine(model, config, resolve(launch(stage).deepspeed, config, world.size), world, blocks)
     losses = []
     for step in range(_STEPS):
         arguments = inputs(_UNETS[kind], batch=4)
@@ -121,7 +121,7 @@ def test_blocks_are_what_zero3_gathers(world: World) -> None:
 
     config = tiny(Path(), Path(), model=SMALL["sd15"])
     model = built(SMALL["sd15"])
-    Engine(model, config, resolve(launch(3).deepspeed, config, 1), world, model.block_classes)
+    DeepSpeedEngine(model, config, resolve(launch(3).deepspeed, config, 1), world, model.block_classes)
     assert {type(module) for module in get_z3_leaf_modules(model)} == {ResBlock, TransformerBlock}
 
 
@@ -131,7 +131,7 @@ def test_one_sample_stays_channels_last(world: World, kind: str, leaves: tuple[t
     config = tiny(Path(), Path(), model=SMALL[kind])
     expected = built(SMALL[kind])(**inputs(SMALL[kind], batch=1)).detach()
     model = built(SMALL[kind], recompute=True)
-    engine = Engine(model, config, resolve(launch(3).deepspeed, config, 1), world, leaves)
+    engine = DeepSpeedEngine(model, config, resolve(launch(3).deepspeed, config, 1), world, leaves)
     orders: list[bool] = []
     for module in model.modules():
         if isinstance(module, nn.Conv2d):

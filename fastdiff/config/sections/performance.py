@@ -10,6 +10,7 @@ from fastdiff_kernels.names import BACKENDS, OPS, AttentionBackend, Backend
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Device = Literal["auto", "cuda", "cpu"]
+EngineName = Literal["auto", "deepspeed", "flat"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,10 @@ class PerformanceConfig:
     """Dtype in which the gradients of the micro-batches and ranks of a step are added up. None: fp32 in a new run, and
     in a resumed run the dtype that it has. The value of --performance.precision, bf16 or fp16, needs half the memory
     and traffic for them; bf16 sums of 256 micro-batches are 2 % off."""
+    engine: EngineName = "auto"
+    """flat: gradients, weights and moments in flat buffers, updated in one pass per step without DeepSpeed, for ZeRO
+    stage 0 (deepspeed_configs/ddp.json); deepspeed: DeepSpeed, for every stage. auto: flat where it can train the run;
+    a resumed run keeps its engine. Losses of the two differ by rounding, and checkpoints of both fit both."""
     allow_tf32: bool = False
     """Let fp32 matrix products and convolutions round their inputs to TF32 (Ampere and newer)."""
     fp8: bool = False

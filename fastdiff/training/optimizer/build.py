@@ -13,6 +13,7 @@ from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Flat
 from fastdiff.parallel.world import World
+from fastdiff.training.optimizer.clipping import clip_factor, norm_of
 from fastdiff.training.optimizer.lr_schedule import lr_factor
 from fastdiff_kernels.adamw8bit import AdamW8bit
 
@@ -41,7 +42,7 @@ class SkipNonFinite:
     def step(self, closure: None = None) -> None:
         """Take the step unless the norm of the gradient is NaN or infinite."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack(torch._foreach_norm(gradients, 2.0, torch.float64)).square().sum().float().sqrt()
+        norm = norm_of(gradients).square().sqrt()  # as the ranks of ZeRO add up squares
         self._global_grad_norm = norm
         self.overflow = not torch.isfinite(norm).item()
         if not self.overflow:
@@ -51,7 +52,7 @@ class SkipNonFinite:
     def _clip(self, gradients: list[Tensor], norm: Tensor) -> None:
         if self.clip <= 0:
             return
-        factor = 1.0 / ((norm + 1e-6) / self.clip).clamp(min=1.0)
+        factor = clip_factor(norm, self.clip)
         if isinstance(self, AdamW8bit):  # in its own pass over the gradients
             self.grad_scale = factor
         else:

@@ -18,7 +18,7 @@ from fastdiff.checkpoint.reader import FRAGMENTS, RAW, Checkpoint
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Flat, layout_digest
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import PER_BLOCK, PER_ELEMENT, lr_after, step_count
 from fastdiff.training.state import TrainState
 from fastdiff_kernels.adamw8bit import BLOCK

@@ -13,10 +13,10 @@ import torch
 
 import fastdiff.training.build
 from fastdiff.train import main
-from fastdiff.training.engine import Engine
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 
 
-class Failing(Engine):
+class Failing(DeepSpeedEngine):
     """An engine whose forward pass, backward pass or optimizer step runs out of memory."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -39,7 +39,7 @@ class Failing(Engine):
 
 
 if __name__ == "__main__":
-    fastdiff.training.build.Engine = Failing  # type: ignore[misc]
+    fastdiff.training.engines.deepspeed.DeepSpeedEngine = Failing  # type: ignore[misc]
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

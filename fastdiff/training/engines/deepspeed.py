@@ -1,4 +1,4 @@
-"""DeepSpeed engine and, with ``zero/``, all access to DeepSpeed's internals; no other file imports DeepSpeed."""
+"""Engine of DeepSpeed and, with ``zero/``, all access to DeepSpeed's internals; no other file imports DeepSpeed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes, copy_into
 from fastdiff.parallel.world import World
+from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_8bit_state, forget, set_lr_step
+from fastdiff.training.zero.norm import take_norm_at_once
 from fastdiff.training.zero.slices import flats_of, overwrite
 from fastdiff.training.zero.stage3 import (
     partition,
@@ -60,7 +62,7 @@ deepspeed.DeepSpeedEngine._do_optimizer_sanity_check = _always_zero  # type: ign
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class Engine:
+class DeepSpeedEngine(Engine):
     """A model with its optimizer under DeepSpeed.
 
     Args:
@@ -75,6 +77,8 @@ class Engine:
         ConfigError: this device cannot compute in ``config.performance.precision``, or an 8-bit optimizer keeps its
             moments in more than 8 bits.
     """
+
+    kind = "deepspeed"
 
     def __init__(
         self,
@@ -121,6 +125,8 @@ class Engine:
             self._engine.enable_backward_allreduce = False
         if self.stage == 0 and wide:
             _add_up_in_fp32(self._engine)
+        if self.stage > 0:
+            take_norm_at_once(self._engine.optimizer)
         if self.stage == 3 and config.objective.takes_two_passes:
             plan_two_passes_as_one(self._engine)
         optimizer.state.clear()
@@ -135,37 +141,34 @@ class Engine:
         self._first_scale = self.loss_scale
         self._discarding = False
         self.lr = 0.0
-        """Learning rate of the last step."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The network."""
+        return self._engine.module  # type: ignore[no-any-return]
 
     def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
         """Run the model's forward pass."""
         return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
 
     def rehearse(self, forward: Callable[[nn.Module], tuple[Tensor, Sequence[Tensor]]]) -> None:
-        """Run a forward and a backward pass of which nothing remains but compiled code: no gradient, no reduction.
-
-        Args:
-            forward: gets the network; returns a scalar and the leaves by which it is differentiated.
-        """
+        """Run a forward and a backward pass of which nothing remains but compiled code."""
         with unreduced(self._engine) if self.stage == 3 else nullcontext():
             loss, leaves = forward(self._engine.module)
             torch.autograd.grad(loss, leaves, allow_unused=True)
 
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
-        """Add the gradient of ``loss`` (scalar, mean over the micro-batch), divided by the accumulation.
-
-        Args:
-            loss: of this rank.
-            discard: make ``step`` skip the step as if its gradient were not finite, whatever earlier micro-batches
-                gave; equal on all ranks.
-        """
+        """Add the gradient of ``loss``, divided by the accumulation."""
         self._discarding = discard
         self._engine.backward(loss * math.nan if discard else loss)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # only counts the micro-batch
 
-    def step(self) -> bool:
-        """Take the optimizer step; return False and change nothing if a gradient is not finite on any rank.
+    def skips(self) -> None:
+        """DeepSpeed reads the norm of the gradient in ``update``."""
+
+    def update(self) -> None:
+        """Take the optimizer step; change nothing if a gradient is not finite on any rank.
 
         Raises:
             DivergedError: under fp16, when the loss scale is at its minimum and the gradient still overflows.
@@ -182,6 +185,9 @@ class Engine:
                 "--performance.precision bf16. The checkpoints before are intact"
             ) from error
         self._set_loss_scale(scale)
+
+    def settle(self, *, skipped: bool) -> bool:
+        """Set the learning rate of the next step; return False if the step changed nothing."""
         applied = bool(self._engine.was_step_applied()) and not getattr(self._engine.optimizer, "overflow", False)
         if applied:
             self._schedule.step()
@@ -206,14 +212,7 @@ class Engine:
 
     @torch.no_grad()
     def return_to(self, read: Callable[[Fragment], Tensor]) -> None:
-        """Load the weights of a checkpoint between two steps, as if the engine were built with them.
-
-        The optimizer state is reset in place to that before the first step; ``checkpoints.restore`` sets the masters,
-        as after a start.
-
-        Args:
-            read: returns a fragment of the weights, ``[numel]`` fp32 on the CPU.
-        """
+        """Load the weights of a checkpoint between two steps, and reset the optimizer state in place."""
         for name, parameter in self._engine.module.named_parameters():
             if parameter.requires_grad:
                 overwrite(parameter, name, self._rank, read)
@@ -222,11 +221,7 @@ class Engine:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the weights of a network that came on ``meta``.
-
-        Args:
-            weights: parameters and buffers by name, whole, fp32 on the CPU.
-        """
+        """Set the weights of a network that came on ``meta``."""
         module = self._engine.module
         parameters = dict(module.named_parameters())
         for name, value in weights:

@@ -1,0 +1,1 @@
+"""The engines: a model with its optimizer, under DeepSpeed or in flat buffers."""

@@ -1,0 +1,131 @@
+"""Interface of an engine: what the loop, the guard, checkpoints and callbacks use of a model with its optimizer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fastdiff.config.deepspeed import DsConfig
+from fastdiff.parallel.fragments import Flat, Fragment, Shapes
+from fastdiff.training.ema import Ema
+
+
+class Engine(ABC):
+    """A model with its optimizer.
+
+    A step has three parts, so that the ranks exchange their flags beside the update (``guard``): ``skips``, ``update``
+    and ``settle``. ``step`` is all three.
+    """
+
+    kind: Literal["deepspeed", "flat"]
+    stage: int
+    """ZeRO stage."""
+    ds_config: DsConfig
+    """The resolved DeepSpeed JSON."""
+    frozen_bytes: int
+    """Bytes of the parameters that are not trained."""
+    buffer_bytes: int
+    shapes: Shapes
+    """Of the trained parameters, by name."""
+    flats: list[Flat]
+    """The fp32 weights of this rank, with the optimizer's state."""
+    optimizer: torch.optim.Optimizer
+    lr: float
+    """Learning rate of the last step."""
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """The network."""
+
+    @abstractmethod
+    def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
+        """Run the model's forward pass."""
+
+    @abstractmethod
+    def rehearse(self, forward: Callable[[nn.Module], tuple[Tensor, Sequence[Tensor]]]) -> None:
+        """Run a forward and a backward pass of which nothing remains but compiled code: no gradient, no reduction.
+
+        Args:
+            forward: gets the network; returns a scalar and the leaves by which it is differentiated.
+        """
+
+    @abstractmethod
+    def backward(self, loss: Tensor, *, discard: bool = False) -> None:
+        """Add the gradient of ``loss`` (scalar, mean over the micro-batch), divided by the accumulation.
+
+        Args:
+            loss: of this rank.
+            discard: make ``step`` skip the step as if its gradient were not finite, whatever earlier micro-batches
+                gave; equal on all ranks.
+        """
+
+    def attach(self, averages: Ema) -> None:  # noqa: B027
+        """Take over the averages, if this engine moves them in its own pass over the weights."""
+
+    @abstractmethod
+    def skips(self) -> Tensor | None:
+        """End the gradient of the step; return whether it is not finite, if ``update`` does not wait for the answer.
+
+        Returns:
+            Scalar on the device, not zero if ``update`` is going to change nothing; equal on all ranks. None: the host
+            learns it in ``update``.
+        """
+
+    @abstractmethod
+    def update(self) -> None:
+        """Take the optimizer step; change nothing if a gradient is not finite on any rank.
+
+        Raises:
+            DivergedError: under fp16, when the loss scale is at its minimum and the gradient still overflows.
+        """
+
+    @abstractmethod
+    def settle(self, *, skipped: bool) -> bool:
+        """Learn what ``skips`` returned, and set the learning rate of the next step.
+
+        Returns:
+            False if the step changed nothing.
+        """
+
+    def step(self) -> bool:
+        """Take the optimizer step and wait for it; return False if it changed nothing, see ``update``."""
+        flag = self.skips()
+        self.update()
+        return self.settle(skipped=flag is not None and bool(flag))
+
+    @abstractmethod
+    def grad_norm(self) -> Tensor | float | None:
+        """Return the norm of the last gradient before clipping, left on its device; None before the first step."""
+
+    @property
+    @abstractmethod
+    def loss_scale(self) -> dict[str, float]:
+        """State of the dynamic fp16 loss scale; empty in other precisions."""
+
+    @abstractmethod
+    def restore(self, applied: int, loss_scale: dict[str, float]) -> None:
+        """Restore the learning rate and, under fp16, the loss scale after ``applied`` steps."""
+
+    @abstractmethod
+    def return_to(self, read: Callable[[Fragment], Tensor]) -> None:
+        """Load the weights of a checkpoint between two steps, as if the engine were built with them.
+
+        The optimizer state is reset in place to that before the first step; ``checkpoints.restore`` sets the masters,
+        as after a start.
+
+        Args:
+            read: returns a fragment of the weights, ``[numel]`` fp32 on the CPU.
+        """
+
+    @abstractmethod
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Set the weights of a network that came on ``meta``.
+
+        Args:
+            weights: parameters and buffers by name, whole, fp32 on the CPU.
+        """

@@ -1,0 +1,161 @@
+"""Flat buffers of a network: fp32 weights, their bf16 copy and the gradient, parameter after parameter.
+
+Every parameter begins at a multiple of 64 elements, so that its address suits matrix products and 128-bit accesses; the
+elements between are zeros. The parameters of one rank's averages are contiguous, so that a rank has at most three
+``Flat``: those before its own, its own, and those behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from fastdiff.parallel.fragments import Flat, Fragment
+from fastdiff.parallel.world import World
+
+_ALIGNED = 64
+"""Elements: 128 bytes in bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter in the flat buffers."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """Behind its last element and the zeros that follow."""
+        return self.offset + _padded(self.parameter.numel())
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """Return the parameter's part of a flat buffer, in its shape."""
+        return buffer[self.offset : self.offset + self.parameter.numel()].view(self.parameter.shape)
+
+
+def places_of(model: nn.Module) -> tuple[Place, ...]:
+    """Return the places of the trained parameters, in the order of the network."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    sizes = [_padded(p.numel()) for _, p in trained]
+    return tuple(
+        Place(name, parameter, end - size)
+        for (name, parameter), size, end in zip(trained, sizes, accumulate(sizes), strict=True)
+    )
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // _ALIGNED) * _ALIGNED
+
+
+@torch.no_grad()
+def move_into(places: Sequence[Place], model: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[
+    Tensor, Tensor | None
+]:  # fmt: skip
+    """Move a network to the device; its trained parameters become views of a flat buffer of ``dtype``.
+
+    Frozen parameters are cast to ``dtype``; buffers stay in theirs.
+
+    Returns:
+        The fp32 weights before rounding ``[N]``, and their copy in ``dtype`` ``[N]``; None if the parameters are views
+        of the weights themselves.
+    """
+    total = places[-1].end
+    master = torch.zeros(total, device=device)
+    copy = None if dtype == torch.float32 else torch.zeros(total, dtype=dtype, device=device)
+    for place in places:
+        place.of(master).copy_(place.parameter)
+        working = place.of(master if copy is None else copy)
+        working.copy_(place.of(master))
+        place.parameter.data = working
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.to(device, dtype)
+    model.to(device)
+    return master, copy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A range of the flat buffers, and its ``Flat``."""
+
+    flat: Flat
+    grad: Tensor
+    """``[N]`` in the dtype of sums."""
+    copy: Tensor | None
+    """``[N]`` in the dtype of the network; None in fp32."""
+
+
+def ranges_of(places: Sequence[Place], world: World) -> list[tuple[bool, Sequence[Place]]]:
+    """Cut the parameters into those before this rank's own, its own and those behind, without empty ones.
+
+    Returns:
+        For each whether it is this rank's own, whose averages and checkpoints it makes.
+    """
+    total = places[-1].end
+    owners = [min(world.size - 1, math.floor((p.offset + p.end) / 2 * world.size / total)) for p in places]
+    groups: tuple[tuple[bool, Iterable[Place]], ...] = (
+        (False, (p for p, owner in zip(places, owners, strict=True) if owner < world.rank)),
+        (True, (p for p, owner in zip(places, owners, strict=True) if owner == world.rank)),
+        (False, (p for p, owner in zip(places, owners, strict=True) if owner > world.rank)),
+    )
+    return [(owned, found) for owned, group in groups if (found := list(group))]
+
+
+def fragments_of(places: Sequence[Place]) -> tuple[Fragment, ...]:
+    """Return the whole parameters of a range, at their offsets in it."""
+    first = places[0].offset
+    return tuple(Fragment(p.name, 0, p.parameter.numel(), p.offset - first) for p in places)
+
+
+class Gradients:
+    """The gradient of a step in one flat buffer, to which each micro-batch adds.
+
+    The backward pass of a micro-batch leaves its gradients in ``.grad``, without a copy; they are added here all at
+    once. Were ``.grad`` views of the buffer, each parameter would cost one or two more launches.
+
+    Args:
+        places: of the parameters.
+        dtype: in which micro-batches and ranks are added up.
+        device: of the buffer.
+    """
+
+    def __init__(self, places: Sequence[Place], dtype: torch.dtype, device: torch.device) -> None:
+        self.buffer = torch.zeros(places[-1].end, dtype=dtype, device=device)
+        self._parameters = [place.parameter for place in places]
+        self.views = [place.of(self.buffer) for place in places]
+        """The part of each parameter, in its shape."""
+        self._has_some = False
+
+    def add(self, which: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Add gradients of the parameters with these numbers; the first of a step overwrite what was there."""
+        views = [self.views[number] for number in which]
+        if self._has_some:
+            torch._foreach_add_(views, list(gradients))
+        else:
+            torch._foreach_copy_(views, gradients)
+
+    def collect(self) -> None:
+        """Add all ``.grad``, and remove them."""
+        found = [(number, p.grad) for number, p in enumerate(self._parameters) if p.grad is not None]
+        if len(found) < len(self._parameters) and not self._has_some:
+            self.buffer.zero_()
+        if found:
+            self.add([number for number, _ in found], [gradient for _, gradient in found])
+        self.end_micro_batch()
+
+    def end_micro_batch(self) -> None:
+        """Remove all ``.grad``; the next ones are added to what is there."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._has_some = True
+
+    def end_step(self) -> None:
+        """Let the next micro-batch overwrite the sums."""
+        self._has_some = False

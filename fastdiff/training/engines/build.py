@@ -1,0 +1,80 @@
+"""Choice of the engine of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+from fastdiff.config.deepspeed import DsConfig, zero_stage
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import require
+from fastdiff.parallel.world import World
+from fastdiff.training.engines.base import Engine
+
+Kind = Literal["deepspeed", "flat"]
+OPTIMIZERS = ("adamw", "adamw8bit")
+"""Values of --optim.name that the flat engine has."""
+_OWNED = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16",
+    "fp16", "data_types", "communication_data_type", "zero_optimization", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "timers",
+}  # fmt: skip
+"""Sections of the DeepSpeed JSON that say nothing more than the run does."""
+
+
+def choose(config: RunConfig, ds_config: DsConfig, saved: Mapping[str, Any] | None = None) -> Kind:
+    """Return the engine of a run.
+
+    Args:
+        config: of the run.
+        ds_config: the resolved DeepSpeed JSON.
+        saved: the manifest of the checkpoint that the run resumes from; None: a new run. Under ``auto`` a run of ZeRO-0
+            keeps its engine: the losses of two engines differ by rounding.
+
+    Raises:
+        ConfigError: the flat engine is asked for, and cannot train this run.
+    """
+    wanted, reason = config.performance.engine, _unsupported(config, ds_config)
+    require(wanted != "flat" or reason is None, f"--performance.engine flat {reason}")
+    if wanted != "auto":
+        return wanted
+    if saved is not None and saved.get("zero_stage") == 0 and saved.get("engine", "deepspeed") == "deepspeed":
+        return "deepspeed"
+    return "flat" if reason is None else "deepspeed"
+
+
+def _unsupported(config: RunConfig, ds_config: DsConfig) -> str | None:
+    """Return why the flat engine cannot train this run, and the remedy; None if it can."""
+    stage, others = zero_stage(ds_config), sorted(ds_config.keys() - _OWNED)
+    zero = sorted(ds_config.get("zero_optimization", {}).keys() - {"stage"})
+    if stage != 0:
+        return f"with ZeRO stage {stage}: it is for stage 0; use --deepspeed_config deepspeed_configs/ddp.json"
+    if config.performance.precision == "fp16":
+        return "with --performance.precision fp16: it does not scale the loss; use bf16 or fp32"
+    if config.optim.name not in OPTIMIZERS:
+        names = " or ".join(OPTIMIZERS)
+        return f"with --optim.name {config.optim.name}: use {names}, or --performance.engine deepspeed"
+    if others or zero:
+        named = ", ".join([*others, *(f"zero_optimization.{name}" for name in zero)])
+        return f"with a DeepSpeed JSON that has {named}: remove it, or use --performance.engine deepspeed"
+    return None
+
+
+def build_engine(
+    model: nn.Module,
+    config: RunConfig,
+    ds_config: DsConfig,
+    world: World,
+    blocks: Iterable[type[nn.Module]],
+    saved: Mapping[str, Any] | None = None,
+) -> Engine:
+    """Build the engine that ``choose`` names; see there and the engines for the arguments."""
+    if choose(config, ds_config, saved) == "flat":
+        from fastdiff.training.engines.flat import FlatEngine
+
+        return FlatEngine(model, config, ds_config, world)
+    from fastdiff.training.engines.deepspeed import DeepSpeedEngine  # its import takes seconds
+
+    return DeepSpeedEngine(model, config, ds_config, world, blocks)

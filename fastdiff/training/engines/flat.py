@@ -1,0 +1,161 @@
+"""Engine without DeepSpeed, for ZeRO stage 0: flat buffers, one pass over them per step, and nothing read by the host.
+
+Each rank has all weights and moments. The averages and checkpoints of a parameter are made by one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fastdiff.config.deepspeed import DsConfig, zero_stage
+from fastdiff.config.run import RunConfig
+from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
+from fastdiff.models.kernel_choice import DTYPES
+from fastdiff.parallel.fragments import Flat, Fragment, Shapes
+from fastdiff.parallel.world import World
+from fastdiff.training.ema import Ema
+from fastdiff.training.engines.base import Engine
+from fastdiff.training.engines.buffers import Gradients, Part, Place, fragments_of, move_into, places_of, ranges_of
+from fastdiff.training.engines.data_parallel import DataParallel
+from fastdiff.training.engines.update import Update
+from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, forget, set_lr_step
+
+
+class FlatEngine(Engine):
+    """A model with its optimizer in flat buffers.
+
+    Args:
+        model: on any device but ``meta``, fp32 weights; the engine moves and casts it.
+        config: the run, as ``engines.build`` accepts it.
+        ds_config: the resolved DeepSpeed JSON, of stage 0.
+        world: the ranks.
+    """
+
+    kind = "flat"
+
+    def __init__(self, model: nn.Module, config: RunConfig, ds_config: DsConfig, world: World) -> None:
+        precision = config.performance.precision
+        self.stage, self.ds_config = zero_stage(ds_config), ds_config
+        self.frozen_bytes, self.buffer_bytes = frozen_bytes(model, precision), buffer_bytes(model, precision)
+        self.shapes: Shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        self._model, self._config, self._device = model, config, world.device
+        self._accumulation = config.batch.accumulation(world.size)
+        self._summands = world.size * self._accumulation
+        places = places_of(model)
+        self._master, self._copy = move_into(places, model, DTYPES[precision], world.device)
+        sums = config.performance.sums if self._summands > 1 else precision
+        self._gradients = Gradients(places, DTYPES[sums], world.device)
+        self._parts = self._cut(ranges_of(places, world))
+        self.flats = [part.flat for part in self._parts]
+        self._update = Update(config.optim, self._parts, self._gradients.views)
+        self._ranks = DataParallel(model, places, self._gradients) if world.size > 1 else None
+        self._schedule = build_lr_schedule(self.optimizer, config.optim, config.steps)
+        self._micro = self._applied = self._steps = 0
+        self.lr = 0.0
+
+    def _cut(self, ranges: Sequence[tuple[bool, Sequence[Place]]]) -> list[Part]:
+        """Cut the flat buffers, and create the optimizer, whose groups and states are used but not its ``step``."""
+        bounds = [(places[0].offset, places[-1].end) for _, places in ranges]
+        keys = [self._master[first:end] for first, end in bounds]
+        self.optimizer = build_optimizer(keys, self._config.optim, skip_non_finite=False)
+        return [
+            Part(
+                Flat(key, self.optimizer.state, fragments_of(places), owned=owned),
+                self._gradients.buffer[first:end],
+                None if self._copy is None else self._copy[first:end],
+            )
+            for key, (first, end), (owned, places) in zip(keys, bounds, ranges, strict=True)
+        ]
+
+    @property
+    def module(self) -> nn.Module:
+        """The network."""
+        return self._model
+
+    def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
+        """Run the model's forward pass."""
+        if self._ranks is None:
+            return self._model(*inputs, **condition)  # type: ignore[no-any-return]
+        return self._ranks(*inputs, reduces=self._is_last, **condition)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the micro-batch is the last of its step."""
+        return self._micro == self._accumulation - 1
+
+    def rehearse(self, forward: Callable[[nn.Module], tuple[Tensor, Sequence[Tensor]]]) -> None:
+        """Run a forward and a backward pass of which nothing remains but compiled code."""
+        loss, leaves = forward(self._model)
+        torch.autograd.grad(loss, leaves, allow_unused=True)
+
+    def backward(self, loss: Tensor, *, discard: bool = False) -> None:
+        """Add the gradient of ``loss``, divided by the number of micro-batches of all ranks."""
+        (loss * ((math.nan if discard else 1.0) / self._summands)).backward()  # type: ignore[no-untyped-call]
+        if self._ranks is None or not self._is_last:
+            self._gradients.collect()
+        else:
+            self._gradients.end_micro_batch()
+        self._micro += 1
+
+    def attach(self, averages: Ema) -> None:
+        """Move the averages in the update."""
+        self._update.averages, averages.in_the_update = averages, True
+
+    @torch.no_grad()
+    def skips(self) -> Tensor:
+        """Take the norm of the gradient; return whether it is not finite."""
+        return self._update.examine(self._gradients.buffer)
+
+    def update(self) -> None:
+        """Take the optimizer step, unless the gradient is not finite."""
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
+        self._update.take(self._steps + 1, self.lr, self._applied + 1)
+        self._gradients.end_step()
+        self._micro = 0
+
+    def settle(self, *, skipped: bool) -> bool:
+        """Count the step and set the learning rate of the next one."""
+        if not skipped:
+            self._applied += 1
+            self._set_steps(self._steps + 1)
+            set_lr_step(self._schedule, self._applied)
+        return not skipped
+
+    def _set_steps(self, steps: int) -> None:
+        self._steps = steps
+        for flat in self.flats:
+            flat.state["step"] = steps
+
+    def grad_norm(self) -> Tensor | None:
+        """Return the norm of the last gradient before clipping, left on its device; None before the first step."""
+        return self._update.norm
+
+    @property
+    def loss_scale(self) -> dict[str, float]:
+        """Empty: there is no fp16."""
+        return {}
+
+    def restore(self, applied: int, loss_scale: dict[str, float]) -> None:
+        """Restore the learning rate and the numbers of steps, that of the optimizer from its state."""
+        set_lr_step(self._schedule, applied)
+        self._applied = applied
+        self._set_steps(int(self.flats[0].state["step"]))
+
+    @torch.no_grad()
+    def return_to(self, read: Callable[[Fragment], Tensor]) -> None:
+        """Load the weights of a checkpoint between two steps, and reset the optimizer state in place."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(read(Fragment(name, 0, parameter.numel(), 0)).view(parameter.shape))
+        for flat in self.flats:
+            forget(flat.state)
+
+    @torch.no_grad()
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Set nothing: under ZeRO-0 no network comes on ``meta``."""
+        for name, _ in weights:
+            raise RuntimeError(f"{name} is to be set after the construction, expected a network with its weights")
