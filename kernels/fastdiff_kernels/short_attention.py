@@ -14,7 +14,7 @@ One program does one head of one sample, forward and backward. It holds 64 token
 them through shared memory, first queries before all keys, which gives dq, then keys before all queries, which gives dk
 and dv. So no two programs add to the same number, at the price of seven matrix products instead of five. A head is
 0.3 MB, and only its first pass comes from memory; two programs or more fit one processor and hide each other's loads.
-All keys of a head at once do not: with 256 of them a program takes all registers of a processor, and the backward spills.
+A program that holds all 256 keys would take all registers of a processor, and its backward spills.
 
 Channels are held as 64 and 16, because blocks have power-of-two sizes: 72 channels cost as much as 80, not as 128.
 
