@@ -11,9 +11,10 @@ from bench import BenchError
 from bench.cases.case import Case
 from fastdiff_kernels import names
 
-KERNELS = names.OPS
-"""Ops with Triton kernels."""
-OPS = (*KERNELS, "attention")
+KERNELS = names.KERNELS
+"""Files with Triton kernels."""
+OPS = (*names.OPS, "attention")
+"""Ops with implementations to compare; those of ``attention`` include the kernels of ``short_attention``."""
 
 
 def cases(ops: tuple[str, ...] = OPS) -> list[Case]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +17,7 @@ from fastdiff_kernels import dispatch
 from fastdiff_kernels.adamw8bit.compiled import unavailable
 from fastdiff_kernels.dispatch import Choice
 from fastdiff_kernels.names import Backend
+from fastdiff_kernels.short_attention import HEAD_DIMS, LONGEST
 
 Row = tuple[str, Choice]
 """Name of a layer, or of another part of the run, and the choice for one of its ops."""
@@ -88,11 +89,27 @@ def choices(
     given += " --performance.deterministic" if given and performance.deterministic else ""
     try:
         with dispatch.forced(**performance.kernel_backends()):
-            return list(_choices(config, device, optimizer_device or device, flat=flat))
+            rows = list(_choices(config, device, optimizer_device or device, flat=flat))
     except RuntimeError as error:
         if not given:
             raise
         raise ConfigError(f"{given}: {error}") from None
+    if performance.attention == "short":
+        _require_short(rows)
+    return rows
+
+
+def _require_short(rows: Iterable[Row]) -> None:
+    """Refuse the backend ``short`` for a network that has no layer for it; other layers fall back."""
+    found = {name: choice for name, choice in rows if choice.op == "attention"}
+    if any(choice.forward == "short" for choice in found.values()):
+        return
+    given = {choice.why: name for name, choice in reversed(found.items())}
+    layers = "; ".join(f"{name}: {why}" for why, name in given.items()) or "it has no attention"
+    raise ConfigError(
+        f"--performance.attention short: no layer of the network can use it ({layers}), expected self-attention on a "
+        f"packed projection of 1 to {LONGEST} tokens with head dim {', '.join(map(str, HEAD_DIMS))}; use auto"
+    )
 
 
 def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.device, *, flat: bool) -> Iterator[Row]:
@@ -140,9 +157,15 @@ def _eight_bit(config: RunConfig, device: torch.device, optimizer_device: torch.
 
 
 def in_words(rows: Iterable[Row]) -> str:
-    """Summarise: ``adaln, loss, noising by triton (on CUDA); attention by sdpa (cudnn) (first choice on sm_90)``."""
+    """Summarise: ``adaln, loss, noising by triton (on CUDA); attention by sdpa (cudnn) (first choice on sm_90)``.
+
+    Attention that differs between layers is counted: ``attention of 5 of 16 layers by short (asked for)``.
+    """
     ops: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    rows = list(rows)
+    layers = Counter(choice for _, choice in rows if choice.op == "attention")
     for _, choice in rows:
         by = choice.forward if choice.backward in ("-", choice.forward) else f"{choice.forward}/{choice.backward}"
-        ops[by, choice.why][choice.op] = None
+        some = f" of {layers[choice]} of {layers.total()} layers" if len(layers) > 1 and choice in layers else ""
+        ops[by, choice.why][choice.op + some] = None
     return "; ".join(f"{', '.join(names)} by {by} ({why})" for (by, why), names in ops.items())

@@ -21,7 +21,12 @@ def require_for(rows: Iterable[Row], device: torch.device, *, compiled: bool) ->
     """Check the compilers that a run with these implementations needs; see ``require_compilers``."""
     used = {backend for _, choice in rows for backend in (choice.forward, choice.backward)}
     instead = "; or use --performance.no-compile --performance.kernels reference"
-    require_compilers(device, compiled=compiled or "compile" in used, kernels="triton" in used, instead=instead)
+    require_compilers(
+        device,
+        compiled=compiled or "compile" in used,
+        kernels=not used.isdisjoint({"triton", "short"}),
+        instead=instead,
+    )
 
 
 def require_compilers(device: torch.device, *, compiled: bool, kernels: bool, instead: str = "") -> None:

@@ -1,6 +1,7 @@
 """Attention without a mask, ``softmax(q k^T / sqrt(head_dim)) v`` (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
 
-All kernels are those of libraries, which reach the limit: this file chooses among them and reports its choice.
+This file chooses among the kernels of libraries and reports its choice. The backend ``short`` is that of a packed
+projection (``packed_attention.py``); here, where queries, keys and values come apart, it is ``auto``.
 
 ============= ========================================= ======================================================
 backend       kernel                                    runs where
@@ -12,6 +13,7 @@ backend       kernel                                    runs where
                                                         64, 72 to 96, 80 to 96, 160 to 192)
 ``xformers``  FlashAttention 3 if installed, otherwise  sm_80+, 16 bit (fp32 up to sm_90), head dim a multiple
               2, otherwise CUTLASS                      of 8 up to 256
+``short``     ``short_attention.py``                    packed projections of up to 256 tokens; here ``auto``
 ``reference`` matrix products and a softmax             everywhere; stores the T x S scores
 ``auto``      the first that can run of cuDNN (sm_90,   everywhere
               sm_100), flash, other kernels of torch
@@ -35,6 +37,7 @@ import logging
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -148,7 +151,7 @@ def reasons(
     backend: AttentionBackend, dtype: torch.dtype, head_dim: int, query_length: int, key_length: int, here: Machine
 ) -> str | None:
     """The reason that ``backend`` cannot run, forward and backward; None if it can. A function of its arguments."""
-    if backend in ("auto", "sdpa", "reference"):
+    if backend in ("auto", "sdpa", "short", "reference"):
         return None
     if here.device != "cuda":
         return f"needs a CUDA device, the tensors are on {here.device}"
@@ -292,6 +295,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, backend: AttentionBa
         RuntimeError: ``backend`` cannot run on these tensors; the message says why.
     """
     _validate(query, key, value, backend)
+    backend = "auto" if backend == "short" else backend
     if backend == "reference":
         return attention_reference(query, key, value)
     here: Machine = machine(query.device, backend)
@@ -352,6 +356,8 @@ def choice(
         RuntimeError: ``backend`` cannot run there; the message says why.
     """
     _validate_backend(backend)
+    if backend == "short":
+        return replace(choice(head_dim, query_length, key_length, example), why="short takes a packed projection")
     here: Machine = machine(example.device, backend)
     case = (example.dtype, head_dim, query_length, key_length, here)
     if backend == "reference":

@@ -9,8 +9,11 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 """Implementations of an op: the kernel, plain torch, and plain torch through ``torch.compile``."""
 
 OPS = ("philox", "noising", "loss", "group_norm", "adaln", "dropout", "adamw", "adamw8bit")
-"""Every op with a Triton kernel; attention chooses among the kernels of libraries."""
+"""Every op with a Triton kernel and a choice of its own; attention chooses among the kernels of libraries and one."""
 
-AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "xformers", "reference"]
+KERNELS = (*OPS, "short_attention")
+"""Every file or folder with Triton kernels; the last is a backend of attention."""
+
+AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "xformers", "short", "reference"]
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
-"""Implementations of attention (``attention.py``)."""
+"""Implementations of attention (``attention.py``, ``packed_attention.py``)."""

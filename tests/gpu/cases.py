@@ -20,6 +20,7 @@ from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.models.build import build_model
 from fastdiff.models.pretrained.tiny_pipeline import Kind
+from fastdiff_kernels.names import AttentionBackend
 from tests.support.runs import tiny
 from tests.support.text_runs import text_run
 
@@ -48,12 +49,14 @@ class Case:
     """Quantisation of the weights below a LoRA; empty: all weights are trained."""
     compile: bool | None = None
     """None: with CUDA."""
+    attention: AttentionBackend = "auto"
+    """``short``: with heads that it takes."""
 
     def __str__(self) -> str:
         """Id of the test."""
         parts = [self.family, f"zero{self.stage}", self.precision, self.optimizer]
         parts += ["recompute"] * self.recompute + [f"lora-{self.adapter}"] * bool(self.adapter)
-        return "-".join([*parts, *["compiled"] * bool(self.compile)])
+        return "-".join([*parts, *[self.attention] * (self.attention != "auto"), *["compiled"] * bool(self.compile)])
 
 
 CASES = [
@@ -77,11 +80,12 @@ CASES = [
     Case(family="dit", stage="3", precision="fp16", adapter="8bit"),
     Case(family="sd15", stage="3", precision="bf16", adapter="4bit", recompute=True),
     Case(family="sd15", stage="2", precision="fp32", adapter="none"),
+    Case(family="dit", stage="1", precision="bf16", attention="short"),
 ]
 """Every family meets every stage (sdxl one of them), and every stage every precision that it has."""
 
 ON_CPU = [
-    replace(CASES[0], compile=True),
+    replace(CASES[20], compile=True),
     CASES[1],
     replace(CASES[4], precision="fp32", optimizer="adamw8bit"),
     CASES[5],
@@ -114,12 +118,13 @@ class Inputs:
         own: dict[str, Any] = {
             "optim__lr": 1e-3, "optim__name": case.optimizer, "performance__precision": case.precision,
             "performance__recompute": case.recompute, "performance__compile": case.compile,
+            "performance__attention": case.attention,
         }  # fmt: skip
         adapter = {"lora": LoraConfig(rank=2, quantize=case.adapter)} if case.adapter else {}
         if case.family in ("sd15", "sdxl"):
             own |= adapter
             return text_run(*self.text(case.family), folder, steps=steps, kind=case.family, **own | changes)
-        own["model"] = DIT
+        own["model"] = DIT if case.attention == "auto" else replace(DIT, hidden=128)  # heads of 64 channels
         if adapter:  # needs weights below
             own |= {"pretrained": PretrainedConfig(path=str(self.weights), weights=True), **adapter}
         if case.family == "adm":

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fastdiff.cli import doctor
+from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
@@ -158,6 +159,50 @@ def test_in_words() -> None:
     )
 
 
+def test_attention_that_differs_between_layers_is_counted() -> None:
+    short, other = (
+        Choice("attention", "short", "short", "asked for"),
+        Choice("attention", "sdpa", "sdpa", "short takes"),
+    )
+    rows = [("a", short), ("b", other), ("c", short), ("d", Choice("loss", "triton", "triton", "on CUDA"))]
+    assert kernel_choice.in_words(rows) == (
+        "attention of 2 of 3 layers by short (asked for); attention of 1 of 3 layers by sdpa (short takes); "
+        "loss by triton (on CUDA)"
+    )
+
+
+def short(preset_name: str, **changes: int) -> RunConfig:
+    config = preset(preset_name)
+    return performance(replace(config, model=replace(config.model, **changes)), attention="short")
+
+
+def test_short_attention_is_forced_where_the_layers_allow_it() -> None:
+    """In DiT-S/8 all layers, heads of 64 channels; in an ADM UNet those of the small maps."""
+    rows = kernel_choice.choices(short("dit-s-8-256", depth=2), CPU)
+    assert [(name, c.forward, c.why) for name, c in rows if c.op == "attention"] == [
+        (f"blocks.{n}.attn", "short", "asked for") for n in (0, 1)
+    ]
+    changes = {"size": 32, "channels": 3, "width": 64, "channel_mult": (1, 1), "res_blocks": 1}
+    changes |= {"attention_resolutions": (32, 16), "heads": 1, "qkv_order": "qkv_major", "classes": None}
+    config = replace(preset("dit-s-8-256"), model=AdmConfig(**changes))
+    rows = kernel_choice.choices(performance(config, attention="short"), CPU)
+    found = {c.why: c.forward for _, c in rows if c.op == "attention"}
+    assert found.pop("asked for") == "short"
+    assert found.keys() == {"short takes 1 to 256 tokens, these are 1024"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("dit-s-8-256", {"heads": 12}, "blocks.0.attn: short takes head dims 64, 72, 80, this is 32"),
+        ("sd15", {}, "attn1: short takes a packed projection"),
+    ],
+)
+def test_short_attention_that_no_layer_can_use_is_refused(name: str, changes: dict[str, int], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--performance.attention short: no layer .*{why}.* use auto$"):
+        kernel_choice.choices(short(name, **changes), CPU)
+
+
 def test_the_table_puts_equal_layers_on_one_line() -> None:
     attention = Choice("attention", "sdpa (flash)", "sdpa (flash)", "asked for")
     names = [f"blocks.{n}.attn" for n in range(12)] + [f"down.{a}.{b}.attn" for a in (0, 1) for b in (0, 2)]
@@ -193,6 +238,7 @@ def test_an_unknown_preset_is_refused() -> None:
     ("changes", "message"),
     [
         ({"attention": "cudnn"}, r"^--performance.attention cudnn: attention backend 'cudnn': needs a CUDA device"),
+        ({"attention": "short"}, r"^--performance.attention short: attention backend 'short': needs a CUDA device"),
         ({"attention": "xformers"}, "attention backend 'xformers': needs a CUDA device"),
         ({"kernels": "triton"}, r"^--performance.kernels triton: .* expected CUDA"),
         ({"kernels": "auto,loss=triton"}, r"^--performance.kernels auto,loss=triton: .* expected CUDA"),

@@ -105,7 +105,7 @@ def test_one_query_one_key_and_prime_lengths(device):
         assert_as_accurate_as_eager(attention, FUSED, given, upstream(given))
 
 
-@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "short", "reference"])
 def test_one_graph(backend, device):
     given = inputs(16, None, torch.float32, device)
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
@@ -202,6 +202,9 @@ def test_choice_on_this_machine(device):
         assert chosen.forward == chosen.backward
         assert chosen.forward.startswith("sdpa (")
     assert choice(64, 256, 77, example, "reference").forward == "reference"
+    fallen_back = choice(64, 64, 64, example, "short")
+    assert fallen_back.forward == choice(64, 64, 64, example).forward
+    assert fallen_back.why == "short takes a packed projection"
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "xformers"])
@@ -259,7 +262,10 @@ def test_auto_says_what_it_passed_over(pretended):
             {"query": torch.zeros(1, 2, 5, 8).half()},
             "float16 on cpu, float32 on cpu, float32 on cpu, expected one dtype",
         ),
-        ({"backend": "fa3"}, "attention backend 'fa3': expected one of auto, sdpa, cudnn, flash, xformers, reference"),
+        (
+            {"backend": "fa3"},
+            "attention backend 'fa3': expected one of auto, sdpa, cudnn, flash, xformers, short, reference",
+        ),
     ],
 )
 def test_refusals_say_what_was_given(change, message):

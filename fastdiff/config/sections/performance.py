@@ -47,8 +47,9 @@ class PerformanceConfig:
     """Backend of fastdiff's own ops: auto (Triton on a GPU, otherwise plain torch), triton, reference (plain torch) or
     compile (plain torch with torch.compile), then exceptions by op: auto,adaln=compile,loss=reference."""
     attention: AttentionBackend = "auto"
-    """Backend of attention: auto (the fastest known for the GPU), sdpa (torch's choice), cudnn, flash, xformers, or
-    reference (matrix products and a softmax)."""
+    """Backend of attention: auto (the fastest known for the GPU), sdpa (torch's choice), cudnn, flash, xformers,
+    short (fastdiff's own for up to 256 tokens of one packed projection, head dims 64, 72 and 80; auto in other layers),
+    or reference (matrix products and a softmax)."""
 
     def __post_init__(self) -> None:
         self.kernel_backends()

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from fastdiff.config.networks.adm import QkvOrder
 from fastdiff.models.blockwise import run_block
 from fastdiff.models.unet.blocks import Conv2d, GroupNorm, block_choice, doubled, in_order
-from fastdiff_kernels import attention as attention_op
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.dropout import dropout
 from fastdiff_kernels.group_norm import group_norm
 from fastdiff_kernels.names import AttentionBackend
+from fastdiff_kernels.packed_attention import packed_attention, packed_choice
 
 Resize = Literal["down", "up"]
 Maps: TypeAlias = "tuple[Tensor, Tensor | None, Tensor]"
@@ -176,16 +176,15 @@ class AttentionBlock(nn.Module):
             packed = packed.view(batch, -1, self.heads, 3, self.head_dim).transpose(2, 3)  # -> [B, T, 3, heads, D]
         else:
             packed = packed.view(batch, -1, 3, self.heads, self.head_dim)  # -> [B, T, 3, heads, D]
-        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, heads, D] -> 3 x [B, heads, T, D]
         # The scale is the product of the paper's d**(-1/4) of queries and keys; the softmax is in fp32.
-        mixed = attention_op.attention(query, key, value, backend=self.backend)
-        projected = self.proj_out(mixed.transpose(1, 2).flatten(2))  # [B, heads, T, D] -> [B, T, C]
+        projected = self.proj_out(packed_attention(packed, backend=self.backend))
         return projected.view(batch, height, width, channels).permute(0, 3, 1, 2), x, x  # [B, T, C] -> [B, C, H, W]
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choices of its norm and its attention; see ``fastdiff_kernels.dispatch.Explains``."""
         yield dispatch.choice("group_norm", example)
-        yield attention_op.choice(self.head_dim, self.length, self.length, example, self.backend)
+        contiguous = self.qkv_order == "qkv_major"
+        yield packed_choice(self.head_dim, self.length, example, self.backend, contiguous=contiguous)
 
 
 class Pointwise(nn.Conv1d):

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.models.blockwise import BlockwiseModel, is_compiled, run_block
 from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedder, position_table
-from fastdiff_kernels import attention as attention_op
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.adaln import gated_modulated_norm, modulated_norm, residual_modulated_norm
 from fastdiff_kernels.names import AttentionBackend
+from fastdiff_kernels.packed_attention import packed_attention, packed_choice
 
 _NORM_EPS = 1e-6
 
@@ -169,16 +169,11 @@ class Attention(nn.Module):
         """``[B, T, D] -> [B, T, D]``."""
         batch, length, hidden = tokens.shape
         packed = self.qkv(tokens).view(batch, length, 3, self.heads, hidden // self.heads)
-        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D/H] -> 3 x [B, H, T, D/H]
-        mixed = attention_op.attention(query, key, value, backend=self.backend)
-        return cast(
-            Tensor, self.proj(mixed.transpose(1, 2).reshape(batch, length, hidden))
-        )  # [B, H, T, D/H] -> [B, T, D]
+        return cast(Tensor, self.proj(packed_attention(packed, backend=self.backend)))
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choice of its attention; see ``fastdiff_kernels.dispatch.Explains``."""
-        head_dim = self.proj.in_features // self.heads
-        yield attention_op.choice(head_dim, self.length, self.length, example, self.backend)
+        yield packed_choice(self.proj.in_features // self.heads, self.length, example, self.backend)
 
 
 class Mlp(nn.Module):

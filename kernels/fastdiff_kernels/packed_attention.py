@@ -1,0 +1,123 @@
+"""Self-attention on a packed projection ``[B, T, 3, H, D]``, which a transformer's ``qkv`` layer writes.
+
+The backend ``short``, the kernels of ``short_attention.py``, takes it as it is; every other is one of ``attention.py``
+and takes views of queries, keys and values. ``short`` asked for runs wherever shape and strides allow, and ``auto``
+elsewhere. ``auto`` takes ``short`` where a measurement has it fastest (``FASTEST``), and in 16 bits where torch wants
+deterministic algorithms, because of the others only slower forms add in a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fastdiff_kernels import attention as general
+from fastdiff_kernels import launch
+from fastdiff_kernels.attention import Machine, machine
+from fastdiff_kernels.dispatch import Choice
+from fastdiff_kernels.names import AttentionBackend
+from fastdiff_kernels.short_attention import DTYPES, shape_problem, short_attention
+
+FASTEST: frozenset[tuple[tuple[int, int], int, int]] = frozenset()
+"""Compute capability, tokens and head dim at which ``short`` is the fastest in 16 bits, forward and backward together,
+by a record of ``python -m bench op attention`` in ``bench/results``. Empty: no GPU has measured it yet.
+"""
+
+
+def short_problem(dtype: torch.dtype, here: Machine, *, triton: bool = launch.triton is not None) -> str | None:
+    """Why ``short`` cannot run on this machine in this dtype; None if it can."""
+    if not triton:
+        return "needs Triton, which is not installed"
+    if here.device != "cuda" and not launch.INTERPRETED:
+        return f"needs a CUDA device, the tensors are on {here.device}"
+    if here.device == "cuda" and here.capability < (8, 0):
+        return f"needs sm_80 or newer, this device is {here.architecture}"
+    return (
+        None if dtype in DTYPES else f"computes in bf16, fp16 and fp32, the tensors are {dtype}".replace("torch.", "")
+    )
+
+
+def _why_short(backend: AttentionBackend, dtype: torch.dtype, length: int, head_dim: int, here: Machine) -> str | None:
+    """Why ``backend`` is ``short`` for heads that its kernels take; None: it is another."""
+    if backend == "short":
+        return "asked for"
+    if backend != "auto" or here.device != "cuda" or dtype == torch.float32 or short_problem(dtype, here):
+        return None
+    if here.deterministic:
+        return "adds in a fixed order"
+    return "measured fastest" if (here.capability, length, head_dim) in FASTEST else None
+
+
+def packed_attention(qkv: Tensor, *, backend: AttentionBackend = "auto") -> Tensor:
+    """Self-attention of all tokens of each sample, scaled by ``1 / sqrt(D)``.
+
+    Args:
+        qkv: ``[B, T, 3, H, D]``, of any strides; ``short`` takes it only if it is contiguous.
+        backend: as for ``attention.attention``.
+
+    Returns:
+        ``[B, T, H * D]`` in the dtype of ``qkv``.
+
+    Raises:
+        ValueError: no such backend, or another shape.
+        RuntimeError: ``backend`` cannot run on these tensors; the message says why.
+    """
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"qkv has shape {tuple(qkv.shape)}, expected [B, T, 3, H, D]")
+    length, head_dim = qkv.shape[1], qkv.shape[4]
+    here: Machine = machine(qkv.device, backend)
+    if backend == "short":
+        _refuse(qkv.dtype, here)
+    fits = qkv.is_contiguous() and shape_problem(head_dim, length, length) is None
+    if fits and _why_short(backend, qkv.dtype, length, head_dim, here):
+        return short_attention(qkv)
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
+    mixed = general.attention(query, key, value, backend=backend)
+    return mixed.transpose(1, 2).flatten(2)  # [B, H, T, D] -> [B, T, H * D]
+
+
+def _refuse(dtype: torch.dtype, here: Machine) -> None:
+    if why := short_problem(dtype, here):
+        raise RuntimeError(f"attention backend 'short': {why}; use 'auto'")
+
+
+def packed_choice(
+    head_dim: int, length: int, example: Tensor, backend: AttentionBackend = "auto", *, contiguous: bool = True
+) -> Choice:
+    """The kernel that ``packed_attention`` would run, and the reason.
+
+    Args:
+        head_dim: channels of a head.
+        length: tokens per sample.
+        example: any tensor of the device and dtype that the attention will work in.
+        backend: as for ``packed_attention``.
+        contiguous: whether the packed projection is.
+
+    Raises:
+        ValueError: no such backend.
+        RuntimeError: ``backend`` cannot run there; the message says why.
+    """
+    here: Machine = machine(example.device, backend)
+    if backend == "short":
+        _refuse(example.dtype, here)
+    problem = shape_problem(head_dim, length, length)
+    problem = problem or (None if contiguous else "takes a contiguous packed projection")
+    if problem is None and (why := _why_short(backend, example.dtype, length, head_dim, here)):
+        _try(head_dim, length, example.dtype, example.device)
+        return Choice("attention", "short", "short", why)
+    chosen = general.choice(head_dim, length, length, example, backend)
+    return replace(chosen, why=f"short {problem}") if backend == "short" else chosen
+
+
+@cache
+def _try(head_dim: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Run the kernels once on one head, so that a driver or a compiler that fails is named at the start."""
+    try:
+        with torch.enable_grad():
+            qkv = torch.zeros(1, length, 3, 1, head_dim, dtype=dtype, device=device, requires_grad=True)
+            short_attention(qkv).sum().backward()  # type: ignore[no-untyped-call]
+    except Exception as error:  # of the compiler, the driver or the kernel
+        raise RuntimeError(f"attention backend 'short': failed when tried: {error}; use 'sdpa'") from error
