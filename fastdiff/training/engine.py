@@ -20,11 +20,13 @@ from fastdiff.config.deepspeed import DsConfig, with_sums, zero_stage
 from fastdiff.config.run import RunConfig
 from fastdiff.console import without_prints
 from fastdiff.errors import ConfigError, DivergedError
+from fastdiff.models.build import Model
 from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes, copy_into
 from fastdiff.parallel.world import World
 from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_8bit_state, forget, set_lr_step
+from fastdiff.training.zero.calls import named_calls
 from fastdiff.training.zero.slices import flats_of, overwrite
 from fastdiff.training.zero.stage3 import (
     partition,
@@ -140,6 +142,15 @@ class Engine:
     def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
         """Run the model's forward pass."""
         return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
+
+    @property
+    def network(self) -> Model:
+        """The network, with the weights of the passes."""
+        return self._engine.module  # type: ignore[no-any-return]
+
+    def named_calls(self) -> dict[str, list[tuple[object, str]]]:
+        """Return DeepSpeed's calls in a backward pass (object, method) by the name of their range in a profile."""
+        return named_calls(self._engine)
 
     def rehearse(self, forward: Callable[[nn.Module], tuple[Tensor, Sequence[Tensor]]]) -> None:
         """Run a forward and a backward pass of which nothing remains but compiled code: no gradient, no reduction.

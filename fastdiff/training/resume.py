@@ -47,6 +47,7 @@ FREE = (
     "divergence.limit",
     "performance.device",
     "performance.recompute",
+    "performance.profile",
 )
 """Fields, or sections that end with a dot, that do not affect the computation and may differ at a resume."""
 _SUMS = "performance.grad_accum_dtype"
