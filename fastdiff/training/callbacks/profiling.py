@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastdiff.console import log
 from fastdiff.training.callbacks.base import Callback
-from fastdiff.training.profiling.ranges import Opener, Range, named_ranges
+from fastdiff.training.profiling.ranges import Closable, Opener, named_ranges
 from fastdiff.training.profiling.recording import MEMORY_VIEWER, VIEWER, Recording
 from fastdiff.training.state import TrainState
 
@@ -29,7 +29,7 @@ class Profile(Callback):
         self._recording: Recording | None = None
         self._ranges = ExitStack()
         self._opened: Opener | None = None
-        self._step: Range | None = None
+        self._step: Closable | None = None
         self._state = state
         if state.progress.steps >= self._steps.stop and state.world.is_first:
             log.info(f"no profile: the run is at step {state.progress.steps}, behind the last step of the profile")

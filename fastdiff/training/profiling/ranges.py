@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.profiler import record_function
@@ -17,7 +17,19 @@ from torch.autograd.profiler import record_function
 from fastdiff.training.profiling.blocks import watch_blocks
 from fastdiff.training.state import TrainState
 
-Opener = Callable[[str], "Range"]
+
+class Closable(Protocol):
+    """A range that is closed once, or more often without effect."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+Opener = Callable[[str], Closable]
 _Call = Callable[..., Any]
 
 
@@ -36,6 +48,11 @@ class Range:
         self._recorded.__enter__()  # type: ignore[no-untyped-call]
         self._nvtx = torch.cuda.nvtx.range_start(name) if nvtx else None  # type: ignore[no-untyped-call]
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return self._recorded is None
+
     def close(self) -> None:
         """End the range."""
         recorded, self._recorded = self._recorded, None
@@ -46,22 +63,26 @@ class Range:
 
 
 @contextmanager
-def named_ranges(state: TrainState) -> Iterator[Opener]:
+def named_ranges(state: TrainState, make: Opener | None = None) -> Iterator[Opener]:
     """Put named ranges around the parts of every step inside; called by any rank alone.
 
     The ranges are ``data``, ``forward``, ``objective``, ``block N forward`` (or ``recompute``), ``backward``, ``block N
     backward``, ``hooks`` (DeepSpeed's own work around blocks and gradients), ``reduce``, ``consensus``, ``optimizer``,
     ``averages`` and ``callbacks``. Hooks and calls are outside of compiled code.
 
+    Args:
+        state: of the run.
+        make: opens a range; None: one for the profiler and NVTX.
+
     Yields:
         A function that opens another range; all that are open at the end are closed.
     """
-    open_: list[Range] = []
-    nvtx = state.world.device.type == "cuda"
+    open_: list[Closable] = []
+    make = make or functools.partial(Range, nvtx=state.world.device.type == "cuda")
 
-    def opened(name: str) -> Range:
-        open_[:] = [range_ for range_ in open_ if range_._recorded is not None]
-        open_.append(Range(name, nvtx=nvtx))
+    def opened(name: str) -> Closable:
+        open_[:] = [range_ for range_ in open_ if not range_.closed]
+        open_.append(make(name))
         return open_[-1]
 
     def close_all() -> None:

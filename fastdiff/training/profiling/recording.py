@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,20 +28,31 @@ class Recording:
 
     Args:
         device: of the run.
+        detailed: also record shapes and memory, which costs time.
 
     Raises:
-        RuntimeError: the profiler cannot start, because another one runs.
+        RuntimeError: the profiler cannot start.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, detailed: bool = True) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it announces every start and end, of which the run log tells
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu, self._detailed = device.type == "cuda", detailed
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        self._profiler = profile(activities=activities, record_shapes=True, profile_memory=not self._on_gpu)
+        self._profiler = profile(
+            activities=activities, record_shapes=detailed, profile_memory=detailed and not self._on_gpu
+        )
         self._profiler.start()
         self._runs = True
-        if self._on_gpu:
+        if self._on_gpu and detailed:
             torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it if it runs."""
+        self.discard()
 
     def stop(self) -> None:
         """End the recording; on a GPU wait for its last kernel."""
@@ -71,7 +83,7 @@ class Recording:
         with raw.open("rb") as source, gzip.open(path, "wb", compresslevel=5) as file:
             shutil.copyfileobj(source, file, 2**20)
         yield path
-        if self._on_gpu:
+        if self._on_gpu and self._detailed:
             path = scratch / f"memory-rank-{rank}.pickle"
             torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
             yield path
@@ -81,7 +93,7 @@ class Recording:
         if self._runs:
             with suppress(RuntimeError):
                 self.stop()
-        if self._on_gpu:
+        if self._on_gpu and self._detailed:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
