@@ -80,8 +80,14 @@ def break_down(trace: Trace) -> Breakdown:
         seconds[kind or IDLE] += max(0.0, min(until, end) - max(since, begin)) * 1e-6 / len(steps)
     wall = (end - begin) * 1e-6 / len(steps)
     seconds[IDLE] = wall - sum(seconds[kind] for kind in CLASSES)
-    per_step = [{name: number / len(steps) for name, number in counted.items()} for counted in (operations, launches)]
-    return Breakdown(len(steps), wall, seconds, *per_step, bool(trace.device))
+    return Breakdown(
+        steps=len(steps),
+        wall=wall,
+        seconds=seconds,
+        operations={kind: number / len(steps) for kind, number in operations.items()},
+        launches={phase: number / len(steps) for phase, number in launches.items()},
+        on_device=bool(trace.device),
+    )
 
 
 def _opened(host: Iterable[Event]) -> Iterator[_Open]:

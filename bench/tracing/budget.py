@@ -42,11 +42,11 @@ def seconds(work: Work, limits: Limits, precision: str) -> dict[str, float]:
     }
 
 
-class _Counted(TorchDispatchMode):
+class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the work of all operations; those in the range of the optimizer are its own."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.work: dict[str, dict[tuple[float, float], int]] = {}
         self._within: list[_Entered] = []
 
