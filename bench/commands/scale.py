@@ -28,7 +28,7 @@ from bench.measure.timing import Timing
 from bench.measure.workload import Workload
 from bench.records.record import Failure, Log, Measurement, measured
 from bench.records.tables import table
-from bench.scaling import projection
+from bench.scaling import host, projection
 from bench.scaling.communication import Compute, Line, Message, fit, sent, step_seconds
 from bench.scaling.zero import Zero, parameters_of, width_of
 from bench.trainers import collectives
@@ -86,6 +86,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--ranks", nargs="+", type=int, metavar="W", help="numbers of ranks; default: 1 2 (on a single GPU: 1)"
     )
+    parser.add_argument(
+        "--host", action="store_true", help="measure the processor time of a step by stage, which predictions use"
+    )
     projection.add_flags(parser)
     parser.set_defaults(run=_run)
 
@@ -99,6 +102,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if projection.wanted(arguments):
         return projection.run(arguments, provider)
     projection.refuse(arguments, projection.FLAGS, "without --from or --step-ms, because steps are measured")
+    if arguments.host:
+        return _measure_host(arguments)
     plan = _plan(arguments)
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, "scale") as log:
         data = Path(folder) / "data"
@@ -119,6 +124,27 @@ def _run(arguments: argparse.Namespace) -> int:
                     _report_checked(plan, ranks, results, lines, log)
         print(f"record: {log.path}")
     return int(bool(failed) or not fitted)
+
+
+def _measure_host(arguments: argparse.Namespace) -> int:
+    projection.refuse(arguments, ["preset", "batch", "ranks"], "with --host, which has its own networks")
+    effort = SMOKE if arguments.smoke else replace(FULL, steps=20)
+    with (
+        tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as name,
+        open_log(arguments, "scale", "scale-host") as log,
+    ):
+        folder = Path(name)
+        base = Workload(preset="digits", precision=arguments.precision or "bf16")
+        stages = {provider(stage): replace(base, deepspeed=stage) for stage in arguments.stages}
+        stages = {
+            name: host.without_persistence(one, folder) if "zero3" in name else one for name, one in stages.items()
+        }
+        synthetic.write(folder / "data", base.config(folder, folder).model, _SAMPLES)
+        rows = [*host.measure(stages, folder / "data", effort, device(arguments))]
+        for row in rows:
+            log.write(row)
+        print(f"record: {log.path}")
+    return int(any(isinstance(row, Failure) for row in rows))
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

@@ -67,6 +67,11 @@ def add(commands: Commands) -> None:
         metavar="NAME",
         help="compare with these baselines, measured interleaved with fastdiff: plain, dit, diffusers",
     )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="trace steps: time by class of operation beside its roofline budget, launches by phase, idle share",
+    )
     add_measuring(parser)
     parser.set_defaults(run=_run)
 
@@ -80,13 +85,15 @@ def _run(arguments: argparse.Namespace) -> int:
             "--find-batch with --peer: the batch would be the largest for fastdiff alone, not for the baselines; "
             "give --batch instead"
         )
+    if arguments.trace and (arguments.find_batch or arguments.peer):
+        raise BenchError("--trace is of given batches and of fastdiff alone; leave out --find-batch and --peer")
     workloads = sweep.workloads(arguments, where)
     limit = largest_batch.memory_limit(where, arguments.memory) if arguments.find_batch else None
     with (
         tempfile.TemporaryDirectory(prefix="fastdiff-bench-data-") as folder,
         open_log(arguments, "peer" if arguments.peer else BENCH) as log,
     ):
-        measuring = _Measuring(Path(folder), effort, where, log)
+        measuring = _Measuring(Path(folder), effort, where, log, trace=arguments.trace)
         if arguments.peer:
             return measuring.peers(workloads, arguments.peer)
         code = measuring.steps(workloads, limit, timing.QUICK if arguments.smoke else timing.FULL)
@@ -106,8 +113,8 @@ def _effort(arguments: argparse.Namespace) -> Effort:
 class _Measuring:
     """One run of the command."""
 
-    def __init__(self, folder: Path, effort: Effort, device: str, log: record.Log) -> None:
-        self._folder, self._effort, self._device, self._log = folder, effort, device, log
+    def __init__(self, folder: Path, effort: Effort, device: str, log: record.Log, *, trace: bool = False) -> None:
+        self._folder, self._effort, self._device, self._log, self._trace = folder, effort, device, log, trace
 
     def steps(self, workloads: Sequence[Workload], memory: int | None, care: timing.Effort) -> int:
         """Measure and print all workloads; return the exit code: 1 if one failed, unless for lack of memory."""
@@ -120,11 +127,21 @@ class _Measuring:
             self._write([stepped.failure] if stepped.failure else [])
             progress("")
             print("\n".join(_verdict(stepped)), flush=True)
+            if self._trace and stepped.failure is None:
+                self._add_trace(stepped, bounds)
             found.append(stepped)
         done = [stepped for stepped in found if stepped.failure is None]
         if done:
             print(f"\n{_table(done)}")
         return int(not done or any(s.failure is not None and not s.out_of_memory for s in found))
+
+    def _add_trace(self, stepped: Stepped, bounds: Limits) -> None:
+        from bench.tracing import command
+
+        workload, folder = stepped.workload, self._log.path.parent / "traces"
+        rows = command.run(workload, self._data(workload), self._effort, self._device, bounds, folder)
+        self._write(rows)
+        stepped.failure = next((row for row in rows if isinstance(row, Failure)), None)
 
     def peers(self, workloads: Sequence[Workload], names: Sequence[str]) -> int:
         """Compare the baselines on every workload; return the worst exit code."""

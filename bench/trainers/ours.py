@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from bench.measure import launches
 from bench.measure.session import Enough, StepTimer
 from bench.measure.workload import Workload
+from bench.tracing import program
 from fastdiff.batch import Batch
 from fastdiff.config.launch_options import Launch
 from fastdiff.console import quieten
@@ -28,12 +29,20 @@ from fastdiff.training.callbacks.base import Callback, Callbacks
 from fastdiff.training.state import TrainState
 
 
-def run(timer: StepTimer, workload: Workload, data: Path, phases: bool = False, launched: bool = False) -> None:
+def run(
+    timer: StepTimer,
+    workload: Workload,
+    data: Path,
+    phases: bool = False,
+    launched: bool = False,
+    traced: tuple[Path, int] | None = None,
+) -> None:
     """Step until ``Enough``.
 
     Facts: ``parameters``, ``device`` (its name), ``micro`` (samples of a micro-batch), ``graph_breaks`` and
     ``compilations`` of torch.compile so far, ``last_compilation`` (the last step that compiled, counted from 1; 0:
-    none); with ``launched`` also the number ``launches`` of a step and their kind ``launched``.
+    none); with ``launched`` also the number ``launches`` of a step and their kind ``launched``; with
+    ``traced`` those of ``bench.tracing.program``.
 
     Args:
         timer: of this process.
@@ -41,6 +50,7 @@ def run(timer: StepTimer, workload: Workload, data: Path, phases: bool = False, 
         data: folder of shards that fit its model.
         phases: also measure the phases of a step.
         launched: count the launches of one additional step at the end.
+        traced: trace this number of additional steps at the end, into this folder.
     """
     quieten()
     world = start_world()
@@ -68,6 +78,8 @@ def run(timer: StepTimer, workload: Workload, data: Path, phases: bool = False, 
             if launched:
                 found = launches.count(lambda: _one_step(state, stream), timer.device)
                 timer.facts["launches"], timer.facts["launched"] = found
+            if traced is not None:
+                timer.facts |= program.trace(state, lambda: _one_step(state, stream), *traced)
             raise
 
 

@@ -75,6 +75,12 @@ class RunConfig:
                 f"--samples {self.samples} is not divisible by --batch.samples {self.batch.samples}; "
                 f"nearest value: {steps * self.batch.samples} ({steps} steps)"
             )
+        last = self.performance.profiled.stop
+        require(
+            last <= self.steps,
+            f"--performance.profile {self.performance.profile}: the run has {self.steps} steps (--samples "
+            f"{self.samples} / --batch.samples {self.batch.samples}); end the profile at {self.steps} or earlier",
+        )
 
     def _check_sampling(self, flag: str, steps: int, without: str) -> None:
         """Refuse settings that would fail at the first sample images, hours later."""

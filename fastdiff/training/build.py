@@ -43,6 +43,7 @@ from fastdiff.training.callbacks.damaged_samples import DamagedSamples
 from fastdiff.training.callbacks.divergence import NonFiniteGuard, Rewind, SpikeGuard
 from fastdiff.training.callbacks.log import Log
 from fastdiff.training.callbacks.previews import PromptImages, SampleGrid
+from fastdiff.training.callbacks.profiling import Profile
 from fastdiff.training.callbacks.saving import CHECKPOINT, Checkpointing, Snapshots, save_checkpoint
 from fastdiff.training.callbacks.summary import summary
 from fastdiff.training.callbacks.trackers import Trackers, require_installed
@@ -335,6 +336,8 @@ def _callbacks(
         found.append(SampleGrid(state))
     elif state.config.validation.prompts and state.config.validation.every:
         found.append(PromptImages(state, trackers))
+    if state.config.performance.profile:
+        found.append(Profile(state))
     return found
 
 

@@ -48,6 +48,7 @@ FREE = (
     "performance.device",
     "performance.engine",
     "performance.recompute",
+    "performance.profile",
 )
 """Fields, or sections that end with a dot, that do not affect the computation and may differ at a resume."""
 _SUMS = "performance.grad_accum_dtype"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -164,6 +165,22 @@ def test_a_resumed_run_equals_a_whole_one_to_the_bit(
         train(config, replace(launch_of(case.stage), allow_change=("samples",)), world)
     assert hexes(losses(tmp_path / "parts")) == hexes(whole)
     assert newest(tmp_path / "parts").manifest["files"] == newest(tmp_path / "whole").manifest["files"]
+
+
+@pytest.mark.parametrize(("on", "case"), each([CASES[0], CASES[1]], [CASES[1]]), indirect=["on"])
+def test_a_profiled_run_has_the_same_losses_and_a_trace_of_the_device(
+    on: torch.device, case: Case, world: World, inputs: Inputs, tmp_path: Path
+) -> None:
+    """On a GPU the trace has the kernels, with the ranges around them, and there is a snapshot of the memory."""
+    plain = train_losses(world, inputs.run(case, tmp_path / "plain", **deterministic()), launch_of(case.stage))
+    config = inputs.run(case, tmp_path / "profiled", performance__profile="2:3", **deterministic())
+    assert hexes(train_losses(world, config, launch_of(case.stage))) == hexes(plain)
+    folder = tmp_path / "profiled" / "profile"
+    with gzip.open(folder / "rank-0.json.gz", "rt") as file:
+        found = {event.get("cat") for event in json.load(file)["traceEvents"]}
+    assert {"user_annotation", "cpu_op"} <= found
+    assert ({"kernel", "gpu_user_annotation"} <= found) == (on.type == "cuda")
+    assert (folder / "memory-rank-0.pickle").exists() == (on.type == "cuda")
 
 
 class Overflowing(DeepSpeedEngine):

@@ -50,9 +50,14 @@ class PerformanceConfig:
     """Backend of attention: auto (the fastest known for the GPU), sdpa (torch's choice), cudnn, flash, xformers,
     short (fastdiff's own for up to 256 tokens of one packed projection, head dims 64, 72 and 80; auto in other layers),
     or reference (matrix products and a softmax)."""
+    profile: str = ""
+    """FIRST:LAST: profile the steps after step FIRST, up to and including step LAST (0:3 are the first three), on every
+    rank: <run folder>/profile/rank-N.json.gz for https://ui.perfetto.dev and, on a GPU, a snapshot of the memory. The
+    steps are slower, and their losses the same. Empty: none."""
 
     def __post_init__(self) -> None:
         self.kernel_backends()
+        _ = self.profiled
         require(
             not self.fp8 or self.precision == "bf16",
             f"--performance.fp8 with --performance.precision {self.precision}: FP8 layers are part of a network in "
@@ -68,6 +73,24 @@ class PerformanceConfig:
     def sums(self) -> Precision:
         """Dtype in which gradients are added up."""
         return self.grad_accum_dtype or "fp32"
+
+    @property
+    def profiled(self) -> range:
+        """Numbers of steps taken before each profiled step; empty: none.
+
+        Raises:
+            ConfigError: ``profile`` is not FIRST:LAST.
+        """
+        if not self.profile:
+            return range(0)
+        first, _, last = self.profile.partition(":")
+        valid = first.isdecimal() and last.isdecimal() and int(first) < int(last)
+        require(
+            valid,
+            f"--performance.profile {self.profile}: expected FIRST:LAST with FIRST below LAST, for example 10:13, the "
+            "three steps after step 10",
+        )
+        return range(int(first), int(last))
 
     def kernel_backends(self) -> dict[str, Backend]:
         """Return the backends that ``kernels`` forces, by op; other ops use their default.

@@ -64,6 +64,10 @@ class Engine(ABC):
                 gave; equal on all ranks.
         """
 
+    def named_calls(self) -> dict[str, list[tuple[object, str]]]:
+        """Return the calls in a backward pass (object, method) by the name of their range in a profile."""
+        return {}
+
     def attach(self, averages: Ema) -> None:  # noqa: B027
         """Take over the averages, if this engine moves them in its own pass over the weights."""
 

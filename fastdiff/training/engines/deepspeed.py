@@ -26,6 +26,7 @@ from fastdiff.parallel.fragments import Flat, Fragment, Shapes, copy_into
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_8bit_state, forget, set_lr_step
+from fastdiff.training.zero.calls import named_calls
 from fastdiff.training.zero.norm import take_norm_at_once
 from fastdiff.training.zero.slices import flats_of, overwrite
 from fastdiff.training.zero.stage3 import (
@@ -150,6 +151,10 @@ class DeepSpeedEngine(Engine):
     def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
         """Run the model's forward pass."""
         return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
+
+    def named_calls(self) -> dict[str, list[tuple[object, str]]]:
+        """Return hooks and reductions of DeepSpeed."""
+        return named_calls(self._engine)
 
     def rehearse(self, forward: Callable[[nn.Module], tuple[Tensor, Sequence[Tensor]]]) -> None:
         """Run a forward and a backward pass of which nothing remains but compiled code."""

@@ -23,6 +23,7 @@ from bench.measure.workload import Workload
 from bench.records import record
 from bench.records.fingerprint import ROOT
 from bench.records.record import Measurement, Record
+from bench.tracing.classes import CLASSES, IDLE
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.presets import preset
 from fastdiff.data.shards.reader import LatentReader
@@ -35,6 +36,9 @@ QUANTITIES = {
     "step time", "throughput", "of matmul", "peak resident", "graph breaks in code", "compilations",
     "launches", "marked step time",
     "phase data", "phase objective", "phase forward", "phase backward", "phase optimizer", "phase ema", "phase other",
+    "traced step time", "traced idle share", *(f"traced {kind}" for kind in (*CLASSES, IDLE)),
+    *(f"launches in {phase}" for phase in ("data", "forward", "backward", "step", "averages", "other")),
+    *(f"budget {kind}" for kind in CLASSES),
 }  # fmt: skip
 
 
@@ -51,7 +55,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def swept(watched: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """The record of a batch for which there is not enough memory, and of one for which there is."""
     out = tmp_path_factory.mktemp("swept")
-    command = ["step", "--smoke", "--device", "cpu", "--sweep", f"batch={BROKEN_BATCH},16", "--micro", "8"]
+    command = ["step", "--smoke", "--device", "cpu", "--sweep", f"batch={BROKEN_BATCH},16", "--micro", "8", "--trace"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stepping, "run_fastdiff", programs.ours_watched)
         patch.setenv(programs.WATCHED, str(watched))
@@ -69,6 +73,14 @@ def test_a_sweep_goes_on_after_a_configuration_that_does_not_fit(swept: Record) 
     assert failure.case == f"digits, 1x8x8, batch {BROKEN_BATCH}, fp32, micro 8"
     assert failure.reason == "OutOfMemoryError: CUDA out of memory"
     assert {row.case for row in swept.measurements} == {"limits", CASE}
+
+
+def test_a_traced_step_is_all_classes_and_idleness(found: dict[str, Measurement]) -> None:
+    times = [found[f"traced {kind}"].value for kind in (*CLASSES, IDLE)]
+    assert min(times) >= 0
+    assert sum(times) == pytest.approx(found["traced step time"].value)
+    assert 0 < found["traced idle share"].value < 1
+    assert all(found[f"launches in {phase}"].value > 0 for phase in ("forward", "backward", "step", "averages"))
 
 
 def test_the_record_of_a_configuration_is_whole(found: dict[str, Measurement]) -> None:
@@ -178,7 +190,9 @@ def test_measurements_are_written_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     command = ["step", "--smoke", "--device", "cpu", "--batch", "16", "--micro", "8", "--out", str(tmp_path)]
     assert main(command) == 1
     read = record.read(tmp_path / "step.jsonl")
-    assert set(values(read, CASE)) == {name for name in QUANTITIES if not re.match("launches|marked|phase", name)}
+    assert set(values(read, CASE)) == {
+        name for name in QUANTITIES if not re.match("launches|marked|phase|traced|budget", name)
+    }
     assert [failure.reason for failure in read.failures] == ["ValueError: marked"]
 
 

@@ -1,0 +1,1 @@
+"""Time of a step by class of operation, from a trace."""

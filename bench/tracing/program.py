@@ -1,0 +1,48 @@
+"""Traced steps of the real loop, in the process of the trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from bench import BenchError
+from bench.measure.session import Fact
+from bench.tracing import budget
+from fastdiff.training.profiling.ranges import named_ranges
+from fastdiff.training.profiling.recording import Recording
+from fastdiff.training.state import TrainState
+
+
+def trace(state: TrainState, step: Callable[[], object], folder: Path, steps: int) -> dict[str, Fact]:
+    """Trace some steps, then count the work of another one.
+
+    Args:
+        state: of the run, with warm caches.
+        step: takes a whole step of it.
+        folder: for the trace.
+        steps: number of traced steps, after one more that only the profiler warms up with.
+
+    Returns:
+        Facts: ``trace``, the path of the trace, and ``work``, that of ``budget.count`` as JSON.
+
+    Raises:
+        BenchError: the trace could not be written.
+    """
+    device = state.world.device
+    with Recording(device, detailed=False) as recording, named_ranges(state) as opened:
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        for number in range(1, 1 + steps):
+            around = opened(f"step {number}")
+            step()
+            around.close()
+        recording.stop()
+        try:
+            (path,) = recording.write(folder, state.world.rank)
+        except OSError as error:
+            raise BenchError(f"{folder}: no trace ({error})") from error
+    return {"trace": str(path), "work": json.dumps(budget.count(state, step))}

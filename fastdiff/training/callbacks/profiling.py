@@ -1,0 +1,97 @@
+"""Profile of some steps: a trace and a snapshot of the memory per rank, in the folder ``profile`` of the run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from fastdiff.console import log
+from fastdiff.training.callbacks.base import Callback
+from fastdiff.training.profiling.ranges import Closable, Opener, named_ranges
+from fastdiff.training.profiling.recording import MEMORY_VIEWER, VIEWER, Recording
+from fastdiff.training.state import TrainState
+
+FOLDER = "profile"
+
+
+class Profile(Callback):
+    """A profile of the steps after FIRST up to LAST of ``--performance.profile``, on every rank; the last callback.
+
+    It changes no number of the run, and whatever goes wrong with it is a warning.
+
+    Args:
+        state: before the first step; at or behind the first step of the profile, it begins now.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._steps = state.config.performance.profiled
+        self._folder = state.folder / FOLDER
+        self._recording: Recording | None = None
+        self._ranges = ExitStack()
+        self._opened: Opener | None = None
+        self._step: Closable | None = None
+        self._state = state
+        if state.progress.steps >= self._steps.stop and state.world.is_first:
+            log.info(f"no profile: the run is at step {state.progress.steps}, behind the last step of the profile")
+        self._begin_if_due(state)
+
+    def on_step(self, state: TrainState) -> None:
+        """Begin or end the profile."""
+        if self._recording is None:
+            self._begin_if_due(state)
+        elif state.progress.steps < self._steps.stop:
+            self._next_step(state)
+        else:
+            self._end(state)
+
+    def close(self) -> None:
+        """End the profile early, with the steps so far."""
+        if self._recording is not None:
+            self._end(self._state)
+
+    def _begin_if_due(self, state: TrainState) -> None:
+        if state.progress.steps not in self._steps:
+            return
+        try:
+            self._recording = Recording(state.world.device)
+            self._opened = self._ranges.enter_context(named_ranges(state))
+            self._next_step(state)
+        except Exception as error:
+            self._fail(error)
+
+    def _next_step(self, state: TrainState) -> None:
+        assert self._opened is not None
+        if self._step is not None:
+            self._step.close()
+        self._step = self._opened(f"step {state.progress.steps + 1}")
+
+    def _end(self, state: TrainState) -> None:
+        assert self._recording is not None
+        try:
+            self._ranges.close()
+            self._recording.stop()
+            state.heart.again()
+            written = self._recording.write(self._folder, state.world.rank)
+            state.heart.again()
+            self._recording, self._steps = None, range(0)
+            if state.world.is_first:
+                log.info(_told(state, written))
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Warn, and take no profile; the run goes on."""
+        recording, self._recording, self._steps = self._recording, None, range(0)
+        self._ranges.close()
+        if recording is not None:
+            recording.discard()
+        log.warning(
+            f"no profile of this rank in {self._folder}: {' '.join(str(error).split()) or type(error).__name__}"
+        )
+
+
+def _told(state: TrainState, written: list[Path]) -> str:
+    trace, *memory = written
+    others = f" (and one file for each of the other {state.world.size - 1} ranks)" if state.world.size > 1 else ""
+    where = f"memory: {memory[0]}, open it at {MEMORY_VIEWER}" if memory else "no snapshot of the memory on a CPU"
+    return f"profile: {trace}{others}, open it at {VIEWER}; {where}"
