@@ -28,6 +28,7 @@ from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_8bit_state, forget, set_lr_step
 from fastdiff.training.zero.calls import named_calls
 from fastdiff.training.zero.norm import take_norm_at_once
+from fastdiff.training.zero.shortcuts import leave_gradients_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
 from fastdiff.training.zero.stage3 import (
     partition,
@@ -128,6 +129,8 @@ class DeepSpeedEngine(Engine):
             _add_up_in_fp32(self._engine)
         if self.stage > 0:
             take_norm_at_once(self._engine.optimizer)
+        if self.stage == 3:
+            leave_gradients_in_place(self._engine.optimizer)
         if self.stage == 3 and config.objective.takes_two_passes:
             plan_two_passes_as_one(self._engine)
         optimizer.state.clear()
