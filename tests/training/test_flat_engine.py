@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from fastdiff.config.deepspeed import resolve
 from fastdiff.config.run import RunConfig
@@ -66,6 +67,15 @@ def test_its_losses_are_those_of_deepspeed(world: World, digits: Path, tmp_path:
             assert apart(own, found["deepspeed", precision, micro]) < APART[precision]
 
 
+def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Norm of the difference of all parameters, relative to that of ``expected``.
+
+    A single element may be far off: AdamW makes whole steps of gradients that are zero but for rounding.
+    """
+    first, second = (torch.cat([values[name].flatten() for name in expected]) for values in (found, expected))
+    return float((first - second).norm() / second.norm())
+
+
 def trained(world: World, configs: Sequence[RunConfig], stages: Sequence[int]) -> None:
     """Train one after the other; those with the same folder resume."""
     for config, stage in zip(configs, stages, strict=True):
@@ -87,9 +97,8 @@ def test_steps_that_are_not_finite_are_skipped_as_by_deepspeed(tmp_path: Path, p
     both = [newest(tmp_path / engine) for engine in runs]
     for kind in ("master", "ema/0.9", "exp_avg", "exp_avg_sq"):
         theirs, ours = (found.full(kind) for found in both)
-        for name, values_ in ours.items():
-            assert torch.isfinite(values_).all()
-            torch.testing.assert_close(values_, theirs[name], rtol=2e-2, atol=1e-3)
+        assert all(torch.isfinite(value).all() for value in ours.values())
+        assert distance(ours, theirs) < 30 * APART[precision], kind
 
 
 @pytest.mark.parametrize(
@@ -125,9 +134,7 @@ def test_its_checkpoints_and_those_of_every_stage_fit_each_other(world: World, d
     assert apart(losses(tmp_path / "chain"), losses(tmp_path / "alone")) < 1e-6
     chained, alone = newest(tmp_path / "chain"), newest(tmp_path / "alone")
     for kind in ("master", "ema/0.9", "exp_avg", "exp_avg_sq"):
-        expected = alone.full(kind)
-        for name, found in chained.full(kind).items():
-            torch.testing.assert_close(found, expected[name], rtol=1e-3, atol=1e-6)
+        assert distance(chained.full(kind), alone.full(kind)) < 1e-5, kind
 
 
 def test_a_run_keeps_its_engine(world: World, digits: Path, tmp_path: Path) -> None:
