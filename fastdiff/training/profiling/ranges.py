@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.autograd.profiler import record_function
 
-from fastdiff.models.build import Model
+from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.training.profiling.blocks import watch_blocks
 from fastdiff.training.state import TrainState
 
@@ -92,7 +92,7 @@ def named_ranges(state: TrainState, make: Opener | None = None) -> Iterator[Open
 
     with ExitStack() as stack:
         stack.callback(close_all)
-        backward = watch_blocks(cast(Model, state.engine.module), opened, stack)
+        backward = watch_blocks(cast(BlockwiseModel, state.engine.module), opened, stack)
         _name_calls(state, opened, stack, backward)
         yield opened
 
