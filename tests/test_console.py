@@ -60,7 +60,7 @@ for _ in range(2):
     for local_rank in "01":
         environment = {"LOCAL_RANK": local_rank, "RANK": local_rank, "WORLD_SIZE": "2", "PATH": ""}
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
         )
         said.append(re.sub(r"\d\d:\d\d:\d\d", "TIME", done.stdout + done.stderr))
     assert said == [

@@ -46,7 +46,7 @@ def test_a_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
     for number in itertools.count():
         killed = fork_server().Process(target=_die_at, args=(tmp_path / "out", tmp_path / "journal", number))
         killed.start()
-        killed.join(60)
+        killed.join(240)
         if killed.exitcode == 0:
             break
         assert killed.exitcode == -signal.SIGKILL

@@ -117,7 +117,7 @@ def _train_with_a_dali_that_fails_on_rank_1(world: World, config: RunConfig) -> 
 def test_a_dali_that_fails_on_one_rank_ends_all(digits: Path, tmp_path: Path) -> None:
     """It is tried on the device of each."""
     config = tiny(digits, tmp_path / "run", data__loader="dali")
-    first, second = run_ranks(_train_with_a_dali_that_fails_on_rank_1, config, ranks=2, timeout_s=60)
+    first, second = run_ranks(_train_with_a_dali_that_fails_on_rank_1, config, ranks=2)
     assert first == second
     assert "--data.loader dali: NVIDIA DALI fails here (no decoder left)" in first
     assert not (tmp_path / "run").exists()

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from fastdiff.config.run import RunConfig
+from fastdiff.parallel import preemption
 from fastdiff.parallel.preemption import listening
 from fastdiff.parallel.world import World
 from fastdiff.sampling.solvers import sample
@@ -35,6 +36,7 @@ def config_of(data: Path, folder: Path, steps: int = STEPS) -> RunConfig:
 
 
 def _main(world: World, argv: list[str]) -> int:
+    preemption.NOTICE_S = 600.0  # on a loaded machine, too, every step ends before
     return main(argv)
 
 
@@ -47,7 +49,7 @@ def _main_signalled(world: World, argv: list[str], rank: int, number: signal.Sig
 
     if world.rank == rank:
         threading.Thread(target=send, daemon=True).start()
-    return main(argv)
+    return _main(world, argv)
 
 
 def _main_signalled_as_it_draws(world: World, argv: list[str], rank: int, number: signal.Signals) -> int:
@@ -59,7 +61,7 @@ def _main_signalled_as_it_draws(world: World, argv: list[str], rank: int, number
 
     if world.rank == rank:
         previews.sample = draw  # type: ignore[assignment]
-    return main(argv)
+    return _main(world, argv)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def _first(address: ast.expr) -> str:
 
 def test_names_are_free_of_torch() -> None:
     code = "import sys, fastdiff_kernels.names; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, timeout=240).returncode == 0
 
 
 def test_every_op_has_a_file_and_its_cases() -> None:

@@ -205,7 +205,7 @@ def test_free_of_torch(room: str) -> None:
     folder = ROOT / "fastdiff" / room
     names = [module_name(path) for path in folder.rglob("*.py")] if folder.is_dir() else [f"fastdiff.{room}"]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=240).returncode == 0
 
 
 def test_no_module_shadows_another_one() -> None:

@@ -38,7 +38,7 @@ from tests.support.runs import launch, tiny
 from tests.support.waiting import wait_until
 
 IMAGES, BATCH = 1000, 64
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Self
 from unittest import mock
 
@@ -60,6 +60,29 @@ def end_with_the_tests() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=follow, name="end with the tests", daemon=True).start()
+
+
+class _Process(ForkServerProcess):
+    """A process with the environment of the one that starts it, as one that is spawned."""
+
+    def start(self) -> None:
+        self.environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        end_with_the_tests()
+        os.environ.clear()
+        os.environ.update(self.environment)
+        import torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0)))
+        super().run()
+
+
+class Forked(ForkServerContext):
+    """The fork server, whose processes have the environment of the one that starts them, and end with it."""
+
+    Process = _Process  # type: ignore[assignment]
 
 
 class Ranks:

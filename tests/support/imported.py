@@ -15,7 +15,10 @@ for name in (
     "deepspeed.ops.adam",
     "deepspeed.runtime.engine",
     "deepspeed.runtime.superoffload.superoffload_stage3",
+    "diffusers.models.autoencoders.autoencoder_kl",
     "diffusers.optimization",
+    "fastdiff.cli.encode",
+    "fastdiff.data.encoding.images",
     "peft",
     "pydantic.dataclasses",
     "pytest",
@@ -24,6 +27,8 @@ for name in (
     "torch._inductor.compile_fx",
     "torch.utils.cpp_extension",
     "torch.utils.tensorboard",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.clip.tokenization_clip",
     "transformers.trainer_pt_utils",
 ):
     import_module(name)

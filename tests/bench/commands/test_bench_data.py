@@ -199,7 +199,7 @@ def test_processor_time_counts_the_processes_of_a_program() -> None:
     assert result.failure is None
     assert len(rounds) == 2
     for session in result.sessions:
-        assert 0.18 < session.cpu_seconds < 0.5
+        assert 0.18 < session.cpu_seconds < 1.0, "without the imports of the process"
 
 
 def test_smoke(

@@ -357,7 +357,7 @@ for text in ("https://host/a.tar", "s3://bucket/a.tar", "some/data-set"):
     except ConfigError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     http, s3, hub = done.stdout.splitlines()
     assert http.startswith("reading from http needs a package")
     assert s3.startswith("reading from s3 needs a package")

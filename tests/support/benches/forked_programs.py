@@ -3,34 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from unittest import mock
 
-from tests.support.forked import end_with_the_tests, fork_server
-
-
-class _Process(ForkServerProcess):
-    """A process with the environment of the one that starts it, as one that is spawned."""
-
-    def start(self) -> None:
-        self.environment = dict(os.environ)
-        super().start()
-
-    def run(self) -> None:
-        end_with_the_tests()
-        os.environ.clear()
-        os.environ.update(self.environment)
-        import torch
-
-        torch.set_num_threads(int(self.environment.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0)))
-        super().run()
-
-
-class _Context(ForkServerContext):
-    Process = _Process  # type: ignore[assignment]
+from tests.support.forked import Forked, fork_server
 
 
 @contextmanager
@@ -40,7 +17,7 @@ def forked_programs() -> Iterator[None]:
     known = multiprocessing.get_context
 
     def get_context(method: str | None = None) -> object:
-        return _Context() if method == "spawn" else known(method)
+        return Forked() if method == "spawn" else known(method)
 
     with mock.patch.object(multiprocessing, "get_context", get_context):
         yield
