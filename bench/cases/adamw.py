@@ -40,10 +40,8 @@ def _build(grad: torch.dtype, averages: int, *, copied: bool, numel: int = _NUME
 def _call(inputs: Inputs, backend: Backend) -> tuple[Tensor, Tensor]:
     """Return the norm and the new parameters."""
     length = norm(inputs["grad"], backend)
-    adamw(
-        *(inputs[name] for name in ("param", "grad", "m", "v", "numbers")), *clip(length, 1.0), inputs["copy"],
-        inputs["averages"], inputs["shares"], backend,
-    )  # fmt: skip
+    scale, skip = clip(length, 1.0)
+    adamw(**inputs, grad_scale=scale, skip=skip, backend=backend)
     return length, inputs["param"]
 
 
@@ -59,8 +57,8 @@ def _exact(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _bytes(inputs: Inputs) -> int:
     """Count bytes: parameters, moments and averages read and written, gradient read twice, copy written."""
     both = [inputs["param"], inputs["m"], inputs["v"], *inputs["averages"]]
-    copied = inputs["copy"]
-    return 2 * (sum(t.nbytes for t in both) + inputs["grad"].nbytes) + (0 if copied is None else int(copied.nbytes))
+    twice, copied = sum(int(t.nbytes) for t in (*both, inputs["grad"])), inputs["copy"]
+    return 2 * twice + (0 if copied is None else int(copied.nbytes))
 
 
 def _fused_adamw(inputs: Inputs) -> Callable[[], tuple[()]]:

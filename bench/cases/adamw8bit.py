@@ -68,7 +68,7 @@ def _call(inputs: Inputs, backend: Backend) -> Tensor:
     shared = largest(grad, moments, blocks, _STEP, scale, backend) if blocks.straddling else None
     given = {name: inputs[name] for name in ("copy", "averages", "shares", "skip")}
     number = inputs["number"]
-    step = _STEP if number is None else DeviceStep(number=number, numbers=inputs["numbers"].to(torch.float32))
+    step = _STEP if number is None else DeviceStep(number=number, numbers=inputs["numbers"])
     adamw8bit(param, grad, moments, blocks, step, Extras(grad_scale=scale, shared=shared, **given), backend)
     result: Tensor = param
     return result

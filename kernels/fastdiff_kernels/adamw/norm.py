@@ -27,7 +27,8 @@ _AT_ONCE = 2**15
 
 def norm_reference(grad: Tensor) -> Tensor:
     """``norm`` in plain torch."""
-    parts = grad.split(_AT_ONCE) if grad.device.type == "cpu" and not torch.compiler.is_compiling() else (grad,)
+    each = _AT_ONCE if grad.device.type == "cpu" and not torch.compiler.is_compiling() else grad.numel()
+    parts = [grad[first : first + each] for first in range(0, grad.numel(), each)] if grad.numel() else [grad]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
     return torch.stack(norms).square().sum().to(torch.float32).sqrt()
 

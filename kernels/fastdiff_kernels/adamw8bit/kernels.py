@@ -19,9 +19,9 @@ Every operation is rounded on its own (no fused multiply-add) and correctly, so 
 
 Bytes per parameter, fp32 parameters, bf16 gradient and bf16 copy: parameter 4 + 4, gradient 2, m 1 + 1, v 1 + 1, copy 2
 = 16, scales and block table (8 + 8 + 16 of 256 elements) 0.13; each average adds 8. That is the limit: nothing is read
-or written twice. Inductor's code for one flat tensor that is cut into blocks from its beginning moves 16.06; DeepSpeed's
-separate passes (gradient to fp32, unscale, Adam, copy, average) 48 to 60. The state holds 2 + 24 / 256 = 2.09 bytes
-per parameter, the table of blocks included.
+or written twice. Inductor's code for one flat tensor that is cut into blocks from its beginning moves 16.06;
+DeepSpeed's separate passes (gradient to fp32, unscale, Adam, copy, average) 48 to 60. The state holds 2 + 24 / 256 =
+2.09 bytes per parameter, the table of blocks included.
 
 Limits: pieces that are not a whole block at a multiple of 16 elements go through a launch with masks and accesses of
 one element per thread. Those are the last block of a parameter, everything behind a parameter of odd size in a flat
@@ -377,11 +377,10 @@ def adamw8bit(
 
 
 def _launch(param: Tensor, grad: Tensor, m: Moments, blocks: Blocks, step: Step | DeviceStep, extras: Extras) -> None:
-    if isinstance(step, DeviceStep):
-        steps = (0, step.seed, [0.0] * NUMBERS, step.number, step.numbers)
-    else:
-        steps = (step.number, step.seed, step.numbers, None, None)
+    of_device = isinstance(step, DeviceStep)
+    number, numbers = (0, [0.0] * NUMBERS) if of_device else (step.number, step.numbers)
     _adamw8bit_triton(
         param, grad, m.m_codes, m.v_codes, m.m_scales, m.v_scales, extras.copy, extras.averages, extras.shares,
-        extras.grad_scale, extras.shared, extras.skip, _table(blocks), *steps,
+        extras.grad_scale, extras.shared, extras.skip, _table(blocks), number, step.seed, numbers,
+        step.number if of_device else None, step.numbers if of_device else None,
     )  # fmt: skip
