@@ -52,7 +52,7 @@ class DataParallel:
         return self._ddp(*inputs, **condition)  # type: ignore[no-any-return]
 
     def _reduce(self, bucket: Any) -> Future[Tensor]:
-        """Reduce the sums of the parameters of a ``GradBucket``; its own buffer is left as it is, and used by nobody."""
+        """Reduce the sums of the parameters of a ``GradBucket``, whose own buffer stays as it is and is unused."""
         numbers = [self._numbers[id(parameter)] for parameter in bucket.parameters()]
         self._gradients.add(numbers, bucket.gradients())
         works = [
