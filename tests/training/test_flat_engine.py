@@ -134,7 +134,7 @@ def test_its_checkpoints_and_those_of_every_stage_fit_each_other(world: World, d
     assert apart(losses(tmp_path / "chain"), losses(tmp_path / "alone")) < 1e-6
     chained, alone = newest(tmp_path / "chain"), newest(tmp_path / "alone")
     for kind in ("master", "ema/0.9", "exp_avg", "exp_avg_sq"):
-        assert distance(chained.full(kind), alone.full(kind)) < 1e-5, kind
+        assert distance(chained.full(kind), alone.full(kind)) < 1e-4, kind
 
 
 def test_a_run_keeps_its_engine(world: World, digits: Path, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_a_moment_that_is_not_8bit_stops_the_run_before_it_starts(
     monkeypatch.setattr(bitsandbytes.optim, "AdamW8bit", bitsandbytes.optim.AdamW32bit)
     message = rf"--optim.name {name}: the moments of .*float32.*expected one byte.*; use --optim.name adamw"
     with pytest.raises(ConfigError, match=message):
-        train(tiny(digits, tmp_path / "run", optim__name=name), launch(stage), world)
+        train(tiny(digits, tmp_path / "run", optim__name=name, performance__engine="deepspeed"), launch(stage), world)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

@@ -139,7 +139,7 @@ class Gradients:
         if self._has_some:
             torch._foreach_add_(views, list(gradients))
         else:
-            torch._foreach_copy_(views, gradients)
+            torch._foreach_copy_(views, list(gradients))
 
     def collect(self) -> None:
         """Add all ``.grad``, and remove them."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,8 +51,8 @@ class DataParallel:
         self._ddp.require_backward_grad_sync = reduces
         return self._ddp(*inputs, **condition)  # type: ignore[no-any-return]
 
-    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Reduce the sums of a bucket's parameters; its own buffer is left as it is, and used by nobody."""
+    def _reduce(self, bucket: Any) -> Future[Tensor]:
+        """Reduce the sums of the parameters of a ``GradBucket``, whose own buffer stays as it is and is unused."""
         numbers = [self._numbers[id(parameter)] for parameter in bucket.parameters()]
         self._gradients.add(numbers, bucket.gradients())
         works = [

@@ -125,10 +125,10 @@ class DeepSpeedEngine(Engine):
             # A single rank would join all gradients, send them to itself and copy them back. (In bf16 it then sends a
             # flag.)
             self._engine.enable_backward_allreduce = False
-        if self.stage == 0 and wide:
-            _add_up_in_fp32(self._engine)
         if self.stage > 0:
             take_norm_at_once(self._engine.optimizer)
+        elif wide:
+            _add_up_in_fp32(self._engine)
         if self.stage == 3:
             leave_gradients_in_place(self._engine.optimizer)
         if self.stage == 3 and config.objective.takes_two_passes:
@@ -143,8 +143,7 @@ class DeepSpeedEngine(Engine):
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
         self._rank, self._device = world.rank, world.device
         self._first_scale = self.loss_scale
-        self._discarding = False
-        self.lr = 0.0
+        self._discarding, self.lr = False, 0.0
 
     @property
     def module(self) -> nn.Module:

@@ -40,10 +40,10 @@ class Update:
     def __init__(self, config: OptimConfig, parts: Sequence[Part], views: Sequence[Tensor]) -> None:
         self._config, self._parts, self._views = config, parts, views
         device = parts[0].grad.device
-        self._by_host = device.type == "cpu" and choose(config.name, parts[0].flat.master) != "triton"
+        is_8bit, chosen = config.name == "adamw8bit", choose(config.name, parts[0].flat.master)
+        self._by_host = device.type == "cpu" and (chosen == "reference" or (is_8bit and chosen == "compile"))
         self._numbers = torch.zeros(_OWN, device=device)
         self._number = torch.zeros((), dtype=torch.int64, device=device)
-        is_8bit = config.name == "adamw8bit"
         self._blocks = [build_blocks(part.flat.fragments, device) for part in parts] if is_8bit else []
         for index, part in enumerate(parts):
             part.flat.states[part.flat.key] = self._state(index)

@@ -13,7 +13,8 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
 
     It is infinite or NaN if one of their elements is, or if an fp32 sum of squares overflows: above 1.8e19.
     """
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2.0, torch.float32)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2.0, torch.float32)))
+    return norm
 
 
 def clip_factor(norm: Tensor, limit: float, scale: float = 1.0) -> Tensor:
