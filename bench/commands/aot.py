@@ -31,6 +31,10 @@ from fastdiff_kernels.launch import Launch
 BENCH = "aot"
 ARCHITECTURES = (80, 90, 100)
 WIDE_BITS = 128
+_SHARED_KIB = {80: 163, 90: 227, 100: 227}
+"""Most shared memory that one program can have, by architecture."""
+_TENSOR_COLUMNS = 512
+"""Columns of 32 bits and 128 lanes in the tensor memory of a processor of sm_100."""
 _STREAMS_BYTES = 2**18
 _SIDES: tuple[assembly.Side, ...] = ("loads", "stores")
 
@@ -54,6 +58,8 @@ class Compiled:
     """Global store instructions, by bits moved per thread."""
     must_be_wide: tuple[assembly.Side, ...]
     """Sides (loads, stores) that access a large tensor at this shape."""
+    tensor_columns: int = 0
+    """Columns of tensor memory; a kernel that wants more than there are compiles to nothing, without an error."""
 
     @property
     def problems(self) -> list[str]:
@@ -62,6 +68,10 @@ class Compiled:
         for name, bits in (("loads", self.load_bits), ("stores", self.store_bits)):
             if name in self.must_be_wide and wide_share(bits) < 0.5:
                 found.append(f"global {name} narrower than {WIDE_BITS} bits: {bits}")
+        if self.shared_bytes > (most := 1024 * _SHARED_KIB.get(self.arch, 227)):
+            found.append(f"wants {self.shared_bytes} bytes of shared memory, sm_{self.arch} has {most}")
+        if self.tensor_columns > _TENSOR_COLUMNS:
+            found.append(f"wants {self.tensor_columns} columns of tensor memory, a processor has {_TENSOR_COLUMNS}")
         return found
 
     def rows(self) -> Iterator[Measurement | Failure]:
@@ -194,6 +204,7 @@ def _compile(case: Case, recorded: Launch, source: Any, options: dict[str, Any],
         load_bits=dict(sorted(loads.items())),
         store_bits=dict(sorted(stores.items())),
         must_be_wide=() if name in case.narrow else _streamed(recorded, source, ttgir),
+        tensor_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
     )
 
 

@@ -106,7 +106,8 @@ def packed_choice(
     problem = shape_problem(head_dim, length, length)
     problem = problem or (None if contiguous else "takes a contiguous packed projection")
     if problem is None and (why := _why_short(backend, example.dtype, length, head_dim, here)):
-        _try(head_dim, length, example.dtype, example.device)
+        if backend == "short":
+            _try(head_dim, length, example.dtype, example.device)
         return Choice("attention", "short", "short", why)
     chosen = general.choice(head_dim, length, length, example, backend)
     return replace(chosen, why=f"short {problem}") if backend == "short" else chosen

@@ -46,7 +46,8 @@ def short_attention_reference(qkv: Tensor) -> Tensor:
     """``short_attention`` in plain torch, differentiable, in any floating dtype and of any length and head dim."""
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
     scores = query @ key.transpose(-2, -1) * qkv.shape[-1] ** -0.5  # [B, H, T, T]
-    return (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)  # [B, H, T, D] -> [B, T, H * D]
+    mixed: Tensor = scores.softmax(-1) @ value  # [B, H, T, D]
+    return mixed.transpose(1, 2).flatten(2)  # -> [B, T, H * D]
 
 
 # Rows are held as two parts, of BLOCK_HEAD (_a) and BLOCK_TAIL (_b) channels; the second is unused if D is BLOCK_HEAD.

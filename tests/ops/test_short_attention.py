@@ -1,12 +1,16 @@
 """Attention of short sequences: accuracy, bits, what is saved, compilation, refusals, and where it is chosen."""
 
 import re
+from collections import Counter, defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate
+from bench.records import record
+from bench.records.record import Measurement
 from fastdiff_kernels import packed_attention as packed
 from fastdiff_kernels import short_attention as module
 from fastdiff_kernels.attention import Machine
@@ -183,6 +187,35 @@ def test_auto_takes_what_is_measured_fastest_and_nothing_near_it(monkeypatch):
     assert packed._why_short("auto", torch.bfloat16, 256, 72, H200) == "measured fastest"
     for length, head_dim, here in ((256, 64, H200), (64, 72, H200), (256, 72, H200._replace(capability=(10, 0)))):
         assert packed._why_short("auto", torch.bfloat16, length, head_dim, here) is None
+
+
+def fastest(records):
+    """Tokens and head dims at which a record of `bench op attention` has ``short`` fastest, both ways together."""
+    times = defaultdict(Counter)
+    for place, one in enumerate(records):
+        for m in one.measurements:
+            shape = re.match(r"attention \S+-\d+x(\d+)x(\d+)-self bfloat16 (?:forward|backward)$", m.case)
+            if shape and (m.bench, m.quantity) == ("op", "time"):
+                times[place, int(shape[1]), int(shape[2])][m.provider] += m.value
+    return {key[1:] for key, by_provider in times.items() if min(by_provider, key=by_provider.get) == "short"}
+
+
+def measured(provider, forward, backward):
+    given = {"bench": "op", "provider": provider, "quantity": "time", "unit": "us", "better": "lower"}
+    ways = {"forward": forward, "backward": backward}
+    return [
+        Measurement(case=f"attention dit-xl-16x256x72-self bfloat16 {way}", value=value, **given)
+        for way, value in ways.items()
+    ]
+
+
+def test_auto_takes_only_what_a_committed_record_has_fastest():
+    slow, fast = SimpleNamespace(measurements=[]), SimpleNamespace(measurements=[])
+    slow.measurements += [*measured("short", 1.0, 5.0), *measured("cudnn", 2.0, 3.0)]
+    fast.measurements += [*measured("short", 2.5, 2.0), *measured("cudnn", 2.0, 3.0)]
+    assert fastest([slow]) == set()
+    assert fastest([slow, fast]) == {(256, 72)}
+    assert {entry[1:] for entry in packed.FASTEST} <= fastest(record.read_all([record.RESULTS]))
 
 
 @pytest.mark.parametrize(

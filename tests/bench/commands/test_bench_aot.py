@@ -15,6 +15,7 @@ import pytest
 
 from bench import BenchError
 from bench.cases import KERNELS, cases
+from bench.commands import aot
 from bench.correctness.aot_baseline import Baseline
 from bench.correctness.assembly import Side, access_widths
 from bench.records import record
@@ -63,6 +64,17 @@ def test_aot_sees_spills_and_narrow_accesses_and_nothing_else() -> None:
     assert [p.split(":")[0] for p in stores["problems"]] == ["global stores narrower than 128 bits"]
     assert spills["spill_bytes"] > 0
     assert spills["problems"][0] == f"spills {spills['spill_bytes']} bytes per thread"
+
+
+def test_a_kernel_that_no_processor_can_hold_is_a_problem() -> None:
+    """Triton reports neither before the launch."""
+    given = {"case": cases(("philox",))[0], "kernel": "k", "registers": 4, "spill_bytes": 0, "load_bits": {}}
+    given |= {"store_bits": {}, "must_be_wide": ()}
+    assert aot.Compiled(**given, arch=100, shared_bytes=227 * 1024, tensor_columns=512).problems == []
+    small = aot.Compiled(**given, arch=80, shared_bytes=163 * 1024 + 1)
+    assert small.problems == ["wants 166913 bytes of shared memory, sm_80 has 166912"]
+    large = aot.Compiled(**given, arch=100, shared_bytes=0, tensor_columns=720)
+    assert large.problems == ["wants 720 columns of tensor memory, a processor has 512"]
 
 
 def test_aot_specialises_arguments_as_the_launcher_does() -> None:
@@ -114,6 +126,7 @@ import sys
 from pathlib import Path
 from bench.commands import aot
 from bench.cases import KERNELS, cases
+from bench.commands import aot
 from bench.records.record import Log
 first = {{}}
 for case in cases(KERNELS):
