@@ -18,6 +18,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.data.loading.batches import empty_batch
 from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.errors import ConfigError
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.cost.activations import saved_bytes
 from fastdiff.models.cost.memory import RECOMPUTED, buffer_bytes, frozen_bytes, setup_of
@@ -78,7 +79,7 @@ def largest(
     share = config.batch.samples // ranks
     with torch.device("meta"):
         network = build_model(config.model, seed=config.seed)
-    per_sample = saved_bytes(config, *_inputs(config, network, info), device)
+    per_sample = _saved_bytes(config, network, info, device)
     if config.performance.recompute:
         per_sample *= RECOMPUTED
     sizes = [size for size in range(share, 0, -1) if share % size == 0]
@@ -91,6 +92,16 @@ def largest(
         f"{_gib(per_sample)} GiB saved per sample"
     )
     return micro
+
+
+def _saved_bytes(config: RunConfig, network: Model, info: DatasetInfo, device: torch.device) -> float:
+    try:
+        return saved_bytes(config, *_inputs(config, network, info), device)
+    except Exception as error:  # of a network of another package that asks for values, on rank 0 alone
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(
+            f"--batch.micro auto: this network does not run without data ({reason}); give a number"
+        ) from error
 
 
 def _static(config: RunConfig, network: Model, ds_config: DsConfig, ranks: int, micro: int) -> float:

@@ -59,6 +59,17 @@ def test_recomputation_leaves_room_for_more() -> None:
     assert micro_batch.largest(config, ds_config, latents(config), 1, torch.device("cuda"), 36 * GIB) == 64
 
 
+def test_a_network_that_asks_for_values_needs_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = preset("sd2-512")
+
+    def forward(*inputs: torch.Tensor, **condition: torch.Tensor) -> float:
+        return inputs[1].sum().item()
+
+    monkeypatch.setattr("fastdiff.models.unet.network.UNet.forward", lambda self, *given, **named: forward(*given))
+    with pytest.raises(ConfigError, match=r"does not run without data \(DataDependent.*give a number"):
+        micro_batch.largest(config, {}, latents(config), 1, torch.device("cuda"), 36 * GIB)
+
+
 def micro_of(folder: Path) -> int:
     recorded = json.loads((folder / "run.json").read_text())
     micro = recorded["config"]["batch"]["micro"]
