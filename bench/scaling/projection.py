@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace, provider: Callable[[str], str]) -> int:
     Raises:
         BenchError: a flag is missing, or the record does not hold steps on one GPU.
     """
-    measured = ["preset", "batch", "ranks", "device"]
+    measured = ["preset", "batch", "ranks", "device", "host"]
     refuse(arguments, measured, "with --from or --step-ms, because nothing is measured")
     if arguments.source is not None:
         refuse(
