@@ -23,7 +23,7 @@ from bench.records.tables import table
 from bench.scaling.zero import parameters_of
 from fastdiff.config.run import RunConfig
 
-RECORD = record.RESULTS / "cpu-2-cores" / "2026-11-23_host" / "scale-host.jsonl"
+RECORD = record.RESULTS / "cpu-2-cores" / "2026-11-23_host" / "scale.jsonl"
 """The record that predictions use."""
 SPEEDS = (1.4, 1.7, 2.0)
 """How many times faster a processor beside a GPU is than that of the record: low, middle and high estimate."""
@@ -94,7 +94,7 @@ def measure(stages: Mapping[str, Workload], data: Path, effort: Effort, device: 
     """
     rows = [["host time", *(f"depth {depth}, ms" for depth in DEPTHS), "fixed ms", "ms per tensor"]]
     for name, workload in stages.items():
-        narrow = [replace_all(workload, depth) for depth in DEPTHS]
+        narrow = [_narrow(workload, depth) for depth in DEPTHS]
         programs = [
             Program(f"{name}, depth {one.depth}", run, (one, data), 1, {"OMP_NUM_THREADS": "1"}) for one in narrow
         ]
@@ -111,7 +111,7 @@ def measure(stages: Mapping[str, Workload], data: Path, effort: Effort, device: 
     print(table(rows, "<" + ">" * (len(rows[0]) - 1)))
 
 
-def replace_all(workload: Workload, depth: int) -> Narrow:
+def _narrow(workload: Workload, depth: int) -> Narrow:
     """Return the narrow network under the engine and in the precision of a workload."""
     return Narrow(
         preset="digits", batch=_BATCH, deepspeed=workload.deepspeed, precision=workload.precision, compile=False,

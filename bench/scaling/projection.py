@@ -1,10 +1,13 @@
-"""Prediction of ``bench scale``: step time and efficiency on many GPUs, from a step on one."""
+"""Prediction of ``bench scale``: step time and efficiency on many GPUs, from a step on one.
+
+The step is the slower of host and device (``estimate``); every prediction has a low and a high bound beside it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +18,9 @@ from bench.measure.workload import Workload
 from bench.records import record
 from bench.records.record import Log, Measurement
 from bench.records.tables import table
-from bench.scaling.communication import Cluster, Compute, Link, Message, sent, step_seconds
+from bench.scaling import host
+from bench.scaling.communication import Cluster, Compute, Link, Message, sent
+from bench.scaling.estimate import Estimate, estimate
 from bench.scaling.zero import Zero, parameters_of, width_of
 
 _LINKS = {
@@ -25,11 +30,13 @@ _LINKS = {
     # The same nodes with one 100 Gbit/s Ethernet card, shared by 8 GPUs.
     "h200-ethernet": Cluster(8, Link(3e-6, 0.8 * 450e9), Link(30e-6, 0.8 * 12.5e9 / 8)),
 }
+_PER_TENSOR = 675_129_632 / 292
+"""Elements per parameter tensor of DiT-XL/2."""
 _GPUS = tuple(2**power for power in range(11))
 
 FLAGS = (
     "parameters", "gpus", "links", "gpus_per_node", "inside_gb_s", "inside_us", "between_gb_s", "between_us",
-    "no_overlap",
+    "no_overlap", "tensors", "host_record",
 )  # fmt: skip
 """Flags of a prediction."""
 
@@ -45,7 +52,9 @@ class Source:
     phases: Mapping[str, float]
     """Seconds by name, which sum to the step; or empty."""
     parameters: tuple[int, ...]
-    """Elements of each parameter."""
+    """Elements of each parameter, or of equal pieces of all of them."""
+    tensors: int
+    """Number of parameter tensors."""
     precision: str
     device: str
     """Name of the GPU, ``cpu`` or ``unknown``."""
@@ -57,6 +66,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_argument("--from", dest="source", type=Path, metavar="RECORD", help="record of `bench step` on one GPU")
     flags.add_argument("--step-ms", type=float, metavar="MS", help="time of a step on one GPU, with --parameters")
     flags.add_argument("--parameters", type=int, metavar="N", help="parameters of the model, for --step-ms")
+    flags.add_argument(
+        "--tensors", type=int, metavar="N", help="its parameter tensors; default: as many as in DiT-XL/2"
+    )
     flags.add_argument("--gpus", nargs="+", type=int, metavar="W", help="numbers of GPUs; default: 1 2 4 ... 1024")
     flags.add_argument("--links", choices=_LINKS, help="defaults of the next five flags (default: h200)")
     flags.add_argument("--gpus-per-node", type=int, metavar="N")
@@ -64,6 +76,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_argument("--inside-us", type=float, metavar="X", help="per message")
     flags.add_argument("--between-gb-s", type=float, metavar="X", help="bandwidth per GPU and direction between nodes")
     flags.add_argument("--between-us", type=float, metavar="X", help="per message")
+    flags.add_argument(
+        "--host-record", type=Path, metavar="RECORD", help="record of --host; default: that of this repository"
+    )
     flags.add_argument("--no-overlap", action="store_true", help="communication does not overlap computation")
 
 
@@ -78,10 +93,12 @@ def run(arguments: argparse.Namespace, provider: Callable[[str], str]) -> int:
     Raises:
         BenchError: a flag is missing, or the record does not hold steps on one GPU.
     """
-    measured = ["preset", "batch", "ranks", "device"]
+    measured = ["preset", "batch", "ranks", "device", "host"]
     refuse(arguments, measured, "with --from or --step-ms, because nothing is measured")
     if arguments.source is not None:
-        refuse(arguments, ["step_ms", "parameters", "precision"], "with --from, because the record contains it")
+        refuse(
+            arguments, ["step_ms", "parameters", "tensors", "precision"], "with --from, because the record contains it"
+        )
     cluster = _cluster(arguments)
     sources = _from_flags(arguments) if arguments.source is None else _from_record(arguments.source)
     with open_log(arguments, "scale", "scale-prediction") as log:
@@ -129,7 +146,8 @@ def _from_flags(arguments: argparse.Namespace) -> list[Source]:
     # Only the buckets depend on the sizes: parameters of a million elements fill them evenly.
     blocks, rest = divmod(arguments.parameters, 2**20)
     parameters = (2**20,) * blocks + ((rest,) if rest else ())
-    return [Source(case, None, 1e-3 * arguments.step_ms, {}, parameters, precision, "unknown")]
+    tensors = arguments.tensors or max(1, round(arguments.parameters / _PER_TENSOR))
+    return [Source(case, None, 1e-3 * arguments.step_ms, {}, parameters, tensors, precision, "unknown")]
 
 
 def _from_record(path: Path) -> list[Source]:
@@ -176,7 +194,7 @@ def _source(row: Measurement, phases: Mapping[str, float], device: str) -> Sourc
             "trains all of them"
         )
     deepspeed, precision = str(facts["deepspeed"]), str(facts["precision"])
-    return Source(row.case, deepspeed, 1e-3 * row.value, phases, parameters, precision, device)
+    return Source(row.case, deepspeed, 1e-3 * row.value, phases, parameters, len(parameters), precision, device)
 
 
 def _predict(
@@ -184,7 +202,8 @@ def _predict(
 ) -> None:
     """Print one table of the assumptions and one of step time and efficiency, and record them."""
     stages = [stage for stage in arguments.stages if source.deepspeed in (None, Path(stage).stem)] or arguments.stages
-    rows = [["predicted", *(f"{provider(s)} {column}" for s in stages for column in ("ms", "eff.", "GiB sent"))]]
+    columns = ("ms", "low to high", "eff.", "limit", "GiB sent")
+    rows = [["predicted", *(f"{provider(s)} {column}" for s in stages for column in columns)]]
     zeros = {stage: Zero.of(Workload(preset="digits", deepspeed=stage).deepspeed_json()) for stage in stages}
     for stage, zero in zeros.items():
         if zero.offload and source.deepspeed not in (None, Path(stage).stem):
@@ -196,28 +215,55 @@ def _predict(
     if source.device == "cpu":
         print(f"\nwarning: {source.case} was measured on a CPU, which does not predict a cluster of GPUs")
     print(f"\n{table([['assumption', source.case], *([name, str(value)] for name, value in facts.items())], '<<')}\n")
+    hosts = host.read(arguments.host_record or host.RECORD) if source.device != "cpu" else {}
     for gpus in arguments.gpus or _GPUS:
         cells = []
         for stage, zero in zeros.items():
-            compute = Compute.of(source.seconds, source.phases, zero.shards)
             messages = zero.messages(source.parameters, width_of(source.precision), gpus, width_of("fp32"))
-            seconds = step_seconds(compute, messages, _cost(cluster, gpus), gpus, overlap=not arguments.no_overlap)
-            efficiency = source.seconds / seconds
+            found = _estimate(source, zero, cluster, gpus, hosts, overlap=not arguments.no_overlap)
             volume = sum(sent(message.kind, message.bytes, gpus) for message in messages) / 2**30
-            cells += [f"{1e3 * seconds:.2f}", f"{100 * efficiency:.1f} %", f"{volume:.3f}"]
-            for quantity, unit, value in (
-                ("predicted step time", "ms", 1e3 * seconds),
-                ("predicted efficiency", "1", efficiency),
-            ):
-                log.write(
-                    Measurement(
-                        bench="scale", case=source.case, provider=f"{provider(stage)}, {gpus} GPUs", quantity=quantity,
-                        unit=unit, value=value, better="neither",
-                        facts={**facts, "gpus": gpus, "stage": zero.stage, "sent GiB": volume},
-                    )
-                )  # fmt: skip
+            cells += [*_cells(source, found), f"{volume:.3f}"]
+            more: dict[str, Fact] = {"gpus": gpus, "stage": zero.stage, "sent GiB": volume}
+            for row in _measurements(source, found, f"{provider(stage)}, {gpus} GPUs", {**facts, **more}):
+                log.write(row)
         rows.append([f"{gpus} GPUs", *cells])
     print(table(rows, "<" + ">" * (len(rows[0]) - 1)))
+    print("Stages whose ranges overlap: the model cannot tell which is faster.")
+
+
+def _estimate(
+    source: Source, zero: Zero, cluster: Cluster, gpus: int, hosts: Mapping[int, host.Host], *, overlap: bool
+) -> Estimate:
+    messages = zero.messages(source.parameters, width_of(source.precision), gpus, width_of("fp32"))
+    return estimate(
+        Compute.of(source.seconds, source.phases, zero.shards),
+        messages,
+        _cost(cluster, gpus),
+        gpus,
+        overlap=overlap,
+        copied=None if source.deepspeed is not None else (zero.stage, sum(source.parameters)),
+        host=(hosts[zero.stage], source.tensors) if zero.stage in hosts else None,
+    )
+
+
+def _cells(source: Source, found: Estimate) -> list[str]:
+    step = found.step
+    spread = f"{1e3 * step.low:.2f} to {1e3 * step.high:.2f}"
+    return [f"{1e3 * step.middle:.2f}", spread, f"{100 * source.seconds / step.middle:.1f} %", found.limit]
+
+
+def _measurements(source: Source, found: Estimate, provider: str, facts: dict[str, Fact]) -> Iterator[Measurement]:
+    step, one = found.step, source.seconds
+    facts = {**facts, "limit": found.limit, "device, ms": 1e3 * found.device.middle}
+    facts["host, ms"] = None if found.host is None else 1e3 * found.host.middle
+    for quantity, unit, value, low, high in (
+        ("predicted step time", "ms", 1e3 * step.middle, 1e3 * step.low, 1e3 * step.high),
+        ("predicted efficiency", "1", one / step.middle, one / step.high, one / step.low),
+    ):
+        yield Measurement(
+            bench="scale", case=source.case, provider=provider, quantity=quantity, unit=unit, value=value,
+            better="neither", facts={**facts, "low": low, "high": high},
+        )  # fmt: skip
 
 
 def _cost(cluster: Cluster, gpus: int) -> Callable[[Message], float]:
@@ -246,6 +292,13 @@ def _assumptions(
         "inside, us per message": 1e6 * cluster.inside.latency,
         "between, GB/s per GPU": cluster.between.bandwidth / 1e9,
         "between, us per message": 1e6 * cluster.between.latency,
+        "parameter tensors": source.tensors,
+        "host": "none, the steps are of a CPU"
+        if source.device == "cpu"
+        else "processor time of a step by stage as measured with eager blocks, divided by "
+        f"{host.SPEEDS[0]}, {host.SPEEDS[1]}, {host.SPEEDS[2]} for a faster processor",
+        "copies of DeepSpeed": "as measured" if source.deepspeed else "bytes per parameter of the stage, less 38",
+        "NCCL": "takes 16, 24 or 32 of 132 SMs from the passes that it overlaps",
         "algorithm": "within the node and between nodes one after the other; rings, or two trees between nodes",
         "overlap": f"{', '.join(beside)}: buckets beside the backward pass, gathers beside the pass that needs them"
         if beside

@@ -1,0 +1,99 @@
+"""Prediction of a step: the slower of host and device, with what the messages alone leave out.
+
+Besides computation and exposed messages, the device's time has the copies of DeepSpeed's own step, and the share of the
+streaming multiprocessors (SMs) that NCCL occupies while messages overlap computation. Each uncertain figure has a low,
+a middle and a high estimate, and so has the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.scaling.communication import Compute, Message, step_seconds
+from bench.scaling.host import SPEEDS, Host
+
+COPIES: dict[int, tuple[float, float]] = {0: (72.0, 12.0), 1: (16.0, 78.0), 2: (16.0, 86.0), 3: (23.0, 82.0)}
+"""By stage, bytes per parameter that hooks, step and averages move under bf16 with AdamW and one average, counted
+operation by operation under DeepSpeed 0.19.8: on every rank, and divided among the ranks."""
+LEAST_COPIES = 38.0
+"""Bytes per parameter of an update that reads and writes everything once; part of a step of unknown origin."""
+_MEMORY_RATES = (4.2e12, 4.0e12, 3.6e12)
+"""Bytes per second of an H200's memory in such copies (its data sheet: 4.8e12): low, middle and high time."""
+_SMS, _NCCL_SMS = 132, (16, 24, 32)
+"""SMs of an H100 or H200; SMs that NCCL occupies, one per channel, of which it opens up to 32 (NCCL_MAX_CTAS)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Low, middle and high estimate in seconds."""
+
+    low: float
+    middle: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Predicted step."""
+
+    device: Bounds
+    host: Bounds | None
+    """None: not modelled."""
+
+    @property
+    def step(self) -> Bounds:
+        """The slower of both."""
+        if self.host is None:
+            return self.device
+        return Bounds(
+            max(self.device.low, self.host.low),
+            max(self.device.middle, self.host.middle),
+            max(self.device.high, self.host.high),
+        )
+
+    @property
+    def limit(self) -> str:
+        """``host`` or ``device``, whichever is slower in the middle."""
+        return "host" if self.host is not None and self.host.middle > self.device.middle else "device"
+
+
+def estimate(
+    compute: Compute,
+    messages: Sequence[Message],
+    cost: Callable[[Message], float],
+    ranks: int,
+    *,
+    overlap: bool,
+    copied: tuple[int, int] | None = None,
+    host: tuple[Host, int] | None = None,
+) -> Estimate:
+    """Predict the step of ``ranks`` ranks.
+
+    Args:
+        compute: of one rank.
+        messages: of one step, in order.
+        cost: returns the seconds of a message.
+        ranks: number of ranks.
+        overlap: whether communication overlaps computation.
+        copied: stage, and number of parameters, of DeepSpeed's copies; None: ``compute`` has them.
+        host: host time of the stage and number of parameter tensors; None: only the device limits.
+    """
+    base = step_seconds(compute, messages, cost, ranks, overlap=overlap)
+    beside = _overlapped(compute, messages, cost) if overlap else 0.0
+    extra = 0.0 if copied is None else copied[1] * (_copied_bytes(copied[0], ranks) - LEAST_COPIES)
+    taken = [sms / _SMS * beside for sms in _NCCL_SMS]
+    device = [base + more + extra / rate for more, rate in zip(taken, _MEMORY_RATES, strict=True)]
+    found = None if host is None else [host[0].seconds(host[1], speed) for speed in reversed(SPEEDS)]
+    return Estimate(Bounds(*device), None if found is None else Bounds(*found))
+
+
+def _copied_bytes(stage: int, ranks: int) -> float:
+    whole, divided = COPIES[stage]
+    return whole + divided / ranks
+
+
+def _overlapped(compute: Compute, messages: Sequence[Message], cost: Callable[[Message], float]) -> float:
+    """Return the seconds in which messages and a pass run at once, at most the pass."""
+    passes: Mapping[str, float] = {"forward": compute.forward, "backward": compute.backward}
+    return sum(min(seconds, sum(cost(m) for m in messages if m.part == part)) for part, seconds in passes.items())
