@@ -6,7 +6,8 @@ A file marks a table with two lines::
     <!-- end bench -->
 
 The table of that kind, from the records in these folders (relative to the root of the repository), is written between
-them. Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``, ``objectives``.
+them. Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``, ``emission``,
+``objectives``.
 """
 
 from __future__ import annotations
@@ -196,6 +197,28 @@ def _objectives(measurements: Sequence[Measurement]) -> list[Row]:
     return [head, *body] if body else []
 
 
+def _emission(measurements: Sequence[Measurement]) -> list[Row]:
+    """Tabulate the code of each kind of block with its largest output, and of all blocks of a network."""
+    head = (
+        "block", "", "blocks", "kernels", "launches", "bytes", "copies", "saved, MB per sample",
+    )  # fmt: skip
+    body: list[Row] = []
+    for (case, way), of_one in record.by_provider(measurements).items():
+        total = way == "step"
+        unit = "MB per sample" if total else "per element"
+        saved = of_one.get("saved")
+        kernels, launches, moved, copies = (of_one.get(name) for name in ("kernels", "launches", "bytes", "copies"))
+        in_mb = (saved.value if total else saved.value / 1e6) if saved else None
+        body.append(
+            (
+                case, "forward and backward" if total else way, str(launches.facts["blocks"]) if launches else "",
+                _value(kernels), _value(launches), f"{_value(moved)} {unit}", _value(copies),
+                number(in_mb) if in_mb is not None else "",
+            )
+        )  # fmt: skip
+    return [head, *body] if body else []
+
+
 def _value(measurement: Measurement | None) -> str:
     return number(measurement.value) if measurement else ""
 
@@ -213,6 +236,7 @@ _KINDS: dict[str, tuple[str, Callable[[Sequence[Measurement]], list[Row]]]] = {
     "readers": ("data", _providers("throughput", "bandwidth", "cpu time", "peak resident")),
     "reader-speed-ups": ("data", _speed_ups("throughput")),
     "kernels": ("op", _kernels),
+    "emission": ("emit", _emission),
     "objectives": ("objectives", _objectives),
     "steps": ("step", _providers("step time", "throughput", "peak allocated", "peak resident", "mfu", "of matmul")),
 }
