@@ -18,7 +18,7 @@ from bench.records import record
 from bench.records.record import Measurement
 from bench.records.tables import progress
 
-PRESETS = ("dit-xl-2-256", "sd2-512", "iddpm-imagenet64-cond", "iddpm-upsampler")
+PRESETS = ("dit-xl-2-256", "sd2-512", "iddpm-imagenet64-cond")
 """Presets of the committed record."""
 BATCH = 64
 BUDGET_BATCHES = {"dit-xl-2-256": 256}
