@@ -96,7 +96,9 @@ def test_every_figure_can_get_worse() -> None:
     assert f"{len(before)} worse" in text
 
 
-@pytest.mark.parametrize("rows, columns, depth", [(65_536, 1152, 4608), (65_536, 3456, 1152), (1152, 4608, 65_536)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth"), [(65_536, 1152, 4608), (65_536, 3456, 1152), (1152, 4608, 65_536)]
+)
 def test_products_reach_most_of_the_rate_and_never_more(rows: int, columns: int, depth: int) -> None:
     rate = 2 * rows * columns * depth / budget.product_seconds(rows, columns, depth, "mid")
     assert 0.8 * 730e12 < rate < 730e12
