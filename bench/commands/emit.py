@@ -73,12 +73,13 @@ def _emit(preset: str, arguments: argparse.Namespace, log: record.Log) -> list[M
     blocks = emission.blocks
     progress("")
     print(f"{preset}, batch {arguments.batch}, sm_{arguments.arch}\n{report.tabulate(blocks)}\n")
+    batch = BUDGET_BATCHES.get(preset, arguments.batch)
     if arguments.budget:
-        batch = BUDGET_BATCHES.get(preset, arguments.batch)
         print(f"predicted on one H200, batch {batch}\n{budget.tabulate(emission, batch)}\n")
     facts: dict[str, record.Fact] = {"batch": arguments.batch, "arch": arguments.arch, "depth": arguments.depth}
     rows = list(report.rows(preset, blocks, facts))
-    for row in rows:
+    predicted = list(budget.rows(preset, emission, batch)) if arguments.budget else []
+    for row in [*rows, *predicted]:
         log.write(row)
     for block in blocks if arguments.code else ():
         arguments.code.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ from bench.emission.rates import (
     Engine,
     Level,
 )
+from bench.records.record import Measurement
 from bench.records.tables import table
 
 _PROCESSORS = 132
@@ -151,6 +152,17 @@ def tabulate(network: Emission, batch: int, first: str = "zero1") -> str:
         rates = (throughput(network, batch, engine, level) for level in LEVELS)
         cells.append((f"samples/s, {name}", *(f"{rate:.0f}" for rate in rates)))
     return table(cells, "<>>>")
+
+
+def rows(preset: str, network: Emission, batch: int) -> Iterator[Measurement]:
+    """Yield the prediction as lines of a record: samples per second by engine and level."""
+    for name, engine in ENGINES.items():
+        for level in LEVELS:
+            value = round(throughput(network, batch, engine, level), 1)
+            yield Measurement(
+                bench="emit", case=f"{preset}, batch {batch}, predicted", provider=name, quantity=f"rate at {level}",
+                unit="samples/s", value=value, better="higher",
+            )  # fmt: skip
 
 
 def throughput(network: Emission, batch: int, engine: Engine, level: Level) -> float:

@@ -32,13 +32,13 @@ class Emitter:
         """Class and name of the block whose forward runs."""
         self.counting = True
         """Whether calls count; not when a step is repeated."""
-        self._copied = [0, 0]
+        self._copied: list[int] = []
+        """Bytes of each gradient that was copied for the next backward graph."""
 
     def arrived(self, gradient: Tensor, *, copied: bool) -> None:
         """Note a gradient that the next backward graph takes."""
         if copied and self.counting:
-            self._copied[0] += 1
-            self._copied[1] += 2 * gradient.numel() * gradient.element_size()
+            self._copied.append(2 * gradient.numel() * gradient.element_size())
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph of Dynamo; a backend of ``torch.compile``."""
@@ -60,19 +60,21 @@ class Emitter:
 
         def run(arguments: list[Any]) -> list[Any]:
             arguments.clear()  # the boxed convention: the callee releases them
-            if not self.counting:
-                pass
-            elif backward:
-                block.restrided, block.restrided_bytes = (
-                    a + b for a, b in zip((block.restrided, block.restrided_bytes), self._copied, strict=True)
-                )
-                self._copied = [0, 0]
-            else:
-                block.names.append(self.running[1])
+            if self.counting:
+                self._called(block, backward)
             return [output() for output in outputs]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+    def _called(self, block: Block, backward: bool) -> None:
+        """Note a call of a block, in the backward pass with the gradients that were copied for it."""
+        if not backward:
+            block.names.append(self.running[1])
+            return
+        block.restrided += len(self._copied)
+        block.restrided_bytes += sum(self._copied)
+        self._copied.clear()
 
 
 def _propagate(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:

@@ -7,7 +7,7 @@ A file marks a table with two lines::
 
 The table of that kind, from the records in these folders (relative to the root of the repository), is written between
 them. Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``, ``emission``,
-``objectives``.
+``predictions``, ``objectives``.
 """
 
 from __future__ import annotations
@@ -204,6 +204,8 @@ def _emission(measurements: Sequence[Measurement]) -> list[Row]:
     )  # fmt: skip
     body: list[Row] = []
     for (case, way), of_one in record.by_provider(measurements).items():
+        if "launches" not in of_one:
+            continue
         total = way == "step"
         unit = "MB per sample" if total else "per element"
         saved = of_one.get("saved")
@@ -211,11 +213,20 @@ def _emission(measurements: Sequence[Measurement]) -> list[Row]:
         in_mb = (saved.value if total else saved.value / 1e6) if saved else None
         body.append(
             (
-                case, "forward and backward" if total else way, str(launches.facts["blocks"]) if launches else "",
+                case, "forward and backward" if total else way, str(of_one["launches"].facts["blocks"]),
                 _value(kernels), _value(launches), f"{_value(moved)} {unit}", _value(copies),
                 number(in_mb) if in_mb is not None else "",
             )
         )  # fmt: skip
+    return [head, *body] if body else []
+
+
+def _predictions(measurements: Sequence[Measurement]) -> list[Row]:
+    """Tabulate the predicted rates by engine."""
+    levels = ("rate at low", "rate at mid", "rate at high")
+    head = ("step", "optimizer step", *(f"samples/s {level.removeprefix('rate ')}" for level in levels))
+    found = record.by_provider(measurements).items()
+    body = [(*names, *(_value(of_one[level]) for level in levels)) for names, of_one in found if levels[0] in of_one]
     return [head, *body] if body else []
 
 
@@ -237,6 +248,7 @@ _KINDS: dict[str, tuple[str, Callable[[Sequence[Measurement]], list[Row]]]] = {
     "reader-speed-ups": ("data", _speed_ups("throughput")),
     "kernels": ("op", _kernels),
     "emission": ("emit", _emission),
+    "predictions": ("emit", _predictions),
     "objectives": ("objectives", _objectives),
     "steps": ("step", _providers("step time", "throughput", "peak allocated", "peak resident", "mfu", "of matmul")),
 }
