@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bench.emission.blocks import Block, Layout, Pass, Way
-from bench.records.record import Better, Fact, Measurement
+from bench.records.record import Fact, Measurement
 from bench.records.tables import table
 
 BENCH = "emit"
@@ -56,9 +56,8 @@ def _quantities(block: Block, way: Way, one: Pass) -> Iterator[tuple[str, str, f
 
 
 def _row(case: str, way: str, quantity: str, unit: str, value: float, facts: dict[str, Fact]) -> Measurement:
-    better: Better = "lower"
     return Measurement(
-        bench=BENCH, case=case, provider=way, quantity=quantity, unit=unit, value=round(value, 4), better=better,
+        bench=BENCH, case=case, provider=way, quantity=quantity, unit=unit, value=round(value, 4), better="lower",
         facts=facts,
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from bench import BenchError
 from bench.emission.blocks import Emission
 from bench.records.fingerprint import ROOT
 from fastdiff.config.presets import preset
+from fastdiff.errors import ConfigError
 
 _EMISSION = TypeAdapter(Emission)
 
@@ -32,8 +33,10 @@ def emitted(name: str, batch: int, arch: int, depth: int | None = None) -> Emiss
         depth: number of blocks of a transformer; None: the preset's.
 
     Raises:
-        BenchError: the process failed; the message has the last line of its error.
+        BenchError: there is no such preset, it has no depth, or the process failed; then the message has the last line
+            of its error.
     """
+    _check(name, depth)
     # Triton's interpreter and a GPU that is present would both change what Inductor sees.
     environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
@@ -46,6 +49,15 @@ def emitted(name: str, batch: int, arch: int, depth: int | None = None) -> Emiss
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise BenchError(f"emission of {name} failed: {reason}; run `{' '.join(command[1:])}` to see all")
         return _EMISSION.validate_json(file.read_bytes())
+
+
+def _check(name: str, depth: int | None) -> None:
+    try:
+        config = preset(name).model
+    except ConfigError as error:
+        raise BenchError(str(error)) from None
+    if depth and not hasattr(config, "depth"):
+        raise BenchError(f"--depth {depth}: the network of {name} has levels instead of a depth; leave the flag out")
 
 
 def main(name: str, batch: str, arch: str, depth: str, file: str) -> None:

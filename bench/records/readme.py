@@ -198,13 +198,14 @@ def _objectives(measurements: Sequence[Measurement]) -> list[Row]:
 
 
 def _emission(measurements: Sequence[Measurement]) -> list[Row]:
-    """Tabulate the code of each kind of block with its largest output, and of all blocks of a network."""
-    head = (
-        "block", "", "blocks", "kernels", "launches", "bytes", "copies", "saved, MB per sample",
-    )  # fmt: skip
+    """Tabulate the code of the first block of each kind, forward and backward, and of all blocks of a network."""
+    head = ("block", "", "blocks with this code", "kernels", "launches", "bytes", "copies", "saved, MB per sample")
     body: list[Row] = []
+    shown: dict[tuple[str, str], str] = {}
     for (case, way), of_one in record.by_provider(measurements).items():
-        if "launches" not in of_one:
+        preset, kind, *_ = case.split(", ")
+        first = shown.setdefault((preset, kind.split()[0]), case)
+        if "launches" not in of_one or case != first:
             continue
         total = way == "step"
         unit = "MB per sample" if total else "per element"

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench import BenchError
 from bench.commands.emit import PRESETS
 from bench.correctness.baseline import Baseline
 from bench.emission import budget, report
@@ -60,6 +61,15 @@ assert (block.restrided, block.backward.copies) == (2, 3), (block.restrided, blo
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("preset", "depth", "message"),
+    [("dit-xl-3", None, "--preset dit-xl-3: unknown"), ("sd2-512", 2, "--depth 2: the network of sd2-512 has levels")],
+)
+def test_what_cannot_be_emitted_is_refused(preset: str, depth: int | None, message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        emitted(preset, 64, 90, depth)
 
 
 def block(*, copied: int = 0, restrided: int = 0) -> Block:
