@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-GPUS = {
+GPUS: dict[int, dict[str, Any]] = {
     80: {"name": "NVIDIA A100-SXM4-80GB", "processors": 108, "memory_gib": 80, "shared_kib": 163, "l2_mib": 40},
     90: {"name": "NVIDIA H200", "processors": 132, "memory_gib": 141, "shared_kib": 227, "l2_mib": 50},
     100: {"name": "NVIDIA B200", "processors": 148, "memory_gib": 180, "shared_kib": 227, "l2_mib": 126},
@@ -52,7 +52,7 @@ def _constant(answer: Any) -> Any:
 
 
 def _properties(arch: int) -> types.SimpleNamespace:
-    gpu: dict[str, Any] = GPUS[arch]
+    gpu = GPUS[arch]
     major, minor = divmod(arch, 10)
     return types.SimpleNamespace(
         name=gpu["name"],

@@ -19,10 +19,10 @@ from fastdiff.models.build import Model, build_model
 from fastdiff.models.cost.flops import training_flops
 from fastdiff_kernels import attention, dispatch, launch
 from fastdiff_kernels.attention import Machine
+from fastdiff_kernels.names import OPS
 
 CUDNN = 91501
 """Version of cuDNN that attention believes in: the first that takes any length."""
-_KERNELS = ("adaln", "group_norm", "dropout")
 
 
 def emit(config: ModelConfig, batch: int, arch: int, dtype: torch.dtype = torch.bfloat16) -> Emission:
@@ -41,7 +41,7 @@ def emit(config: ModelConfig, batch: int, arch: int, dtype: torch.dtype = torch.
     with ExitStack() as stack:
         stack.enter_context(launch.recording())
         stack.enter_context(_kernels_run())
-        stack.enter_context(dispatch.forced(**dict.fromkeys(_KERNELS, "triton")))
+        stack.enter_context(dispatch.forced(**dict.fromkeys(OPS, "triton")))
         stack.enter_context(_attention_on(Machine("cuda", divmod(arch, 10), CUDNN)))
         stack.enter_context(_counted_tangents(emitter))
         stack.enter_context(_convolutions_keep_channels_last())
