@@ -44,7 +44,9 @@ class Emitter:
         """Compile a graph of Dynamo; a backend of ``torch.compile``."""
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(graph, inputs, inner_compile=self._inner, config_patches={"joint_custom_pre_pass": _to_gpu})
+        # Padding of products is decided by timing them.
+        patches = {"joint_custom_pre_pass": _to_gpu, "shape_padding": False}
+        return compile_fx(graph, inputs, inner_compile=self._inner, config_patches=patches)
 
     def _inner(self, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         inputs = [_moved(value) for value in inputs]

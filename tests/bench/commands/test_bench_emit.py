@@ -45,10 +45,9 @@ def against_kept(preset: str, emission: Emission, *, totals: bool) -> None:
 def test_a_transposed_stream_is_noticed() -> None:
     """Its strides are those of patches that a convolution wrote: each tangent is copied, and inputs inside the ops."""
     code = """
-import sys
 from bench.emission import fake_gpu
 fake_gpu.install(90)
-from bench.emission import network, report
+from bench.emission import network
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.models.dit.network import PatchEmbed
 straight = PatchEmbed.forward
@@ -95,7 +94,7 @@ def test_figures_of_a_block_and_of_all_blocks() -> None:
     assert found["backward", "bytes"].value == (256 + 256) / 64
     assert found["step", "launches"].value == 2 * (2 + 2)
     assert found["step", "copies"].value == 2
-    assert found["step", "bytes"].value == pytest.approx(2 * (256 + 256 + 256) / 2 / 1e6)
+    assert found["step", "bytes"].value == round(2 * (256 + 256 + 256) / 2 / 1e6, 4)
 
 
 def test_every_figure_can_get_worse() -> None:
