@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, fx
@@ -46,7 +46,7 @@ class Emitter:
 
         # Padding of products is decided by timing them.
         patches = {"joint_custom_pre_pass": _to_gpu, "shape_padding": False}
-        return compile_fx(graph, inputs, inner_compile=self._inner, config_patches=patches)
+        return compile_fx(graph, inputs, inner_compile=cast(Any, self._inner), config_patches=patches)
 
     def _inner(self, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         inputs = [_moved(value) for value in inputs]
@@ -81,11 +81,12 @@ class Emitter:
 
 def _propagate(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Give each node its value; passes over the joint graph leave nodes without one."""
-    from torch._inductor.compile_fx import fake_tensor_prop, view_to_reshape
+    from torch._inductor import compile_fx
 
-    view_to_reshape(graph)
+    passes: Any = compile_fx
+    passes.view_to_reshape(graph)
     with torch.no_grad():
-        fake_tensor_prop(graph, list(inputs))
+        passes.fake_tensor_prop(graph, list(inputs))
 
 
 def _outputs(graph: fx.GraphModule) -> list[Any]:
@@ -190,7 +191,7 @@ def _node(node: Any) -> Node | None:
     return Node(name, "opaque" if name.startswith("fastdiff.") else "extern", moved, 1)
 
 
-def _is_tensor(node: Any) -> bool:
+def _is_tensor(node: Any) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
 
 

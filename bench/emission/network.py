@@ -19,10 +19,12 @@ from fastdiff.models.build import Model, build_model
 from fastdiff.models.cost.flops import training_flops
 from fastdiff_kernels import attention, dispatch, launch
 from fastdiff_kernels.attention import Machine
-from fastdiff_kernels.names import OPS
+from fastdiff_kernels.names import OPS, Backend
 
 CUDNN = 91501
 """Version of cuDNN that attention believes in: the first that takes any length."""
+
+_TRITON: Backend = "triton"
 
 
 def emit(config: ModelConfig, batch: int, arch: int, dtype: torch.dtype = torch.bfloat16) -> Emission:
@@ -41,7 +43,7 @@ def emit(config: ModelConfig, batch: int, arch: int, dtype: torch.dtype = torch.
     with ExitStack() as stack:
         stack.enter_context(launch.recording())
         stack.enter_context(_kernels_run())
-        stack.enter_context(dispatch.forced(**dict.fromkeys(OPS, "triton")))
+        stack.enter_context(dispatch.forced(**dict.fromkeys(OPS, _TRITON)))
         stack.enter_context(_attention_on(Machine("cuda", divmod(arch, 10), CUDNN)))
         stack.enter_context(_counted_tangents(emitter))
         stack.enter_context(_convolutions_keep_channels_last())
@@ -177,7 +179,7 @@ def _convolutions_keep_channels_last() -> Iterator[None]:
         out: Tensor = meta_conv(x, weight, *arguments)
         return out.to(memory_format=suggest_memory_format(x))
 
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("convolution", convolution, "Meta", allow_override=True)
     try:
         yield

@@ -65,7 +65,7 @@ _FREE = frozenset(
 """Operations that launch nothing."""
 
 
-class Seen(TorchDispatchMode):
+class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counter of the kernels of torch that eager code calls, and of the bytes of their operands."""
 
     @classmethod
@@ -74,7 +74,7 @@ class Seen(TorchDispatchMode):
         return True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kernels = self.bytes = self.copied_bytes = 0
         self.copies: list[tuple[int, ...]] = []
 
