@@ -14,7 +14,7 @@ from fastdiff.config.argument_types import Parser
 from fastdiff.errors import report_any
 
 COMMANDS = (
-    "op", "step", "scripts", "startup", "data", "scale", "checkpoint", "aot", "objectives", "compare", "report"
+    "op", "step", "scripts", "startup", "data", "scale", "checkpoint", "aot", "emit", "objectives", "compare", "report"
 )  # fmt: skip
 """Subcommands; each is a module with ``add``."""
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from bench import BenchError
+from bench.arguments import Commands, open_log
 from bench.cases import KERNELS, add_choice, chosen
 from bench.cases.case import Case, as_sequence
-from bench.commands.arguments import Commands, open_log
 from bench.correctness import assembly
-from bench.correctness.aot_baseline import Baseline
+from bench.correctness.baseline import Baseline
 from bench.records import record
 from bench.records.record import Failure, Log, Measurement
 from bench.records.tables import progress, table
@@ -128,12 +128,27 @@ def _run_command(arguments: argparse.Namespace) -> int:
     if arguments.smoke:
         cases, architectures = cases[:1], architectures[:1]
     _refuse_what_cannot_compile()
-    baseline = Baseline.read(arguments.baseline, cases, architectures) if arguments.baseline else None
+    baseline = read_baseline(arguments.baseline, cases, architectures) if arguments.baseline else None
     if arguments.out is None:  # the result does not depend on the machine
         name = record.folder(None, "kernels-smoke" if arguments.smoke else "kernels").name
         arguments.out = record.RESULTS / BENCH / name
     with open_log(arguments, BENCH) as log:
         return main(cases, architectures, log, baseline)
+
+
+def read_baseline(path: Path, cases: Sequence[Case], architectures: Sequence[int]) -> Baseline:
+    """Read a record of these ops, dtypes and architectures.
+
+    Raises:
+        BenchError: there is none.
+    """
+    kinds = {(case.op, case.dtype_name, f"sm_{arch}") for case in cases for arch in architectures}
+
+    def counted(measurement: Measurement) -> bool:
+        op, *_, dtype, architecture = measurement.case.split()
+        return (op, dtype, architecture) in kinds
+
+    return Baseline.read(path, BENCH, counted)
 
 
 def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator[Compiled]:

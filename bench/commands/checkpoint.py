@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from bench import BenchError
-from bench.commands.arguments import Commands, add_measuring, device, open_log
+from bench.arguments import Commands, add_measuring, device, open_log
 from bench.measure import synthetic
 from bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from bench.measure.timing import Timing

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench import BenchError
-from bench.commands.arguments import Commands
+from bench.arguments import Commands
 from bench.records import record
 from bench.records.number_format import interval, number
 from bench.records.record import Failure, Measurement, Record

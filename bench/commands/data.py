@@ -16,8 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bench import BenchError
-from bench.commands import arguments
+from bench import BenchError, arguments
 from bench.measure import interleaved
 from bench.measure.session import cpu_seconds_of_started
 from bench.readers import other_libraries, ours, page_cache, reading

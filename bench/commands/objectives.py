@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bench import BenchError
-from bench.commands.arguments import Commands, open_log
+from bench.arguments import Commands, open_log
 from bench.records.fingerprint import ROOT
 from bench.records.number_format import number
 from bench.records.record import Better, Failure, Log, Measurement

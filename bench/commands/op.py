@@ -18,10 +18,10 @@ import torch._functorch.config
 from torch import Tensor
 
 from bench import BenchError
+from bench.arguments import Commands, add_measuring, open_log
+from bench.arguments import device as device_of
 from bench.cases import OPS, add_choice, chosen, first_of_each
 from bench.cases.case import Case, Inputs, as_sequence
-from bench.commands.arguments import Commands, add_measuring, open_log
-from bench.commands.arguments import device as device_of
 from bench.correctness import check
 from bench.measure import roofline
 from bench.measure.roofline import Limits

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench import BenchError
-from bench.commands.arguments import Commands
+from bench.arguments import Commands
 from bench.records import plots, readme, record
 from bench.records.number_format import interval, machine, number
 from bench.records.plots import Plot
@@ -25,6 +25,7 @@ _TITLES = {
     "checkpoint": "Cost of checkpoints",
     "startup": "Time to the first step",
     "aot": "Compiled kernels",
+    "emit": "Code of the compiled blocks",
     "objectives": "The digits with each objective",
 }
 _RANKED = {"op", "peer", "data"}

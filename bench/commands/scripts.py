@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import BenchError
-from bench.commands.arguments import Commands, add_cases, cases, open_log
+from bench.arguments import Commands, add_cases, cases, open_log
 from bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from bench.measure.session import Steps
 from bench.measure.timing import Timing

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from bench import BenchError
-from bench.commands.arguments import Commands, add_cases, cases, open_log
+from bench.arguments import Commands, add_cases, cases, open_log
 from bench.measure.first_step import Start, environment, start
 from bench.measure.timing import Timing
 from bench.records.fingerprint import ROOT

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from bench import BenchError
-from bench.commands.arguments import Commands, add_measuring, device, open_log
+from bench.arguments import Commands, add_measuring, device, open_log
 from bench.measure import largest_batch, roofline, stepping, sweep, synthetic, timing
 from bench.measure.interleaved import Effort
 from bench.measure.roofline import Limits

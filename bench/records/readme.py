@@ -6,7 +6,8 @@ A file marks a table with two lines::
     <!-- end bench -->
 
 The table of that kind, from the records in these folders (relative to the root of the repository), is written between
-them. Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``, ``objectives``.
+them. Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``, ``emission``,
+``predictions``, ``objectives``.
 """
 
 from __future__ import annotations
@@ -196,6 +197,40 @@ def _objectives(measurements: Sequence[Measurement]) -> list[Row]:
     return [head, *body] if body else []
 
 
+def _emission(measurements: Sequence[Measurement]) -> list[Row]:
+    """Tabulate the code of the first block of each kind, forward and backward, and of all blocks of a network."""
+    head = ("block", "", "blocks with this code", "kernels", "launches", "bytes", "copies", "saved, MB per sample")
+    body: list[Row] = []
+    shown: dict[tuple[str, str], str] = {}
+    for (case, way), of_one in record.by_provider(measurements).items():
+        preset, kind, *_ = case.split(", ")
+        first = shown.setdefault((preset, kind.split()[0]), case)
+        if "launches" not in of_one or case != first:
+            continue
+        total = way == "step"
+        unit = "MB per sample" if total else "per element"
+        saved = of_one.get("saved")
+        kernels, launches, moved, copies = (of_one.get(name) for name in ("kernels", "launches", "bytes", "copies"))
+        in_mb = (saved.value if total else saved.value / 1e6) if saved else None
+        body.append(
+            (
+                case, "forward and backward" if total else way, str(of_one["launches"].facts["blocks"]),
+                _value(kernels), _value(launches), f"{_value(moved)} {unit}", _value(copies),
+                number(in_mb) if in_mb is not None else "",
+            )
+        )  # fmt: skip
+    return [head, *body] if body else []
+
+
+def _predictions(measurements: Sequence[Measurement]) -> list[Row]:
+    """Tabulate the predicted rates by engine."""
+    levels = ("rate at low", "rate at mid", "rate at high")
+    head = ("step", "optimizer step", *(f"samples/s {level.removeprefix('rate ')}" for level in levels))
+    found = record.by_provider(measurements).items()
+    body = [(*names, *(_value(of_one[level]) for level in levels)) for names, of_one in found if levels[0] in of_one]
+    return [head, *body] if body else []
+
+
 def _value(measurement: Measurement | None) -> str:
     return number(measurement.value) if measurement else ""
 
@@ -213,6 +248,8 @@ _KINDS: dict[str, tuple[str, Callable[[Sequence[Measurement]], list[Row]]]] = {
     "readers": ("data", _providers("throughput", "bandwidth", "cpu time", "peak resident")),
     "reader-speed-ups": ("data", _speed_ups("throughput")),
     "kernels": ("op", _kernels),
+    "emission": ("emit", _emission),
+    "predictions": ("emit", _predictions),
     "objectives": ("objectives", _objectives),
     "steps": ("step", _providers("step time", "throughput", "peak allocated", "peak resident", "mfu", "of matmul")),
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import BenchError
-from bench.commands.arguments import open_log
+from bench.arguments import open_log
 from bench.measure.session import Fact
 from bench.measure.workload import Workload
 from bench.records import record

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.__main__ import main
-from bench.commands.arguments import open_log
+from bench.arguments import open_log
 from bench.records import fingerprint, record
 from bench.records.fingerprint import ROOT, Fingerprint
 from bench.records.record import Failure

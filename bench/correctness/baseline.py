@@ -1,23 +1,20 @@
-"""Comparison of compiled kernels with an earlier record."""
+"""Comparison of counts, which have no spread, with an earlier record."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench import BenchError
-from bench.cases.case import Case
 from bench.records import record
 from bench.records.record import Measurement
 from bench.records.tables import table
 
-_BENCH = "aot"
-
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A record of ``bench aot``, restricted to the current cases and architectures."""
+    """A record of counts, restricted to what is counted now."""
 
     path: Path
     git: str
@@ -25,20 +22,24 @@ class Baseline:
     measurements: tuple[Measurement, ...]
 
     @classmethod
-    def read(cls, path: Path, cases: Sequence[Case], architectures: Sequence[int]) -> Baseline:
+    def read(cls, path: Path, bench: str, counted: Callable[[Measurement], bool]) -> Baseline:
         """Read a record, or the newest one of a folder.
 
+        Args:
+            path: record file or folder.
+            bench: command that wrote it.
+            counted: whether a measurement is of a case that is counted now.
+
         Raises:
-            BenchError: there is none, or it lacks these cases and architectures.
+            BenchError: there is no record, or it lacks these cases.
         """
-        records = [r for r in record.read_all([path]) if any(m.bench == _BENCH for m in r.measurements)]
+        records = [r for r in record.read_all([path]) if any(m.bench == bench for m in r.measurements)]
         if not records:
-            raise BenchError(f"--baseline {path}: no record of `python -m bench aot`; make one with --out")
+            raise BenchError(f"--baseline {path}: no record of `python -m bench {bench}`; make one with --out")
         newest = max(records, key=lambda r: r.fingerprint.date)
-        kinds = {(case.op, case.dtype_name, f"sm_{arch}") for case in cases for arch in architectures}
-        known = tuple(m for m in newest.measurements if _kind(m) in kinds)
+        known = tuple(m for m in newest.measurements if counted(m))
         if not known:
-            raise BenchError(f"--baseline {newest.path}: nothing on these ops, dtypes and architectures; choose others")
+            raise BenchError(f"--baseline {newest.path}: has none of the cases that are counted now; choose others")
         return cls(newest.path, newest.fingerprint.git, known)
 
     def compare(self, now: Sequence[Measurement]) -> tuple[str, bool]:
@@ -55,12 +56,6 @@ class Baseline:
         worse = sum(_is_worse(old, new) for old, new in changed)
         lines.append(f"{worse} worse, {len(changed) - worse} better, {len(after.keys() & before.keys())} compared")
         return "\n".join(lines), worse > 0
-
-
-def _kind(measurement: Measurement) -> tuple[str, str, str]:
-    """Return op, dtype and architecture."""
-    op, *_, dtype, architecture = measurement.case.split()
-    return op, dtype, architecture
 
 
 def _kernel(measurement: Measurement) -> tuple[str, str]:

@@ -1,0 +1,135 @@
+"""``bench emit``: the code of the compiled blocks, against the figures that are kept, and what it must notice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from bench import BenchError
+from bench.commands.emit import PRESETS
+from bench.correctness.baseline import Baseline
+from bench.emission import budget, report
+from bench.emission.blocks import Block, Emission, Layout, Node, Pass, Product
+from bench.emission.rates import ENGINES
+from bench.emission.worker import emitted
+from bench.records.fingerprint import ROOT
+from bench.records.record import RESULTS, Measurement
+
+KEPT = RESULTS / "emission"
+"""If torch or a block changed and the figures with them: ``python -m bench emit`` writes a new record; delete none."""
+
+
+def test_the_blocks_of_dit_are_not_worse_than_kept() -> None:
+    emission = emitted("dit-xl-2-256", 64, 90, depth=2)
+    against_kept("dit-xl-2-256", emission, totals=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", PRESETS)
+def test_whole_networks_are_not_worse_than_kept(preset: str) -> None:
+    against_kept(preset, emitted(preset, 64, 90), totals=True)
+
+
+def against_kept(preset: str, emission: Emission, *, totals: bool) -> None:
+    rows = [row for row in report.rows(preset, emission.blocks, {}) if totals or row.provider != "step"]
+    cases = {row.case for row in rows}
+    text, worse = Baseline.read(KEPT, report.BENCH, lambda row: row.case in cases).compare(rows)
+    assert not worse, text
+    assert f"{len(rows)} compared" in text, text
+
+
+def test_a_transposed_stream_is_noticed() -> None:
+    """Its strides are those of patches that a convolution wrote: each tangent is copied, and inputs inside the ops."""
+    code = """
+from bench.emission import fake_gpu
+fake_gpu.install(90)
+from bench.emission import network
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.models.dit.network import PatchEmbed
+straight = PatchEmbed.forward
+PatchEmbed.forward = lambda self, x: straight(self, x).transpose(1, 2).contiguous().transpose(1, 2)
+emission = network.emit(DiTConfig(depth=2, hidden=128, heads=2), 4, 90)
+(block,) = emission.blocks
+assert block.output.strides == (256 * 128, 1, 256), block.output
+assert (block.restrided, block.backward.copies) == (2, 3), (block.restrided, block.backward.opaque)
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("preset", "depth", "message"),
+    [("dit-xl-3", None, "--preset dit-xl-3: unknown"), ("sd2-512", 2, "--depth 2: the network of sd2-512 has levels")],
+)
+def test_what_cannot_be_emitted_is_refused(preset: str, depth: int | None, message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        emitted(preset, 64, 90, depth)
+
+
+def block(*, copied: int = 0, restrided: int = 0) -> Block:
+    """A block of two products and one kernel, on 2 samples of 4 x 8."""
+    stream = Layout("x", (2, 4, 8), (32, 8, 1), "bfloat16")
+    product = Product("mm", ((8, 8), (8, 8)), (8, 8))
+    nodes = [Node("kernel", "triton", 256, 1), Node("extern_kernels.mm", "extern", 384, 1)]
+    forward = Pass(1, nodes, [stream], [stream], [stream], [], [product], "")
+    backward = replace(forward, saved=[], products=[product, product])
+    return Block("Block", ["a", "b"], forward, backward, restrided, 256 * restrided)
+
+
+def figures(found: Block) -> dict[tuple[str, str], Measurement]:
+    return {(row.provider, row.quantity): row for row in report.rows("toy", [found], {})}
+
+
+def test_figures_of_a_block_and_of_all_blocks() -> None:
+    found = figures(block(restrided=2))
+    assert found["forward", "launches"].value == 2
+    assert found["forward", "bytes"].value == 256 / 64
+    assert found["forward", "saved"].value == 64
+    assert found["backward", "copies"].value == 1
+    assert found["backward", "bytes"].value == (256 + 256) / 64
+    assert found["step", "launches"].value == 2 * (2 + 2)
+    assert found["step", "copies"].value == 2
+    assert found["step", "bytes"].value == round(2 * (256 + 256 + 256) / 2 / 1e6, 4)
+
+
+def test_every_figure_can_get_worse() -> None:
+    before = tuple(figures(block()).values())
+    worse = [replace(row, value=row.value + 1) for row in before]
+    text, found = Baseline(KEPT, "", before).compare(worse)
+    assert found
+    assert f"{len(before)} worse" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth"), [(65_536, 1152, 4608), (65_536, 3456, 1152), (1152, 4608, 65_536)]
+)
+def test_products_reach_most_of_the_rate_and_never_more(rows: int, columns: int, depth: int) -> None:
+    rate = 2 * rows * columns * depth / budget.product_seconds(rows, columns, depth, "mid")
+    assert 0.8 * 730e12 < rate < 730e12
+
+
+def test_operations_of_products_convolutions_and_attention() -> None:
+    heads = (2, 16, 256, 72)
+    attention = Product("_scaled_dot_product_cudnn_attention", (heads, heads, heads), heads)
+    assert budget.operations(attention) == 4 * 2 * 16 * 256 * 256 * 72
+    back = Product("_scaled_dot_product_cudnn_attention_backward", (heads, heads, heads, heads), heads)
+    assert budget.operations(back) == 2.5 * budget.operations(attention)
+    maps, weight = (2, 320, 64, 64), (640, 320, 3, 3)
+    convolution = Product("convolution", (maps, weight), (2, 640, 64, 64))
+    assert budget.operations(convolution) == 2 * 640 * 320 * 9 * 2 * 64 * 64
+    assert budget.operations(Product("addmm", ((8,), (4, 6), (6, 8)), (4, 8))) == 2 * 4 * 6 * 8
+
+
+def test_less_copying_and_a_leaner_engine_are_faster() -> None:
+    toy = Emission([block(restrided=2)], 2, 10**9, 300, 1e12, 1e6, 1)
+    straight = replace(toy, blocks=[block()])
+    slow = budget.throughput(toy, 64, ENGINES["zero1"], "mid")
+    assert slow < budget.throughput(straight, 64, ENGINES["zero1"], "mid")
+    rates = [budget.throughput(toy, 64, engine, "mid") for engine in ENGINES.values()]
+    assert rates == sorted(rates)
+    assert budget.items(toy, 64, ENGINES["flat"], "mid")["synchronisations"] == 0
