@@ -138,6 +138,12 @@ def _empty(
     return [x.new_empty(x.shape), mean, rstd, *([] if branch is None else [x.new_empty(x.shape)])]
 
 
+def _four(gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the outputs of the backward op, with None for those that it has not."""
+    dx, modulations, *others = gradients
+    return dx, modulations, others[0] if others else None, others[1] if len(others) > 1 else None
+
+
 @torch.library.custom_op("fastdiff::adaln_backward", mutates_args=())
 def _adaln_backward_triton(
     dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, bias: Tensor | None, gate: Tensor | None,
@@ -149,7 +155,7 @@ def _adaln_backward_triton(
     ``[B, D]`` fp32, one row per sample.
     """
     outputs: list[Tensor] = _empty_gradients(dy, dh, x, branch, bias, gate, scale, mean, rstd)
-    dx, modulations, dbranch, dbias = *outputs, *[None] * (4 - len(outputs))
+    dx, modulations, dbranch, dbias = _four(outputs)
     batch, length, width = x.shape
     rows, blocks, constants = _plan(x, branch is not None)
     sums = len(modulations) + (bias is not None)
@@ -211,10 +217,10 @@ class _AdaLN(torch.autograd.Function):
         *dh, dy = upstream
         x, *saved = ctx.saved_tensors
         gradients = _adaln_backward_triton(dy, dh[0] if dh else None, x, *saved)
-        dx, modulations, dbranch, dbias = *gradients, *[None] * (4 - len(gradients))
-        dshift, dscale, dgate = *modulations.unbind(0), *[None] * (3 - len(modulations))
+        dx, modulations, dbranch, dbias = _four(gradients)
+        dshift, dscale, *dgate = modulations.unbind(0)
         dbias = None if dbias is None else dbias.sum(0).to(x.dtype)
-        return dx, dbranch, dbias, dgate, dshift, dscale, None, None
+        return dx, dbranch, dbias, dgate[0] if dgate else None, dshift, dscale, None, None
 
 
 def modulated_norm(

@@ -16,7 +16,6 @@ import pytest
 from bench import BenchError
 from bench.cases import KERNELS, cases
 from bench.commands import aot
-from bench.correctness.aot_baseline import Baseline
 from bench.correctness.assembly import Side, access_widths
 from bench.records import record
 from bench.records.fingerprint import ROOT
