@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import random
 import shutil
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,16 @@ from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.shards.verify import verify
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.tiny_pipeline import build
-from tests.support.forked import Forked, fork_server
+from tests.support.forked import end_with_the_tests, stop_server
 from tests.support.injected.durable_calls import DURABLE, dying_at
 from tests.support.inputs.encoding import captioned, files
 from tests.support.processes import BIN, run, start, stop
-from tests.support.waiting import LIMIT_S, wait_until
+from tests.support.waiting import wait_until
 
 IMAGES, PER_SHARD = 24, 2
 CALLS = 13
 """Calls of one unit that make something durable or visible."""
+TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,24 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Any:
+def ranks() -> Iterator[Any]:
     """Starts processes that have imported everything: a kill shall hit the encode, not the imports."""
-    fork_server()
-    return Forked()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        stop_server()  # of tests before, which has imported something different
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            [
+                "fastdiff.cli.encode",
+                "fastdiff.data.encoding.images",
+                "fastdiff.config.presets",
+                "diffusers.models.autoencoders.autoencoder_kl",
+                "transformers.models.clip.modeling_clip",
+                "transformers.models.clip.tokenization_clip",
+            ]
+        )
+        yield context
+        stop_server()
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +75,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, command: list[str], ra
 
 
 def rank_main(argv: list[str], rank: int, ranks: int) -> None:
+    import os
+    import sys
+
+    end_with_the_tests()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     sys.exit(main(argv))
 
@@ -76,7 +95,7 @@ def begin(context: Any, command: list[str], out: Path, count: int) -> list[Any]:
 
 def finish(processes: list[Any]) -> list[int]:
     for process in processes:
-        process.join(LIMIT_S)
+        process.join(TIMEOUT_S)
         process.kill()
     return [process.exitcode for process in processes]
 
