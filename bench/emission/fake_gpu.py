@@ -122,7 +122,7 @@ def _install_cudnn_layouts() -> None:
 
     functions: Any = torch._C
     functions._conv_determine_backend_memory_format = lambda x, *args: suggest_memory_format(x)
-    functions._select_conv_backend = lambda *args, **kwargs: torch._C._ConvBackend.Cudnn
+    functions._select_conv_backend = lambda *args, **kwargs: functions._ConvBackend.Cudnn
 
 
 @contextlib.contextmanager
