@@ -126,6 +126,22 @@ def test_the_losses_of_8_bit_adam_stand_in_the_record() -> None:
     assert {"three": 3}[claim[2]] == len(ends["adamw"])
 
 
+def test_the_errors_of_gradient_sums_stand_in_the_record() -> None:
+    text = (RESULTS / "2026-11-23_gradient-sums" / "errors.jsonl").read_text()
+    errors = {
+        (row["zero"], row["sums"], row["micro_batches"]): row["relative_error"]
+        for row in map(json.loads, text.splitlines())
+    }
+    columns = [("bf16", 16), ("bf16", 256), ("fp32", 16), ("fp32", 256)]
+    table = (ROOT / "deepspeed_configs" / "README.md").read_text()
+    for stages in ((0, 1), (2, 3)):
+        cells = re.search(rf"^\| {stages[0]}, {stages[1]} \| (.*) \|$", table, re.MULTILINE)
+        assert cells is not None
+        for stage in stages:
+            expected = [f"{errors[stage, sums, count]:.1e}".replace("e-0", "e-") for sums, count in columns]
+            assert cells[1].split(" | ") == expected
+
+
 def test_the_cost_of_a_checkpoint_stands_in_the_record() -> None:
     claim = re.search(
         r"meanwhile take ([\d.]+) times.*?checkpoint takes ([\d.]+)\s+times.*?(\d+) MiB.*?`(\S+)`",

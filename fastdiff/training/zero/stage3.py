@@ -36,6 +36,7 @@ def partition(model: nn.Module, ds_config: DsConfig, dtype: torch.dtype, device:
     """Give a network on ``meta`` this rank's parts of its parameters, as DeepSpeed makes them of a whole network."""
     with without_prints():
         deepspeed.init_distributed()  # it takes over the process group
+        # It also replaces torch's linear layer in this process: with torch's own, autograd would keep gathered weights.
         deepspeed.zero.Init(module=_InTurn(model, dtype, device), config_dict_or_path=ds_config)
 
 
