@@ -13,13 +13,14 @@ Gradient (Dao et al. 2022, arXiv:2205.14135, appendix B.4), with sums over the c
 One program does one head of one sample, forward and backward. It holds 64 tokens in registers and passes the others by
 them through shared memory, first queries before all keys, which gives dq, then keys before all queries, which gives dk
 and dv. So no two programs add to the same number, at the price of seven matrix products instead of five. A head is
-0.3 MB, and only its first pass comes from memory; two programs or more fit one processor and hide each other's loads.
+0.3 MB, so that later passes should find it in the L2 cache; two programs or more fit one processor.
 A program that holds all 256 keys would take all registers of a processor, and its backward spills.
 
 Channels are held as 64 and 16, because blocks have power-of-two sizes: 72 channels cost as much as 80, not as 128.
 
-Bytes moved per element of 16 bits: forward 8 (qkv, out) and 4 / D for lse, backward 16 (qkv, out, dout, dqkv) and
-16 / D for lse and delta. Saved for the backward pass, beside qkv and out: lse, ``[B, H, T]`` in fp32.
+Least bytes per element of 16 bits: forward 8 (qkv, out) and 4 / D for lse, backward 16 (qkv, out, dout, dqkv) and
+12 / D for lse and delta; with 256 tokens the passes load 20 and 48, from the caches or not. No GPU has
+timed it. Saved for the backward pass, beside qkv and out: lse, ``[B, H, T]`` in fp32.
 
 Limits: head dims 64, 72 and 80; bf16, fp16 and fp32, the last without tensor cores; Triton on sm_80 or newer.
 """
