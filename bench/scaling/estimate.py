@@ -83,7 +83,8 @@ def estimate(
     beside = _overlapped(compute, messages, cost) if overlap else 0.0
     extra = 0.0 if copied is None else copied[1] * (_copied_bytes(copied[0], ranks) - LEAST_COPIES)
     taken = [sms / _SMS * beside for sms in _NCCL_SMS]
-    device = [base + more + extra / rate for more, rate in zip(taken, _MEMORY_RATES, strict=True)]
+    # Where sharding saves copies, a slower memory saves more.
+    device = sorted(base + more + extra / rate for more, rate in zip(taken, _MEMORY_RATES, strict=True))
     found = None if host is None else [host[0].seconds(host[1], speed) for speed in reversed(SPEEDS)]
     return Estimate(Bounds(*device), None if found is None else Bounds(*found))
 

@@ -128,8 +128,8 @@ def run(timer: StepTimer, workload: Workload, data: Path) -> None:
 
 def fit(tensors: Sequence[int], seconds: Sequence[float]) -> Host:
     """Return the line through the times of two networks."""
-    slope = (seconds[1] - seconds[0]) / (tensors[1] - tensors[0])
-    return Host(max(0.0, seconds[0] - slope * tensors[0]), max(0.0, slope))
+    slope = max(0.0, (seconds[1] - seconds[0]) / (tensors[1] - tensors[0]))
+    return Host(max(0.0, seconds[0] - slope * tensors[0]), slope)
 
 
 def without_persistence(stage: Workload, folder: Path) -> Workload:

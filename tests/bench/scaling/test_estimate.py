@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench.measure.workload import Workload
 from bench.scaling import host
 from bench.scaling.communication import Cluster, Compute, Link, Message
 from bench.scaling.estimate import Estimate, estimate
@@ -16,7 +17,8 @@ DIT_XL = 675_129_632, 292
 
 
 def predicted(stage: int, parameters: int, tensors: int, seconds: float, gpus: int, copies: bool = True) -> Estimate:
-    zero = Zero(stage=stage, overlap=stage == 3)
+    name = "ddp" if stage == 0 else f"zero{stage}"
+    zero = Zero.of(Workload(preset="digits", deepspeed=name).deepspeed_json())
     messages = zero.messages([parameters // tensors] * tensors, 2, gpus, 4)
     return estimate(
         Compute(seconds / 3, 2 * seconds / 3),
@@ -54,12 +56,11 @@ def test_zero_3_is_not_first_where_the_host_limits() -> None:
     assert found[3].step.low > min(one.step.high for one in found)
 
 
-def test_a_long_step_hides_the_host_and_no_stage_is_clearly_first() -> None:
-    """256 images per GPU take 365 ms: ZeRO-3, once predicted to be first, lies within the range of ZeRO-1."""
-    one, three = (predicted(stage, *DIT_XL, 0.365, 8) for stage in (1, 3))
-    assert one.limit == three.limit == "device"
-    assert one.step.low < three.step.high
-    assert three.step.low > 0.365 * 0.98
+def test_a_long_step_hides_the_host() -> None:
+    """256 images per GPU take 365 ms: the stages differ by the messages that they cannot hide, a few percent."""
+    found = [predicted(stage, *DIT_XL, 0.365, 8).step for stage in range(4)]
+    assert all(0.98 * 0.365 < step.low <= step.middle <= step.high < 1.1 * 0.365 for step in found)
+    assert [predicted(stage, *DIT_XL, 0.365, 8).limit for stage in range(4)] == ["device"] * 4
 
 
 def test_nccl_takes_a_share_of_what_it_overlaps_and_copies_take_memory() -> None:
