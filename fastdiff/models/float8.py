@@ -20,7 +20,6 @@ from torch import nn
 from fastdiff.errors import ConfigError, require
 from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.models.family import family_of
-from fastdiff.parallel.devices import Capability
 
 LEAST = 2048
 """Input and output features from which a layer gains."""
@@ -67,7 +66,7 @@ def convert(model: BlockwiseModel, device: torch.device) -> None:
     torchao.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
 
 
-def require_usable(capability: Capability | None, *, compiled: bool) -> None:
+def require_usable(capability: tuple[int, int] | None, *, compiled: bool) -> None:
     """Raise ConfigError if a device cannot compute in FP8, or not faster; ``capability`` None: a CPU, which emulates.
 
     Args:

@@ -37,17 +37,13 @@ from fastdiff.parallel.world import World
 from fastdiff.patient_files import WholeFiles
 from fastdiff.progress import Progress
 from fastdiff.training import resume
-from fastdiff.training.callbacks.base import Callback, Callbacks, Preempt
+from fastdiff.training.callbacks.base import Callbacks
+from fastdiff.training.callbacks.build import build_callbacks
 from fastdiff.training.callbacks.compilation import compile_all
-from fastdiff.training.callbacks.damaged_samples import DamagedSamples
-from fastdiff.training.callbacks.divergence import NonFiniteGuard, Rewind, SpikeGuard
-from fastdiff.training.callbacks.log import Log
-from fastdiff.training.callbacks.previews import PromptImages, SampleGrid
-from fastdiff.training.callbacks.profiling import Profile
-from fastdiff.training.callbacks.saving import CHECKPOINT, Checkpointing, Snapshots, save_checkpoint
+from fastdiff.training.callbacks.divergence import Rewind
+from fastdiff.training.callbacks.saving import CHECKPOINT, save_checkpoint
 from fastdiff.training.callbacks.summary import summary
 from fastdiff.training.callbacks.trackers import Trackers, require_installed
-from fastdiff.training.callbacks.validation import ValidationLoss
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
@@ -279,7 +275,7 @@ def _announce(state: TrainState, parts: _Parts, batches: Batches) -> None:
 
 
 def _open_callbacks(state: TrainState, parts: _Parts, trackers: Trackers, stack: ExitStack) -> Callbacks:
-    callbacks = _callbacks(state, parts.checkpoints, parts.background, trackers)
+    callbacks = build_callbacks(state, parts.checkpoints, parts.background, trackers)
     for callback in callbacks:
         stack.callback(callback.close)
     return Callbacks(callbacks)
@@ -318,27 +314,6 @@ def _build_objective(config: RunConfig, reader: Data, model: Model, world: World
         batch_samples=config.batch.samples,
         low_res_size=config.model.low_res_size,
     )
-
-
-def _callbacks(
-    state: TrainState, checkpoints: Checkpoints, background: AsyncSaves, trackers: Trackers
-) -> list[Callback]:
-    """Build the callbacks; checkpoints precede validations, so that a failed validation loses no steps."""
-    found: list[Callback] = [NonFiniteGuard(state), Log(state, trackers)]
-    if state.config.data.damaged == "skip":
-        found.append(DamagedSamples(state))
-    found.append(SpikeGuard(state))  # after the callbacks that also record undone steps
-    checkpointing = Checkpointing(state, checkpoints, background)
-    found += [Snapshots(state, background), checkpointing, Preempt()]
-    if state.config.validation.data:
-        found.append(ValidationLoss(state, trackers))
-    if not state.config.model.text_conditional:
-        found.append(SampleGrid(state))
-    elif state.config.validation.prompts and state.config.validation.every:
-        found.append(PromptImages(state, trackers))
-    if state.config.performance.profile:
-        found.append(Profile(state))
-    return found
 
 
 def _resolve(config: RunConfig) -> RunConfig:

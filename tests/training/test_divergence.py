@@ -463,10 +463,10 @@ def test_records_that_wait_for_room_outlast_a_rewind(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    callbacks = training_build._callbacks
+    callbacks = training_build.build_callbacks
     with tiny_disk(tmp_path / "disk", 24) as disk:
         monkeypatch.setattr(
-            training_build, "_callbacks", lambda *parts: [*callbacks(*parts), _FullDisk(disk, parts[2])]
+            training_build, "build_callbacks", lambda *parts: [*callbacks(*parts), _FullDisk(disk, parts[2])]
         )
         run = disk / "run"
         train(spiky(two_spikes, run, divergence__policy="rewind", output__failed_saves=1000), launch(), world)

@@ -125,14 +125,10 @@ class DeepSpeedEngine(Engine):
             # A single rank would join all gradients, send them to itself and copy them back. (In bf16 it then sends a
             # flag.)
             self._engine.enable_backward_allreduce = False
-        if self.stage > 0:
-            take_norm_at_once(self._engine.optimizer)
-        elif wide:
+        if self.stage == 0 and wide:
             _add_up_in_fp32(self._engine)
-        if self.stage == 3:
-            leave_gradients_in_place(self._engine.optimizer)
-        if self.stage == 3 and config.objective.takes_two_passes:
-            plan_two_passes_as_one(self._engine)
+        if self.stage > 0:
+            _slim(self._engine, self.stage, config)
         optimizer.state.clear()
         _set_lr(optimizer, config.optim.lr)
         self.optimizer = optimizer
@@ -258,6 +254,15 @@ def _check_precision(precision: str, stage: int) -> None:
         )
     if precision == "fp16" and not get_accelerator().is_fp16_supported():
         raise ConfigError("--performance.precision fp16: this device has no fp16 arithmetic; use bf16 or fp32")
+
+
+def _slim(engine: Any, stage: int, config: RunConfig) -> None:
+    """Leave out work of ZeRO-1 to 3 that a step does not need."""
+    take_norm_at_once(engine.optimizer)
+    if stage == 3:
+        leave_gradients_in_place(engine.optimizer)
+    if stage == 3 and config.objective.takes_two_passes:
+        plan_two_passes_as_one(engine)
 
 
 def _add_up_in_fp32(engine: Any) -> None:

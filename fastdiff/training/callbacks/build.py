@@ -1,0 +1,37 @@
+"""Callbacks of a run, chosen by its configuration."""
+
+from __future__ import annotations
+
+from fastdiff.checkpoint.async_saves import AsyncSaves
+from fastdiff.training.callbacks.base import Callback, Preempt
+from fastdiff.training.callbacks.damaged_samples import DamagedSamples
+from fastdiff.training.callbacks.divergence import NonFiniteGuard, SpikeGuard
+from fastdiff.training.callbacks.log import Log
+from fastdiff.training.callbacks.previews import PromptImages, SampleGrid
+from fastdiff.training.callbacks.profiling import Profile
+from fastdiff.training.callbacks.saving import Checkpointing, Snapshots
+from fastdiff.training.callbacks.trackers import Trackers
+from fastdiff.training.callbacks.validation import ValidationLoss
+from fastdiff.training.checkpoints import Checkpoints
+from fastdiff.training.state import TrainState
+
+
+def build_callbacks(
+    state: TrainState, checkpoints: Checkpoints, background: AsyncSaves, trackers: Trackers
+) -> list[Callback]:
+    """Return them in the order of their calls: checkpoints first, so that a validation that fails loses no step."""
+    found: list[Callback] = [NonFiniteGuard(state), Log(state, trackers)]
+    if state.config.data.damaged == "skip":
+        found.append(DamagedSamples(state))
+    found.append(SpikeGuard(state))  # after the callbacks that also record undone steps
+    checkpointing = Checkpointing(state, checkpoints, background)
+    found += [Snapshots(state, background), checkpointing, Preempt()]
+    if state.config.validation.data:
+        found.append(ValidationLoss(state, trackers))
+    if not state.config.model.text_conditional:
+        found.append(SampleGrid(state))
+    elif state.config.validation.prompts and state.config.validation.every:
+        found.append(PromptImages(state, trackers))
+    if state.config.performance.profile:
+        found.append(Profile(state))
+    return found
