@@ -60,7 +60,7 @@ def test_pointers_are_named_so() -> None:
 def test_kernels_carry_the_name_of_their_op_and_no_other() -> None:
     kernels = [function.name for _, function in jitted() if function.name.endswith("_kernel")]
     assert len(kernels) == len(set(kernels))
-    starts = ("philox", "corrupt", "weighted_mse", "group_norm", "adaln", "dropout", "adamw8bit")
+    starts = ("philox", "corrupt", "weighted_mse", "group_norm", "adaln", "bias_gradient", "dropout", "adamw8bit")
     assert {start for name in kernels for start in starts if name.lstrip("_").startswith(start)} == set(starts)
     assert all(name.lstrip("_").startswith(starts) for name in kernels)
 
