@@ -4,6 +4,9 @@ The backend ``short``, the kernels of ``short_attention.py``, takes it as it is;
 and takes views of queries, keys and values. ``short`` asked for runs wherever shape and strides allow, and ``auto``
 elsewhere. ``auto`` takes ``short`` where a measurement has it fastest (``FASTEST``), and in 16 bits where torch wants
 deterministic algorithms, because of the others only slower forms add in a fixed order.
+
+Given the bias of the layer, its gradient is summed here: by the kernel of ``bias_gradient.py`` that joins the gradients
+of queries, keys and values, or by torch behind ``short``, which writes one gradient already.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor
 from fastdiff_kernels import attention as general
 from fastdiff_kernels import launch
 from fastdiff_kernels.attention import Machine, machine
+from fastdiff_kernels.bias_gradient import summed_by_torch, unpacked
 from fastdiff_kernels.dispatch import Choice
 from fastdiff_kernels.names import AttentionBackend
 from fastdiff_kernels.short_attention import DTYPES, shape_problem, short_attention
@@ -51,11 +55,13 @@ def _why_short(backend: AttentionBackend, dtype: torch.dtype, length: int, head_
     return "measured fastest" if (here.capability, length, head_dim) in FASTEST else None
 
 
-def packed_attention(qkv: Tensor, *, backend: AttentionBackend = "auto") -> Tensor:
+def packed_attention(qkv: Tensor, *, bias: Tensor | None = None, backend: AttentionBackend = "auto") -> Tensor:
     """Self-attention of all tokens of each sample, scaled by ``1 / sqrt(D)``.
 
     Args:
         qkv: ``[B, T, 3, H, D]``, of any strides; ``short`` takes it only if it is contiguous.
+        bias: ``[3 * H * D]``, contained in ``qkv``, whose gradient is the sum of that of ``qkv``; see
+            ``bias_gradient.unpacked``. None: the layer sums it.
         backend: as for ``attention.attention``.
 
     Returns:
@@ -73,8 +79,11 @@ def packed_attention(qkv: Tensor, *, backend: AttentionBackend = "auto") -> Tens
         _refuse(qkv.dtype, here)
     fits = qkv.is_contiguous() and shape_problem(head_dim, length, length) is None
     if fits and _why_short(backend, qkv.dtype, length, head_dim, here):
-        return short_attention(qkv)
-    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
+        return short_attention(qkv if bias is None else summed_by_torch(qkv, bias))
+    if bias is None:
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
+    else:
+        query, key, value = unpacked(qkv, bias)
     mixed = general.attention(query, key, value, backend=backend)
     return mixed.transpose(1, 2).flatten(2)  # [B, H, T, D] -> [B, T, H * D]
 

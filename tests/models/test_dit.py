@@ -295,12 +295,13 @@ def test_the_residual_stream_and_its_gradients_are_contiguous(compiled: bool) ->
         with backward:
             out.backward(upstream)
     assert streams == [(9 * 24, 24, 1)] * (2 * SMALL.depth)
-    assert backward.ops == {"adaln_backward": 1 + 2 * SMALL.depth}
-    assert not forward.disordered + backward.disordered
+    sums = {"bias_gradient_gelu": SMALL.depth, "bias_gradient_join": SMALL.depth}
+    assert backward.ops == {"adaln_backward": 1 + 2 * SMALL.depth} | sums
+    # The gradients of queries, keys and values may come in any order: they are read once, to be joined.
+    assert not [line for line in forward.disordered + backward.disordered if "join" not in line]
     # The patches of the output, and before it the tokens of the input.
     assert compiled or sorted(forward.copied) == [(4, 6, 3, 2, 3, 2), (4, 9, 24)]
-    # The patches of the output; per block the gradients of queries, keys and values become one.
-    assert sorted(backward.copied) == sorted([(4, 3, 3, 2, 2, 6), *[(4, 9, 3, 3, 8)] * SMALL.depth])
+    assert backward.copied == [(4, 3, 3, 2, 2, 6)]  # the patches of the output
 
 
 def test_layers_say_what_they_use() -> None:

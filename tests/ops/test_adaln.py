@@ -63,6 +63,10 @@ def upstream(form, shape, device):
     return [normal(shape, device, seed=6 + i) for i in range(1 if form == "modulated" else 2)]
 
 
+def assert_accurate(form, inputs, seeds):
+    assert_as_accurate_as_eager(by_triton(form), FORMS[form][1], inputs, seeds, sums={"dbias"})
+
+
 def by_triton(form):
     return lambda **inputs: FORMS[form][0](**inputs, backend="triton")
 
@@ -77,15 +81,18 @@ def by_triton(form):
 )
 def test_as_accurate_as_eager(name, form, dtype, device):
     shape = SHAPES[name]
-    inputs = arguments(form, shape, device, dtype)
-    assert_as_accurate_as_eager(by_triton(form), FORMS[form][1], inputs, upstream(form, shape, device))
+    inputs, seeds = arguments(form, shape, device, dtype), upstream(form, shape, device)
+    if name == "one-channel" and form == "biased":  # the error of a single sum is chance, so the sum is exact
+        inputs["gate"] = (inputs["gate"].detach() * 4).round().requires_grad_()
+        seeds = [(seed * 4).round() for seed in seeds]
+    assert_accurate(form, inputs, seeds)
 
 
 @forms
 def test_a_mean_far_from_zero_costs_no_accuracy(form, device):
     inputs = arguments(form, (1, 3, 160), device)
     inputs["x"] = (inputs["x"].detach() + 100).requires_grad_()
-    assert_as_accurate_as_eager(by_triton(form), FORMS[form][1], inputs, upstream(form, (1, 3, 160), device))
+    assert_accurate(form, inputs, upstream(form, (1, 3, 160), device))
 
 
 @forms
@@ -93,12 +100,13 @@ def test_strides_do_not_matter(form, device):
     shape = (2, 7, 48)
     inputs = arguments(form, shape, device)
     for name, tensor in inputs.items():
+        apart = tensor.detach().transpose(0, -1).contiguous().transpose(0, -1)
         if tensor.dim() == 1:
-            continue
-        inputs[name] = tensor.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+            apart = torch.stack([tensor.detach(), torch.full_like(tensor, torch.nan)], 1)[:, 0]
+        inputs[name] = apart.requires_grad_()
         assert not inputs[name].is_contiguous()
     seeds = [normal(shape[::-1], device, seed=6).permute(2, 1, 0), torch.ones((), device=device).expand(shape)]
-    assert_as_accurate_as_eager(by_triton(form), FORMS[form][1], inputs, seeds[: 1 if form == "modulated" else 2])
+    assert_accurate(form, inputs, seeds[: 1 if form == "modulated" else 2])
 
 
 @forms
@@ -174,7 +182,7 @@ def compiled(form, graphs):
 def test_compiled_the_forward_is_plain_and_only_the_backward_a_kernel(form, dtype, device):
     shape, graphs = (2, 5, 40), []
     inputs = arguments(form, shape, device, dtype)
-    assert_as_accurate_as_eager(compiled(form, graphs), FORMS[form][1], inputs, upstream(form, shape, device))
+    assert_as_accurate_as_eager(compiled(form, graphs), FORMS[form][1], inputs, upstream(form, shape, device), sums={"dbias"})
     forward, backward = graphs
     assert not any("fastdiff" in name for name in forward)
     assert [name for name in backward if "fastdiff" in name] == ["fastdiff.adaln_backward.default"]

@@ -62,7 +62,8 @@ def test_kernels_carry_the_name_of_their_op_and_no_other() -> None:
     kernels = [function.name for _, function in jitted() if function.name.endswith("_kernel")]
     assert len(kernels) == len(set(kernels))
     starts = (
-        "philox", "corrupt", "weighted_mse", "group_norm", "adaln", "dropout", "adamw", "adamw8bit", "short_attention",
+        "philox", "corrupt", "weighted_mse", "group_norm", "adaln", "dropout", "adamw", "adamw8bit", "bias_gradient",
+        "short_attention",
     )  # fmt: skip
     assert {start for name in kernels for start in starts if name.lstrip("_").startswith(start)} == set(starts)
     assert all(name.lstrip("_").startswith(starts) for name in kernels)

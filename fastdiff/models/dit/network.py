@@ -1,8 +1,8 @@
 """The diffusion transformer DiT (Peebles & Xie 2023, "Scalable Diffusion Models with Transformers").
 
 Parameter names and shapes are those of the published checkpoints (github.com/facebookresearch/DiT), which load
-unchanged with ``strict=True``. Under ZeRO-3 a parameter is gathered only during the forward of its own module; no code
-here reads one at another time, except its dtype.
+unchanged with ``strict=True``. Under ZeRO-3 a parameter is gathered only during the forward of its block or, outside of
+the blocks, of its own module; no code here reads one at another time, except its dtype.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.models.biases import summed_later, without_bias
 from fastdiff.models.blockwise import BlockwiseModel, is_compiled, run_block
 from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedder, position_table
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.adaln import gated_modulated_norm, modulated_norm, residual_modulated_norm
+from fastdiff_kernels.bias_gradient import gelu
 from fastdiff_kernels.names import AttentionBackend
 from fastdiff_kernels.packed_attention import packed_attention, packed_choice
 
@@ -43,8 +45,12 @@ class DiTBlock(nn.Module):
             6, dim=1
         )  # 6 x [B, D]
         tokens, normed = residual_modulated_norm(tokens, shift_a, scale_a, eps=_NORM_EPS)
-        tokens, normed = gated_modulated_norm(tokens, self.attn(normed), gate_a, shift_m, scale_m, eps=_NORM_EPS)
-        return cast(Tensor, tokens + gate_m.unsqueeze(1) * self.mlp(normed))
+        branch, bias = self.attn(normed)
+        tokens, normed = gated_modulated_norm(tokens, branch, gate_a, shift_m, scale_m, bias=bias, eps=_NORM_EPS)
+        branch, bias = self.mlp(normed)
+        tokens = tokens + gate_m.unsqueeze(1) * branch
+        # Apart from the branch, so that the sums over tokens that are its gradient and that of the gate are one pass.
+        return tokens if bias is None else tokens + (gate_m * bias).unsqueeze(1)
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choice of its adaLN ops, which are alike; see ``fastdiff_kernels.dispatch.Explains``."""
@@ -165,11 +171,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.proj = nn.Linear(hidden, hidden)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """``[B, T, D] -> [B, T, D]``."""
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[B, T, D] -> [B, T, D]``, and the bias that is to be added, see ``without_bias``."""
         batch, length, hidden = tokens.shape
-        packed = self.qkv(tokens).view(batch, length, 3, self.heads, hidden // self.heads)
-        return cast(Tensor, self.proj(packed_attention(packed, backend=self.backend)))
+        projected, bias = summed_later(self.qkv, tokens)
+        packed = projected.view(batch, length, 3, self.heads, hidden // self.heads)
+        return without_bias(self.proj, packed_attention(packed, bias=bias, backend=self.backend))
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choice of its attention; see ``fastdiff_kernels.dispatch.Explains``."""
@@ -184,9 +191,10 @@ class Mlp(nn.Module):
         self.fc1 = nn.Linear(hidden, inner)
         self.fc2 = nn.Linear(inner, hidden)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """``[B, T, D] -> [B, T, D]``."""
-        return cast(Tensor, self.fc2(F.gelu(self.fc1(tokens), approximate="tanh")))
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[B, T, D] -> [B, T, D]``, and the bias that is to be added, see ``without_bias``."""
+        inner, bias = summed_later(self.fc1, tokens)
+        return without_bias(self.fc2, F.gelu(inner, approximate="tanh") if bias is None else gelu(inner, bias))
 
 
 def _xavier(layer: nn.Linear | nn.Conv2d) -> None:

@@ -119,7 +119,7 @@ def _adaln_triton(
     outputs: list[Tensor] = _empty(x, branch, bias, gate, shift, scale, eps)
     y, mean, rstd, *h = outputs
     rows, blocks, constants = _plan(x, branch is not None)
-    branch = None if branch is None else branch.contiguous()
+    branch, bias = (None if t is None else t.contiguous() for t in (branch, bias))
     (gate, gate_stride), (shift, shift_stride) = _strided(gate), _strided(shift)
     scale, scale_stride = _strided(scale)
     run(
@@ -160,7 +160,7 @@ def _adaln_backward_triton(
     rows, blocks, constants = _plan(x, branch is not None)
     sums = len(modulations) + (bias is not None)
     partials = x.new_empty((sums, batch, blocks, width), dtype=torch.float32)
-    dh, branch = (None if t is None else t.contiguous() for t in (dh, branch))
+    dh, branch, bias = (None if t is None else t.contiguous() for t in (dh, branch, bias))
     (gate, gate_stride), (scale, scale_stride) = _strided(gate), _strided(scale)
     # 128 registers fit _WARPS_PER_PROCESSOR; without a limit the assembler spills to fit more warps.
     registers = 128 if branch is None else None

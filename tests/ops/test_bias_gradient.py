@@ -1,0 +1,140 @@
+"""Ops that sum the gradient of a bias: accuracy, compilation, bytes and refusals."""
+
+import pytest
+import torch
+
+from bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate
+from fastdiff_kernels import bias_gradient as op
+from fastdiff_kernels.bias_gradient import gelu, gelu_reference, summed_by_torch, unpacked, unpacked_reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+ORDERS = ("parts", "heads")
+
+
+def normal(shape, device, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def leaves(**tensors):
+    return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+
+
+def packed(batch, length, heads, width, dtype, device, order="parts"):
+    """A projection ``[B, T, 3, H, D]``, in memory by part or by head."""
+    shape = (batch, length, 3, heads, width) if order == "parts" else (batch, length, heads, 3, width)
+    u = normal(shape, device, dtype)
+    return leaves(u=u if order == "parts" else u.transpose(2, 3), bias=normal((3 * heads * width,), device, dtype, 1))
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 200), (3, 520), (1, 1, 1)], ids=str)
+@dtypes
+def test_gelu_is_as_accurate_as_eager(shape, dtype, device):
+    inputs = leaves(u=3 * normal(shape, device, dtype), bias=normal(shape[-1:], device, dtype, 1))
+    upstream = [normal(shape, device, seed=2)]
+    ours = lambda **given: gelu(**given, backend="triton")  # noqa: E731
+    assert_as_accurate_as_eager(ours, gelu_reference, inputs, upstream, sums={"dbias"})
+
+
+def test_gelu_of_large_numbers_is_finite(device):
+    inputs = leaves(u=torch.tensor([[-1e4, -30.0, 0.0, 30.0, 1e4]], device=device), bias=torch.zeros(5, device=device))
+    got = evaluate(lambda **given: gelu(**given, backend="triton"), inputs, [torch.ones(1, 5, device=device)])
+    assert got["du"].tolist() == [[0, 0, 0.5, 1, 1]]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("layout", ["heads first", "tokens first", "packed", "expanded"])
+@dtypes
+def test_gradients_of_queries_keys_and_values_become_one(order, layout, dtype, device):
+    inputs = packed(2, 9, 3, 24, dtype, device, order)
+    gradients = [normal((2, 3, 9, 24), device, seed=seed) for seed in (5, 6, 7)]
+    if layout == "tokens first":
+        gradients = [g.transpose(1, 2).contiguous().transpose(1, 2) for g in gradients]
+    if layout == "packed":
+        gradients = list(torch.stack([g.transpose(1, 2) for g in gradients], 2).permute(2, 0, 3, 1, 4).unbind(0))
+    if layout == "expanded":
+        gradients[1] = torch.ones((), device=device).expand(2, 3, 9, 24)
+    ours = lambda **given: unpacked(**given, backend="triton")  # noqa: E731
+    assert_as_accurate_as_eager(ours, unpacked_reference, inputs, gradients, sums={"dbias"})
+    got = evaluate(ours, inputs, gradients)
+    assert got["du"].stride() == inputs["u"].stride()
+    assert all(got[f"out{n}"].data_ptr() == inputs["u"][:, :, n].data_ptr() for n in range(3))
+
+
+def test_behind_one_gradient_torch_sums_that_of_the_bias_and_the_value_is_not_copied(device):
+    inputs = packed(2, 9, 3, 24, torch.float32, device)
+    upstream = [normal((2, 9, 3, 3, 24), device, seed=5)]
+    got = evaluate(summed_by_torch, inputs, upstream)
+    assert torch.equal(got["dbias"], upstream[0].sum((0, 1)).flatten())
+    assert torch.equal(got["du"], upstream[0])
+    assert got["out0"].data_ptr() == inputs["u"].data_ptr()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_ops_pass_opcheck(order, device):
+    u = normal((2, 5, 40), device, torch.bfloat16)
+    torch.library.opcheck(op._gelu_backward, (u, u))
+    gradients = [normal((2, 3, 5, 8), device, seed=seed) for seed in range(3)]
+    torch.library.opcheck(op._join, (*gradients, order == "parts"))
+
+
+def test_compiled_both_are_one_graph_with_equal_results(device):
+    inputs = packed(2, 5, 3, 8, torch.float32, device)
+
+    def layer(u, bias):
+        query, key, value = unpacked(u, bias, backend="triton")
+        return gelu((query + key * value).transpose(1, 2).flatten(2), bias[:24], backend="triton")
+
+    upstream = [normal((2, 5, 24), device, seed=2)]
+    expected = evaluate(layer, inputs, upstream)
+    torch._dynamo.reset()
+    got = evaluate(torch.compile(layer, fullgraph=True, backend="aot_eager"), inputs, upstream)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name])
+
+
+def test_two_runs_agree_to_the_bit_and_nothing_gives_nothing(device):
+    inputs = packed(3, 70, 2, 16, torch.float32, device)
+    gradients = [normal((3, 2, 70, 16), device, seed=seed) for seed in range(3)]
+    first, second = (evaluate(lambda **g: unpacked(**g, backend="triton"), inputs, gradients) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    empty = leaves(u=torch.zeros(0, 4, 8, device=device), bias=torch.ones(8, device=device))
+    got = evaluate(lambda **given: gelu(**given, backend="triton"), empty, [torch.zeros(0, 4, 8, device=device)])
+    assert got["du"].shape == (0, 4, 8)
+    assert got["dbias"].tolist() == [0] * 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counted in the interpreter")
+def test_bytes_per_element_are_those_of_the_documentation(device):
+    from tests.support.benches.traffic import counting
+
+    rows, columns = 256, 256
+    u = normal((rows, columns), device, torch.bfloat16)
+    each, (programs, _) = op._plan(u, rows, columns)
+    with counting() as traffic:
+        op._gelu_backward(u, u)
+    assert traffic.bytes == 6 * u.numel() + 8 * programs * columns + 2 * columns
+    assert each == rows // programs == 64
+    parts = [normal((1, 4, rows, 64), device, torch.bfloat16, seed) for seed in range(3)]
+    with counting() as traffic:
+        op._join(*parts, True)
+    assert traffic.bytes == 3 * (4 * u.numel() + 8 * programs * columns + 2 * columns)
+
+
+BAD = {
+    "bias": (gelu, (2, 8), (7,), {}, r"bias has shape \(7,\), expected \(8,\) as u is \(2, 8\)"),
+    "packed": (unpacked, (2, 4, 24), (24,), {}, r"u has shape \(2, 4, 24\), expected \[B, T, 3, H, D\]"),
+    "double": (gelu, (2, 8), (8,), {"dtype": torch.float64}, "u is torch.float64, expected float32, bfloat16"),
+    "mixed": (gelu, (2, 8), (8,), {"bias": torch.bfloat16}, r"bias is torch.bfloat16 on .*use bias.to\(u\)"),
+}
+
+
+@pytest.mark.parametrize(("function", "u", "bias", "options", "message"), BAD.values(), ids=BAD)
+def test_refusals_say_what_was_given(function, u, bias, options, message, device):
+    dtype = options.get("dtype", torch.float32)
+    given = (
+        torch.zeros(u, device=device, dtype=dtype),
+        torch.zeros(bias, device=device, dtype=options.get("bias", dtype)),
+    )
+    with pytest.raises(ValueError, match=message):
+        function(*given, backend="triton")
