@@ -72,7 +72,8 @@ def assert_as_accurate_as_eager(
     """Require of ``op`` at most twice the error of ``reference`` in the dtype of ``inputs``, in maximum and RMS.
 
     The error is measured against ``reference`` in fp64, for every output and every gradient. Rounding the exact result
-    to the output's dtype is the least possible error, so it is allowed even where eager is exact. For ``sums`` see ``assert_no_worse``.
+    to the output's dtype is the least possible error, so it is allowed even where eager is exact. For ``sums`` see
+    ``assert_no_worse``.
     """
     oracle = evaluate(reference, exact(inputs), None if upstream is None else [u.double() for u in upstream])
     eager = evaluate(reference, inputs, upstream)

@@ -182,7 +182,9 @@ def compiled(form, graphs):
 def test_compiled_the_forward_is_plain_and_only_the_backward_a_kernel(form, dtype, device):
     shape, graphs = (2, 5, 40), []
     inputs = arguments(form, shape, device, dtype)
-    assert_as_accurate_as_eager(compiled(form, graphs), FORMS[form][1], inputs, upstream(form, shape, device), sums={"dbias"})
+    assert_as_accurate_as_eager(
+        compiled(form, graphs), FORMS[form][1], inputs, upstream(form, shape, device), sums={"dbias"}
+    )
     forward, backward = graphs
     assert not any("fastdiff" in name for name in forward)
     assert [name for name in backward if "fastdiff" in name] == ["fastdiff.adaln_backward.default"]

@@ -5,7 +5,9 @@ import torch
 
 from bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate
 from fastdiff_kernels import bias_gradient as op
+from fastdiff_kernels import dispatch
 from fastdiff_kernels.bias_gradient import gelu, gelu_reference, summed_by_torch, unpacked, unpacked_reference
+from fastdiff_kernels.packed_attention import packed_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,6 +70,18 @@ def test_behind_one_gradient_torch_sums_that_of_the_bias_and_the_value_is_not_co
     assert torch.equal(got["dbias"], upstream[0].sum((0, 1)).flatten())
     assert torch.equal(got["du"], upstream[0])
     assert got["out0"].data_ptr() == inputs["u"].data_ptr()
+
+
+@pytest.mark.parametrize("backend", ["short", "sdpa"])
+def test_packed_attention_gives_a_bias_the_sum_of_its_own_gradient(backend, device):
+    inputs = packed(2, 16, 2, 64, torch.float32, device)
+    upstream = [normal((2, 16, 128), device, seed=5)]
+    with dispatch.forced(adaln="triton"):
+        got = evaluate(lambda u, bias: packed_attention(u, bias=bias, backend=backend), inputs, upstream)
+    alone = evaluate(lambda u: packed_attention(u, backend=backend), {"u": inputs["u"]}, upstream)
+    torch.testing.assert_close(got["dbias"], alone["du"].sum((0, 1)).flatten())
+    torch.testing.assert_close(got["du"], alone["du"])
+    torch.testing.assert_close(got["out0"], alone["out0"])
 
 
 @pytest.mark.parametrize("order", ORDERS)
