@@ -202,7 +202,7 @@ def _layout(node: fx.Node) -> Layout:
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 _OWN_PRODUCTS = ("short_attention", "short_attention_backward")
-"""Of fastdiff's ops those that are products too."""
+"""Of fastdiff's ops those that are products, too."""
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -13,12 +13,14 @@ import torch
 from bench import BenchError
 from bench.commands.emit import PRESETS
 from bench.correctness.baseline import Baseline
-from bench.emission import budget, report
-from bench.emission.blocks import Block, Emission, Layout, Node, Pass, Product
+from bench.emission import budget, lowering, network, report
+from bench.emission.blocks import Block, Emission, Layout, Node, Opaque, Pass, Product
 from bench.emission.rates import ENGINES, FIRST
 from bench.emission.worker import emitted
 from bench.records.fingerprint import ROOT
 from bench.records.record import RESULTS, Measurement, read_all
+from fastdiff_kernels import attention, packed_attention
+from fastdiff_kernels.attention import Machine
 from tests.support.waiting import LIMIT_S
 
 KEPT = RESULTS / "emission"
@@ -126,20 +128,38 @@ def test_products_reach_most_of_the_rate_and_never_more(rows: int, columns: int,
 
 def test_operations_of_products_convolutions_and_attention() -> None:
     heads = (2, 16, 256, 72)
-    attention = Product("_scaled_dot_product_cudnn_attention", (heads, heads, heads), heads)
-    assert budget.operations(attention) == 4 * 2 * 16 * 256 * 256 * 72
+    forward = Product("_scaled_dot_product_cudnn_attention", (heads, heads, heads), heads)
+    assert budget.operations(forward) == 4 * 2 * 16 * 256 * 256 * 72
     back = Product("_scaled_dot_product_cudnn_attention_backward", (heads, heads, heads, heads), heads)
-    assert budget.operations(back) == 2.5 * budget.operations(attention)
-    assert budget.operations(back, attention_backward=2.0) == 2 * budget.operations(attention)
+    assert budget.operations(back) == 2.5 * budget.operations(forward)
+    assert budget.operations(back, attention_backward=2.0) == 2 * budget.operations(forward)
     packed, out, lse = (2, 256, 3, 16, 72), (2, 256, 16 * 72), (2, 16, 256)
     short = Product("short_attention", (packed,), out)
-    assert budget.operations(short) == budget.operations(attention)
+    assert budget.operations(short) == budget.operations(forward)
     short_back = Product("short_attention_backward", (out, out, lse, packed), packed)
     assert budget.operations(short_back) == budget.operations(back)
     maps, weight = (2, 320, 64, 64), (640, 320, 3, 3)
     convolution = Product("convolution", (maps, weight), (2, 640, 64, 64))
     assert budget.operations(convolution) == 2 * 640 * 320 * 9 * 2 * 64 * 64
     assert budget.operations(Product("addmm", ((8,), (4, 6), (6, 8)), (4, 8))) == 2 * 4 * 6 * 8
+
+
+def test_attention_of_packed_projections_is_chosen_for_the_gpu_and_is_a_product() -> None:
+    here, cpu = Machine("cuda", (9, 0), network.CUDNN), torch.device("cpu")
+    with network._attention_on(here):
+        assert attention.machine(cpu) == packed_attention.machine(cpu) == here
+    assert attention.machine(cpu) == packed_attention.machine(cpu) == Machine("cpu")
+    graph = torch.fx.Graph()
+    packed = graph.placeholder("qkv")
+    node = graph.call_function(torch.ops.fastdiff.short_attention.default, (packed,))
+    assert [lowering._is_product(one) for one in (packed, node)] == [False, True]
+    op = Opaque(str(node.target), 1, 100, copied_bytes=10)
+    forward = block().forward
+    assert forward is not None
+    before = forward.streamed
+    forward.nodes.append(op.counted())
+    forward.opaque.append(op)
+    assert forward.streamed == before + 10, "its copies stream, its products do not"
 
 
 def test_attention_in_blocks_leaves_the_operations_outside() -> None:
