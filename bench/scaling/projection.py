@@ -309,7 +309,7 @@ def _assumptions(
         "parameter tensors": source.tensors,
         "host": "none, the steps are of a CPU"
         if source.device == "cpu"
-        else "processor time of DeepSpeed's own step by stage as measured with eager blocks, divided by "
+        else "processor time of a step by stage as measured with eager blocks, divided by "
         f"{host.SPEEDS[0]}, {host.SPEEDS[1]}, {host.SPEEDS[2]} for a faster processor (assumed)"
         + ("; at most the measured step at its stage, others in proportion" if source.deepspeed else ""),
         "engine": "flat at stage 0, DeepSpeed with fastdiff's shortened step at the others",
