@@ -27,6 +27,8 @@ from fastdiff.models.build import build_model
 
 _WHOLE_BUCKET = 64 * 2**20
 """Bytes of the compute parameters in a bucket at stage 0, of ``training.engines.data_parallel``."""
+_ALIGNED_FLAT = 64
+"""Elements; every parameter in the flat buffers of stage 0 is padded to a multiple."""
 _ALIGNED = 2
 """Elements; a rank's part of the flat parameters of stages 1 and 2 is padded to a multiple."""
 
@@ -99,7 +101,8 @@ class Zero:
         sums = sums or width
         if self.stage == 0:
             when: Part = "backward" if self.overlap else "step"
-            buckets = [*_filled(parameters, _WHOLE_BUCKET // width)]
+            padded = [_padded(size, _ALIGNED_FLAT) for size in parameters]
+            buckets = [*_filled(padded, _WHOLE_BUCKET // width)]
             return [Message("all-reduce", sums * size, when) for size in reversed(buckets)]
         if self.stage < 3:
             parts = _buckets(parameters[::-1], self.reduce_bucket)

@@ -141,7 +141,9 @@ def test_neither_objective_nor_meters_wait_in_a_run(
 
 
 @pytest.mark.parametrize(
-    ("on", "case"), each([Case("dit", "0", "bf16", name) for name in ("adamw", "adamw8bit")], []), indirect=["on"]
+    ("on", "case"),
+    each([Case(family="dit", stage="0", precision="bf16", optimizer=name) for name in ("adamw", "adamw8bit")], []),
+    indirect=["on"],
 )
 def test_the_step_of_the_flat_engine_does_not_wait(
     on: torch.device, case: Case, world: World, inputs: Inputs, tmp_path: Path
