@@ -88,8 +88,8 @@ def resolve(raw: Mapping[str, Any] | None, config: RunConfig, ranks: int) -> DsC
             )
         place[key] = value
     open_ = _DECIDED_AT_START if config.batch.micro == "auto" else set()
-    if path := next((path for path in _autos(resolved) if path not in open_), None):
-        raise ConfigError(f'the DeepSpeed JSON has "{path}": "auto", which fastdiff does not fill; write a value')
+    if unknown := [path for path in _autos(resolved) if path not in open_]:
+        raise ConfigError(f'the DeepSpeed JSON has "{unknown[0]}": "auto", which fastdiff does not fill; write a value')
     _check_zero(resolved)
     return resolved
 

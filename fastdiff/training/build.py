@@ -66,6 +66,8 @@ class _Parts:
     launch: Launch
     ds_config: deepspeed_config.DsConfig
     world: World
+    ops: str
+    """Backend of each op, in words; empty until the checkpoint is known, whose engine a resumed run keeps."""
     reader: Data
     order: SampleOrder
     folder: Path
@@ -74,8 +76,6 @@ class _Parts:
     facts: dict[str, Any]
     background: AsyncSaves
     checkpoints: Checkpoints
-    ops: str = ""
-    """Backend of each op, in words; chosen once the checkpoint is known, whose engine a resumed run keeps."""
 
 
 class Run:
@@ -170,8 +170,11 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     world.on_first(lambda: require_installed(config.output.report_to))
     stack.enter_context(fixed_order(config.performance.deterministic))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
-    reader, order = _open_data(config, world, stack)
     folder = Path(config.output.folder)
+    # A new run is refused before anything is written; one that may resume waits for its checkpoint.
+    is_new = world.on_first(lambda: not (folder / "checkpoints").exists())
+    ops = _choose_backends(config, ds_config, world, None, stack) if is_new else ""
+    reader, order = _open_data(config, world, stack)
     world.on_first(lambda: _claim(folder, stack))
     heart = world.together(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
     stack.callback(heart.close)
@@ -183,6 +186,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
         launch=launch,
         ds_config=ds_config,
         world=world,
+        ops=ops,
         reader=reader,
         order=order,
         folder=folder,
@@ -204,7 +208,7 @@ def _completed(parts: _Parts, saved: Checkpoint | None, stack: ExitStack) -> _Pa
     if raw is None and saved is not None and saved.manifest.get("zero_stage") == 1:
         raw = deepspeed_config.ZERO1
     ds_config = deepspeed_config.resolve(raw, config, parts.world.size)
-    ops = _choose_backends(config, ds_config, parts.world, saved, stack)
+    ops = parts.ops or _choose_backends(config, ds_config, parts.world, saved, stack)
     config = with_micro(config, ds_config, parts.reader, saved, parts.world)
     ds_config = deepspeed_config.resolve(raw, config, parts.world.size)
     facts = {**parts.facts, "config": as_json(config)}

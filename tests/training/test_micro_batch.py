@@ -15,6 +15,7 @@ from fastdiff.config.config_file import from_mapping
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.console import log
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
@@ -29,7 +30,7 @@ GIB = 2**30
 def latents(config: RunConfig) -> DatasetInfo:
     """Return data as the preset expects them, fp16."""
     model = config.model
-    shapes = {"latent": (model.channels, model.size, model.size)}
+    shapes: dict[str, tuple[int, ...]] = {"latent": (model.channels, model.size, model.size)}
     shapes |= {name: (77, width) for name, width in model.text_widths.items()}
     ones = (1.0,) * model.channels
     return DatasetInfo(
@@ -116,7 +117,7 @@ def test_a_choice_that_does_not_fit_is_made_again(
     assert micro_of(tmp_path) == 32, "kept, not 16, the most on a CPU"
     monkeypatch.setattr(micro_batch, "_room", lambda world: 0)
     said: list[str] = []
-    monkeypatch.setattr(micro_batch.log, "warning", said.append)
+    monkeypatch.setattr(log, "warning", said.append)
     for steps in (4, 5):
         train(replace(automatic, samples=steps * 32), launch(1), world)
         assert micro_of(tmp_path) == 1

@@ -105,7 +105,7 @@ class OnlineImages:
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Return the posteriors of ``[B, H, W, 3]`` uint8 as ``LatentEncoder.encode``, a few images at a time."""
-        return torch.cat([self.encoder.encode(part) for part in pixels.split(_ENCODED_TOGETHER)])
+        return torch.cat([self.encoder.encode(part) for part in torch.split(pixels, _ENCODED_TOGETHER)])
 
     def close(self) -> None:
         """End the threads."""

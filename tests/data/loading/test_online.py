@@ -101,7 +101,12 @@ def test_a_large_micro_batch_is_encoded_in_parts(images: Path, pipeline: Path, m
     with open_images(config(images), pipeline) as online:
         encode_part = online.encoder.encode
         whole = encode_part(pixels)
-        monkeypatch.setattr(online.encoder, "encode", lambda part: (parts.append(len(part)), encode_part(part))[1])
+
+        def counted(part: torch.Tensor) -> torch.Tensor:
+            parts.append(len(part))
+            return encode_part(part)
+
+        monkeypatch.setattr(online.encoder, "encode", counted)
         torch.testing.assert_close(online.encode(pixels), whole)
         assert parts == [8, 3]
         stored = [load_file(file) for part in ("vae", "text_*") for file in pipeline.glob(f"{part}/*.safetensors")]
