@@ -109,6 +109,7 @@ class Run:
         """
         state, parts = self.state, self._parts
         state.heart.beat(state.progress.steps, "start")
+        self.callbacks.on_rewind(state)
         self._opened.close()
         self.callbacks = Callbacks([])  # the step of the spike must not be saved
         parts.background.wait_for_all(ANY_NUMBER)

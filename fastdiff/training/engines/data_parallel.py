@@ -38,7 +38,7 @@ class DataParallel:
             model, gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=True,
             bucket_cap_mb=_BUCKET_MIB,
         )  # fmt: skip
-        self._ddp.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
+        self._ddp.register_comm_hook(None, lambda state, bucket: self.reduce(bucket))
 
     def __call__(self, *inputs: Tensor, reduces: bool, **condition: Tensor) -> Tensor:
         """Run the forward pass.
@@ -51,7 +51,7 @@ class DataParallel:
         self._ddp.require_backward_grad_sync = reduces
         return self._ddp(*inputs, **condition)  # type: ignore[no-any-return]
 
-    def _reduce(self, bucket: Any) -> Future[Tensor]:
+    def reduce(self, bucket: Any) -> Future[Tensor]:
         """Reduce the sums of the parameters of a ``GradBucket``, whose own buffer stays as it is and is unused."""
         numbers = [self._numbers[id(parameter)] for parameter in bucket.parameters()]
         self._gradients.add(numbers, bucket.gradients())

@@ -101,6 +101,10 @@ class FlatEngine(Engine):
             self._gradients.end_micro_batch()
         self._micro += 1
 
+    def named_calls(self) -> dict[str, list[tuple[object, str]]]:
+        """Return the start of the reduction of a bucket, if there are several ranks."""
+        return {} if self._ranks is None else {"reduce": [(self._ranks, "reduce")]}
+
     def attach(self, averages: Ema) -> None:
         """Move the averages in the update."""
         self._update.averages, averages.in_the_update = averages, True
