@@ -45,7 +45,7 @@ def run(
     precision = workload.config(Path(), Path()).performance.precision
     least = budget.seconds(json.loads(str(result.facts["work"])), limits, precision)
     print(f"\n{name}: {found.steps} steps\n{text(found, least)}\ntrace: {path}, open it at https://ui.perfetto.dev")
-    return list(_measurements(workload, found, least))
+    return list(_measurements(workload.decided(result.facts), found, least))
 
 
 def run_fastdiff(timer: StepTimer, workload: Workload, data: Path, folder: Path, steps: int) -> None:

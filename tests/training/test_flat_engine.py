@@ -15,6 +15,7 @@ from torch import Tensor
 from fastdiff.config.deepspeed import resolve
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
+from fastdiff.models import kernel_choice
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.engines.build import choose
@@ -137,12 +138,21 @@ def test_its_checkpoints_and_those_of_every_stage_fit_each_other(world: World, d
         assert distance(chained.full(kind), alone.full(kind)) < 1e-4, kind
 
 
-def test_a_run_keeps_its_engine(world: World, digits: Path, tmp_path: Path) -> None:
+def test_a_run_keeps_its_engine(world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is older than the flat engine; a new one takes the flat engine at stage 0."""
+    described: list[bool] = []
+    choices = kernel_choice.choices
+
+    def spied(*given: Any, flat: bool, **named: Any) -> Any:
+        described.append(flat)
+        return choices(*given, flat=flat, **named)
+
+    monkeypatch.setattr(kernel_choice, "choices", spied)
     config = run_of(digits, tmp_path, "deepspeed", 2)
     train(config, launch(0), world)
     train(run_of(digits, tmp_path, "auto", 4), launch(0), world)
     assert newest(tmp_path).manifest["engine"] == "deepspeed"
+    assert described == [False, False], "the ops are those of the engine that it keeps"
     automatic = run_of(digits, tmp_path, "auto")
     resolved = resolve(launch(0).deepspeed, automatic, 1)
     assert choose(automatic, resolved, {"zero_stage": 0}) == "deepspeed"
