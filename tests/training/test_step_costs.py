@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.parallel.consensus import Consensus
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.ema import Ema
@@ -66,7 +67,7 @@ SMALL = DiTConfig(depth=1, hidden=64, heads=2, patch=4, channels=1, size=8, clas
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-def test_the_step_of_the_flat_engine_reads_nothing(
+def test_the_step_of_the_flat_engine_waits_for_the_flags_alone(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """With the kernel of a GPU, which here its interpreter runs; the exchange of flags is part of it."""
@@ -82,10 +83,11 @@ def test_the_step_of_the_flat_engine_reads_nothing(
         performance__kernels="auto,adamw=triton,adamw8bit=triton",
     )
     last = costs_of(monkeypatch, StepGuard, "take_step", lambda: train(config, launch(0), world))[-1]
+    flags = costs_of(monkeypatch, Consensus, "wait", lambda: train(replace(config, samples=64), launch(0), world))[-1]
     average = costs_of(monkeypatch, Ema, "update", lambda: train(replace(config, samples=80), launch(0), world))[-1]
     shapes = newest(tmp_path).manifest["parameters"].values()
     per = last.bytes / sum(map(math.prod, shapes))
-    assert last.reads == 0
+    assert last.reads == flags.reads == 1
     assert last.operations.total() <= FLAT_OPERATIONS, last.operations
     assert per <= FLAT_BYTES[name], per
     assert not average.operations, "the update has moved it"
