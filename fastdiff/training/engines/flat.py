@@ -1,5 +1,6 @@
 """Engine without DeepSpeed, for ZeRO stage 0: flat buffers, one pass over them per step, and nothing read by the host.
 
+The host waits once per step, when the update is queued: for the flags of the ranks (``parallel.consensus``).
 Each rank has all weights and moments. The averages and checkpoints of a parameter are made by one rank.
 """
 
