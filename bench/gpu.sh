@@ -18,7 +18,7 @@
 # step     step-dit step-dit-small step-dit-eager    deepspeed hjson tyro docstring_parser isal threadpoolctl
 #          step-sd2 step-sd2-small step-sd2-eager    yaml safetensors einops msgpack packaging
 # op       op-philox op-loss op-noising              other libraries: bitsandbytes liger_kernel
-#          op-adamw8bit op-attention
+#          op-adamw op-adamw8bit op-attention
 #          op-adaln op-group_norm op-dropout
 # peer     peer-dit peer-plain                       what step needs; PIL
 #          peer-diffusers                            also diffusers transformers accelerate
@@ -104,6 +104,7 @@ each_part() {
     bench op-philox 40 "" op philox
     bench op-loss 60 "" op loss
     bench op-noising 60 "" op noising
+    bench op-adamw 80 "" op adamw
     bench op-adamw8bit 80 "" op adamw8bit
     bench op-attention 120 "" op attention
     bench op-adaln 150 "" op adaln

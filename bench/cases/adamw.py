@@ -47,11 +47,11 @@ def _call(inputs: Inputs, backend: Backend) -> tuple[Tensor, Tensor]:
 
 def _exact(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return the norm and the parameters after one step from zero moments."""
-    _, beta1_rest, _, beta2_rest, shrink, rate, correction, eps = _NUMBERS
+    _, beta1_rest, _, beta2_rest, decay, rate, correction, eps = _NUMBERS
     length = inputs["grad"].square().sum().sqrt()
     grad = inputs["grad"] * clip(length, 1.0)[0]
     update = rate * beta1_rest * grad / (beta2_rest**0.5 * grad.abs() * correction + eps)
-    return length, inputs["param"] * shrink - update
+    return length, inputs["param"] * (1 - decay) - update
 
 
 def _bytes(inputs: Inputs) -> int:
@@ -93,8 +93,8 @@ CASES = [
             call=_call,
             exact=_exact,
             forward_bytes=_bytes,
-            # Norm 2, gradient 1, m 3, v 4, its root 1, parameter 6, and 3 for each average.
-            forward_operations=elements("param", 17 + 3 * averages),
+            # Norm 2, gradient 1, m 3, v 4, its root 1, parameter 7, and 3 for each average.
+            forward_operations=elements("param", 18 + 3 * averages),
             build=_build(grad, averages, copied=copied),
             build_large=_build(grad, averages, copied=copied, numel=_NUMEL_LARGE),
             other_libraries={"torch": _fused_adamw},

@@ -22,7 +22,7 @@ PRESETS = ("dit-xl-2-256", "sd2-512", "iddpm-imagenet64-cond")
 """Presets of the committed record."""
 BATCH = 64
 BUDGET_BATCHES = {"dit-xl-2-256": 256}
-"""Samples per optimizer step in the budget, if not the micro-batch."""
+"""Samples per optimizer step in the budget, if not the micro-batch; the blocks are counted at the micro-batch."""
 
 
 def add(commands: Commands) -> None:
@@ -75,7 +75,8 @@ def _emit(preset: str, arguments: argparse.Namespace, log: record.Log) -> list[M
     print(f"{preset}, batch {arguments.batch}, sm_{arguments.arch}\n{report.tabulate(blocks)}\n")
     batch = BUDGET_BATCHES.get(preset, arguments.batch)
     if arguments.budget:
-        print(f"predicted on one H200, batch {batch}\n{budget.tabulate(emission, batch)}\n")
+        print(f"predicted on one H200, batch {batch}, counted at {arguments.batch} samples")
+        print(f"{budget.tabulate(emission, batch)}\n")
     facts: dict[str, record.Fact] = {"batch": arguments.batch, "arch": arguments.arch, "depth": arguments.depth}
     rows = list(report.rows(preset, blocks, facts))
     predicted = list(budget.rows(preset, emission, batch)) if arguments.budget else []

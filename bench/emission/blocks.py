@@ -38,6 +38,11 @@ class Opaque:
     copied_bytes: int = 0
     """Bytes read and written by these copies."""
 
+    @property
+    def attends(self) -> bool:
+        """Whether it is attention, whose rate is that of the tensor cores."""
+        return self.name.startswith("fastdiff.short_attention")
+
     def counted(self) -> Node:
         """Return the op as a node of the scheduled code."""
         return Node(self.name, "opaque", self.bytes, self.launches)
@@ -92,8 +97,9 @@ class Pass:
 
     @property
     def streamed(self) -> int:
-        """Bytes of all but the libraries' products: what the memory's bandwidth decides."""
-        return sum(node.bytes for node in self.nodes if node.kind != "extern")
+        """Bytes of all but the libraries' products and attention: what the memory's bandwidth decides."""
+        attention = sum(one.bytes - one.copied_bytes for one in self.opaque if one.attends)
+        return sum(node.bytes for node in self.nodes if node.kind != "extern") - attention
 
     @property
     def copies(self) -> int:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from bench import BenchError
 from bench.emission.blocks import Block, Emission, Product
 from bench.emission.rates import (
     BANDWIDTH,
     CONVOLUTION_FLOPS,
     ENGINES,
+    FIRST,
     GEMM_FLOPS,
     LAUNCH_SECONDS,
     LEVELS,
@@ -41,6 +43,8 @@ _SHORT = 256
 """Tokens up to which attention has the rate of short sequences."""
 _PADDED = 32
 """Multiple to which kernels of attention pad a head."""
+_ROUNDING = 1e-6
+"""Share by which sums of counts may differ."""
 
 
 def product_seconds(rows: int, columns: int, depth: int, level: Level) -> float:
@@ -62,12 +66,18 @@ def product_seconds(rows: int, columns: int, depth: int, level: Level) -> float:
     return max(min(times), streamed)
 
 
-def operations(product: Product) -> float:
-    """Return the operations of a product: those of a backward pass are twice, of attention 2.5 times the forward's."""
-    if product.op.startswith("_scaled_dot_product"):
+def operations(product: Product, attention_backward: float = 2.5) -> float:
+    """Return the operations of a product; a backward pass has twice those of the forward.
+
+    Args:
+        product: matrix product, convolution or attention.
+        attention_backward: the same of attention: 2.5 as its kernels compute, since they repeat the scores; 2 as
+            ``training_flops`` counts.
+    """
+    if _attends(product):
         query, key = _heads(product)
         forward = 4 * math.prod(query) * key[2]
-        return forward * (2.5 if product.op.endswith("_backward") else 1.0)
+        return forward * (attention_backward if product.op.endswith("_backward") else 1.0)
     if product.op.startswith("convolution"):
         backward = product.op == "convolution_backward"
         weight, positions = (product.shapes[2], product.shapes[0]) if backward else (product.shapes[1], product.out)
@@ -77,8 +87,15 @@ def operations(product: Product) -> float:
     return 2.0 * batch * rows * columns * depth
 
 
+def _attends(product: Product) -> bool:
+    return product.op.startswith(("_scaled_dot_product", "short_attention"))
+
+
 def _heads(product: Product) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of query and key, ``[B, H, T, head_dim]``."""
+    if product.op.startswith("short_attention"):  # the last argument is the packed projection
+        batch, tokens, _, heads, head_dim = product.shapes[-1]
+        return (batch, heads, tokens, head_dim), (batch, heads, tokens, head_dim)
     first = 1 if product.op.endswith("_backward") else 0
     return product.shapes[first], product.shapes[first + 1]
 
@@ -92,7 +109,7 @@ def _sides(product: Product) -> tuple[int, int, int, int]:
 def _seconds(product: Product, level: Level) -> tuple[str, float]:
     """Return the item and the seconds of a product."""
     work = operations(product)
-    if product.op.startswith("_scaled_dot_product"):
+    if _attends(product):
         query, _ = _heads(product)
         if query[2] > _SHORT:
             return "attention", work / LONG_ATTENTION_FLOPS[level]
@@ -112,15 +129,28 @@ def items(network: Emission, batch: int, engine: Engine, level: Level) -> dict[s
     for calls, product in _products(blocks):
         item, seconds = _seconds(product, level)
         found[item] += calls * seconds / samples
-        inside += calls * operations(product) / samples
+        inside += calls * operations(product, attention_backward=2.0) / samples
     copied, streamed = _bytes(blocks)
-    rest = max(network.flops - inside, 0.0)
+    rest = _rest(network.flops, inside)
     found["kernels in blocks"] = streamed / samples / BANDWIDTH[level]
     found["transposing copies"] = copied / samples / TRANSPOSING_BANDWIDTH[level]
     found["outside the blocks"] = network.outside_bytes / BANDWIDTH[level] + rest / CONVOLUTION_FLOPS[level]
     found["optimizer"] = _optimizer(network, engine, level) / batch
     found["synchronisations"] = engine.synchronisations * SYNCHRONISATION_SECONDS[level] / batch
     return {item: 1e3 * seconds for item, seconds in found.items()}
+
+
+def _rest(whole: float, inside: float) -> float:
+    """Return the operations outside the blocks.
+
+    Raises:
+        BenchError: the blocks have more than the network, so one of the counts is wrong.
+    """
+    if inside > (1 + _ROUNDING) * whole:
+        raise BenchError(
+            f"the blocks have {inside:.6g} operations per sample, expected at most the network's {whole:.6g}"
+        )
+    return max(whole - inside, 0.0)
 
 
 def _products(blocks: Sequence[Block]) -> Iterator[tuple[int, Product]]:
@@ -142,7 +172,7 @@ def _optimizer(network: Emission, engine: Engine, level: Level) -> float:
     return engine.bytes_per_parameter * network.parameters / BANDWIDTH[level] + launches * LAUNCH_SECONDS[level]
 
 
-def tabulate(network: Emission, batch: int, first: str = "zero1") -> str:
+def tabulate(network: Emission, batch: int, first: str = FIRST) -> str:
     """Format the budget: milliseconds per sample by item and level, then samples per second with each engine."""
     columns = [items(network, batch, ENGINES[first], level) for level in LEVELS]
     cells: list[Sequence[str]] = [("ms per sample", *LEVELS)]
@@ -156,12 +186,13 @@ def tabulate(network: Emission, batch: int, first: str = "zero1") -> str:
 
 def rows(preset: str, network: Emission, batch: int) -> Iterator[Measurement]:
     """Yield the prediction as lines of a record: samples per second by engine and level."""
+    counted = "" if batch == network.batch else f", counted at {network.batch} samples"
     for name, engine in ENGINES.items():
         for level in LEVELS:
             value = round(throughput(network, batch, engine, level), 1)
             yield Measurement(
-                bench="emit", case=f"{preset}, batch {batch}, predicted", provider=name, quantity=f"rate at {level}",
-                unit="samples/s", value=value, better="higher",
+                bench="emit", case=f"{preset}, batch {batch}{counted}, predicted", provider=name,
+                quantity=f"rate at {level}", unit="samples/s", value=value, better="higher",
             )  # fmt: skip
 
 

@@ -201,11 +201,14 @@ def _layout(node: fx.Node) -> Layout:
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+_OWN_PRODUCTS = ("short_attention", "short_attention_backward")
+"""Of fastdiff's ops those that are products, too."""
 
 
 def _is_product(node: fx.Node) -> bool:
     name = getattr(node.target, "_opname", "")
-    return node.op == "call_function" and (name in _PRODUCTS or name.startswith("_scaled_dot_product"))
+    own = of_fastdiff(node) and name in _OWN_PRODUCTS
+    return node.op == "call_function" and (own or name in _PRODUCTS or name.startswith("_scaled_dot_product"))
 
 
 def _product(node: fx.Node) -> Product:

@@ -17,7 +17,7 @@ from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.cost.flops import training_flops
-from fastdiff_kernels import attention, dispatch, launch
+from fastdiff_kernels import attention, dispatch, launch, packed_attention
 from fastdiff_kernels.attention import Machine
 from fastdiff_kernels.names import OPS, Backend
 
@@ -126,6 +126,7 @@ def _kernels_run() -> Iterator[None]:
 def _attention_on(here: Machine) -> Iterator[None]:
     """Let attention choose its kernel as on ``here``, whatever this one has."""
     module: Any = attention
+    packed: Any = packed_attention  # it has imported the name
     before = module.machine, module.F
 
     def machine(device: torch.device, asked: str = "auto") -> Machine:
@@ -143,10 +144,12 @@ def _attention_on(here: Machine) -> Iterator[None]:
     # Dynamo guards the result of a constant function by the function's name.
     machine._dynamo_marked_constant = True  # type: ignore[attr-defined]
     module.machine, module.F = machine, SimpleNamespace(scaled_dot_product_attention=chosen)
+    packed.machine = machine
     try:
         yield
     finally:
         module.machine, module.F = before
+        packed.machine = module.machine
 
 
 @contextmanager

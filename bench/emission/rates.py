@@ -13,23 +13,25 @@ Level = Literal["low", "mid", "high"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 GEMM_FLOPS: dict[Level, float] = {"low": 670e12, "mid": 730e12, "high": 790e12}
-"""bf16 operations per second of a large cuBLAS product; short runs of 8192 cubed on H200s are reported at 769 to 798
-TFLOP/s, lower under sustained power limits. Smaller products lose to partial waves: ``budget.product_seconds``."""
+"""bf16 operations per second of a large cuBLAS product. Assumed: 68, 74 and 80 % of the 989e12 of NVIDIA's data sheet.
+Smaller products lose to partial waves: ``budget.product_seconds``."""
 CONVOLUTION_FLOPS: dict[Level, float] = {"low": 450e12, "mid": 550e12, "high": 650e12}
-"""Of cuDNN's 3 x 3 convolutions in channels_last; an estimate from 0.65 to 0.8 of the rate of products."""
+"""Of cuDNN's 3 x 3 convolutions in channels_last. Assumed: 0.67 to 0.82 of the rate of products."""
 LONG_ATTENTION_FLOPS: dict[Level, float] = {"low": 330e12, "mid": 420e12, "high": 470e12}
 """Of attention, forward and backward together, at head dim 64 and 1k tokens or more (Shah et al. 2024,
-arXiv:2407.08608, figures 5 and 6)."""
+arXiv:2407.08608, figures 5 and 6, on an H100 whose processors are those of an H200); low is assumed."""
 SHORT_ATTENTION_FLOPS: dict[Level, float] = {"low": 150e12, "mid": 233e12, "high": 360e12}
-"""At up to 256 tokens, counted with the head dim padded to a multiple of 32; an extrapolation of the same figures."""
+"""At up to 256 tokens, counted with the head dim padded to a multiple of 32. Assumed: the same figures begin at 512."""
 BANDWIDTH: dict[Level, float] = {"low": 3.6e12, "mid": 4.0e12, "high": 4.2e12}
-"""Bytes per second of a streaming kernel; the data sheet has 4.8e12, and copies reach 75 to 88 % of it."""
+"""Bytes per second of a streaming kernel; NVIDIA's data sheet has 4.8e12. Assumed: 75, 83 and 88 % of it."""
 TRANSPOSING_BANDWIDTH: dict[Level, float] = {"low": 0.6e12, "mid": 1.2e12, "high": 2.0e12}
-"""Of eager copies into another layout; pytorch/pytorch#113560 reports one at a ninth of a compiled copy."""
+"""Of eager copies into another layout; pytorch/pytorch#113560 reports one at a ninth of a compiled copy. Assumed: an
+eighth to a half."""
 LAUNCH_SECONDS: dict[Level, float] = {"low": 3.6e-6, "mid": 2.8e-6, "high": 1.8e-6}
-"""Of the device per tiny kernel of an optimizer step, with the part of the host's launches that it waits for."""
+"""Of the device per tiny kernel of an optimizer step, with the part of the host's launches that it waits for.
+Assumed."""
 SYNCHRONISATION_SECONDS: dict[Level, float] = {"low": 2.0e-3, "mid": 1.25e-3, "high": 0.75e-3}
-"""Idle device after the host has read a value, until launches run ahead again."""
+"""Idle device after the host has read a value, until launches run ahead again. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,19 @@ class Engine:
     synchronisations: int
 
 
+FIRST = "zero1"
+"""Engine of the table of items."""
 ENGINES: dict[str, Engine] = {
-    "zero1": Engine(94, 15.9, 0, 2),
-    "zero1, one norm": Engine(74, 0.0, 32, 1),
-    "flat": Engine(38, 0.0, 3, 0),
-    "flat, 8-bit moments": Engine(26, 0.0, 3, 0),
+    "DeepSpeed's own step": Engine(94, 15.9, 0, 2),
+    FIRST: Engine(16 + 58.1 + 12, 0.0, 28, 1),
+    "flat": Engine(4 + 40, 0.0, 23, 0),
+    "flat, 8-bit moments": Engine(4 + 28.2, 0.0, 23, 0),
 }
-"""Counted at the dispatcher, inputs and outputs of every operation, on one rank with bf16 gradients and one average:
-DeepSpeed 0.19.8's ZeRO-1 as released; with one fused norm and without the scan for overflow; and the least, with
-gradients in one flat buffer, a norm, and one kernel for update, average and bf16 copy."""
+"""Bytes counted at the dispatcher, inputs and outputs of every operation, on one rank with bf16 gradients, clipping and
+one average: first the backward pass's copies of gradients, then the optimizer step, then the average if it is not part
+of the step. ``tests/training/test_step_costs.py`` has limits for operations, reads and bytes of the steps; of the flat
+ones it counts 2 bytes more than the kernel moves.
+
+DeepSpeed's own step is that of ZeRO-1 of release 0.19.8, which fastdiff shortens to ``zero1``. The flat engine is that
+of ``ddp.json``.
+"""

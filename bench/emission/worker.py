@@ -21,6 +21,8 @@ from fastdiff.config.presets import preset
 from fastdiff.errors import ConfigError
 
 _EMISSION = TypeAdapter(Emission)
+_LIMIT_S = 1800
+"""Several times what the largest preset takes."""
 
 
 def emitted(name: str, batch: int, arch: int, depth: int | None = None) -> Emission:
@@ -33,8 +35,8 @@ def emitted(name: str, batch: int, arch: int, depth: int | None = None) -> Emiss
         depth: number of blocks of a transformer; None: the preset's.
 
     Raises:
-        BenchError: there is no such preset, it has no depth, or the process failed; then the message has the last line
-            of its error.
+        BenchError: there is no such preset, it has no depth, the process does not end, or it failed; then the message
+            has the last line of its error.
     """
     _check(name, depth)
     # Triton's interpreter and a GPU that is present would both change what Inductor sees.
@@ -44,7 +46,10 @@ def emitted(name: str, batch: int, arch: int, depth: int | None = None) -> Emiss
         file = Path(folder) / "blocks.json"
         words = [name, str(batch), str(arch), str(depth or 0), str(file)]
         command = [sys.executable, "-m", "bench.emission.worker", *words]
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        try:
+            done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise BenchError(f"emission of {name} did not end in {_LIMIT_S} s; run `{' '.join(command[1:])}`") from None
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise BenchError(f"emission of {name} failed: {reason}; run `{' '.join(command[1:])}` to see all")

@@ -95,7 +95,7 @@ def _check(workload: Workload, peers: Sequence[str]) -> None:
             "--peer diffusers needs the UNet of Stable Diffusion 1.x and 2.x, and preset "
             f"{workload.preset} has another network; try --preset digits-t2i or sd2-512"
         )
-    if config.batch.accumulation(1) > 1:
+    if config.batch.micro == "auto" or config.batch.accumulation(1) > 1:
         cause = f"--micro {workload.micro}" if workload.micro else f"preset {workload.preset} accumulates gradients"
         cure = "leave it out" if workload.micro else "give --batch"
         raise BenchError(f"{cause}: the baselines do not accumulate gradients; {cure}")

@@ -65,6 +65,7 @@ def step(
     found = Stepped(workload)
     result = _run(workload, data, effort, device, phases=False)
     if result.failure is None:
+        found.workload = workload = workload.decided(result.facts)
         found.measurements = [*_clean(workload, result, limits)]
         found.problems = problems(result, effort.warm_up)
         write(found.measurements)
@@ -126,8 +127,6 @@ def _clean(workload: Workload, result: Result, limits: Limits) -> Iterator[Measu
     config = workload.config(Path(), Path())
     flops = flops_per_sample(config)
     facts = workload.facts | {"parameters": result.facts["parameters"], "flops_per_sample": flops}
-    if facts["micro"] == "auto":
-        facts["micro"] = result.facts["micro"]
     row = partial(_row, workload, facts)
     timing, precision = result.timing, config.performance.precision
     yield row("step time", "ms", "lower", timing, 1e3)

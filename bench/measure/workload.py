@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,19 @@ class Workload:
     def _path(self) -> Path:
         return Path(self.deepspeed) if self._is_path else ROOT / "deepspeed_configs" / f"{self.deepspeed}.json"
 
+    def decided(self, facts: Mapping[str, Fact]) -> Workload:
+        """Return the workload with the micro-batch that its run chose, if the preset leaves that open.
+
+        Args:
+            facts: of ``bench.trainers.ours``.
+        """
+        if self.config(Path(), Path()).batch.micro != "auto":
+            return self
+        return replace(self, micro=int(str(facts["micro"])))
+
     @property
     def case(self) -> str:
-        """Name of the workload in records, shared with the baselines."""
+        """Name of the workload in records, shared with the baselines; "micro auto" before ``decided``."""
         micro = self.config(Path(), Path()).batch.micro
         return self._case(f"batch {self.samples}") + (f", micro {micro}" if micro else "")
 

@@ -1,6 +1,6 @@
 """Prediction of a step: the slower of host and device, with what the messages alone leave out.
 
-Besides computation and exposed messages, the device's time has the copies of DeepSpeed's own step, and the share of the
+Besides computation and exposed messages, the device's time has the copies of the engine's step, and the share of the
 streaming multiprocessors (SMs) that NCCL occupies while messages overlap computation. Each uncertain figure has a low,
 a middle and a high estimate, and so has the step.
 """
@@ -13,9 +13,14 @@ from dataclasses import dataclass
 from bench.scaling.communication import Compute, Message, step_seconds
 from bench.scaling.host import SPEEDS, Host
 
-COPIES: dict[int, tuple[float, float]] = {0: (72.0, 12.0), 1: (16.0, 78.0), 2: (16.0, 86.0), 3: (23.0, 82.0)}
-"""By stage, bytes per parameter that hooks, step and averages move under bf16 with AdamW and one average, counted
-operation by operation under DeepSpeed 0.19.8: on every rank, and divided among the ranks."""
+COPIES: dict[int, tuple[float, float]] = {0: (40.0, 8.0), 1: (16.0, 70.0), 2: (16.0, 70.0), 3: (23.0, 70.0)}
+"""By stage, bytes per parameter that hooks, step and averages move under bf16 with AdamW, clipping and one average: on
+every rank, and divided among the ranks.
+
+Stage 0 is the flat engine, which ``ddp.json`` chooses: bf16 gradients into fp32 sums 6, norm 4, update 30 (gradient 4,
+weights 8, moments 16, bf16 copy 2); the average 8. Stages 1 to 3 are fastdiff's shortened step of DeepSpeed 0.19.8,
+counted on one rank: 58, of which 8 are clipping (``tests/training/test_step_costs.py`` holds that), and 12 for the
+average; their hooks were counted at stage 3 before gradients were left in place, so that 23 is an upper bound."""
 LEAST_COPIES = 38.0
 """Bytes per parameter of an update that reads and writes everything once; part of a step of unknown origin."""
 _MEMORY_RATES = (4.2e12, 4.0e12, 3.6e12)
@@ -67,6 +72,7 @@ def estimate(
     overlap: bool,
     copied: tuple[int, int] | None = None,
     host: tuple[Host, int] | None = None,
+    least_speed: float = 0.0,
 ) -> Estimate:
     """Predict the step of ``ranks`` ranks.
 
@@ -76,8 +82,9 @@ def estimate(
         cost: returns the seconds of a message.
         ranks: number of ranks.
         overlap: whether communication overlaps computation.
-        copied: stage, and number of parameters, of DeepSpeed's copies; None: ``compute`` has them.
+        copied: stage, and number of parameters, of the engine's copies; None: ``compute`` has them.
         host: host time of the stage and number of parameter tensors; None: only the device limits.
+        least_speed: how many times faster than that of ``host`` the processor is at least, by a measured step.
     """
     base = step_seconds(compute, messages, cost, ranks, overlap=overlap)
     beside = _overlapped(compute, messages, cost) if overlap else 0.0
@@ -85,7 +92,8 @@ def estimate(
     taken = [sms / _SMS * beside for sms in _NCCL_SMS]
     # Where sharding saves copies, a slower memory saves more.
     device = sorted(base + more + extra / rate for more, rate in zip(taken, _MEMORY_RATES, strict=True))
-    found = None if host is None else [host[0].seconds(host[1], speed) for speed in reversed(SPEEDS)]
+    speeds = [max(speed, least_speed) for speed in reversed(SPEEDS)]
+    found = None if host is None else [host[0].seconds(host[1], speed) for speed in speeds]
     return Estimate(Bounds(*device), None if found is None else Bounds(*found))
 
 

@@ -24,9 +24,11 @@ from bench.scaling.zero import parameters_of
 from fastdiff.config.run import RunConfig
 
 RECORD = record.RESULTS / "cpu-2-cores" / "2026-11-23_host" / "scale.jsonl"
-"""The record that predictions use."""
+"""The record that predictions use. It is older than the flat engine and the shortened steps of ZeRO-1 to 3, so that its
+times, of DeepSpeed's own steps, are upper bounds until it is measured again."""
 SPEEDS = (1.4, 1.7, 2.0)
-"""How many times faster a processor beside a GPU is than that of the record: low, middle and high estimate."""
+"""How many times faster a processor beside a GPU is than that of the record: high, middle and low estimate of its time.
+Assumed; nothing was measured. A step measured on a GPU bounds it from below (``projection``)."""
 DEPTHS = (4, 20)
 _HIDDEN, _BATCH = 32, 2
 _FIXED, _PER_TENSOR = "host time, fixed", "host time per tensor"

@@ -216,11 +216,12 @@ def _predict(
         print(f"\nwarning: {source.case} was measured on a CPU, which does not predict a cluster of GPUs")
     print(f"\n{table([['assumption', source.case], *([name, str(value)] for name, value in facts.items())], '<<')}\n")
     hosts = host.read(arguments.host_record or host.RECORD) if source.device != "cpu" else {}
+    least_speed = _least_speed(source, hosts)
     for gpus in arguments.gpus or _GPUS:
         cells = []
         for stage, zero in zeros.items():
             messages = zero.messages(source.parameters, width_of(source.precision), gpus, width_of("fp32"))
-            found = _estimate(source, zero, cluster, gpus, hosts, overlap=not arguments.no_overlap)
+            found = _estimate(source, zero, cluster, gpus, hosts, least_speed, overlap=not arguments.no_overlap)
             volume = sum(sent(message.kind, message.bytes, gpus) for message in messages) / 2**30
             cells += [*_cells(source, found), f"{volume:.3f}"]
             more: dict[str, Fact] = {"gpus": gpus, "stage": zero.stage, "sent GiB": volume}
@@ -231,9 +232,21 @@ def _predict(
     print("Stages whose ranges overlap: the model cannot tell which is faster.")
 
 
+def _least_speed(source: Source, hosts: Mapping[int, host.Host]) -> float:
+    """Return how many times faster than that of ``hosts`` the processor is at least: a measured step has its host."""
+    if source.deepspeed is None or not hosts:
+        return 0.0
+    try:
+        stage = Zero.of(Workload(preset="digits", deepspeed=source.deepspeed).deepspeed_json()).stage
+    except BenchError:  # a file that is not here; no stage has a shorter host time than the shortest
+        return min(found.seconds(source.tensors) for found in hosts.values()) / source.seconds
+    return hosts[stage].seconds(source.tensors) / source.seconds if stage in hosts else 0.0
+
+
 def _estimate(
-    source: Source, zero: Zero, cluster: Cluster, gpus: int, hosts: Mapping[int, host.Host], *, overlap: bool
-) -> Estimate:
+    source: Source, zero: Zero, cluster: Cluster, gpus: int, hosts: Mapping[int, host.Host], least_speed: float, *,
+    overlap: bool,
+) -> Estimate:  # fmt: skip
     messages = zero.messages(source.parameters, width_of(source.precision), gpus, width_of("fp32"))
     return estimate(
         Compute.of(source.seconds, source.phases, zero.shards),
@@ -243,6 +256,7 @@ def _estimate(
         overlap=overlap,
         copied=None if source.deepspeed is not None else (zero.stage, sum(source.parameters)),
         host=(hosts[zero.stage], source.tensors) if zero.stage in hosts else None,
+        least_speed=least_speed,
     )
 
 
@@ -296,8 +310,10 @@ def _assumptions(
         "host": "none, the steps are of a CPU"
         if source.device == "cpu"
         else "processor time of a step by stage as measured with eager blocks, divided by "
-        f"{host.SPEEDS[0]}, {host.SPEEDS[1]}, {host.SPEEDS[2]} for a faster processor",
-        "copies of DeepSpeed": "as measured" if source.deepspeed else "bytes per parameter of the stage, less 38",
+        f"{host.SPEEDS[0]}, {host.SPEEDS[1]}, {host.SPEEDS[2]} for a faster processor (assumed)"
+        + ("; at most the measured step at its stage, others in proportion" if source.deepspeed else ""),
+        "engine": "flat at stage 0, DeepSpeed with fastdiff's shortened step at the others",
+        "copies of the step": "as measured" if source.deepspeed else "bytes per parameter of the stage, less 38",
         "NCCL": "takes 16, 24 or 32 of 132 SMs from the passes that it overlaps",
         "algorithm": "within the node and between nodes one after the other; rings, or two trees between nodes",
         "overlap": f"{', '.join(beside)}: buckets beside the backward pass, gathers beside the pass that needs them"

@@ -1,4 +1,4 @@
-"""Messages of a step under DeepSpeed's ZeRO stages, as version 0.19 sends them with one micro-batch per step.
+"""Messages of a step with one micro-batch: of the flat engine at stage 0, of DeepSpeed 0.19 at ZeRO stages 1 to 3.
 
 In units of the parameters' bytes a rank sends ``2 (W - 1) / W`` at stage 0 (an all-reduce of the gradients) and at
 stage 3 ``3 (W - 1) / W`` if every parameter is gathered twice and its gradient scattered (Rajbhandari et al., "ZeRO",
@@ -25,8 +25,10 @@ from bench.scaling.communication import Message, Part
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.build import build_model
 
-_WHOLE_BUCKET = 500_000_000
-"""Elements of a bucket at stage 0, a constant of DeepSpeed."""
+_WHOLE_BUCKET = 64 * 2**20
+"""Bytes of the compute parameters in a bucket at stage 0, of ``training.engines.data_parallel``."""
+_ALIGNED_FLAT = 64
+"""Elements; every parameter in the flat buffers of stage 0 is padded to a multiple."""
 _ALIGNED = 2
 """Elements; a rank's part of the flat parameters of stages 1 and 2 is padded to a multiple."""
 
@@ -44,7 +46,7 @@ class Zero:
     """Largest parameter, in elements, that stays whole on every rank at stage 3."""
     reuse_distance: int = 1_000_000_000
     overlap: bool = False
-    """Whether messages overlap the passes; DeepSpeed's default is True at stage 3."""
+    """Whether messages overlap the passes; DeepSpeed's default is True at stage 3, and the flat engine always does."""
     offload: bool = False
     """Whether the optimizer's states and its step are on the host."""
 
@@ -76,7 +78,7 @@ class Zero:
         stage, overlap = int(section.get("stage", 0)), section.get("overlap_comm")
         return cls(
             stage=stage,
-            overlap=stage == 3 if overlap is None else bool(overlap),
+            overlap=stage in (0, 3) if overlap is None else bool(overlap),
             offload=_on_host(section, "offload_optimizer"),
             **given,
         )
@@ -98,13 +100,16 @@ class Zero:
         """
         sums = sums or width
         if self.stage == 0:
-            return [Message("all-reduce", sums * size) for size in _filled(parameters, _WHOLE_BUCKET)]
+            when: Part = "backward" if self.overlap else "step"
+            padded = [_padded(size, _ALIGNED_FLAT) for size in parameters]
+            buckets = [*_filled(padded, _WHOLE_BUCKET // width)]
+            return [Message("all-reduce", sums * size, when) for size in reversed(buckets)]
         if self.stage < 3:
-            buckets = _buckets(parameters[::-1], self.reduce_bucket)
+            parts = _buckets(parameters[::-1], self.reduce_bucket)
             part: Part = "backward" if self.overlap else "step"
             whole = _padded(sum(parameters), _ALIGNED * ranks)
             return [
-                *(Message("all-reduce", sums * size, part) for size in buckets),
+                *(Message("all-reduce", sums * size, part) for size in parts),
                 Message("all-reduce", 4),  # the norm of the gradients
                 Message("all-gather", width * whole),
             ]
@@ -165,11 +170,11 @@ def _buckets(sizes: Sequence[int], limit: int) -> Iterator[int]:
 
 
 def _filled(sizes: Sequence[int], limit: int) -> Iterator[int]:
-    """Fill buckets in order, each until it is above the limit."""
+    """Fill buckets in order, each until it reaches the limit."""
     bucket = 0
     for size in sizes:
         bucket += size
-        if bucket > limit:
+        if bucket >= limit:
             yield bucket
             bucket = 0
     if bucket:

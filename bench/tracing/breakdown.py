@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.tracing.classes import CLASSES, IDLE, Class, is_operator, of_kernel, of_operator
 from bench.tracing.events import Event, Trace
@@ -57,6 +57,7 @@ class _Open:
 
 def break_down(trace: Trace) -> Breakdown:
     """Return the breakdown of a trace with at least one step."""
+    trace = _from_first_step(trace)
     begin, steps = trace.steps[0].begin, trace.steps
     end = max([steps[-1].end, *(event.end for event in trace.device)])
     phases = _phases(trace)
@@ -87,6 +88,17 @@ def break_down(trace: Trace) -> Breakdown:
         operations={kind: number / len(steps) for kind, number in operations.items()},
         launches={phase: number / len(steps) for phase, number in launches.items()},
         on_device=bool(trace.device),
+    )
+
+
+def _from_first_step(trace: Trace) -> Trace:
+    """Return a trace without what was launched before its first step, such as in the step that warms up."""
+    begin = trace.steps[0].begin
+    launched = {event.correlation: event.begin for event in trace.calls}
+    return replace(
+        trace,
+        calls=[event for event in trace.calls if event.begin >= begin],
+        device=[event for event in trace.device if launched.get(event.correlation, event.begin) >= begin],
     )
 
 

@@ -45,7 +45,7 @@ def run(
     precision = workload.config(Path(), Path()).performance.precision
     least = budget.seconds(json.loads(str(result.facts["work"])), limits, precision)
     print(f"\n{name}: {found.steps} steps\n{text(found, least)}\ntrace: {path}, open it at https://ui.perfetto.dev")
-    return list(_measurements(workload, found, least))
+    return list(_measurements(workload.decided(result.facts), found, least))
 
 
 def run_fastdiff(timer: StepTimer, workload: Workload, data: Path, folder: Path, steps: int) -> None:
@@ -56,7 +56,7 @@ def run_fastdiff(timer: StepTimer, workload: Workload, data: Path, folder: Path,
 
 
 def text(found: Breakdown, least: dict[str, float]) -> str:
-    """Return the tables of a breakdown beside the budget in seconds by class."""
+    """Return the tables of a breakdown beside the budget in seconds by class, which may be empty."""
     rows = [["class", "ms", "share", "kernels" if found.on_device else "operators", "budget ms", "of budget"]]
     for kind in sorted(CLASSES, key=lambda kind: -found.seconds[kind]):
         seconds, floor = found.seconds[kind], least.get(kind, 0.0)
@@ -66,17 +66,23 @@ def text(found: Breakdown, least: dict[str, float]) -> str:
     total = sum(least.values())
     rows.append([IDLE, *_cells(found, found.seconds[IDLE]), "", "", ""])
     count = sum(found.operations.values())
-    rows.append(["step", *_cells(found, found.wall), f"{count:.0f}", _ms(total), f"{found.wall / total:.1f}x"])
+    of_budget = f"{found.wall / total:.1f}x" if total else "-"
+    rows.append(["step", *_cells(found, found.wall), f"{count:.0f}", _ms(total), of_budget])
     launched = [["launches per step", *found.launches], ["", *(f"{n:.0f}" for n in found.launches.values())]]
     what = "no kernel runs on the device" if found.on_device else "no operator runs: Python, hooks, waiting for data"
+    how = (
+        "budget: every operation alone at the measured rate of matrix products or of a copy, whichever takes longer; "
+        "fused code may need less."
+        if least
+        else "no budget: the step that counts the work, with its blocks not compiled, was out of memory."
+    )
     return "\n".join(
         [
             table(rows, "<>>>>>"),
             "",
             table(launched, "<" + ">" * len(found.launches)),
             f"idle: {found.idle_share:.1%} of the step, in which {what}. The profiler itself slows the host.",
-            "budget: every operation alone at the measured rate of matrix products or of a copy, whichever takes "
-            "longer; fused code may need less.",
+            how,
         ]
     )
 

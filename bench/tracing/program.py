@@ -11,6 +11,7 @@ import torch
 from bench import BenchError
 from bench.measure.session import Fact
 from bench.tracing import budget
+from fastdiff.models.cost.memory import exhausted
 from fastdiff.training.profiling.ranges import named_ranges
 from fastdiff.training.profiling.recording import Recording
 from fastdiff.training.state import TrainState
@@ -26,7 +27,8 @@ def trace(state: TrainState, step: Callable[[], object], folder: Path, steps: in
         steps: number of traced steps, after one more that only the profiler warms up with.
 
     Returns:
-        Facts: ``trace``, the path of the trace, and ``work``, that of ``budget.count`` as JSON.
+        Facts: ``trace``, the path of the trace, and ``work``, that of ``budget.count`` as JSON, empty if the memory
+        does not suffice for that step.
 
     Raises:
         BenchError: the trace could not be written.
@@ -42,7 +44,17 @@ def trace(state: TrainState, step: Callable[[], object], folder: Path, steps: in
             around.close()
         recording.stop()
         try:
-            (path,) = recording.write(folder, state.world.rank)
+            (path,) = recording.write(folder, state.world.rank, 1, state.heart.again)
         except OSError as error:
             raise BenchError(f"{folder}: no trace ({error})") from error
-    return {"trace": str(path), "work": json.dumps(budget.count(state, step))}
+    return {"trace": str(path), "work": json.dumps(_work(state, step))}
+
+
+def _work(state: TrainState, step: Callable[[], object]) -> budget.Work:
+    """Return the work of a step; nothing if it is out of memory, of which blocks that are not compiled need more."""
+    try:
+        return budget.count(state, step)
+    except Exception as error:
+        if exhausted(error) is None:
+            raise
+        return {}

@@ -110,7 +110,9 @@ def _description(name: str | None) -> str:
 def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> None:
     """Print the resolved configuration and the DeepSpeed JSON as one JSON object, on one rank."""
     if os.environ.get("RANK", "0") == "0":
-        resolved = {"config": as_json(config), "deepspeed": ds_config}
+        resolved: dict[str, object] = {"config": as_json(config), "deepspeed": ds_config}
+        if config.batch.micro == "auto":
+            resolved["note"] = "micro-batch and accumulation are auto: a start decides them by the memory of the device"
         print(json.dumps(sanitize.tree(resolved, sanitize.argument), indent=2))
 
 

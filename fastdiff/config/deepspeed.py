@@ -87,8 +87,9 @@ def resolve(raw: Mapping[str, Any] | None, config: RunConfig, ranks: int) -> DsC
                 f'write "auto" in the file or change the flag'
             )
         place[key] = value
-    for path in set(_autos(resolved)) - (_DECIDED_AT_START if config.batch.micro == "auto" else set()):
-        raise ConfigError(f'the DeepSpeed JSON has "{path}": "auto", which fastdiff does not fill; write a value')
+    open_ = _DECIDED_AT_START if config.batch.micro == "auto" else set()
+    if unknown := [path for path in _autos(resolved) if path not in open_]:
+        raise ConfigError(f'the DeepSpeed JSON has "{unknown[0]}": "auto", which fastdiff does not fill; write a value')
     _check_zero(resolved)
     return resolved
 
@@ -122,10 +123,10 @@ def with_sums(resolved: DsConfig, *, wide: bool) -> DsConfig:
 
 
 def _owned_by_run_config(config: RunConfig, ranks: int) -> dict[str, tuple[Any, str]]:
-    accumulation: int | str = config.batch.accumulation(ranks)
-    micro: int | str = config.batch.per_rank(ranks)
-    if config.batch.micro == "auto":
-        micro = accumulation = "auto"
+    config.batch.require_divisible(ranks)
+    undecided, batch = config.batch.micro == "auto", config.batch
+    micro: int | str = "auto" if undecided else batch.per_rank(ranks)
+    accumulation: int | str = "auto" if undecided else batch.accumulation(ranks)
     precision = config.performance.precision
     return {
         "train_batch_size": (config.batch.samples, "--batch.samples"),

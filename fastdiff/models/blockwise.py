@@ -49,6 +49,7 @@ def _limits() -> dict[str, Any]:
     """
     from torch._dynamo import config  # its import takes seconds
 
+    config.optimize_ddp = False  # it would cut the graphs of blocks at the borders of DDP's buckets
     # That of all functions together, 256 by default, has no option.
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, _RECOMPILES)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:

@@ -58,7 +58,7 @@ def wide_layers(model: BlockwiseModel) -> list[str]:
 def convert(model: BlockwiseModel, device: torch.device) -> None:
     """Let the wide layers multiply in FP8, in place; on a CPU by fp32 products of the same numbers.
 
-    Parameters and their names stay. ``unusable`` says whether the device can.
+    Parameters and their names stay. ``require_usable`` says whether the device can.
     """
     names = set(wide_layers(model))
     torchao = _torchao()

@@ -86,7 +86,7 @@ def choices(
     performance = config.performance
     flags = {"--performance.kernels": performance.kernels, "--performance.attention": performance.attention}
     given = " ".join(f"{flag} {value}" for flag, value in flags.items() if value != "auto")
-    given += " --performance.deterministic" if given and performance.deterministic else ""
+    given = " ".join([given, "--performance.deterministic"]).strip() if performance.deterministic else given
     try:
         with dispatch.forced(**performance.kernel_backends()):
             rows = list(_choices(config, device, optimizer_device or device, flat=flat))

@@ -1,8 +1,8 @@
 """Agreement of all ranks per step: stop requests, failed saves, the mean loss, and whether the step is skipped.
 
-One all-reduce of four or five numbers per step runs on the device. It is queued before the update of the weights and
-read after the update is queued: the host waits for the gradients, while the device has the update to do. Every rank
-acts on the same numbers at the same step.
+One all-reduce per step runs on the device, of four numbers, or of five with an engine that leaves on the device whether
+the step is skipped. It is queued before the update of the weights and read after the update is queued: the host waits
+for the gradients, while the device has the update to do. Every rank acts on the same numbers at the same step.
 """
 
 from __future__ import annotations

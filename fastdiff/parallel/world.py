@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -73,14 +74,25 @@ class World:
         return cast(T, value)
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on rank 0; return its value or raise its error on every rank."""
+        """Run ``action`` on rank 0; return its value or raise its error on every rank.
+
+        Any other exception is a bug: the other ranks raise a RuntimeError with its traceback, and wait for nothing.
+        """
         result: list[Any] = [None, None]
+        bug: Exception | None = None
         if self.is_first:
-            result[1], result[0] = attempt(action)
+            try:
+                result[1], result[0] = attempt(action)
+            except Exception as found:  # raised below, once the others know
+                bug = found
+                result[0] = RuntimeError("rank 0 failed:\n" + "".join(traceback.format_exception(found)).rstrip())
         if self.size > 1:
             torch.distributed.broadcast_object_list(result, src=0, group=self.group)
-        if result[0] is not None:
+        if bug is not None:
+            raise bug
+        if isinstance(result[0], FastdiffError):
             result[0].everywhere = True
+        if result[0] is not None:
             raise result[0]
         return result[1]  # type: ignore[no-any-return]
 

@@ -67,7 +67,7 @@ class _Parts:
     ds_config: deepspeed_config.DsConfig
     world: World
     ops: str
-    """Backend of each op, in words."""
+    """Backend of each op, in words; empty until the checkpoint is known, whose engine a resumed run keeps."""
     reader: Data
     order: SampleOrder
     folder: Path
@@ -109,6 +109,7 @@ class Run:
         """
         state, parts = self.state, self._parts
         state.heart.beat(state.progress.steps, "start")
+        self.callbacks.on_rewind(state)
         self._opened.close()
         self.callbacks = Callbacks([])  # the step of the spike must not be saved
         parts.background.wait_for_all(ANY_NUMBER)
@@ -147,7 +148,7 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     """
     parts = _prepare(config, launch, world, stack)
     saved = resume.find(parts.checkpoints, launch, parts.facts, parts.folder)
-    parts = _completed(parts, saved)
+    parts = _completed(parts, saved, stack)
     state = _build_state(parts, saved, stop)
     stack.callback(state.close)
     state.progress = _restore(parts, state, saved)
@@ -160,7 +161,7 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
 
 
 def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) -> _Parts:
-    """Check the configuration and the ops, open the data, claim the folder."""
+    """Check the configuration, open the data, claim the folder."""
     world.together(lambda: require_precision(config.performance.precision, world.device))
     config = world.on_first(lambda: _resolve(config))
     ds_config = deepspeed_config.resolve(launch.deepspeed, config, world.size)
@@ -169,10 +170,12 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
         world.together(lambda: choose_loader(config.data, world.device))
     world.on_first(lambda: require_installed(config.output.report_to))
     stack.enter_context(fixed_order(config.performance.deterministic))
-    ops = _choose_backends(config, ds_config, world, stack)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
-    reader, order = _open_data(config, world, stack)
     folder = Path(config.output.folder)
+    # A new run is refused before anything is written; one that may resume waits for its checkpoint.
+    is_new = world.on_first(lambda: not (folder / "checkpoints").exists())
+    ops = _choose_backends(config, ds_config, world, None, stack) if is_new else ""
+    reader, order = _open_data(config, world, stack)
     world.on_first(lambda: _claim(folder, stack))
     heart = world.together(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
     stack.callback(heart.close)
@@ -196,8 +199,8 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     )
 
 
-def _completed(parts: _Parts, saved: Checkpoint | None) -> _Parts:
-    """Complete the configuration by micro-batch and dtype of sums; a resumed run keeps them, and ZeRO-1 without a file.
+def _completed(parts: _Parts, saved: Checkpoint | None, stack: ExitStack) -> _Parts:
+    """Complete the parts by what a resumed run keeps: engine, dtype of sums, micro-batch, and ZeRO-1 without a file.
 
     Earlier versions took ZeRO-1 on one rank, too, whose losses differ from those of ZeRO-0 by rounding.
     """
@@ -206,9 +209,11 @@ def _completed(parts: _Parts, saved: Checkpoint | None) -> _Parts:
     if raw is None and saved is not None and saved.manifest.get("zero_stage") == 1:
         raw = deepspeed_config.ZERO1
     ds_config = deepspeed_config.resolve(raw, config, parts.world.size)
-    config = with_micro(config, ds_config, parts.reader.info, saved, parts.world)
+    ops = parts.ops or _choose_backends(config, ds_config, parts.world, saved, stack)
+    config = with_micro(config, ds_config, parts.reader, saved, parts.world)
     ds_config = deepspeed_config.resolve(raw, config, parts.world.size)
-    return replace(parts, config=config, ds_config=ds_config, facts={**parts.facts, "config": as_json(config)})
+    facts = {**parts.facts, "config": as_json(config)}
+    return replace(parts, config=config, ds_config=ds_config, facts=facts, ops=ops)
 
 
 def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | None) -> TrainState:
@@ -323,9 +328,16 @@ def _resolve(config: RunConfig) -> RunConfig:
     return resolved
 
 
-def _choose_backends(config: RunConfig, ds_config: deepspeed_config.DsConfig, world: World, stack: ExitStack) -> str:
+def _choose_backends(
+    config: RunConfig,
+    ds_config: deepspeed_config.DsConfig,
+    world: World,
+    saved: Checkpoint | None,
+    stack: ExitStack,
+) -> str:
     """Force the backends of the run and report that of each op; fail on all ranks if one is unavailable on any."""
-    flat = world.on_first(lambda: engines.choose(config, ds_config)) == "flat"
+    manifest = None if saved is None else saved.manifest
+    flat = world.on_first(lambda: engines.choose(config, ds_config, manifest)) == "flat"
     where = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
 
     def choose() -> list[kernel_choice.Row]:

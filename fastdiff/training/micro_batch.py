@@ -17,12 +17,14 @@ from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.data.loading.batches import empty_batch
+from fastdiff.data.loading.training_set import Data
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.cost.activations import saved_bytes
 from fastdiff.models.cost.memory import RECOMPUTED, buffer_bytes, frozen_bytes, setup_of
 from fastdiff.parallel.world import World
+from fastdiff.training.engines import build as engines
 
 _RESERVED = 3 * 2**30
 """Bytes of a GPU for the contexts and buffers of CUDA, cuBLAS, cuDNN and NCCL."""
@@ -34,19 +36,21 @@ _COUNTED = 2
 """Samples of the batch whose activations are counted."""
 
 
-def with_micro(
-    config: RunConfig, ds_config: DsConfig, info: DatasetInfo, saved: Checkpoint | None, world: World
-) -> RunConfig:
+def with_micro(config: RunConfig, ds_config: DsConfig, data: Data, saved: Checkpoint | None, world: World) -> RunConfig:
     """Replace ``--batch.micro auto`` by a number, equal on all ranks; called by all ranks.
 
-    A run that is resumed on as many ranks keeps its own, so that its losses stay equal to the bit.
+    A run that is resumed on as many ranks keeps its own, if that fits this machine: its losses stay equal to the bit.
     """
     if config.batch.micro != "auto":
         return config
     room = min(world.gather(_room(world)))
 
     def decide() -> int:
-        return _kept(saved, config, world.size) or largest(config, ds_config, info, world.size, world.device, room)
+        flat = engines.choose(config, ds_config, None if saved is None else saved.manifest) == "flat"
+        kept, encoders = _kept(saved, config, world.size), _encoder_bytes(data)
+        return largest(
+            config, ds_config, data.info, world.size, world.device, room, flat=flat, encoders=encoders, kept=kept
+        )
 
     micro = world.on_first(decide)
     return replace(config, batch=replace(config.batch, micro=micro))
@@ -64,17 +68,37 @@ def _kept(saved: Checkpoint | None, config: RunConfig, ranks: int) -> int | None
     """Return the micro-batch of the run that is resumed on as many ranks, if it had one that divides the batch."""
     if saved is None or saved.manifest.get("world_size") != ranks:
         return None
-    micro = saved.manifest["config"]["batch"]["micro"]
-    fits = isinstance(micro, int) and config.batch.samples % (micro * ranks) == 0
+    batch = saved.manifest["config"]["batch"]
+    micro = batch["samples"] // ranks if batch["micro"] is None else batch["micro"]
+    fits = isinstance(micro, int) and micro > 0 and config.batch.samples % (micro * ranks) == 0
     return micro if fits else None
 
 
+def _encoder_bytes(data: Data) -> int:
+    """Return the bytes of a rank that the encoders of online data need; 0 for shards."""
+    from fastdiff.data.loading.online import OnlineImages
+
+    return data.encoder_bytes() if isinstance(data, OnlineImages) else 0
+
+
 def largest(
-    config: RunConfig, ds_config: DsConfig, info: DatasetInfo, ranks: int, device: torch.device, room: int
-) -> int:
-    """Return the largest micro-batch that divides the samples of a rank and is predicted to fit into ``room`` bytes.
+    config: RunConfig, ds_config: DsConfig, info: DatasetInfo, ranks: int, device: torch.device, room: int,
+    *, flat: bool = False, encoders: int = 0, kept: int | None = None,
+) -> int:  # fmt: skip
+    """Return the largest micro-batch that divides the samples of a rank and is predicted to fit into a memory.
 
     1 if none does: a run that is out of memory says what would help.
+
+    Args:
+        config: of the run.
+        ds_config: the DeepSpeed JSON, resolved but for the micro-batch.
+        info: the data.
+        ranks: number of ranks.
+        device: of the run.
+        room: bytes of a rank.
+        flat: the run has the flat engine.
+        encoders: bytes that online data need beside the step.
+        kept: the micro-batch of the run that is resumed, returned if it is predicted to fit.
     """
     share = config.batch.samples // ranks
     with torch.device("meta"):
@@ -85,26 +109,45 @@ def largest(
     sizes = [size for size in range(share, 0, -1) if share % size == 0]
     if device.type == "cpu":
         sizes = [size for size in sizes if size <= _MOST_ON_CPU]
-    needs = {size: _static(config, network, ds_config, ranks, size) + _IN_FLIGHT * size * per_sample for size in sizes}
-    micro = next((size for size in sizes if needs[size] <= room), 1)
+
+    def need(size: int) -> float:
+        static = _static(config, network, ds_config, ranks, size, flat=flat)
+        return encoders + static + _IN_FLIGHT * size * per_sample
+
+    if kept is not None and need(kept) <= room:
+        return kept
+    micro = next((size for size in sizes if need(size) <= room), 1)
+    if kept not in (None, micro):
+        log.warning(
+            f"--batch.micro auto: the {kept} of the run that is resumed needs {_gib(need(kept))} GiB, and a rank has "
+            f"{_gib(room)} GiB here: it continues with {micro}, its losses are equal up to rounding"
+        )
     log.info(
-        f"--batch.micro auto: {micro} of {share} samples per rank; {_gib(needs[micro])} of {_gib(room)} GiB, "
-        f"{_gib(per_sample)} GiB saved per sample"
+        f"--batch.micro auto: {micro} of {share} samples per rank; {_gib(need(micro))} of {_gib(room)} GiB, "
+        f"{_gib(per_sample)} GiB saved per sample" + (f", encoders {_gib(encoders)} GiB" if encoders else "")
     )
     return micro
 
 
 def _saved_bytes(config: RunConfig, network: Model, info: DatasetInfo, device: torch.device) -> float:
+    from torch._subclasses import fake_tensor  # its import takes a second
+
+    asks_for_values = (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
+        fake_tensor.UnsupportedOperatorException,
+    )
     try:
         return saved_bytes(config, *_inputs(config, network, info), device)
-    except Exception as error:  # of a network of another package that asks for values, on rank 0 alone
+    except asks_for_values as error:  # of a network of another package
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
             f"--batch.micro auto: this network does not run without data ({reason}); give a number"
         ) from error
 
 
-def _static(config: RunConfig, network: Model, ds_config: DsConfig, ranks: int, micro: int) -> float:
+def _static(config: RunConfig, network: Model, ds_config: DsConfig, ranks: int, micro: int, *, flat: bool) -> float:
     """Return the bytes of weights, gradients, optimizer and averages; those of an adapter are too few to count."""
     performance = config.performance
     network.requires_grad_(config.lora.rank == 0)
@@ -112,6 +155,7 @@ def _static(config: RunConfig, network: Model, ds_config: DsConfig, ranks: int, 
         replace(config, batch=replace(config.batch, micro=micro)),
         ds_config,
         ranks,
+        flat=flat,
         trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
         frozen_bytes=frozen_bytes(network, performance.precision),
         buffer_bytes=buffer_bytes(network, performance.precision),

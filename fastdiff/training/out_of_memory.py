@@ -47,6 +47,7 @@ def _setup(state: TrainState) -> memory.Setup:
         state.config,
         engine.ds_config,
         state.world.size,
+        flat=engine.kind == "flat",
         trained=sum(math.prod(shape) for shape in engine.shapes.values()),
         frozen_bytes=engine.frozen_bytes,
         buffer_bytes=engine.buffer_bytes,

@@ -50,7 +50,8 @@ FREE = (
     "performance.recompute",
     "performance.profile",
 )
-"""Fields, or sections that end with a dot, that do not affect the computation and may differ at a resume."""
+"""Fields, or sections that end with a dot, that may differ at a resume: they change nothing, or rounding alone
+(``batch.micro``, ``performance.engine``)."""
 _SUMS = "performance.grad_accum_dtype"
 _OBJECTIVE = {f"objective.{name}": value for name, value in DEFAULTS.items()}
 

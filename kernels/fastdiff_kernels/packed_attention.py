@@ -115,7 +115,7 @@ def packed_choice(
     problem = shape_problem(head_dim, length, length)
     problem = problem or (None if contiguous else "takes a contiguous packed projection")
     if problem is None and (why := _why_short(backend, example.dtype, length, head_dim, here)):
-        if backend == "short":
+        if backend == "short" or here.device == "cuda":
             _try(head_dim, length, example.dtype, example.device)
         return Choice("attention", "short", "short", why)
     chosen = general.choice(head_dim, length, length, example, backend)

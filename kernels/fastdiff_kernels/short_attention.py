@@ -270,7 +270,8 @@ def _short_attention_backward_triton(dout: Tensor, out: Tensor, lse: Tensor, qkv
     samples, _, _, heads, head_dim = qkv.shape
     run(
         _short_attention_bwd_kernel, (samples * heads,),
-        dqkv, torch.empty_like(lse), dout.contiguous(), out, lse, qkv.contiguous(), head_dim**-0.5,
+        dqkv, lse.new_empty(lse.shape), dout.contiguous(), out.contiguous(), lse.contiguous(), qkv.contiguous(),
+        head_dim**-0.5,
         **_constants(qkv, backward=True),
     )  # fmt: skip
     return dqkv

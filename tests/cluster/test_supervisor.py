@@ -59,6 +59,7 @@ CASES: dict[str, list[object]] = {
     "hang": ["stopped", "locked"],
     "far": ["killed", "stopped", "unreachable"],
     "lost": [0, 1],
+    "ranks": ["1", "2"],
 }
 """The first of each in every run of the tests, all of them by night."""
 
@@ -218,10 +219,10 @@ def test_a_node_that_dies_as_a_whole_is_named(start: Start, lost: int) -> None:
 
 
 @pytest.mark.fault(12)
-def test_a_run_whose_output_nobody_reads_is_saved(start: Start) -> None:
-    """As of ``fastdiff launch ... | tee log`` when tee is gone."""
+def test_a_run_whose_output_nobody_reads_is_saved(start: Start, ranks: str) -> None:
+    """As of ``fastdiff launch ... | tee log`` when tee is gone; two ranks save one step."""
     reader, writer = os.pipe()
-    supervised = start("--ranks-per-node", "1", "--no-preflight", output=writer)
+    supervised = start("--ranks-per-node", ranks, "--no-preflight", output=writer)
     os.close(writer)
     supervised.wait_for_steps(3)
     os.close(reader)
@@ -229,6 +230,7 @@ def test_a_run_whose_output_nobody_reads_is_saved(start: Start) -> None:
     assert supervised.wait() == 75
     [step, *_] = committed(supervised.run / "checkpoints")
     assert not verify(step)
+    assert len(list(step.glob("rank-*"))) == int(ranks)
     assert processes_of(supervised.run) == []
 
 
@@ -259,10 +261,13 @@ def test_dumps_of_nccl_are_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(13)
-def test_the_error_of_a_rank_is_the_last_line(start: Start) -> None:
-    supervised = start("--ranks-per-node", "1", "--no-preflight", more=["--resume", "must"])
+def test_the_error_of_a_rank_is_the_last_line(start: Start, ranks: str) -> None:
+    """Of two ranks with the same error, that of the one that ended first."""
+    supervised = start("--ranks-per-node", ranks, "--no-preflight", more=["--resume", "must"])
     assert supervised.wait() == 2
-    assert re.match(r"fastdiff: rank 0 \(node 0 on .*\) failed first: exit code 2: --resume", supervised.last_line)
+    rank = "0" if ranks == "1" else "[01]"
+    found = rf"fastdiff: rank {rank} \(node 0 on .*\) failed first: exit code 2: --resume"
+    assert re.match(found, supervised.last_line), supervised.output
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.world import World
 from fastdiff.train import train
-from tests.support.processes import ON_CPU, deepspeed_command, run_ranks, start, stop
+from tests.support.processes import ON_CPU, deepspeed, deepspeed_command, run_ranks, start, stop
 from tests.support.runs import assert_same_checkpoint, flags, hexes, launch, losses, tiny, train_losses
 from tests.support.scripts import TRAIN, run_job
 from tests.support.waiting import steps_logged, wait_for_steps
@@ -25,10 +25,11 @@ def config_of(data: Path, folder: Path) -> RunConfig:
 
 
 @pytest.mark.fault(1)
-def test_a_killed_command_resumes_hex_equal(digits: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_killed_command_resumes_hex_equal(digits: Path, tmp_path: Path, launcher: bool) -> None:
     """SIGKILL to all processes at about step 8, with two ranks under ZeRO-3; then the same flags.
 
-    ``test_random_kills`` has many kills, and both optimizers.
+    By night the same command of DeepSpeed's launcher. ``test_random_kills`` has many kills, and both optimizers.
     """
     zero3 = "deepspeed_configs/zero3.json"
     whole = config_of(digits, tmp_path / "whole")
@@ -41,7 +42,7 @@ def test_a_killed_command_resumes_hex_equal(digits: Path, tmp_path: Path) -> Non
     finally:
         stop(process)
     assert steps_logged(tmp_path / "killed") < STEPS, "killed too late to prove anything"
-    again = run_job(TRAIN, *command, *ON_CPU, ranks=2)
+    again = deepspeed(*command, ranks=2) if launcher else run_job(TRAIN, *command, *ON_CPU, ranks=2)
     assert again.code == 0, again.output
 
     resumed = re.search(r"resuming from step (\d+)", again.output)

@@ -88,9 +88,11 @@ def test_a_wrong_command_exits_2(
     assert "Traceback" not in said
 
 
-def test_two_ranks_print_one_message() -> None:
-    """Through DeepSpeed's launcher: ``test_an_error_on_one_rank_is_the_message_and_the_exit_code``."""
-    done = run_job(TRAIN, "--preset", "digist", ranks=2)
+@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_two_ranks_print_one_message(launcher: bool) -> None:
+    """Both have the same error; by night through DeepSpeed's launcher."""
+    wrong = ("--preset", "digist")
+    done = deepspeed(*wrong, ranks=2) if launcher else run_job(TRAIN, *wrong, ranks=2)
     assert done.code == 2
     assert done.output.count("did you mean digits?") == 1
 

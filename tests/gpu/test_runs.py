@@ -29,6 +29,7 @@ from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff.training.engines.flat import FlatEngine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
+from fastdiff.training.profiling.recording import trace_path
 from tests.gpu.cases import CASES, ON_CPU, Case, Inputs, deterministic, each, launch_of
 from tests.support.dispatch_modes import NoSync
 from tests.support.processes import run_ranks
@@ -140,7 +141,9 @@ def test_neither_objective_nor_meters_wait_in_a_run(
 
 
 @pytest.mark.parametrize(
-    ("on", "case"), each([Case("dit", "0", "bf16", name) for name in ("adamw", "adamw8bit")], []), indirect=["on"]
+    ("on", "case"),
+    each([Case(family="dit", stage="0", precision="bf16", optimizer=name) for name in ("adamw", "adamw8bit")], []),
+    indirect=["on"],
 )
 def test_the_step_of_the_flat_engine_does_not_wait(
     on: torch.device, case: Case, world: World, inputs: Inputs, tmp_path: Path
@@ -176,11 +179,11 @@ def test_a_profiled_run_has_the_same_losses_and_a_trace_of_the_device(
     config = inputs.run(case, tmp_path / "profiled", performance__profile="2:3", **deterministic())
     assert hexes(train_losses(world, config, launch_of(case.stage))) == hexes(plain)
     folder = tmp_path / "profiled" / "profile"
-    with gzip.open(folder / "rank-0.json.gz", "rt") as file:
+    with gzip.open(trace_path(folder, 0, 3), "rt") as file:
         found = {event.get("cat") for event in json.load(file)["traceEvents"]}
     assert {"user_annotation", "cpu_op"} <= found
     assert ({"kernel", "gpu_user_annotation"} <= found) == (on.type == "cuda")
-    assert (folder / "memory-rank-0.pickle").exists() == (on.type == "cuda")
+    assert (folder / "memory-rank-0-from-3.pickle").exists() == (on.type == "cuda")
 
 
 class Overflowing(DeepSpeedEngine):

@@ -195,7 +195,7 @@ def test_short_attention_is_forced_where_the_layers_allow_it() -> None:
     ("name", "changes", "why"),
     [
         ("dit-s-8-256", {"heads": 12}, "blocks.0.attn: short takes head dims 64, 72, 80, this is 32"),
-        ("sd15", {}, "attn1: short takes a packed projection"),
+        ("sd15-512", {}, "attn1: short takes a packed projection"),
     ],
 )
 def test_short_attention_that_no_layer_can_use_is_refused(name: str, changes: dict[str, int], why: str) -> None:

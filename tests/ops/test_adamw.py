@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import fastdiff_kernels.adamw as module
 from bench.correctness.accuracy import assert_no_worse
 from fastdiff_kernels import launch
 from fastdiff_kernels.adamw import _adamw_triton, adamw, adamw_reference, step_numbers
@@ -78,8 +77,7 @@ def test_kernel_agrees_with_reference_to_the_bit(device, dtype, averages, copied
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_is_as_accurate_as_eager_adamw(device, backend, monkeypatch):
-    monkeypatch.setattr(module, "_AT_ONCE", 1000)  # three parts on a CPU
+def test_a_step_is_as_accurate_as_eager_adamw(device, backend):
     grads = [values(seed).to(device) for seed in (1, 2)]
 
     def exactly(dtype):
@@ -98,6 +96,21 @@ def test_a_step_is_as_accurate_as_eager_adamw(device, backend, monkeypatch):
         step(state, grad, number, backend)
     assert torch.equal(state.pop("copy"), state["param"].bfloat16())
     assert_no_worse(state, exactly(torch.float32), exactly(torch.float64))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_small_weight_decay_is_not_rounded_to_another(device, backend):
+    """1 - 1e-7 in fp32 is 1 - 1.19e-7. Rounding to nearest is right on average, over weights of all mantissas."""
+    state, count = fresh(device, 0, 4096), 20
+    start = torch.linspace(1, 2, 4096, device=device)
+    state["param"] = start.clone()
+    for number in range(1, count + 1):
+        given = torch.tensor(step_numbers(number, 1e-5, (0.9, 0.999), 1e-8, 1e-2), device=device)
+        scalars = torch.ones((), device=device), torch.tensor(False, device=device)
+        gradient = torch.zeros_like(start)
+        adamw(state["param"], gradient, state["m"], state["v"], given, *scalars, backend=backend)
+    shrunk = (1 - state["param"].double() / start.double()).mean() / count
+    assert abs(shrunk - 1e-7) < 0.06e-7
 
 
 @pytest.mark.parametrize("flag", [torch.bool, torch.float32])

@@ -34,21 +34,23 @@ def upstream(given):
 
 
 @pytest.mark.parametrize(
-    ("length", "head_dim", "dtype", "samples"),
+    ("length", "head_dim", "dtype", "samples", "heads"),
     [
-        (2, 72, torch.float32, 1),
-        (17, 64, torch.float16, 3),
-        (64, 80, torch.bfloat16, 1),
-        (77, 64, torch.bfloat16, 1),
-        (100, 72, torch.bfloat16, 1),
-        (40, 80, torch.float32, 1),
-        pytest.param(196, 80, torch.float16, 1, marks=pytest.mark.nightly),
-        pytest.param(256, 72, torch.bfloat16, 1, marks=pytest.mark.nightly),
-        pytest.param(256, 64, torch.float32, 1, marks=pytest.mark.nightly),
+        (2, 72, torch.float32, 1, 2),
+        (17, 64, torch.float16, 3, 1),
+        (64, 80, torch.bfloat16, 1, 2),
+        (65, 64, torch.float16, 1, 1),
+        (77, 64, torch.bfloat16, 1, 2),
+        (100, 72, torch.bfloat16, 1, 2),
+        (128, 72, torch.bfloat16, 1, 1),
+        (40, 80, torch.float32, 1, 2),
+        pytest.param(196, 80, torch.float16, 1, 2, marks=pytest.mark.nightly),
+        pytest.param(256, 72, torch.bfloat16, 1, 2, marks=pytest.mark.nightly),
+        pytest.param(256, 64, torch.float32, 1, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_as_accurate_as_eager(length, head_dim, dtype, samples, device):
-    given = qkv(length, head_dim, dtype, device, samples=samples, heads=2 if samples == 1 else 1)
+def test_as_accurate_as_eager(length, head_dim, dtype, samples, heads, device):
+    given = qkv(length, head_dim, dtype, device, samples=samples, heads=heads)
     assert_as_accurate_as_eager(short_attention, short_attention_reference, given, upstream(given))
 
 
@@ -180,6 +182,26 @@ def test_refusals_say_what_was_given(given, message):
 )
 def test_where_it_is_chosen(backend, dtype, here, why):
     assert packed._why_short(backend, dtype, 256, 72, here) == why
+
+
+def test_what_auto_takes_on_a_gpu_is_tried(monkeypatch):
+    def fails(qkv):
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(packed, "machine", lambda device, backend: H200._replace(deterministic=True))
+    monkeypatch.setattr(packed, "short_attention", fails)
+    with pytest.raises(RuntimeError, match="failed when tried: no compiler; use 'sdpa'"):
+        packed_choice(72, 23, torch.zeros(0, dtype=torch.bfloat16))
+
+
+def test_the_backward_pass_takes_any_strides(device):
+    given, (dout,) = qkv(5, 64, torch.float32, device), upstream(qkv(5, 64, torch.float32, device))
+    packed_qkv = given["qkv"].detach()
+    out, lse = torch.ops.fastdiff.short_attention(packed_qkv)
+    backward = torch.ops.fastdiff.short_attention_backward
+    strided = [value.mT.contiguous().mT for value in (dout, out, lse)]
+    assert not any(value.is_contiguous() for value in strided)
+    assert torch.equal(backward(*strided, packed_qkv), backward(dout, out, lse, packed_qkv))
 
 
 def test_auto_takes_what_is_measured_fastest_and_nothing_near_it(monkeypatch):

@@ -36,6 +36,23 @@ def test_the_error_of_one_rank_is_raised_on_all() -> None:
     assert found == ["DataError everywhere=True: shard 3 is cut off"] * 2
 
 
+def _bug_on_first(world: World) -> str:
+    def action() -> int:
+        raise KeyError("a bug")
+
+    try:
+        return str(world.on_first(action))
+    except (KeyError, RuntimeError) as found:
+        return f"{type(found).__name__}: {found}"
+
+
+def test_a_bug_of_rank_0_reaches_all() -> None:
+    first, second = values(forked_ranks(_bug_on_first))
+    assert first == "KeyError: 'a bug'"
+    assert second.startswith("RuntimeError: rank 0 failed:\nTraceback")
+    assert second.endswith("KeyError: 'a bug'")
+
+
 def test_an_oserror_of_one_rank_becomes_a_storage_error_on_all() -> None:
     found = values(forked_ranks(_fails_on_rank_1, OSError(28, "No space left on device", "/runs/a")))
     message = "/runs/a: No space left on device; free some space, or choose a folder on another disk"

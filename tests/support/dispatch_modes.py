@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -106,6 +108,9 @@ READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal
 class Costs(TorchDispatchMode):
     """Counts operations that touch memory, the bytes of their operands, and reads by the host.
 
+    Reads are of single elements or lists, also of tensors on a CPU, which stands for a GPU here; copies from a GPU to
+    the host; and waits for an event.
+
     An operand counts once as read and once as written; for an operation in place the schema says which is written.
     """
 
@@ -114,15 +119,40 @@ class Costs(TorchDispatchMode):
         self.operations: Counter[str] = Counter()
         self.bytes = 0
         self.reads = 0
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
+        for owner, method in ((torch.Tensor, "tolist"), (torch.cuda.Event, "synchronize")):
+            self._patches.enter_context(mock.patch.object(owner, method, self._counted(getattr(owner, method))))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patches.close()
+
+    def _counted(self, own: Any) -> Any:
+        """The method of a class, no operator of torch, counted as a read."""
+
+        def read(of: Any) -> Any:
+            self.reads += 1
+            return own(of)
+
+        return read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
-        self.reads += name in READS
+        self.reads += name in READS or _goes_to_the_host(name, args, found)
         if name not in _UNTOUCHED:
             self.operations[name] += 1
             self.bytes += _bytes_moved(func, name, args, kwargs or {}, found)
         return found
+
+
+def _goes_to_the_host(name: str, args: Any, found: Any) -> bool:
+    source = args[1] if name == "copy_" else args[0] if name == "_to_copy" else None
+    return isinstance(source, Tensor) and source.is_cuda and found.device.type == "cpu"
 
 
 def _bytes_moved(func: Any, name: str, args: Any, kwargs: Any, found: Any) -> int:

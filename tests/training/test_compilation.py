@@ -97,8 +97,15 @@ def config_of(data: Path, folder: Path, **changes: Any) -> RunConfig:
             Launch(deepspeed={"zero_optimization": {"stage": 3}}),
             {"objective": DdpmConfig(condition_dropout=0.1, dream=True)},
         ),
+        pytest.param(launch(1), {"model": UNETS["sd15"]}, marks=pytest.mark.nightly),
     ],
-    ids=["0-importance-bf16-accumulated", "1-bf16-accumulated", "3-recomputed", "3-dream-never-released"],
+    ids=[
+        "0-importance-bf16-accumulated",
+        "1-bf16-accumulated",
+        "3-recomputed",
+        "3-dream-never-released",
+        "1-levels-of-other-graphs",
+    ],
 )
 def test_a_visit_of_every_size_changes_no_bit_and_leaves_nothing_to_compile(
     world: World, buckets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Launch, changes: dict[str, Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import os
 import signal
@@ -41,6 +42,7 @@ from fastdiff.training.callbacks.divergence import Rewind
 from fastdiff.training.callbacks.saving import save_checkpoint
 from fastdiff.training.checkpoints import Checkpoints
 from fastdiff.training.metrics import Meters
+from fastdiff.training.profiling.recording import trace_path
 from fastdiff.training.resume import config_changes
 from fastdiff.training.spikes import Spikes
 from fastdiff.training.state import TrainState
@@ -330,6 +332,26 @@ def test_too_many_skips_in_a_row_end_the_run(world: World, tmp_path: Path) -> No
 
 
 # --- rewind ------------------------------------------------------------------------------------------------------
+
+
+def test_a_rewind_ends_the_profile_up_to_the_spike_and_begins_another(
+    world: World, two_spikes: Path, alone: Mapping[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No trace overwrites another, the one whose last step is the spike is told once, and the losses are the same."""
+    run = tmp_path / "run"
+    train(spiky(two_spikes, run, divergence__policy="rewind", performance__profile="7:12"), launch(), world)
+    assert sorted(path.name for path in (run / "profile").iterdir()) == [
+        "rank-0-from-10.json.gz",
+        "rank-0-from-8.json.gz",
+    ]
+    for first, last in ((8, 9), (10, 12)):
+        with gzip.open(trace_path(run / "profile", 0, first), "rt") as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert {name for name in names if name.startswith("step ")} == {f"step {n}" for n in range(first, last + 1)}
+    said = capsys.readouterr().err
+    assert said.count("profile: ") == 2
+    assert "no profile" not in said
+    assert hexes(losses(run)) == hexes(losses(alone["rewind"]))
 
 
 @pytest.mark.fault(21)

@@ -15,15 +15,27 @@ from torch import Tensor
 from fastdiff.config.deepspeed import resolve
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
+from fastdiff.models import kernel_choice
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.engines.build import choose
-from tests.support.forked import forked_ranks, values
-from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, newest, records, tiny, train_losses
+from tests.support.forked import Ranks, forked_ranks, values
+from tests.support.runs import (
+    assert_same_checkpoint,
+    hexes,
+    intact,
+    launch,
+    losses,
+    newest,
+    records,
+    tiny,
+    train_losses,
+)
+from tests.support.waiting import steps_logged, wait_until
 from tests.training.test_divergence import in_step, marred
 
-APART = {"fp32": 2e-7, "bf16": 1e-3}
-"""Bounds of the relative difference of losses over 8 steps; measured on 1, 2 and 4 ranks: 2.4e-8 and 2.7e-4."""
+APART = {"fp32": 2e-7, "bf16": 1e-3, "8bit": 1e-5}
+"""Bounds of the relative difference of losses over 8 steps; measured on 1, 2 and 4 ranks: 2.4e-8, 2.7e-4 and 0."""
 Found = dict[tuple[str, str, int], list[float]]
 
 
@@ -39,7 +51,7 @@ def losses_of_engines(world: World, digits: Path, folder: Path) -> Found:
     if world.size < 4:  # the 8-bit AdamW, whose reference is slow
         for engine in ("deepspeed", "flat"):
             config = run_of(digits, folder / f"{world.size}-8bit-{engine}", engine, 4, optim__name="adamw8bit")
-            found[engine, "fp32", 0] = train_losses(world, config, launch(0))
+            found[engine, "8bit", 0] = train_losses(world, config, launch(0))
     for precision in ("fp32", "bf16"):
         for micro in (16 // world.size, 2):
             for engine in ("deepspeed", "flat"):
@@ -57,14 +69,17 @@ def apart(first: Sequence[float], second: Sequence[float]) -> float:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_its_losses_are_those_of_deepspeed(world: World, digits: Path, tmp_path: Path, ranks: int) -> None:
-    """On one rank in fp32 equal to the bit; a last digit of the norm, or of a sum of ranks, moves bf16 weights."""
+    """On one rank in fp32 equal to the bit; a last digit of the norm, or of a sum of ranks, moves other weights."""
     if ranks == 1:
         found = losses_of_engines(world, digits, tmp_path)
     else:
         found = values(forked_ranks(losses_of_engines, digits, tmp_path, ranks=ranks))[0]
     for (engine, precision, micro), own in found.items():
-        if engine == "flat":
-            assert apart(own, found["deepspeed", precision, micro]) < APART[precision]
+        theirs = found["deepspeed", precision, micro]
+        if engine == "flat" and ranks == 1 and precision == "fp32":
+            assert hexes(own) == hexes(theirs)
+        elif engine == "flat":
+            assert apart(own, theirs) < APART[precision]
 
 
 def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -82,11 +97,18 @@ def trained(world: World, configs: Sequence[RunConfig], stages: Sequence[int]) -
         train(config, launch(stage), world)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_steps_that_are_not_finite_are_skipped_as_by_deepspeed(tmp_path: Path, precision: str) -> None:
-    """NaN at one rank and infinity at the other; a step that is skipped moves neither averages nor learning rate."""
-    data = marred(tmp_path / "data", {in_step(3, 11): np.nan, in_step(5, 2): -np.inf})
-    options = {"performance__precision": precision, "optim__schedule": "linear"}
+@pytest.mark.parametrize(
+    ("precision", "micro", "samples"), [("fp32", 8, (11, 2)), ("bf16", 8, (11, 2)), ("fp32", 4, (0, 2))]
+)
+def test_steps_that_are_not_finite_are_skipped_as_by_deepspeed(
+    tmp_path: Path, precision: str, micro: int, samples: tuple[int, int]
+) -> None:
+    """NaN at one rank and infinity at the other, or both in the first of two micro-batches of the first rank.
+
+    A step that is skipped moves neither averages nor learning rate.
+    """
+    data = marred(tmp_path / "data", {in_step(3, samples[0]): np.nan, in_step(5, samples[1]): -np.inf})
+    options = {"performance__precision": precision, "optim__schedule": "linear", "batch__micro": micro}
     runs = {engine: run_of(data, tmp_path / engine, engine, **options) for engine in ("deepspeed", "flat")}
     values(forked_ranks(trained, list(runs.values()), [0, 0]))
     skipped = {engine: (tmp_path / engine / "skipped.jsonl").read_text() for engine in runs}
@@ -124,8 +146,27 @@ def test_a_resumed_run_is_equal_to_the_bit(
     assert_same_checkpoint(tmp_path / "parts", tmp_path / "whole")
 
 
+def test_a_run_that_is_killed_ends_equal_to_the_bit(digits: Path, tmp_path: Path) -> None:
+    """SIGKILL to both ranks between two checkpoints."""
+    whole, killed = (
+        run_of(digits, tmp_path / name, "flat", 60, output__checkpoint_every=5) for name in ("whole", "killed")
+    )
+    values(forked_ranks(train_losses, whole, launch(0)))
+    with Ranks(train_losses, killed, launch(0)) as ranks:
+        wait_until(lambda: bool(intact(tmp_path / "killed")), "the first checkpoint")
+        ranks.kill()
+        assert [end.code for end in ranks.wait()] == [-9, -9]
+    assert steps_logged(tmp_path / "killed") < 60
+    values(forked_ranks(train_losses, killed, launch(0)))
+    assert hexes(losses(tmp_path / "killed")) == hexes(losses(tmp_path / "whole"))
+    assert_same_checkpoint(tmp_path / "killed", tmp_path / "whole")
+
+
 def test_its_checkpoints_and_those_of_every_stage_fit_each_other(world: World, digits: Path, tmp_path: Path) -> None:
-    """One run that changes the engine every two steps, on two ranks and then on one, beside one that does not."""
+    """One run that changes the engine every two steps, on two ranks and then on one, beside one that does not.
+
+    Measured: losses 2.7e-7 apart, weights 1.6e-5, averages 6.4e-6, moments 6.6e-7 and 3.4e-7.
+    """
     order = [("flat", 0), ("deepspeed", 3), ("flat", 0), ("deepspeed", 1), ("flat", 0), ("deepspeed", 0), ("flat", 0)]
     chain = [run_of(digits, tmp_path / "chain", engine, 2 * n) for n, (engine, _) in enumerate(order, start=1)]
     values(forked_ranks(trained, chain, [stage for _, stage in order]))
@@ -137,12 +178,27 @@ def test_its_checkpoints_and_those_of_every_stage_fit_each_other(world: World, d
         assert distance(chained.full(kind), alone.full(kind)) < 1e-4, kind
 
 
-def test_a_run_keeps_its_engine(world: World, digits: Path, tmp_path: Path) -> None:
+def test_a_run_keeps_its_engine(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also one that is older than the flat engine; a new one takes the flat engine at stage 0."""
+    described: list[bool] = []
+    choices = kernel_choice.choices
+
+    def spied(*given: Any, flat: bool, **named: Any) -> Any:
+        described.append(flat)
+        return choices(*given, flat=flat, **named)
+
+    monkeypatch.setattr(kernel_choice, "choices", spied)
     config = run_of(digits, tmp_path, "deepspeed", 2)
     train(config, launch(0), world)
     train(run_of(digits, tmp_path, "auto", 4), launch(0), world)
     assert newest(tmp_path).manifest["engine"] == "deepspeed"
+    assert described == [False, False], "the ops are those of the engine that it keeps"
+    train(run_of(digits, tmp_path, "flat", 6), launch(0), world)
+    assert "DeepSpeed goes on" not in capsys.readouterr().err
+    train(run_of(digits, tmp_path, "auto", 8), launch(1), world)
+    assert "the flat engine trained this run, DeepSpeed goes on; " in capsys.readouterr().err
     automatic = run_of(digits, tmp_path, "auto")
     resolved = resolve(launch(0).deepspeed, automatic, 1)
     assert choose(automatic, resolved, {"zero_stage": 0}) == "deepspeed"

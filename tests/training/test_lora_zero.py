@@ -28,7 +28,7 @@ from fastdiff.models.pretrained.tiny_pipeline import UNETS
 from fastdiff.models.quantized import QuantizedLinear
 from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
-from fastdiff.training.engines.deepspeed import DeepSpeedEngine
+from fastdiff.training.engines.build import build_engine
 from tests.support.processes import run_ranks
 from tests.support.runs import launch, tiny
 
@@ -64,7 +64,7 @@ class Trained:
 
 def config_of(kind: str, quantize: Any, precision: str) -> RunConfig:
     performance = {"performance__precision": precision, "performance__recompute": quantize == "4bit"}
-    config = tiny(Path(), Path(), model=MODELS[kind], **performance)
+    config = tiny(Path(), Path(), model=MODELS[kind], performance__engine="deepspeed", **performance)
     lora = LoraConfig(rank=2, alpha=3.0, quantize=quantize)
     optim = OptimConfig(lr=1e-2, schedule="constant", clip=CLIP)
     start = PretrainedConfig(path="somewhere", weights=True)
@@ -126,7 +126,7 @@ def train_with_engine(world: World, config: RunConfig, stage: int) -> Trained:
     model = network(config)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     settings = resolve(launch(stage).deepspeed, config, world.size)
-    engine = DeepSpeedEngine(model, config, settings, world, type(model).block_classes)
+    engine = build_engine(model, config, settings, world, type(model).block_classes)
     frozen, losses, norms = [frozen_digest(model)], [], []
     for step in range(STEPS):
         given = inputs(config, step, world.rank, world.size)
@@ -195,6 +195,19 @@ def test_every_stage_trains_the_adapter_as_plain_torch(
         assert found.norms == pytest.approx(expected.norms, rel=1e-4 if exact else 0.1)
         assert distance(found.moments, expected.moments) < (1e-4 if exact else 0.1)
         assert distance(found.weights, expected.weights) < (1e-4 if exact else 0.05)
+
+
+def test_the_flat_engine_trains_two_matrices_on_four_ranks() -> None:
+    """At least two ranks own none of them, and have an average and a checkpoint of none."""
+    config = config_of("dit", "none", "fp32")
+    lora = replace(config.lora, targets=("blocks.0.attn.qkv",))
+    config = replace(config, lora=lora, performance=replace(config.performance, engine="flat"))
+    expected = train_with_torch(config)
+    assert len(expected.weights) == 2
+    for found in run_ranks(train_with_engine, config, 0, ranks=4):
+        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert distance(found.weights, expected.weights) < 1e-4
+        assert distance(found.moments, expected.moments) < 1e-4
 
 
 @pytest.mark.parametrize("run", RUNS, ids="-".join)

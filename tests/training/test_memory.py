@@ -42,6 +42,7 @@ SETUP = Setup(
     buffer_bytes=0,
     ranks=4,
     stage=1,
+    flat=False,
     offload=False,
     precision="bf16",
     sums="fp32",
@@ -89,6 +90,8 @@ def test_host_memory_that_does_not_suffice_is_explained_too(world: World, digits
     [
         ({}, (2, 4, 3, 1)),  # of 4 ranks: (4 bytes of masters + 8 of moments) / 4
         ({"stage": 0}, (2, 4, 12, 1)),
+        ({"stage": 0, "flat": True}, (2, 6, 12, 1)),  # .grad in bf16 beside the sums
+        ({"stage": 2, "flat": True}, (2, 1, 3, 1)),  # as a remedy
         ({"stage": 2}, (2, 1, 3, 1)),
         ({"stage": 3}, (0.5, 1, 3, 1)),
         ({"stage": 3, "offload": True}, (0.5, 1, 0, 0)),

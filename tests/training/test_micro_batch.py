@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fastdiff.config.config_file import from_mapping
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.console import log
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
@@ -28,7 +30,7 @@ GIB = 2**30
 def latents(config: RunConfig) -> DatasetInfo:
     """Return data as the preset expects them, fp16."""
     model = config.model
-    shapes = {"latent": (model.channels, model.size, model.size)}
+    shapes: dict[str, tuple[int, ...]] = {"latent": (model.channels, model.size, model.size)}
     shapes |= {name: (77, width) for name, width in model.text_widths.items()}
     ones = (1.0,) * model.channels
     return DatasetInfo(
@@ -70,6 +72,17 @@ def test_a_network_that_asks_for_values_needs_a_number(monkeypatch: pytest.Monke
         micro_batch.largest(config, {}, latents(config), 1, torch.device("cuda"), 36 * GIB)
 
 
+def test_a_bug_of_a_network_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = preset("sd2-512")
+
+    def forward(*_: object, **__: object) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr("fastdiff.models.unet.network.UNet.forward", forward)
+    with pytest.raises(TypeError, match="a bug"):
+        micro_batch.largest(config, {}, latents(config), 1, torch.device("cuda"), 36 * GIB)
+
+
 def micro_of(folder: Path) -> int:
     recorded = json.loads((folder / "run.json").read_text())
     micro = recorded["config"]["batch"]["micro"]
@@ -87,10 +100,38 @@ def test_a_run_records_its_choice_and_keeps_it(
     auto = tiny(digits, folder, batch=BatchConfig(samples=32, micro="auto"), samples=2 * 32)
     train(auto, launch(1), world)
     assert micro_of(folder) == 16, "the most on a CPU"
-    monkeypatch.setattr(micro_batch, "_room", lambda world: 0)  # another machine would choose 1
+    monkeypatch.setattr(micro_batch, "_MOST_ON_CPU", 4)  # another version would choose 4
     train(replace(auto, samples=4 * 32), launch(1), world)
     assert micro_of(folder) == 16
     assert hexes(losses(folder)) == hexes(losses(whole))
+
+
+def test_a_choice_that_does_not_fit_is_made_again(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number of the user's, too; the micro-batch of a run without accumulation is the share of a rank."""
+    config = tiny(digits, tmp_path, batch=BatchConfig(samples=32), samples=2 * 32)
+    train(config, launch(1), world)
+    automatic = replace(config, batch=BatchConfig(samples=32, micro="auto"))
+    train(replace(automatic, samples=3 * 32), launch(1), world)
+    assert micro_of(tmp_path) == 32, "kept, not 16, the most on a CPU"
+    monkeypatch.setattr(micro_batch, "_room", lambda world: 0)
+    said: list[str] = []
+    monkeypatch.setattr(log, "warning", said.append)
+    for steps in (4, 5):
+        train(replace(automatic, samples=steps * 32), launch(1), world)
+        assert micro_of(tmp_path) == 1
+    assert len(said) == 1, "the second start keeps 1"
+    assert re.match(r"--batch.micro auto: the 32 of the run .* has 0.00 GiB here: it continues with 1, ", said[0])
+
+
+def test_the_encoders_of_online_data_need_their_room() -> None:
+    config = preset("sd2-512")
+    ds_config = deepspeed.resolve(None, config, 1)
+    found = micro_batch.largest(
+        config, ds_config, latents(config), 1, torch.device("cuda"), 36 * GIB, encoders=16 * GIB
+    )
+    assert found == 4, "as with 20 GiB"
 
 
 def on_two(world: World, digits: Path, folder: Path) -> None:
@@ -118,9 +159,18 @@ def test_the_json_stays_open_until_the_device_is_known() -> None:
     with pytest.raises(ConfigError, match=r"2048 is not divisible by 3 = 3 ranks"):
         deepspeed.resolve(None, config, 3)
     with pytest.raises(ConfigError, match=r'"train_batch_sizes": "auto", which fastdiff does not fill'):
-        deepspeed.resolve({"train_batch_sizes": "auto"}, config, 8)
+        deepspeed.resolve({"train_batch_sizes": "auto", "another": "auto"}, config, 8)
+    with pytest.raises(RuntimeError, match="before it has one"):
+        config.batch.accumulation(8)
     with pytest.raises(ConfigError, match=r'--batch.micro with 8 ranks gives "auto"'):
         deepspeed.resolve({"train_micro_batch_size_per_gpu": 16}, config, 8)
+
+
+def test_a_dry_run_says_what_is_still_open(capsys: pytest.CaptureFixture[str]) -> None:
+    automatic = preset("sd2-512")
+    for config, notes in ((automatic, 1), (replace(automatic, batch=BatchConfig(samples=64, micro=8)), 0)):
+        command_line.print_dry_run(config, deepspeed.resolve(None, config, 1))
+        assert capsys.readouterr().out.count("a start decides them") == notes
 
 
 def test_flag_and_file() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.parallel.consensus import Consensus
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.ema import Ema
@@ -57,16 +58,17 @@ def test_a_step_of_zero_takes_few_operations_and_one_read(
     assert last.bytes / sum(map(math.prod, shapes)) <= per_parameter
 
 
-FLAT_OPERATIONS = 30
-FLAT_BYTES = {"adamw": 40.1, "adamw8bit": 28.5}
-"""Of norm, exchange of flags, update, one average and copy, per parameter, with bf16 gradients; the copy, which is an
-argument, counts as read, too: 2 bytes more than a kernel moves."""
+FLAT_OPERATIONS = {"adamw": 23, "adamw8bit": 30}
+FLAT_BYTES = {"adamw": 38.1, "adamw8bit": 26.5}
+"""Of norm, exchange of flags, update, one average and copy, per parameter, with bf16 gradients."""
+COPY_BYTES = 2
+"""Of the copy, an argument that counts as read, too; the kernel only writes it."""
 SMALL = DiTConfig(depth=1, hidden=64, heads=2, patch=4, channels=1, size=8, classes=10)
 """For Triton's interpreter."""
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-def test_the_step_of_the_flat_engine_reads_nothing(
+def test_the_step_of_the_flat_engine_waits_for_the_flags_alone(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """With the kernel of a GPU, which here its interpreter runs; the exchange of flags is part of it."""
@@ -82,10 +84,11 @@ def test_the_step_of_the_flat_engine_reads_nothing(
         performance__kernels="auto,adamw=triton,adamw8bit=triton",
     )
     last = costs_of(monkeypatch, StepGuard, "take_step", lambda: train(config, launch(0), world))[-1]
+    flags = costs_of(monkeypatch, Consensus, "wait", lambda: train(replace(config, samples=64), launch(0), world))[-1]
     average = costs_of(monkeypatch, Ema, "update", lambda: train(replace(config, samples=80), launch(0), world))[-1]
     shapes = newest(tmp_path).manifest["parameters"].values()
     per = last.bytes / sum(map(math.prod, shapes))
-    assert last.reads == 0
-    assert last.operations.total() <= FLAT_OPERATIONS, last.operations
-    assert per <= FLAT_BYTES[name], per
+    assert last.reads == flags.reads == 1
+    assert last.operations.total() <= FLAT_OPERATIONS[name], last.operations
+    assert per - COPY_BYTES <= FLAT_BYTES[name], per
     assert not average.operations, "the update has moved it"

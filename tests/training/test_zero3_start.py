@@ -19,8 +19,8 @@ from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training import build as building
-from fastdiff.training import engine as engines
 from fastdiff.training.build import build
+from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff.training.metrics import peak_resident_bytes
 from fastdiff.training.zero.stage3 import partition
 from tests.support.forked import forked_ranks, values
@@ -32,7 +32,7 @@ def _weights(world: World, config: RunConfig, start: Any) -> tuple[dict[str, Ten
     with ExitStack() as stack:
         engine = build(config, start, world, stack).state.engine
         masters = assemble(world, engine.flats, [flat.master for flat in engine.flats], engine.shapes)
-        module = engine._engine.module
+        module = engine.module
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
             copies = {name: p.detach().clone() for name, p in module.named_parameters()}
         assert not any(buffer.is_meta for buffer in module.buffers())
@@ -72,7 +72,7 @@ def _both(world: World, config: RunConfig, whole: RunConfig) -> tuple[list[float
 
     def build_whole(parts: Any, saved: Any) -> Any:
         model, _ = building._build_model(parts.config, parts.world, saved, apart=False)
-        return model, engines.Engine(model, parts.config, parts.ds_config, parts.world, blocks=model.block_classes)
+        return model, DeepSpeedEngine(model, parts.config, parts.ds_config, parts.world, blocks=model.block_classes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(building, "_build_engine", build_whole)

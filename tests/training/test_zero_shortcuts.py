@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from torch import Tensor, nn
 
+from fastdiff.config.deepspeed import resolve
+from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
 from fastdiff.train import train
+from fastdiff.training.engines.build import build_engine
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
+from tests.support.forked import forked_ranks, values
 from tests.support.runs import hexes, launch, tiny, train_losses
 from tests.training.test_step_costs import WIDE, costs_of
 
@@ -45,3 +50,46 @@ def test_a_single_rank_copies_a_gradient_once(
         monkeypatch, DeepSpeedEngine, "update", lambda: train(replace(config, samples=64), launch(3), world)
     )[-1]
     assert not backward.operations["div_"] + backward.operations["_reduce_scatter_base_"] + update.operations["cat"]
+
+
+class _Two(nn.Module):
+    """Two layers, of which a forward pass uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.unit = nn.Identity()  # ZeRO-3 gathers it as one
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor, *, both: Tensor) -> Tensor:
+        x = self.unit(self.first(x))
+        return self.second(x) if both.any() else x
+
+
+def weights_of(world: World, engine: str, stage: int, clip: float) -> Tensor:
+    """The second layer after steps of two micro-batches; it is used in both, in none, in the second, and in none."""
+    config = tiny(
+        Path(), Path(), batch__samples=2 * world.size, batch__micro=1, optim__clip=clip, performance__engine=engine
+    )
+    settings = resolve(launch(stage).deepspeed, config, world.size)
+    trained = build_engine(_Two(), config, settings, world, (nn.Identity,))
+    generator = torch.Generator().manual_seed(world.rank)
+    for first, second in ((True, True), (False, False), (False, True), (False, False)):
+        for both in (first, second):
+            x = torch.randn(1, 4, generator=generator)
+            trained.backward(trained(x, both=torch.tensor(both)).square().sum())
+        assert trained.step()
+    return assemble(world, trained.flats, [flat.master for flat in trained.flats], trained.shapes)["second.weight"]
+
+
+def weights_of_all(world: World, clip: float) -> list[Tensor]:
+    runs = [("flat", 0), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 3)]
+    return [weights_of(world, engine, stage, clip) for engine, stage in runs]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_a_parameter_without_a_gradient_has_a_gradient_of_zero(clip: float) -> None:
+    """Under every engine, for a whole step or a micro-batch; ZeRO-3 of DeepSpeed would apply the last one again."""
+    for flat, *others in values(forked_ranks(weights_of_all, clip)):
+        for other in others:
+            torch.testing.assert_close(other, flat, rtol=1e-5, atol=1e-7)

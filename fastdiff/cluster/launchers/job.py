@@ -37,7 +37,7 @@ class Job:
         """
         launch, config = command_line.parse(self.flags)
         ranks = self.nodes * self.ranks_per_node
-        config.batch.accumulation(ranks)
+        config.batch.require_divisible(ranks)
         deepspeed_config.resolve(launch.deepspeed, config, ranks)
         return config
 

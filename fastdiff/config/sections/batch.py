@@ -24,14 +24,19 @@ class BatchConfig:
         require(least >= 1, f"--batch.micro {self.micro}: at least 1, auto or None")
 
     def per_rank(self, ranks: int) -> int:
-        """Return the samples per rank per forward pass with ``ranks`` ranks; of auto before the start the least, 1."""
+        """Return the samples per rank per forward pass with ``ranks`` ranks; RuntimeError for auto, still undecided."""
         if self.micro == "auto":
-            return 1
+            raise RuntimeError("--batch.micro auto is asked for its number before it has one")
         return self.micro if self.micro is not None else max(1, self.samples // ranks)
 
     def accumulation(self, ranks: int) -> int:
-        """Return the forward passes per optimizer step; ConfigError if the batch is not divisible."""
-        micro = self.per_rank(ranks)
+        """Return the forward passes per optimizer step; errors as of ``require_divisible`` and ``per_rank``."""
+        self.require_divisible(ranks)
+        return self.samples // (self.per_rank(ranks) * ranks)
+
+    def require_divisible(self, ranks: int) -> None:
+        """Raise ConfigError unless micro-batches of all ranks divide the batch; auto can be 1."""
+        micro = 1 if self.micro == "auto" else self.per_rank(ranks)
         together = micro * ranks
         if self.samples % together:
             below = self.samples // together * together
@@ -41,4 +46,3 @@ class BatchConfig:
                 f"--batch.samples {self.samples} is not divisible by {together} = {given}; "
                 f"nearest values: {', '.join(near)}"
             )
-        return self.samples // together

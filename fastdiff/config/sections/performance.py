@@ -11,6 +11,8 @@ from fastdiff_kernels.names import BACKENDS, OPS, AttentionBackend, Backend
 Precision = Literal["fp32", "bf16", "fp16"]
 Device = Literal["auto", "cuda", "cpu"]
 EngineName = Literal["auto", "deepspeed", "flat"]
+_MOST_PROFILED = 50
+"""Steps of a profile, whose events the host holds until its end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +53,10 @@ class PerformanceConfig:
     short (fastdiff's own for up to 256 tokens of one packed projection, head dims 64, 72 and 80; auto in other layers),
     or reference (matrix products and a softmax)."""
     profile: str = ""
-    """FIRST:LAST: profile the steps after step FIRST, up to and including step LAST (0:3 are the first three), on every
-    rank: <run folder>/profile/rank-N.json.gz for https://ui.perfetto.dev and, on a GPU, a snapshot of the memory. The
-    steps are slower, and their losses the same. Empty: none."""
+    """FIRST:LAST: profile the steps after step FIRST, up to and including step LAST (0:3 are the first three), at most
+    50, on every rank: <run folder>/profile/rank-N-from-STEP.json.gz, STEP the first one in it, for
+    https://ui.perfetto.dev and, on a GPU, a snapshot of the memory. The steps are slower, and their losses the same. A
+    run that ends before LAST writes none. Empty: none."""
 
     def __post_init__(self) -> None:
         self.kernel_backends()
@@ -79,7 +82,7 @@ class PerformanceConfig:
         """Numbers of steps taken before each profiled step; empty: none.
 
         Raises:
-            ConfigError: ``profile`` is not FIRST:LAST.
+            ConfigError: ``profile`` is not FIRST:LAST, or has too many steps.
         """
         if not self.profile:
             return range(0)
@@ -90,7 +93,13 @@ class PerformanceConfig:
             f"--performance.profile {self.profile}: expected FIRST:LAST with FIRST below LAST, for example 10:13, the "
             "three steps after step 10",
         )
-        return range(int(first), int(last))
+        steps = range(int(first), int(last))
+        require(
+            len(steps) <= _MOST_PROFILED,
+            f"--performance.profile {self.profile}: {len(steps)} steps, expected at most {_MOST_PROFILED}, whose trace "
+            f"the memory of the host can hold; for example {first}:{steps.start + 3}",
+        )
+        return steps
 
     def kernel_backends(self) -> dict[str, Backend]:
         """Return the backends that ``kernels`` forces, by op; other ops use their default.

@@ -16,6 +16,9 @@ from fastdiff.models.pretrained.pipeline import Pretrained, TextEncoder
 
 # Default of AutoencoderKL, for older configurations without the field.
 _SCALING_FACTOR = 0.18215
+_TENSORS = 6
+"""Tensors of the autoencoder's first block that lie in memory together, workspace and a copy in another format counted.
+"""
 
 
 class LatentEncoder:
@@ -67,6 +70,19 @@ class LatentEncoder:
     def load(self, *, text: bool) -> None:
         """Load the autoencoder and, with ``text``, the text encoders now."""
         _ = self._vae, text and self._text
+
+    def held_bytes(self, images: int, side: int) -> int:
+        """Return the bytes on the device of the models, and an estimate for encoding this many images at once.
+
+        The estimate is that of the first block, which works at the full resolution.
+
+        Args:
+            images: at once.
+            side: of an image, in pixels.
+        """
+        weights = sum(p.numel() * p.element_size() for p in (*self._vae.parameters(), *self._text.parameters()))
+        numbers = images * int(self._config["block_out_channels"][0]) * side**2
+        return int(weights) + _TENSORS * numbers * self._dtype.itemsize
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ from fastdiff_kernels import philox
 
 _SHUFFLED_TOGETHER = 4096
 _STORED = torch.float16
+_ENCODED_TOGETHER = 8
+"""Images that the autoencoder works on at once, so that its memory, beside that of a step, is known."""
 
 
 class OnlineImages:
@@ -96,6 +98,14 @@ class OnlineImages:
     def item(self, number: int) -> ImageItem | BadItem:
         """Return an image in use by number; StorageError if the storage fails."""
         return self.source.item(number if self._chosen is None else int(self._chosen[number]))
+
+    def encoder_bytes(self) -> int:
+        """Return the bytes on the device of the encoders and of the images in the autoencoder, predicted."""
+        return self.encoder.held_bytes(_ENCODED_TOGETHER, self.info.latent.shape[-1] * self.encoder.factor)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Return the posteriors of ``[B, H, W, 3]`` uint8 as ``LatentEncoder.encode``, a few images at a time."""
+        return torch.cat([self.encoder.encode(part) for part in torch.split(pixels, _ENCODED_TOGETHER)])
 
     def close(self) -> None:
         """End the threads."""
@@ -165,7 +175,7 @@ class OnlineBatches(Batches):
         flips = self.random_flip & (self.uniform(Stream.FLIP, position) < 0.5)
         mirrored = [image.pixels[:, ::-1] if flip else image.pixels for image, flip in zip(images, flips, strict=True)]
         pixels = np.stack(mirrored)  # B x [H, W, 3] -> [B, H, W, 3]
-        tensors = {LATENT: self.images.encoder.encode(torch.from_numpy(pixels)).to(_STORED).contiguous()}
+        tensors = {LATENT: self.images.encode(torch.from_numpy(pixels)).to(_STORED).contiguous()}
         tensors |= self._embed(items, position)
         self._require_finite(items, tensors)
         if "pooled" in tensors:

@@ -43,6 +43,8 @@ class Setup:
     """Bytes of the buffers, among them the weights in 8 and 4 bits; ZeRO leaves them whole on every rank."""
     ranks: int
     stage: int
+    flat: bool
+    """Whether a run of stage 0 has the flat engine, which keeps each gradient beside the sums."""
     offload: bool
     """Whether masters, optimizer and averages are in host memory."""
     precision: str
@@ -61,11 +63,12 @@ class Setup:
         n, share = self.trained, 1 / self.ranks
         cut = {kind: share if self.stage >= stage else 1.0 for kind, stage in _CUT_FROM.items()}
         own, sums = _BYTES[self.precision], _BYTES[self.sums if self.several else self.precision]
+        beside = own if self.flat and self.stage == 0 else 0
         on_device = 0 if self.offload else 1
         masters = 4 if self.stage or own < 4 else 0  # ZeRO has them also in fp32
         return {
             "weights": (n * own + self.frozen_bytes) * cut["weights"] + self.buffer_bytes,
-            "gradients": n * sums * cut["gradients"],
+            "gradients": n * (sums * cut["gradients"] + beside),
             "optimizer": on_device * n * (masters + _MOMENTS[self.optimizer]) * cut["optimizer"],
             "averages": on_device * n * 4 * self.averages * share,
         }
@@ -117,9 +120,10 @@ def _exhausted(error: BaseException) -> Literal["host", "gpu"] | None:
 
 
 def setup_of(
-    config: RunConfig, ds_config: DsConfig, ranks: int, *, trained: int, frozen_bytes: int, buffer_bytes: int
-) -> Setup:
-    """Return the setup of a run."""
+    config: RunConfig, ds_config: DsConfig, ranks: int, *, flat: bool, trained: int, frozen_bytes: int,
+    buffer_bytes: int,
+) -> Setup:  # fmt: skip
+    """Return the setup of a run; ``flat``: with the flat engine."""
     performance = config.performance
     return Setup(
         trained=trained,
@@ -127,6 +131,7 @@ def setup_of(
         buffer_bytes=buffer_bytes,
         ranks=ranks,
         stage=zero_stage(ds_config),
+        flat=flat,
         offload=offloads_optimizer(ds_config),
         precision=performance.precision,
         sums=performance.sums,

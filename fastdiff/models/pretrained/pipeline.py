@@ -287,6 +287,11 @@ class TextEncoder:
         self._tokenizers, self._encoders, self._device = tokenizers, encoders, device
         self._null_is_zero = null_is_zero
 
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the weights of all encoders."""
+        for encoder in self._encoders:
+            yield from encoder.parameters()
+
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return ``context [N, L, D]`` and, with two encoders, ``pooled [N, P]``, in the encoders' dtype.

@@ -20,6 +20,9 @@ class Callback:
     def on_preempted(self, state: TrainState) -> None:
         """Act when the run is asked to stop."""
 
+    def on_rewind(self, state: TrainState) -> None:
+        """Act before the run goes back behind a spike; ``close`` follows, and new callbacks."""
+
     def close(self) -> None:
         """Release files; called on every way out."""
 
@@ -45,6 +48,11 @@ class Callbacks:
         """Call every callback's ``on_preempted``."""
         for callback in self._callbacks:
             callback.on_preempted(state)
+
+    def on_rewind(self, state: TrainState) -> None:
+        """Call every callback's ``on_rewind``."""
+        for callback in self._callbacks:
+            callback.on_rewind(state)
 
 
 class Preempt(Callback):

@@ -8,7 +8,7 @@ from pathlib import Path
 from fastdiff.console import log
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.profiling.ranges import Closable, Opener, named_ranges
-from fastdiff.training.profiling.recording import MEMORY_VIEWER, VIEWER, Recording
+from fastdiff.training.profiling.recording import MEMORY_VIEWER, VIEWER, Recording, trace_path
 from fastdiff.training.state import TrainState
 
 FOLDER = "profile"
@@ -17,7 +17,8 @@ FOLDER = "profile"
 class Profile(Callback):
     """A profile of the steps after FIRST up to LAST of ``--performance.profile``, on every rank; the last callback.
 
-    It changes no number of the run, and whatever goes wrong with it is a warning.
+    It changes no number of the run, and whatever goes wrong with it is a warning. A rewind ends it early, and another
+    one begins after it; an error or a request to stop discards it, as there may be no time to write it.
 
     Args:
         state: before the first step; at or behind the first step of the profile, it begins now.
@@ -30,8 +31,9 @@ class Profile(Callback):
         self._ranges = ExitStack()
         self._opened: Opener | None = None
         self._step: Closable | None = None
-        self._state = state
-        if state.progress.steps >= self._steps.stop and state.world.is_first:
+        self._first = 1
+        """The first step in the trace, from 1."""
+        if state.world.is_first and state.progress.steps >= self._steps.stop and not self._has_traces(state):
             log.info(f"no profile: the run is at step {state.progress.steps}, behind the last step of the profile")
         self._begin_if_due(state)
 
@@ -44,16 +46,31 @@ class Profile(Callback):
         else:
             self._end(state)
 
-    def close(self) -> None:
-        """End the profile early, with the steps so far."""
+    def on_end(self, state: TrainState) -> None:
+        """End the profile if it runs, with the steps so far."""
         if self._recording is not None:
-            self._end(self._state)
+            self._end(state)
+
+    def on_rewind(self, state: TrainState) -> None:
+        """End the profile if it runs, with the steps up to the spike."""
+        self.on_end(state)
+
+    def close(self) -> None:
+        """Discard the profile if it runs, without waiting for the device, which may wait for a rank that is gone."""
+        if self._recording is not None:
+            self._ranges.close()
+            self._recording.discard(wait=False)
+            self._recording = None
+
+    def _has_traces(self, state: TrainState) -> bool:
+        """Return whether a profile of these steps has been written."""
+        return any(trace_path(self._folder, state.world.rank, done + 1).exists() for done in self._steps)
 
     def _begin_if_due(self, state: TrainState) -> None:
         if state.progress.steps not in self._steps:
             return
         try:
-            self._recording = Recording(state.world.device)
+            self._recording, self._first = Recording(state.world.device), state.progress.steps + 1
             self._opened = self._ranges.enter_context(named_ranges(state))
             self._next_step(state)
         except Exception as error:
@@ -71,8 +88,7 @@ class Profile(Callback):
             self._ranges.close()
             self._recording.stop()
             state.heart.again()
-            written = self._recording.write(self._folder, state.world.rank)
-            state.heart.again()
+            written = self._recording.write(self._folder, state.world.rank, self._first, state.heart.again)
             self._recording, self._steps = None, range(0)
             if state.world.is_first:
                 log.info(_told(state, written))

@@ -9,6 +9,7 @@ from torch import nn
 
 from fastdiff.config.deepspeed import DsConfig, zero_stage
 from fastdiff.config.run import RunConfig
+from fastdiff.console import log
 from fastdiff.errors import require
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
@@ -31,7 +32,7 @@ def choose(config: RunConfig, ds_config: DsConfig, saved: Mapping[str, Any] | No
         config: of the run.
         ds_config: the resolved DeepSpeed JSON.
         saved: the manifest of the checkpoint that the run resumes from; None: a new run. Under ``auto`` a run of ZeRO-0
-            keeps its engine: the losses of two engines differ by rounding.
+            keeps its engine, if it can: the losses of two engines differ by rounding.
 
     Raises:
         ConfigError: the flat engine is asked for, and cannot train this run.
@@ -71,7 +72,13 @@ def build_engine(
     saved: Mapping[str, Any] | None = None,
 ) -> Engine:
     """Build the engine that ``choose`` names; see there and the engines for the arguments."""
-    if choose(config, ds_config, saved) == "flat":
+    kind, before = choose(config, ds_config, saved), None if saved is None else saved.get("engine")
+    if kind == "deepspeed" and before == "flat" and config.performance.engine == "auto" and world.is_first:
+        reason = _unsupported(config, ds_config)
+        log.warning(
+            "the flat engine trained this run, DeepSpeed goes on; losses differ by rounding. No flat %s", reason
+        )
+    if kind == "flat":
         from fastdiff.training.engines.flat import FlatEngine
 
         return FlatEngine(model, config, ds_config, world)

@@ -7,7 +7,6 @@ buffer, whose dtype may be wider, and reduces that range of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +23,9 @@ _BUCKET_MIB = 64
 class DataParallel:
     """A network whose gradients are added up over all ranks.
 
+    With several ranks a step has two more passes over the gradients: DDP copies them into its buckets, and the hook
+    adds those to the flat buffer.
+
     Args:
         model: on its device.
         places: of its parameters in the flat buffers.
@@ -33,12 +35,13 @@ class DataParallel:
     def __init__(self, model: nn.Module, places: Sequence[Place], gradients: Gradients) -> None:
         self._places, self._gradients = places, gradients
         self._numbers = {id(place.parameter): number for number, place in enumerate(places)}
-        # Parameters without a gradient count as zeros. With this search the buckets also keep the order of the network.
+        # With this search parameters without a gradient count as zeros, and torch does not rebuild the buckets in the
+        # order in which gradients come: neighbours stay neighbours.
         self._ddp = DistributedDataParallel(
-            model, gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=True,
-            bucket_cap_mb=_BUCKET_MIB,
+            _WithUnused(model, places[0].parameter), gradient_as_bucket_view=True, broadcast_buffers=False,
+            find_unused_parameters=True, bucket_cap_mb=_BUCKET_MIB,
         )  # fmt: skip
-        self._ddp.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
+        self._ddp.register_comm_hook(None, lambda state, bucket: self.reduce(bucket))
 
     def __call__(self, *inputs: Tensor, reduces: bool, **condition: Tensor) -> Tensor:
         """Run the forward pass.
@@ -51,21 +54,35 @@ class DataParallel:
         self._ddp.require_backward_grad_sync = reduces
         return self._ddp(*inputs, **condition)  # type: ignore[no-any-return]
 
-    def _reduce(self, bucket: Any) -> Future[Tensor]:
-        """Reduce the sums of the parameters of a ``GradBucket``, whose own buffer stays as it is and is unused."""
-        numbers = [self._numbers[id(parameter)] for parameter in bucket.parameters()]
-        self._gradients.add(numbers, bucket.gradients())
-        works = [
-            torch.distributed.all_reduce(self._gradients.buffer[first:end], async_op=True)
-            for first, end in self._ranges(numbers)
-        ]
+    def reduce(self, bucket: Any) -> Future[Tensor]:
+        """Reduce the sums of the parameters of a ``GradBucket``, whose own buffer stays as it is and is unused.
+
+        Raises:
+            RuntimeError: the parameters are no neighbours in the flat buffer.
+        """
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        found = {self._numbers[id(p)]: gradient for p, gradient in pairs if id(p) in self._numbers}
+        first, last = min(found), max(found)
+        if last - first + 1 != len(found):
+            raise RuntimeError(f"a bucket has parameters {sorted(found)} of the network, expected neighbours")
+        self._gradients.add(list(found), list(found.values()))
+        sums = self._gradients.buffer[self._places[first].offset : self._places[last].end]
+        arrived: Future[Any] = torch.distributed.all_reduce(sums, async_op=True).get_future()
         unused = bucket.buffer()
-        futures: list[Future[Any]] = [work.get_future() for work in works]
-        arrived = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
         return arrived.then(lambda _: unused)
 
-    def _ranges(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the ranges of the flat buffers that these parameters fill; one if they are neighbours."""
-        ordered = sorted(numbers)
-        cuts = [0, *(k for k, (a, b) in enumerate(pairwise(ordered), start=1) if b != a + 1), len(ordered)]
-        return [(self._places[ordered[a]].offset, self._places[ordered[b - 1]].end) for a, b in pairwise(cuts)]
+
+class _WithUnused(nn.Module):
+    """A network, and one parameter that it never uses: DDP warns of its search if all parameters are used.
+
+    It is the last: torch fills buckets from the end, so that it never has one of its own.
+    """
+
+    def __init__(self, network: nn.Module, like: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.unused = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+
+    def forward(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
+        """Run the network."""
+        return self.network(*inputs, **condition)  # type: ignore[no-any-return]

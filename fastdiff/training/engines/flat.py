@@ -1,5 +1,6 @@
 """Engine without DeepSpeed, for ZeRO stage 0: flat buffers, one pass over them per step, and nothing read by the host.
 
+The host waits once per step, when the update is queued: for the flags of the ranks (``parallel.consensus``).
 Each rank has all weights and moments. The averages and checkpoints of a parameter are made by one rank.
 """
 
@@ -100,6 +101,10 @@ class FlatEngine(Engine):
         else:
             self._gradients.end_micro_batch()
         self._micro += 1
+
+    def named_calls(self) -> dict[str, list[tuple[object, str]]]:
+        """Return the start of the reduction of a bucket, if there are several ranks."""
+        return {} if self._ranks is None else {"reduce": [(self._ranks, "reduce")]}
 
     def attach(self, averages: Ema) -> None:
         """Move the averages in the update."""

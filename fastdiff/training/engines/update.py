@@ -1,7 +1,7 @@
 """One update of flat buffers: unscaled and clipped gradient, AdamW, averages and the copy in 16 bits.
 
 On a GPU this is one kernel per ``Part``, which reads on the device whether the step is skipped. On a CPU, whose host
-has the answer at hand, AdamW is torch's own and rounds as it does under DeepSpeed.
+has the answer at hand, AdamW is torch's own and rounds as it does under DeepSpeed: its numbers are not rounded to fp32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastdiff_kernels.adamw import adamw, step_numbers
 from fastdiff_kernels.adamw.norm import clip, norm
 from fastdiff_kernels.adamw8bit.blocks import Blocks, build_blocks
 from fastdiff_kernels.adamw8bit.kernels import adamw8bit
-from fastdiff_kernels.adamw8bit.reference import DeviceStep, Extras, Moments, Step
+from fastdiff_kernels.adamw8bit.reference import DeviceStep, Extras, Moments, Step, with_shrink
 from fastdiff_kernels.dispatch import choose
 
 _OWN = 8
@@ -41,6 +41,7 @@ class Update:
         self._config, self._parts, self._views = config, parts, views
         device = parts[0].grad.device
         is_8bit, chosen = config.name == "adamw8bit", choose(config.name, parts[0].flat.master)
+        # On a CPU plain torch and the compiled 8-bit AdamW get their numbers and the answer to skip from the host.
         self._by_host = device.type == "cpu" and (chosen == "reference" or (is_8bit and chosen == "compile"))
         self._numbers = torch.zeros(_OWN, device=device)
         self._number = torch.zeros((), dtype=torch.int64, device=device)
@@ -82,6 +83,7 @@ class Update:
             return
         config, shares = self._config, [] if self.averages is None else self.averages.shares(applied)
         numbers = step_numbers(number, lr, config.betas, config.eps, config.weight_decay)
+        numbers = with_shrink(numbers) if self._blocks else numbers
         if not self._by_host or self._blocks:
             self._send([*numbers, *shares], number)
         for index, part in enumerate(self._parts):

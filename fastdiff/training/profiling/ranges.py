@@ -71,6 +71,9 @@ def named_ranges(state: TrainState, make: Opener | None = None) -> Iterator[Open
     backward``, ``hooks`` (DeepSpeed's own work around blocks and gradients), ``reduce``, ``consensus``, ``optimizer``,
     ``averages`` and ``callbacks``. Hooks and calls are outside of compiled code.
 
+    The flat engine has no ``hooks``. Its ``reduce`` only starts the reduction of a bucket, whose end has no range, and
+    its ``averages`` is empty, because ``optimizer`` moves them.
+
     Args:
         state: of the run.
         make: opens a range; None: one for the profiler and NVTX.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 VIEWER, MEMORY_VIEWER = "https://ui.perfetto.dev", "https://pytorch.org/memory_viz"
 _ALLOCATIONS = 1_000_000
 """Events of the allocator that a snapshot keeps, the newest."""
+_TRACE = ".json.gz"
+"""Extension of a trace."""
 _TAIL, _END = 16, b"}"
 """Bytes to read at the end of a trace, and the last character of a complete one."""
 
@@ -41,10 +43,15 @@ class Recording:
         self._profiler = profile(
             activities=activities, record_shapes=detailed, profile_memory=detailed and not self._on_gpu
         )
-        self._profiler.start()
-        self._runs = True
-        if self._on_gpu and detailed:
+        self._runs = False
+        if self._on_gpu and detailed:  # first: if it fails, no profiler runs
             torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
+        try:
+            self._profiler.start()
+        except BaseException:
+            self.discard()
+            raise
+        self._runs = True
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -61,8 +68,14 @@ class Recording:
         self._runs = False
         self._profiler.stop()
 
-    def write(self, folder: Path, rank: int) -> list[Path]:
+    def write(self, folder: Path, rank: int, first: int, alive: Callable[[], None]) -> list[Path]:
         """Write the files of a stopped recording and return their paths: the trace, then the snapshot if there is one.
+
+        Args:
+            folder: for the files.
+            rank: of this process.
+            first: number of the first step in the recording, for the names of the files.
+            alive: called between the parts, which take long.
 
         Raises:
             OSError: a file could not be written; nothing is left of it.
@@ -70,36 +83,47 @@ class Recording:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(prefix=f".rank-{rank}-", dir=folder) as scratch:
-                return [path.replace(folder / path.name) for path in self._files(Path(scratch), rank)]
+                files = self._files(Path(scratch), f"rank-{rank}-from-{first}", alive)
+                return [path.replace(folder / path.name) for path in files]
         finally:
             self.discard()
 
-    def _files(self, scratch: Path, rank: int) -> Iterator[Path]:
+    def _files(self, scratch: Path, name: str, alive: Callable[[], None]) -> Iterator[Path]:
         """Write the files of ``write`` one after the other to another folder."""
-        raw = scratch / "trace.json"
-        self._profiler.export_chrome_trace(str(raw))
-        _require_complete(raw)
-        path = trace_path(scratch, rank)
-        with raw.open("rb") as source, gzip.open(path, "wb", compresslevel=5) as file:
-            shutil.copyfileobj(source, file, 2**20)
+        # Uncompressed it is large: not on the disk of the run, which a background save may need meanwhile.
+        with TemporaryDirectory() as local:
+            raw = Path(local) / "trace.json"
+            self._profiler.export_chrome_trace(str(raw))
+            _require_complete(raw)
+            alive()
+            path = scratch / f"{name}{_TRACE}"
+            with raw.open("rb") as source, gzip.open(path, "wb", compresslevel=5) as file:
+                shutil.copyfileobj(source, file, 2**20)
+        alive()
         yield path
         if self._on_gpu and self._detailed:
-            path = scratch / f"memory-rank-{rank}.pickle"
+            path = scratch / f"memory-{name}.pickle"
             torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+            alive()
             yield path
 
-    def discard(self) -> None:
-        """End the recording without files, if it runs, and release the history of the allocator."""
-        if self._runs:
+    def discard(self, *, wait: bool = True) -> None:
+        """End the recording without files, if it runs, and release the history of the allocator.
+
+        Args:
+            wait: False: not for the kernels of a GPU, on which torch's profiler waits when it ends; there it then
+                records until the process ends.
+        """
+        if self._runs and (wait or not self._on_gpu):
             with suppress(RuntimeError):
                 self.stop()
         if self._on_gpu and self._detailed:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def trace_path(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's trace."""
-    return folder / f"rank-{rank}.json.gz"
+def trace_path(folder: Path, rank: int, first: int) -> Path:
+    """Return the file of a rank's trace that begins with step ``first``, counted from 1."""
+    return folder / f"rank-{rank}-from-{first}{_TRACE}"
 
 
 def _require_complete(raw: Path) -> None:
@@ -110,4 +134,4 @@ def _require_complete(raw: Path) -> None:
             file.seek(max(0, raw.stat().st_size - _TAIL))
             tail = file.read()
     if not tail.rstrip().endswith(_END):
-        raise OSError("torch could not write the trace; is the disk full?")
+        raise OSError(f"torch could not write the trace to {raw.parent}; is that disk full? TMPDIR names another")

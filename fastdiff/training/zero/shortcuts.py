@@ -1,9 +1,12 @@
-"""Work of DeepSpeed's ZeRO-3 that a step can do without; its results are equal to the bit.
+"""Work of DeepSpeed's ZeRO-3 that a step can do without; its results are equal to the bit, if every parameter is used.
 
 - Its linear layer adds the bias in an operation of its own: the whole output is read and written again, and in 16 bits
   rounded twice, unlike at other stages.
 - A single rank joins its gradients, divides them by one, sends them to itself and cuts them up.
 - The fp32 gradients of a step are joined in new memory, although they lie side by side.
+
+Of a parameter that gets no gradient in a step DeepSpeed's ZeRO-3 applies the last one again. Here it counts as zero, as
+at other stages; with an optimizer on the host it stays as it is.
 """
 
 from __future__ import annotations
@@ -37,11 +40,24 @@ def leave_gradients_in_place(wrapper: Any) -> None:
     if not wrapper.offload_optimizer:
         own = wrapper._prepare_fp32_grad_for_sub_group
         wrapper._prepare_fp32_grad_for_sub_group = partial(_set_gradient, wrapper, own)
+        wrapper.independent_gradient_partition_epilogue = partial(
+            _end_backward, wrapper, wrapper.independent_gradient_partition_epilogue
+        )
+
+
+def _end_backward(wrapper: Any, own: Any) -> None:
+    """Clear the gradients of parameters that have had none since the last step: the buffer holds those of that step."""
+    own()
+    given, rank = wrapper._offload_boundary_param_ids, wrapper._get_param_partition_rank
+    for group, parameters in enumerate(wrapper.fp16_groups):
+        for p, gradient in zip(parameters, wrapper.averaged_gradients[group], strict=True):
+            if p.ds_id not in given and p.partition_numel() * rank(p) < p.ds_numel:  # else padding alone
+                gradient.zero_()
 
 
 def _set_gradient(wrapper: Any, otherwise: Any, group: int) -> None:
     flat, parts = wrapper.fp32_partitioned_groups_flat[group], wrapper.averaged_gradients[group]
-    if parts[0].dtype != flat.dtype or not _adjoin(parts):
+    if parts[0].dtype != flat.dtype or not _adjoin(parts) or sum(p.numel() for p in parts) != flat.numel():
         otherwise(group)
         return
     flat.grad = torch.as_strided(parts[0], (flat.numel(),), (1,))

@@ -16,7 +16,7 @@ from fastdiff_kernels.adamw import step_numbers
 from fastdiff_kernels.adamw8bit.blocks import Blocks, Slice, Whole, build_blocks, find_straddling
 from fastdiff_kernels.adamw8bit.companding import BLOCK
 from fastdiff_kernels.adamw8bit.kernels import adamw8bit, largest
-from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step
+from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step, with_shrink
 
 __all__ = ["BLOCK", "AdamW8bit", "Slice"]
 
@@ -197,8 +197,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def _numbers(group: dict[str, Any], number: int, seed: int) -> Step:
-    beta1, _, beta2, _, shrink, rate, correction, eps = step_numbers(
-        number, group["lr"], group["betas"], group["eps"], group["weight_decay"]
+    beta1, _, beta2, _, shrink, rate, correction, eps = with_shrink(
+        step_numbers(number, group["lr"], group["betas"], group["eps"], group["weight_decay"])
     )
     return Step(
         number=number, beta1=beta1, beta2=beta2, shrink=shrink, rate=rate, correction=correction, eps=eps, seed=seed

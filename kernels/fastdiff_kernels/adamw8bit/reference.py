@@ -34,7 +34,7 @@ class Step:
     beta1: float
     beta2: float
     shrink: float
-    """``1 - lr * weight_decay``."""
+    """``1 - lr * weight_decay``; as fp32 it is wrong by up to 3e-8, as in every earlier version."""
     rate: float
     """``lr / (1 - beta1^number)``."""
     correction: float
@@ -45,19 +45,24 @@ class Step:
 
     @property
     def numbers(self) -> Sequence[float]:
-        """As ``adamw.step_numbers`` returns them."""
+        """As ``with_shrink`` returns them."""
         betas = (self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
         return *betas, self.shrink, self.rate, self.correction, self.eps
 
 
+def with_shrink(numbers: Sequence[float]) -> tuple[float, ...]:
+    """Return the numbers of ``adamw.step_numbers`` with ``shrink`` instead of the decay, which this op keeps."""
+    return *numbers[:4], 1 - numbers[4], *numbers[5:]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceStep:
-    """The numbers of one step on the device of the parameters, so that a CUDA graph stays right in the next step."""
+    """The numbers of one step on the device of the parameters."""
 
     number: Tensor
     """int64 scalar, from 1."""
     numbers: Tensor
-    """fp32 ``[8]``: those of ``adamw.step_numbers``."""
+    """fp32 ``[8]``: those of ``with_shrink``."""
     seed: int = 0
     """As in ``Step``."""
 

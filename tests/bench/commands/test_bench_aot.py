@@ -123,7 +123,6 @@ def test_every_kernel_compiles_in_every_dtype(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from bench.commands import aot
 from bench.cases import KERNELS, cases
 from bench.commands import aot
 from bench.records.record import Log

@@ -8,23 +8,30 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from bench import BenchError
 from bench.commands.emit import PRESETS
 from bench.correctness.baseline import Baseline
-from bench.emission import budget, report
-from bench.emission.blocks import Block, Emission, Layout, Node, Pass, Product
-from bench.emission.rates import ENGINES
+from bench.emission import budget, lowering, network, report
+from bench.emission.blocks import Block, Emission, Layout, Node, Opaque, Pass, Product
+from bench.emission.rates import ENGINES, FIRST
 from bench.emission.worker import emitted
 from bench.records.fingerprint import ROOT
-from bench.records.record import RESULTS, Measurement
+from bench.records.record import RESULTS, Measurement, read_all
+from fastdiff_kernels import attention, packed_attention
+from fastdiff_kernels.attention import Machine
+from tests.support.waiting import LIMIT_S
 
 KEPT = RESULTS / "emission"
 """If torch or a block changed and the figures with them: ``python -m bench emit`` writes a new record; delete none."""
 
 
-def test_the_blocks_of_dit_are_not_worse_than_kept() -> None:
+def test_the_blocks_of_dit_copy_nothing_and_are_not_worse_than_kept() -> None:
     emission = emitted("dit-xl-2-256", 64, 90, depth=2)
+    (dit,) = emission.blocks
+    assert [(way, one.copies) for way, one in dit.passes] == [("forward", 0), ("backward", 0)]
+    assert dit.restrided == 0
     against_kept("dit-xl-2-256", emission, totals=False)
 
 
@@ -35,6 +42,10 @@ def test_whole_networks_are_not_worse_than_kept(preset: str) -> None:
 
 
 def against_kept(preset: str, emission: Emission, *, totals: bool) -> None:
+    """Compare with the newest record, if it is of this torch: another one writes other code."""
+    kept = max((one.fingerprint for one in read_all([KEPT])), key=lambda fingerprint: fingerprint.date)
+    if kept.torch != torch.__version__:
+        return
     rows = [row for row in report.rows(preset, emission.blocks, {}) if totals or row.provider != "step"]
     cases = {row.case for row in rows}
     text, worse = Baseline.read(KEPT, report.BENCH, lambda row: row.case in cases).compare(rows)
@@ -42,6 +53,7 @@ def against_kept(preset: str, emission: Emission, *, totals: bool) -> None:
     assert f"{len(rows)} compared" in text, text
 
 
+@pytest.mark.nightly
 def test_a_transposed_stream_is_noticed() -> None:
     """Its strides are those of patches that a convolution wrote: each tangent is copied, and inputs inside the ops."""
     code = """
@@ -58,7 +70,8 @@ assert block.output.strides == (256 * 128, 1, 256), block.output
 assert (block.restrided, block.backward.copies) == (2, 3), (block.restrided, block.backward.opaque)
 """
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
 
 
@@ -115,21 +128,64 @@ def test_products_reach_most_of_the_rate_and_never_more(rows: int, columns: int,
 
 def test_operations_of_products_convolutions_and_attention() -> None:
     heads = (2, 16, 256, 72)
-    attention = Product("_scaled_dot_product_cudnn_attention", (heads, heads, heads), heads)
-    assert budget.operations(attention) == 4 * 2 * 16 * 256 * 256 * 72
+    forward = Product("_scaled_dot_product_cudnn_attention", (heads, heads, heads), heads)
+    assert budget.operations(forward) == 4 * 2 * 16 * 256 * 256 * 72
     back = Product("_scaled_dot_product_cudnn_attention_backward", (heads, heads, heads, heads), heads)
-    assert budget.operations(back) == 2.5 * budget.operations(attention)
+    assert budget.operations(back) == 2.5 * budget.operations(forward)
+    assert budget.operations(back, attention_backward=2.0) == 2 * budget.operations(forward)
+    packed, out, lse = (2, 256, 3, 16, 72), (2, 256, 16 * 72), (2, 16, 256)
+    short = Product("short_attention", (packed,), out)
+    assert budget.operations(short) == budget.operations(forward)
+    short_back = Product("short_attention_backward", (out, out, lse, packed), packed)
+    assert budget.operations(short_back) == budget.operations(back)
     maps, weight = (2, 320, 64, 64), (640, 320, 3, 3)
     convolution = Product("convolution", (maps, weight), (2, 640, 64, 64))
     assert budget.operations(convolution) == 2 * 640 * 320 * 9 * 2 * 64 * 64
     assert budget.operations(Product("addmm", ((8,), (4, 6), (6, 8)), (4, 8))) == 2 * 4 * 6 * 8
 
 
+def test_attention_of_packed_projections_is_chosen_for_the_gpu_and_is_a_product() -> None:
+    here, cpu = Machine("cuda", (9, 0), network.CUDNN), torch.device("cpu")
+    with network._attention_on(here):
+        assert attention.machine(cpu) == packed_attention.machine(cpu) == here
+    assert attention.machine(cpu) == packed_attention.machine(cpu) == Machine("cpu")
+    graph = torch.fx.Graph()
+    packed = graph.placeholder("qkv")
+    node = graph.call_function(torch.ops.fastdiff.short_attention.default, (packed,))
+    assert [lowering._is_product(one) for one in (packed, node)] == [False, True]
+    op = Opaque(str(node.target), 1, 100, copied_bytes=10)
+    forward = block().forward
+    assert forward is not None
+    before = forward.streamed
+    forward.nodes.append(op.counted())
+    forward.opaque.append(op)
+    assert forward.streamed == before + 10, "its copies stream, its products do not"
+
+
+def test_attention_in_blocks_leaves_the_operations_outside() -> None:
+    """Its kernels repeat the scores, 2.5 times the forward's operations; the network is counted with 2."""
+    heads = (2, 16, 256, 64)
+    forward = Product("_scaled_dot_product_flash_attention", (heads, heads, heads), heads)
+    backward = Product("_scaled_dot_product_flash_attention_backward", (heads, heads, heads, heads), heads)
+    found = block()
+    assert found.forward is not None
+    assert found.backward is not None
+    found.forward.products, found.backward.products = [forward], [backward]
+    inside = 2 * 3 * budget.operations(forward) / 2  # of two blocks, per sample
+    exact, more = (
+        budget.items(Emission([found], 2, 0, 0, flops, 0.0, 0), 2, ENGINES["flat"], "mid")["outside the blocks"]
+        for flops in (inside, inside + 550e12)
+    )
+    assert (exact, more) == (0, pytest.approx(1e3))
+    with pytest.raises(BenchError, match=r"the blocks have .* operations per sample, expected at most"):
+        budget.items(Emission([found], 2, 0, 0, 0.9 * inside, 0.0, 0), 2, ENGINES["flat"], "mid")
+
+
 def test_less_copying_and_a_leaner_engine_are_faster() -> None:
     toy = Emission([block(restrided=2)], 2, 10**9, 300, 1e12, 1e6, 1)
     straight = replace(toy, blocks=[block()])
-    slow = budget.throughput(toy, 64, ENGINES["zero1"], "mid")
-    assert slow < budget.throughput(straight, 64, ENGINES["zero1"], "mid")
+    slow = budget.throughput(toy, 64, ENGINES[FIRST], "mid")
+    assert slow < budget.throughput(straight, 64, ENGINES[FIRST], "mid")
     rates = [budget.throughput(toy, 64, engine, "mid") for engine in ENGINES.values()]
     assert rates == sorted(rates)
     assert budget.items(toy, 64, ENGINES["flat"], "mid")["synchronisations"] == 0

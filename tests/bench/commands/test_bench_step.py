@@ -306,7 +306,11 @@ def test_a_mistake_is_one_clear_error(
 
 def test_a_workload_takes_the_batch_of_its_preset_or_the_given_one() -> None:
     """And does not accumulate a batch that was not the preset's."""
-    assert Workload(preset="sd2-512").case == "sd2-512, 4x64x64, batch 2048, bf16, micro 16"
+    automatic = Workload(preset="sd2-512")
+    assert automatic.case == "sd2-512, 4x64x64, batch 2048, bf16, micro auto"
+    decided = automatic.decided({"micro": 16})
+    assert (decided.case, decided.facts["micro"]) == ("sd2-512, 4x64x64, batch 2048, bf16, micro 16", 16)
+    assert Workload(preset="digits").decided({"micro": 3}) == Workload(preset="digits")
     assert Workload(preset="sd2-512", batch=8).case == "sd2-512, 4x64x64, batch 8, bf16"
     named = Workload(preset="digits", deepspeed="zero3", compile=True, kernels="reference", recompute=True)
     assert named.provider == "fastdiff zero3 compiled recompute kernels=reference"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 from bench import BenchError
-from bench.tracing import budget
+from bench.tracing import budget, command, program
 from bench.tracing.breakdown import break_down
 from bench.tracing.classes import CLASSES, IDLE, of_kernel, of_operator
 from bench.tracing.events import parse, read
 from fastdiff.parallel.world import World
 from fastdiff.train import train
+from fastdiff.training.build import build
 from fastdiff.training.profiling.recording import trace_path
 from tests.support.runs import launch, tiny
 
@@ -24,7 +26,7 @@ from tests.support.runs import launch, tiny
 def test_the_trace_of_a_run_adds_up(world: World, digits: Path, tmp_path: Path) -> None:
     """Every class of the network has time, no more than the wall time in all; every phase has operators."""
     train(tiny(digits, tmp_path / "run", 4, performance__profile="1:3"), launch(1), world)
-    trace = read(trace_path(tmp_path / "run" / "profile", 0))
+    trace = read(trace_path(tmp_path / "run" / "profile", 0, 2))
     found = break_down(trace)
     begin, end = trace.steps[0].begin, trace.steps[-1].end
     assert (found.steps, found.on_device) == (2, False)
@@ -66,9 +68,13 @@ def kernel(name: str, begin: float, duration: float, launched: float, thread: in
 
 
 def test_kernels_of_a_gpu_have_its_time() -> None:
-    """Computation hides communication and copies beside it; the tail after the host's last step counts."""
+    """Computation hides communication and copies beside it; the tail after the host's last step counts.
+
+    What was launched before the first step does not, even if it ends in it.
+    """
     vectorized = "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor>"
     events = [
+        *kernel(vectorized, -20, 5, launched=-30), *kernel(vectorized, -2, 7, launched=-28),
         host("step 1", 0, 100), host("forward", 0, 40), host("backward", 40, 30), host("optimizer", 70, 20),
         host("aten::mm", 5, 3),
         *kernel("nvjet_hsh_128x256_64x4_2x1", 10, 20, launched=6),
@@ -88,6 +94,7 @@ def test_kernels_of_a_gpu_have_its_time() -> None:
     assert found.wall == pytest.approx(110e-6)
     assert found.idle_share == pytest.approx(38 / 110)
     assert found.launches == {"data": 0, "forward": 1, "backward": 4, "step": 1, "averages": 0, "other": 0}
+    assert sum(found.operations.values()) == 6
 
 
 def microseconds(seconds: dict[str, float]) -> dict[str, float]:
@@ -106,6 +113,9 @@ def microseconds(seconds: dict[str, float]) -> dict[str, float]:
         ("Memset (Device)", "elementwise"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("triton_red_fused_native_layer_norm_1", "norms"),
+        ("triton_poi_fused__to_copy_add_mul_silu_3", "elementwise"),
+        ("triton_poi_fused_convolution_5", "elementwise"),
+        ("triton_per_fused__to_copy_convolution_native_group_norm_2", "norms"),
     ],
 )
 def test_kernels_by_name(name: str, kind: str) -> None:
@@ -139,6 +149,29 @@ def test_the_budget_of_a_product_is_its_arithmetic_or_its_bytes() -> None:
     assert update == ((0, 4 * 64 * 32), 1)
     assert addition == ((0, 2 * 4 * 64 * 32), 1)
     assert set(counted.work) <= set(CLASSES)
+
+
+def test_a_trace_is_kept_without_memory_for_its_budget(world: World, digits: Path, tmp_path: Path) -> None:
+    """The step that counts the work runs out of memory; other errors of it are not hidden."""
+    errors = [torch.OutOfMemoryError("CUDA out of memory"), ValueError("another")]
+    taken = 0
+
+    def step() -> None:
+        nonlocal taken
+        taken += 1
+        if taken % 3 == 0:
+            raise errors[taken // 3 - 1]
+        torch.ones(8).add_(1)
+
+    with ExitStack() as stack:
+        state = build(tiny(digits, tmp_path / "run"), launch(1), world, stack).state
+        facts = program.trace(state, step, tmp_path, steps=1)
+        with pytest.raises(ValueError, match="another"):
+            program.trace(state, step, tmp_path, steps=1)
+    found = break_down(read(Path(str(facts["trace"]))))
+    told = command.text(found, json.loads(str(facts["work"])))
+    assert "no budget" in told
+    assert "elementwise" in told
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:

@@ -94,6 +94,28 @@ def test_online_batches_are_those_of_the_shards(images: Path, pipeline: Path, tm
             torch.testing.assert_close(first.condition[name], second.condition[name], rtol=2e-3, atol=1e-4)
 
 
+def test_a_large_micro_batch_is_encoded_in_parts(images: Path, pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the memory beside the step, which ``--batch.micro auto`` leaves to the encoders, is bounded."""
+    pixels = torch.randint(256, (11, 32, 32, 3), dtype=torch.uint8)
+    parts: list[int] = []
+    with open_images(config(images), pipeline) as online:
+        encode_part = online.encoder.encode
+        whole = encode_part(pixels)
+
+        def counted(part: torch.Tensor) -> torch.Tensor:
+            parts.append(len(part))
+            return encode_part(part)
+
+        monkeypatch.setattr(online.encoder, "encode", counted)
+        torch.testing.assert_close(online.encode(pixels), whole)
+        assert parts == [8, 3]
+        stored = [load_file(file) for part in ("vae", "text_*") for file in pipeline.glob(f"{part}/*.safetensors")]
+        weights = sum(value.numel() * 4 for tensors in stored for value in tensors.values())
+        first_block = 8 * 32 * 32 * json.loads((pipeline / "vae/config.json").read_text())["block_out_channels"][0] * 4
+        assert online.encoder_bytes() >= weights / 2 + first_block  # the decoder of the autoencoder may be left out
+        assert online.encoder_bytes() < weights + 10 * first_block
+
+
 def test_a_random_subset_is_that_of_the_seed(images: Path, pipeline: Path) -> None:
     def names(seed: int, **changes: Any) -> list[str]:
         with open_images(config(images, max_samples=5, **changes), pipeline, seed) as online:
