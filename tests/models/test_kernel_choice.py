@@ -183,7 +183,13 @@ def test_short_attention_is_forced_where_the_layers_allow_it() -> None:
         (f"blocks.{n}.attn", "short", "asked for") for n in (0, 1)
     ]
     changes = {"size": 32, "channels": 3, "width": 64, "channel_mult": (1, 1), "res_blocks": 1}
-    changes |= {"attention_resolutions": (32, 16), "heads": 1, "qkv_order": "qkv_major", "classes": 0}
+    changes |= {
+        "attention_resolutions": (32, 16),
+        "heads": 1,
+        "qkv_order": "qkv_major",
+        "classes": 0,
+        "learn_sigma": True,
+    }
     config = replace(preset("dit-s-8-256"), model=AdmConfig(**changes))
     rows = kernel_choice.choices(performance(config, attention="short"), CPU)
     found = {c.why: c.forward for _, c in rows if c.op == "attention"}
