@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdiff.config.networks.dit import DiTConfig
-from fastdiff.models.biases import summed_later, without_bias
 from fastdiff.models.blockwise import BlockwiseModel, is_compiled, run_block
+from fastdiff.models.dit.biases import summed_later, without_bias
 from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedder, position_table
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.adaln import gated_modulated_norm, modulated_norm, residual_modulated_norm
