@@ -56,7 +56,7 @@ class PerformanceConfig:
     """FIRST:LAST: profile the steps after step FIRST, up to and including step LAST (0:3 are the first three), at most
     50, on every rank: <run folder>/profile/rank-N-from-STEP.json.gz, STEP the first one in it, for
     https://ui.perfetto.dev and, on a GPU, a snapshot of the memory. The steps are slower, and their losses the same. A
-    run that ends before LAST writes none. Empty: none."""
+    run that is stopped before LAST writes none. Empty: none."""
 
     def __post_init__(self) -> None:
         self.kernel_backends()
