@@ -16,7 +16,7 @@ from fastdiff.batch import Condition
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
-from fastdiff.models.dit.network import DiT, DiTBlock, FinalLayer
+from fastdiff.models.dit.network import AdaLNModulation, Attention, DiT, FinalLayer, Mlp
 from fastdiff.models.kernel_choice import compiles
 from fastdiff.models.load import build_network
 
@@ -84,16 +84,36 @@ class PlainDiT(DiT):
 
     def __init__(self, config: DiTConfig, *, recompute: bool = False) -> None:
         super().__init__(config, recompute=recompute)
-        self.blocks = nn.ModuleList(_Block(config, "sdpa") for _ in range(config.depth))
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
         self.final_layer = _FinalLayer(config)
 
 
-class _Block(DiTBlock):
+class _Block(nn.Module):
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.attn = _Attention(config.hidden, config.heads, (config.size // config.patch) ** 2)
+        self.mlp = _Mlp(config.hidden, int(config.hidden * config.mlp_ratio))
+        self.adaLN_modulation = AdaLNModulation(config.hidden, 6)
+
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         """See ``DiTBlock``."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(6, dim=1)
         tokens = tokens + gate_a.unsqueeze(1) * self.attn(_modulated(tokens, shift_a, scale_a))
         return cast(Tensor, tokens + gate_m.unsqueeze(1) * self.mlp(_modulated(tokens, shift_m, scale_m)))
+
+
+class _Attention(Attention):
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        """Map ``[B, T, D] -> [B, T, D]``."""
+        query, key, value = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value)  # [B, H, T, D / H]
+        return cast(Tensor, self.proj(attended.transpose(1, 2).flatten(2)))
+
+
+class _Mlp(Mlp):
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        """Map ``[B, T, D] -> [B, T, D]``."""
+        return cast(Tensor, self.fc2(F.gelu(self.fc1(tokens), approximate="tanh")))
 
 
 class _FinalLayer(FinalLayer):
@@ -103,7 +123,7 @@ class _FinalLayer(FinalLayer):
         return cast(Tensor, self.linear(_modulated(tokens, shift, scale)))
 
 
-PlainDiT.block_classes = (_Block,)
+PlainDiT.block_classes = (_Block,)  # type: ignore[assignment]
 
 
 def _modulated(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

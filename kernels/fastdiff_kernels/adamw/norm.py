@@ -1,8 +1,8 @@
 """The norm of a flat gradient, and what follows from it on the device: the clip factor, and whether to skip the step.
 
 ``norm = sqrt(sum(grad^2))``, groups of eight elements in fp32 and the sum of the groups in fp64, rounded to fp32 once.
-The order is fixed, without atomics: each of at most 1024 programs adds up a range of its own, and a second launch adds
-up the programs. Bytes per element: 2 in bf16, 4 in fp32, and 16 per program.
+The order is fixed: each of at most 1024 programs adds up a range of its own, and a second launch adds up the
+programs. Bytes per element: 2 in bf16, 4 in fp32, and 16 per program.
 
 Clipping is that of ``torch.nn.utils.clip_grad_norm_`` (Pascanu et al. 2013, "On the difficulty of training recurrent
 neural networks", algorithm 1). A norm that is NaN or infinite, as that of one such element or beyond 1.8e19, skips.
