@@ -100,22 +100,16 @@ def _take_all_steps(run: Run) -> None:
 
 def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks) -> None:
     """Take optimizer steps until the run has seen its samples; ``batches`` are this rank's micro-batches."""
-    config, engine, objective, meters, guard = state.config, state.engine, state.objective, state.meters, state.guard
+    config, objective, meters, guard = state.config, state.objective, state.meters, state.guard
 
     while state.progress.samples < config.samples:
         meters.start_step(state.progress.steps)
         for _ in range(config.batch.accumulation(state.world.size)):
             with meters.phase("data"):
                 batch = next(batches)
-            with meters.phase("forward"):
-                corruption = objective.corrupt(batch, engine)
-                prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
-                losses = objective.loss(prediction, batch, corruption)  # [micro, C, H, W] -> [micro]
-            meters.add(losses, batch.position, corruption.levels, corruption.importance, objective.parts)
-            discard = guard.observe(losses)
-            engine.backward(losses.mean(), discard=discard)
+            state.passes(batch)
         objective.timesteps.end_step(state.world)
-        state.applied = guard.take_step(engine)
+        state.applied = guard.take_step(state.engine)
         state.progress = state.progress.after(config.batch.samples, applied=state.applied, discarded=guard.discarded)
         if state.applied:
             state.ema.update(state.progress.applied)

@@ -47,6 +47,7 @@ FREE = (
     "divergence.limit",
     "performance.device",
     "performance.engine",
+    "performance.cuda_graph",
     "performance.recompute",
     "performance.profile",
 )

@@ -131,31 +131,26 @@ class Gradients:
         self._parameters = [place.parameter for place in places]
         self.views = [place.of(self.buffer) for place in places]
         """The part of each parameter, in its shape."""
-        self._has_some = False
+        self.has_some = False
+        """Whether the buffer has gradients of this step; otherwise the next ones overwrite it."""
 
     def add(self, which: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Add gradients of the parameters with these numbers; the first of a step overwrite what was there."""
         views = [self.views[number] for number in which]
-        if self._has_some:
+        if self.has_some:
             torch._foreach_add_(views, list(gradients))
         else:
             torch._foreach_copy_(views, list(gradients))
 
     def collect(self) -> None:
-        """Add all ``.grad``, and remove them."""
+        """Add all ``.grad``."""
         found = [(number, p.grad) for number, p in enumerate(self._parameters) if p.grad is not None]
-        if len(found) < len(self._parameters) and not self._has_some:
+        if len(found) < len(self._parameters) and not self.has_some:
             self.buffer.zero_()
         if found:
             self.add([number for number, _ in found], [gradient for _, gradient in found])
-        self.end_micro_batch()
 
-    def end_micro_batch(self) -> None:
-        """Remove all ``.grad``; the next ones are added to what is there."""
+    def release(self) -> None:
+        """Remove all ``.grad``."""
         for parameter in self._parameters:
             parameter.grad = None
-        self._has_some = True
-
-    def end_step(self) -> None:
-        """Let the next micro-batch overwrite the sums."""
-        self._has_some = False

@@ -95,12 +95,29 @@ class FlatEngine(Engine):
 
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
         """Add the gradient of ``loss``, divided by the number of micro-batches of all ranks."""
-        (loss * ((math.nan if discard else 1.0) / self._summands)).backward()  # type: ignore[no-untyped-call]
+        self.add_gradient(loss * math.nan if discard else loss)
+        self.end_micro_batch()
+
+    def add_gradient(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss`` by the device alone: the part of ``backward`` that a CUDA graph can hold."""
+        (loss * (1.0 / self._summands)).backward()  # type: ignore[no-untyped-call]
         if self._ranks is None or not self._is_last:
             self._gradients.collect()
-        else:
-            self._gradients.end_micro_batch()
+        self._gradients.release()
+
+    def end_micro_batch(self) -> None:
+        """Count a micro-batch whose gradient is added."""
+        self._gradients.has_some = True
         self._micro += 1
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether the next micro-batch is the first of its step."""
+        return self._micro == 0
+
+    def discard(self) -> None:
+        """Make the step change nothing, as if its gradient were not finite; after its last micro-batch."""
+        self._gradients.buffer[0].fill_(math.nan)
 
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
         """Return the start of the reduction of a bucket, if there are several ranks."""
@@ -119,7 +136,7 @@ class FlatEngine(Engine):
         """Take the optimizer step, unless the gradient is not finite."""
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self._update.take(self._steps + 1, self.lr, self._applied + 1)
-        self._gradients.end_step()
+        self._gradients.has_some = False
         self._micro = 0
 
     def settle(self, *, skipped: bool) -> bool:
