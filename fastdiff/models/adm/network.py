@@ -49,6 +49,7 @@ class AdmUNet(BlockwiseModel):
     """
 
     block_classes = (ResBlock, AttentionBlock)
+    channels_last = True
     inputs = ("label", "low_res", "position")
     config: AdmConfig
 

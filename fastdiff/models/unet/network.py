@@ -40,8 +40,8 @@ _SIZES = 6
 class UNet(BlockwiseModel):
     """UNet that predicts noise, velocity or clean latents from noisy latents, a time and a caption.
 
-    Feature maps are channels_last from the first convolution to the last; the weights stay contiguous. Initial weights
-    are torch's own for each layer, drawn from its global generator in the order in which diffusers draws them.
+    Feature maps are channels_last from the first convolution to the last. Initial weights are torch's own for each
+    layer, drawn from its global generator in the order in which diffusers draws them.
 
     Args:
         config: shape of the network.
@@ -50,6 +50,7 @@ class UNet(BlockwiseModel):
     """
 
     block_classes = (ResBlock, TransformerBlock)
+    channels_last = True
     inputs = ("context", "pooled", "time_ids")
     config: UNetConfig
 

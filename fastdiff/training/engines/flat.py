@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import DsConfig, zero_stage
 from fastdiff.config.run import RunConfig
+from fastdiff.models.build import Model
 from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
@@ -38,7 +39,7 @@ class FlatEngine(Engine):
 
     kind = "flat"
 
-    def __init__(self, model: nn.Module, config: RunConfig, ds_config: DsConfig, world: World) -> None:
+    def __init__(self, model: Model, config: RunConfig, ds_config: DsConfig, world: World) -> None:
         precision = config.performance.precision
         self.stage, self.ds_config = zero_stage(ds_config), ds_config
         self.frozen_bytes, self.buffer_bytes = frozen_bytes(model, precision), buffer_bytes(model, precision)
@@ -46,7 +47,8 @@ class FlatEngine(Engine):
         self._model, self._config, self._device = model, config, world.device
         self._accumulation = config.batch.accumulation(world.size)
         self._summands = world.size * self._accumulation
-        places = places_of(model)
+        # The 8-bit AdamW has scales of elements that are neighbours in the parameter, at every ZeRO stage.
+        places = places_of(model, channels_last=model.channels_last and config.optim.name == "adamw")
         self._master, self._copy = move_into(places, model, DTYPES[precision], world.device)
         sums = config.performance.sums if self._summands > 1 else precision
         self._gradients = Gradients(places, DTYPES[sums], world.device)
