@@ -73,6 +73,7 @@ def run(
             state.engine = cast(Any, _TimedEngine(timer, state.engine))
             state.objective = cast(Any, _TimedObjective(timer, state.objective))
             state.ema = cast(Any, _TimedEma(timer, state.ema))
+        if phases or traced is not None:  # a graph shows no parts
             state.passes = Passes(state.engine, state.objective, state.meters, state.guard)
         try:
             take_steps(state, stream, Observed(callbacks, AfterStep(timer)))

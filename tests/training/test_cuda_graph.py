@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import DdpmConfig, FlowConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.data.loading.build import build_order
@@ -174,6 +176,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"performance__engine": "deepspeed"}, "cuda_graph with --performance.engine deepspeed.*: use flat"),
     ({"performance__profile": "1:2"}, "cuda_graph with --performance.profile 1:2: .* without the graph"),
     ({"timesteps": TimestepConfig(density="importance")}, "with --timesteps.density importance: .* another density"),
+    (
+        {"model": UNetConfig(), "pretrained": PretrainedConfig(path="pipeline"), "data__online": True},
+        "with --data.online: .* write shards",
+    ),
 ]
 
 
