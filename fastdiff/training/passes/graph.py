@@ -19,6 +19,7 @@ from torch import Tensor
 from fastdiff.batch import Batch
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
+from fastdiff.models.cost.memory import exhausted
 from fastdiff.training.engines.flat import FlatEngine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
@@ -31,8 +32,6 @@ They load and tune all kernels: those of the first micro-batch of a step, and th
 """
 Section = Callable[[], Tensor]
 """Work of the device alone; returns the losses ``[micro]``."""
-Capture = Callable[[Section], Section]
-"""Returns a replay of a section, whose losses have the same memory each time."""
 
 
 class GraphPasses(Passes):
@@ -43,20 +42,12 @@ class GraphPasses(Passes):
         objective: of the run; its timesteps do not learn from losses.
         meters: of the run.
         guard: of the run.
-        capture: what makes a replay of the passes; None: ``CudaGraphs``.
     """
 
-    def __init__(
-        self,
-        engine: FlatEngine,
-        objective: Objective,
-        meters: Meters,
-        guard: StepGuard,
-        capture: Capture | None = None,
-    ) -> None:
+    def __init__(self, engine: FlatEngine, objective: Objective, meters: Meters, guard: StepGuard) -> None:
         super().__init__(engine, objective, meters, guard)
         self._flat = engine
-        self._capture = CudaGraphs() if capture is None else capture
+        self._capture = CudaGraphs()
         self._replays: dict[bool, Section] = {}
         """By whether the micro-batch is the first of its step."""
         self._static: Batch | None = None
@@ -121,7 +112,7 @@ class CudaGraphs:
         self._pool: Any = None
 
     def __call__(self, section: Section) -> Section:
-        """Capture a section, which does not run yet.
+        """Capture a section, which does not run yet; return its replay, whose losses have the same memory each time.
 
         Raises:
             ConfigError: it does what a graph cannot, such as a read by the host.
@@ -131,10 +122,11 @@ class CudaGraphs:
             # Only this thread is checked: others load data and write checkpoints meanwhile, on streams of their own.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 losses = section()
-        except torch.cuda.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            reason = " ".join(str(error).split())[:300]
+            if exhausted(error):
+                raise
+            # The end of a capture that failed is an error, too, and says less.
+            reason = " ".join(str(error.__context__ or error).split())[:300]
             raise ConfigError(
                 f"--performance.cuda_graph: this run cannot be captured ({reason}); leave the flag out"
             ) from error
