@@ -1,4 +1,4 @@
-"""``fastdiff launch``: start a run on this machine, over ssh, by Slurm or on Kubernetes."""
+"""``fastdiff train`` and ``fastdiff launch``: start a run on this machine, over ssh, by Slurm or on Kubernetes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,32 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from fastdiff.config.argument_types import Subcommands, count, local_path
+from fastdiff.config.argument_types import Parser, Subcommands, count, local_path
+from fastdiff.console import write_line
 from fastdiff.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastdiff.cluster.launchers.job import Job
 
 _EXAMPLES = """\
-TRAIN FLAGS are the flags of fastdiff/train.py, after a --. Repeat the command to resume the run.
+TRAIN FLAGS are those of `fastdiff train`, after a --. Repeat the command to resume the run.
 
   fastdiff launch local --ranks 8 -- --preset digits
   fastdiff launch hosts --hostfile hosts --submit -- --preset digits
-  fastdiff launch slurm --nodes 2 --ranks-per-node 8 --time 8:00:00 --sbatch gpus-per-node=8 --submit -- --preset digits
+  fastdiff launch slurm --nodes 2 --ranks-per-node 8 --time 8:00:00 --submit -- --preset digits
   fastdiff launch k8s --nodes 2 --ranks-per-node 8 --image registry/fastdiff --pvc data:/data -- --preset digits
 """
 
 
+TRAIN = "train"
+
+
 def add(commands: Subcommands) -> None:
-    """Register the command."""
+    """Register the commands; ``fastdiff train`` parses its own flags."""
+    train = commands.add_parser(TRAIN, help="train, or resume, on the GPUs of this machine", add_help=False)
+    train.set_defaults(run=_train)
     parser = commands.add_parser(
         "launch",
         help="start a run on one or many machines, supervised",
@@ -35,7 +41,7 @@ def add(commands: Subcommands) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    targets = parser.add_subparsers(required=True, metavar="TARGET")
+    targets = parser.add_subparsers(required=True, metavar="TARGET", dest="target")
     _add_local(targets)
     _add_hosts(targets)
     _add_slurm(targets)
@@ -45,7 +51,7 @@ def add(commands: Subcommands) -> None:
 def _add_target(targets: Subcommands, name: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = targets.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("--no-preflight", dest="preflight", action="store_false", help="do not check the nodes first")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- TRAIN FLAGS", help="flags of fastdiff/train.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- TRAIN FLAGS", help="flags of `fastdiff train`")
     return parser
 
 
@@ -135,14 +141,41 @@ def _job(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> Job:
             f"{' '.join(flags) or 'no flags'}: the flags of the run go after a --, as in -- --preset digits"
         )
     job = Job(nodes=nodes, ranks_per_node=ranks_per_node, preflight=arguments.preflight, flags=tuple(flags[1:]))
-    job.check()
+    job.check(elsewhere=arguments.target != "local")
     return job
 
 
+def _train(arguments: argparse.Namespace) -> None:
+    """Train under a supervisor, as ``fastdiff launch local`` does; ``arguments.flags`` are those of the run and two."""
+    from fastdiff.cluster.launchers.job import Job
+    from fastdiff.config import command_line
+    from fastdiff.config import deepspeed as deepspeed_config
+    from fastdiff.parallel.visible_gpus import visible_gpus
+
+    parser = Parser(prog="fastdiff train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--ranks", type=count)
+    parser.add_argument("--no-preflight", dest="preflight", action="store_false")
+    own, flags = parser.parse_known_args(arguments.flags)
+    launch, config = command_line.parse(flags)
+    gpus = 0 if config.performance.device == "cpu" else visible_gpus()
+    ranks = own.ranks or max(1, gpus)
+    job = Job(nodes=1, ranks_per_node=ranks, preflight=own.preflight, flags=tuple(flags))
+    job.check()
+    if launch.dry_run:
+        command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, ranks))
+        return
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {f'GPUs, {gpus} visible' if gpus else 'the CPU'}"
+    write_line(f"fastdiff: {config.output.folder}: {config.steps:,} steps; starting {where}")
+    _supervise(job)
+
+
 def _local(arguments: argparse.Namespace) -> None:
+    _supervise(_job(arguments, 1, arguments.ranks))
+
+
+def _supervise(job: Job) -> NoReturn:
     from fastdiff.cluster.supervisor import main as supervisor
 
-    job = _job(arguments, 1, arguments.ranks)
     # In this process, which has imported half of it. Port 0: the supervisor chooses a free one.
     sys.exit(supervisor.main(job.arguments("127.0.0.1", 0)))
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.run import RunConfig
-from fastdiff.errors import ConfigError
+from fastdiff.console import write_line
+from fastdiff.data.loading.fit import check_data_set
+from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.files import write_output
 
 SUPERVISOR = "fastdiff.cluster.supervisor.main"
@@ -28,17 +30,29 @@ class Job:
     flags: tuple[str, ...]
     """Flags of ``fastdiff/train.py``."""
 
-    def check(self) -> RunConfig:
+    def check(self, *, elsewhere: bool = False) -> RunConfig:
         """Return the configuration of the run; raise the errors of its ranks before any process starts.
 
+        Args:
+            elsewhere: whether the ranks run on other machines; a data set that is not here is then a warning.
+
         Raises:
-            ConfigError: the flags contradict one another or do not fit the number of ranks.
+            ConfigError: the flags contradict one another, or do not fit the number of ranks or the data set.
+            DataError: the data set is missing or damaged.
+            StorageError: the data set cannot be read.
             SystemExit: 0 after ``--help``, 2 after a wrong flag.
         """
         launch, config = command_line.parse(self.flags)
         ranks = self.nodes * self.ranks_per_node
         config.batch.require_divisible(ranks)
         deepspeed_config.resolve(launch.deepspeed, config, ranks)
+        try:
+            if not launch.dry_run:
+                check_data_set(config, launch.preset)
+        except (DataError, StorageError) as error:
+            if not elsewhere:
+                raise
+            write_line(f"fastdiff: warning: seen from this machine: {error}")
         return config
 
     def arguments(self, master: str, port: int | str) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import shlex
 from collections.abc import Callable
 
 from fastdiff.config.data import DataConfig
@@ -173,10 +175,27 @@ PRESETS: dict[str, Preset] = {
 } | {f"dit-{letter.lower()}-{patch}-256": _dit(letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
 
 
+def shown_presets() -> str:
+    """Return the names of all presets in a few words: the published DiTs have twelve names of one form."""
+    sizes, patches = ("|".join(str(part).lower() for part in parts) for parts in (DIT_SIZES, DIT_PATCHES))
+    return ", ".join([*(name for name in PRESETS if not name.startswith("dit-")), f"dit-({sizes})-({patches})-256"])
+
+
+def encode_command(name: str | None, path: str) -> str:
+    """Return the command that makes the data set of a preset, or of any run, at ``path``."""
+    for line in (inspect.getdoc(PRESETS[name]) or "").splitlines() if name in PRESETS else []:
+        words = line.split()
+        if words[:2] == ["fastdiff", "encode"]:
+            return shlex.join([*words[:3], path, *words[4:]])
+        if words[:1] == ["make"]:
+            return line.strip()
+    return shlex.join(["fastdiff", "encode", "IMAGES", path])
+
+
 def preset(name: str) -> RunConfig:
     """Return the preset called ``name``; for an unknown name, ConfigError with similar names."""
     if name not in PRESETS:
         near = [known for known in PRESETS if known.startswith(name)] or difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {' or '.join(near)}? " if 0 < len(near) <= 4 else ""
-        raise ConfigError(f"--preset {name}: unknown; {hint}presets: {', '.join(PRESETS)}")
+        raise ConfigError(f"--preset {name}: unknown; {hint}presets: {shown_presets()}")
     return PRESETS[name]()
