@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             near = difflib.get_close_matches(value, action.choices, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            self.error(f"{value}: unknown {action.metavar}; {hint}expected one of {', '.join(action.choices)}")
+            self.error(f"{value}: unknown {str(action.metavar).lower()}; {hint}expected one of {', '.join(action.choices)}")
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
@@ -86,6 +86,11 @@ def _address_refused(text: str) -> str:
 def count(text: str) -> int:
     """Parse a whole number from 1 to ``LARGEST``."""
     return _count(text, LARGEST)
+
+
+def count_or_zero(text: str) -> int:
+    """Parse a whole number from 0 to ``LARGEST``."""
+    return 0 if text == "0" else count(text)
 
 
 def at_most(most: int) -> Callable[[str], int]:

@@ -136,7 +136,7 @@ def test_the_cpu_on_purpose(digits: Path, tmp_path: Path) -> None:
     assert "this machine has an NVIDIA GPU that torch cannot use" in shown.output
     asked = gpu.run(*by_flag)
     assert asked.code == 0, asked.output
-    assert "1 ranks x 16 samples x 1 micro-batches on cpu" in asked.output
+    assert "on cpu: 1 ranks x 16 samples x 1 micro-batches" in asked.output
     own = [*flags(tiny(digits, tmp_path / "run", steps=2)), "--performance.device", "auto"]
     hidden = gpu.run_script(TRAIN, *own, CUDA_VISIBLE_DEVICES="")
     assert hidden.code == 0, hidden.output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastdiff.config import command_line
@@ -16,6 +16,8 @@ from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.files import write_output
 
 SUPERVISOR = "fastdiff.cluster.supervisor.main"
+CORES_PER_RANK = 8
+"""Cores that a launcher asks for by default: for the rank itself, its readers of data and its saves."""
 PORTS = range(20_000, 30_000)
 """Ports below the ephemeral range of Linux."""
 
@@ -54,6 +56,12 @@ class Job:
                 raise
             write_line(f"fastdiff: warning: seen from this machine: {error}")
         return config
+
+    def on_gpus(self, config: RunConfig) -> Job:
+        """Return the job whose ranks refuse a node without a GPU, unless its flags choose the device."""
+        if config.performance.device != "auto":
+            return self
+        return replace(self, flags=(*self.flags, "--performance.device", "cuda"))
 
     def arguments(self, master: str, port: int | str) -> list[str]:
         """Return the arguments of the supervisors, without ``--node-rank``, which precedes them.
