@@ -12,7 +12,9 @@ if __name__ == "__main__":
     # start.
     gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `listening`: nothing to save, and no traceback of an import
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # until `listening`: nothing to save, and no traceback of an import
     # A script has its own folder first on the path, where packages would shadow modules of the same name.
     _own = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _own]

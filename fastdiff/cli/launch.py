@@ -23,7 +23,7 @@ TRAIN FLAGS are those of `fastdiff train`, after a --. Repeat the command to res
   fastdiff launch local --ranks 8 -- --preset digits
   fastdiff launch hosts --hostfile hosts --submit -- --preset digits
   fastdiff launch slurm --nodes 2 --ranks-per-node 8 --time 8:00:00 --submit -- --preset digits
-  fastdiff launch k8s --nodes 2 --ranks-per-node 8 --image registry/fastdiff --pvc data:/data --secret hub -- --preset digits
+  fastdiff launch k8s --nodes 2 --ranks-per-node 8 --image registry/fastdiff --pvc data:/data -- --preset digits
 """
 
 

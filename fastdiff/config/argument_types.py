@@ -37,7 +37,9 @@ class Parser(argparse.ArgumentParser):
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             near = difflib.get_close_matches(value, action.choices, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            self.error(f"{value}: unknown {str(action.metavar).lower()}; {hint}expected one of {', '.join(action.choices)}")
+            self.error(
+                f"{value}: unknown {str(action.metavar).lower()}; {hint}expected one of {', '.join(action.choices)}"
+            )
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:

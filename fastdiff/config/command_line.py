@@ -31,7 +31,6 @@ from fastdiff.config.run_record import as_json
 from fastdiff.errors import ConfigError
 from fastdiff.exit_message import on_first_node, say_once
 
-
 _SHORT_HELP = {"-h", "--help"}
 _HELP = _SHORT_HELP | {"--help-all"}
 

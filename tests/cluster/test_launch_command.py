@@ -454,9 +454,7 @@ def test_the_manifest_gives_every_word_literally() -> None:
     assert [mount["mountPath"] for mount in container["volumeMounts"]][1:] == ["/data", "/mnt/my runs"]
 
 
-def test_k8s_asks_for_resources_places_and_gives_no_rights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_k8s_asks_for_resources_places_and_gives_no_rights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["launch", "k8s", "--nodes", "2", "--ranks-per-node", "4", "--image", "i", "--output", str(tmp_path / "job")]
     more = ["--secret", "hub", "--toleration", "nvidia.com/gpu:NoSchedule", "--toleration", "team=vision"]
     assert main([*argv, *more, "--node-selector", "gpu=h100", "--", "--preset", "digits"]) == 0

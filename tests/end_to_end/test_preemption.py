@@ -110,7 +110,9 @@ def running(whole: list[float], digits: Path, tmp_path: Path) -> Iterator[Tree]:
 
 
 @pytest.mark.fault(12)
-@pytest.mark.parametrize("target", ["command", pytest.param("launcher", marks=pytest.mark.nightly), "launcher killed", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "target", ["command", pytest.param("launcher", marks=pytest.mark.nightly), "launcher killed", "Ctrl-C"]
+)
 def test_a_launcher_that_ends_leaves_nobody_and_loses_nothing(
     whole: list[float], digits: Path, tmp_path: Path, running: Tree, target: str
 ) -> None:

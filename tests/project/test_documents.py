@@ -115,7 +115,11 @@ def commands() -> Iterator[str]:
 
 TRAINING = sorted({line for line in commands() if re.search(r"fastdiff/train\.py|^fastdiff (launch|train)", line)})
 OTHERS = sorted(
-    {line[line.index("fastdiff ") :] for line in commands() if re.search(r"(^|-- |\d )fastdiff (?!launch|train|bench)", line)}
+    {
+        line[line.index("fastdiff ") :]
+        for line in commands()
+        if re.search(r"(^|-- |\d )fastdiff (?!launch|train|bench)", line)
+    }
 )
 
 

@@ -66,9 +66,7 @@ class Pods:
         if self.namespace is not None:
             require_name("--namespace", self.namespace, rf"(?=.{{1,63}}$){_LABEL}", f"{_LABEL_WORDS}, up to 63")
         for claim, mount in self.volumes.items():
-            require_name(
-                "--pvc", claim, _SUBDOMAIN, f"CLAIM:/PATH, CLAIM of {_LABEL_WORDS}"
-            )
+            require_name("--pvc", claim, _SUBDOMAIN, f"CLAIM:/PATH, CLAIM of {_LABEL_WORDS}")
             # The whole value: a part of an address is not recognised as one, and its password would be shown.
             value, pattern = f"{claim}:{mount}", r"[^:]*:/[^\x00-\x1f\x7f:]*"
             require_name("--pvc", value, pattern, "CLAIM:/PATH, an absolute path without colons")

@@ -39,12 +39,12 @@ def samples_flag(
     Raises:
         ConfigError: the length is given twice, or the size of the data set is unknown.
     """
+    if steps is None and epochs is None:
+        return []
     fields, _ = _field_parser().parse_known_args(list(flags))
     given = {"--samples": fields.samples, "--steps": steps, "--epochs": epochs}
     names = [name for name, value in given.items() if value is not None]
     require(len(names) <= 1, f"{' and '.join(names)}: each is the length of the run; give one of them")
-    if steps is None and epochs is None:
-        return []
     batch = fields.batch or default.batch.samples
     if epochs is not None:
         require(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import reduce
 from typing import Any
 
 from fastdiff.config.presets import PRESETS
@@ -89,7 +88,9 @@ def _line(flag: str, text: str, default: RunConfig) -> str:
 def _value(flag: str, default: RunConfig) -> Any:
     """Return the value of a field, ``-`` if this network or process has no such field or it is empty."""
     names = flag.removeprefix("--").replace("-", "_").split(".")
-    value = reduce(lambda part, name: getattr(part, name, None), names, default)
+    value: Any = default
+    for name in names:
+        value = getattr(value, name, None)
     if isinstance(value, tuple):
         value = " ".join(map(str, value))
     return "-" if value in (None, "") else value

@@ -69,7 +69,9 @@ def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
     elif info.buckets or (channels, height, width) != (config.model.channels, config.model.size, config.model.size):
         square = height == width and not info.buckets
         classes = f" --model.classes {info.classes}" if _too_few_classes(config, info) else ""
-        remedy = f"--model.channels {channels} --model.size {height}{classes}" if square else "square latents of one size"
+        remedy = (
+            f"--model.channels {channels} --model.size {height}{classes}" if square else "square latents of one size"
+        )
         raise ConfigError(
             f"{address(config.data.path)} holds latents of shape {(channels, height, width)}, the model takes "
             f"{(config.model.channels, config.model.size, config.model.size)}; use {remedy}"

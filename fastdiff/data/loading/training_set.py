@@ -10,6 +10,7 @@ from fastdiff.batch import Condition
 from fastdiff.config.run import RunConfig
 from fastdiff.data.loading.fit import CONTEXT, require_fit
 from fastdiff.data.shards.cache import open_shards_folder
+from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError
 from fastdiff.models.kernel_choice import DTYPES

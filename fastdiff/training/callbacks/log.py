@@ -19,7 +19,6 @@ from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.metrics import peak_gib
 from fastdiff.training.state import TrainState
 
-
 _LONG_S = 60.0
 """Shortest rest of a run, in seconds, whose time is logged; the bar shows it, too, but not in the file of a job."""
 

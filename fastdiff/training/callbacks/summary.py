@@ -1,4 +1,4 @@
-"""The first and the last lines of a run: its length, the choices for this machine; its loss, its files, what to do next."""
+"""The first lines of a run, its length and the choices for this machine, and the last: its loss, its files, what is next."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def summary(state: TrainState, batches: Batches, chosen: str) -> str:
     elif (state.folder / "run.json").exists():
         begin = "starting anew, the run that is here has no checkpoint; "
     lines = [
-        f"{state.folder}: {begin}{config.model.title} of {parameters / 1e6:.2f} M parameters, {config.steps:,} steps of "
-        f"{config.batch.samples:,} samples = {config.samples / images:.1f} epochs of {images:,} images",
+        f"{state.folder}: {begin}{config.model.title} of {parameters / 1e6:.2f} M parameters, {config.steps:,} steps "
+        f"of {config.batch.samples:,} samples = {config.samples / images:.1f} epochs of {images:,} images",
         f"on {world.device.type}: {world.size} ranks x {micro} samples x {accumulation} micro-batches, "
         f"ZeRO-{engine.stage}, {_precision(config)}{_tf32(world.device)}, {config.optim.name}",
         f"loader {batches.name}{_why_not_dali(config, batches, world.device)}, "
