@@ -27,13 +27,12 @@ from functools import partial
 
 from fastdiff import sanitize
 from fastdiff.batch import Batch
-from fastdiff.cluster.preflight.single_node import check_if_requested
+from fastdiff.cluster.preflight.single_node import check_files, check_if_requested
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log, quieten, write_line
-from fastdiff.data.loading.fit import check_data_set
 from fastdiff.errors import FastdiffError, Preempted, explained, is_lost_connection, report
 from fastdiff.exit_message import say_once
 from fastdiff.files import raise_open_files
@@ -146,7 +145,7 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
     if launch.dry_run:
         command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, world_size()))
         return 0
-    check_data_set(config, launch.preset)
+    check_files(config, launch.preset)
     reserve_workspaces(config.performance.deterministic)
     # The hang detection must act first: it knows more than a collective that timed out.
     world = start_world(2 * launch.hang_timeout_s, config.performance.device)

@@ -207,23 +207,12 @@ def _cores(given: int | None, ranks: int) -> int:
 
 def _train(arguments: argparse.Namespace) -> None:
     """Train under a supervisor, as ``fastdiff launch local`` does; ``arguments.flags`` are those of the run and two."""
-    from fastdiff.cluster.launchers.job import Job
-    from fastdiff.config import command_line
-    from fastdiff.config import deepspeed as deepspeed_config
-    from fastdiff.parallel.visible_gpus import visible_gpus
+    from fastdiff.cluster.launchers.job import local_job
 
     own, flags = _train_parser().parse_known_args(arguments.flags)
-    launch, config = command_line.parse(flags)
-    gpus = 0 if config.performance.device == "cpu" else visible_gpus()
-    ranks = own.ranks or max(1, gpus)
-    job = Job(nodes=1, ranks_per_node=ranks, preflight=own.preflight, flags=tuple(flags))
-    job.check()
-    if launch.dry_run:
-        command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, ranks))
-        return
-    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {f'GPUs, {gpus} visible' if gpus else 'the CPU'}"
-    write_line(f"fastdiff: {config.output.folder}: {config.steps:,} steps; starting {where}")
-    _supervise(job)
+    job = local_job(flags, own.ranks, preflight=own.preflight)
+    if job is not None:
+        _supervise(job)
 
 
 def _train_parser() -> Parser:

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from fastdiff import __version__
+import fastdiff
 from fastdiff.cli import bench, check, compare, encode, evaluate, export, launch, sample
 from fastdiff.cli.compat import command
 from fastdiff.cli.published_weights import split_fields
@@ -61,7 +61,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="fastdiff", description="Train diffusion models from sharded latents.")
-    parser.add_argument("--version", action="version", version=f"fastdiff {__version__}")
+    parser.add_argument("--version", action="version", version=f"fastdiff {fastdiff.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (encode, launch, command, check, sample, evaluate, compare, export, bench):
         module.add(commands)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fastdiff.console import write_line
 from fastdiff.data.loading.fit import check_data_set
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.files import write_output
+from fastdiff.parallel.visible_gpus import visible_gpus
 
 SUPERVISOR = "fastdiff.cluster.supervisor.main"
 CORES_PER_RANK = 8
@@ -73,6 +75,33 @@ class Job:
         sizes = ["--nodes", str(self.nodes), "--ranks-per-node", str(self.ranks_per_node)]
         preflight = [] if self.preflight else ["--no-preflight"]
         return [*sizes, "--master", master, "--port", str(port), *preflight, "--", *self.flags]
+
+
+def local_job(flags: Sequence[str], ranks: int | None, *, preflight: bool) -> Job | None:
+    """Return the job of a run on this machine, after the checks of its flags, and say what starts.
+
+    Args:
+        flags: of the run.
+        ranks: as given; None: one per visible GPU, or one on the CPU.
+        preflight: whether to check the node.
+
+    Returns:
+        The job; None after ``--dry-run``, whose result is printed.
+
+    Raises:
+        FastdiffError, SystemExit: as of ``Job.check``.
+    """
+    launch, config = command_line.parse(flags)
+    gpus = 0 if config.performance.device == "cpu" else visible_gpus()
+    ranks = ranks or max(1, gpus)
+    job = Job(nodes=1, ranks_per_node=ranks, preflight=preflight, flags=tuple(flags))
+    job.check()
+    if launch.dry_run:
+        command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, ranks))
+        return None
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {f'GPUs, {gpus} visible' if gpus else 'the CPU'}"
+    write_line(f"fastdiff: {config.output.folder}: {config.steps:,} steps; starting {where}")
+    return job
 
 
 def random_port() -> int:

@@ -1,4 +1,4 @@
-"""The first lines of a run, its length and the choices for this machine, and the last: its loss, its files, what is next."""
+"""The first lines of a run: its length, the choices for this machine; and the last: loss, files, what is next."""
 
 from __future__ import annotations
 
