@@ -253,6 +253,8 @@ def _build_engine(parts: _Parts, saved: Checkpoint | None) -> tuple[Model, Engin
     config, world = parts.config, parts.world
     draws = saved is None and not config.pretrained.weights
     whole = config.lora.rank > 0 or (draws and not family_of(config.model).draws_on_meta)
+    if world.is_first and (saved is not None or config.pretrained.weights):
+        log.info(f"loading the weights of {saved.folder if saved is not None else config.pretrained.path}")
     apart = deepspeed_config.zero_stage(parts.ds_config) == 3 and not whole
     # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
     model, weights = world.together(lambda: _build_model(config, world, saved, apart=apart))
