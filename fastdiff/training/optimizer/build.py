@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fastdiff.parallel.fragments import Flat
 from fastdiff.parallel.world import World
 from fastdiff.training.optimizer.clipping import clip_factor, norm_of
 from fastdiff.training.optimizer.lr_schedule import lr_factor
+from fastdiff.training.optimizer.second_try import with_a_second_try
 from fastdiff_kernels.adamw8bit import AdamW8bit
 
 PER_ELEMENT = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_sq_codes")
@@ -47,7 +49,7 @@ class SkipNonFinite:
         self.overflow = not torch.isfinite(norm).item()
         if not self.overflow:
             self._clip(gradients, norm)
-            super().step(closure)  # type: ignore[misc]
+            with_a_second_try(partial(super().step, closure))  # type: ignore[misc]
 
     def _clip(self, gradients: list[Tensor], norm: Tensor) -> None:
         if self.clip <= 0:

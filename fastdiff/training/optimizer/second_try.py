@@ -1,0 +1,44 @@
+"""Out of memory in the optimizer step: the rank frees what the allocator holds, and takes that part of the step again.
+
+The gradient is whole by then, and other ranks may have updated their weights: the step cannot be taken back. The
+activations are gone, so a smaller micro-batch would not help; the room is lost to memory that the allocator keeps for
+sizes that nobody asks for.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from fastdiff.console import log
+from fastdiff.models.cost.memory import exhausted
+
+T = TypeVar("T")
+
+
+def with_a_second_try(action: Callable[[], T]) -> T:
+    """Run a part of an update, and once more if it runs out of memory.
+
+    Args:
+        action: allocates what it needs before it changes anything.
+    """
+    try:
+        return action()
+    except Exception as error:
+        if exhausted(error) is None:
+            raise
+        cause = str(error).strip().split("\n")[0]
+    # Outside of the handler, whose traceback holds what the first try has allocated.
+    log.warning(f"out of memory in the optimizer step: this rank frees its cache and goes on ({cause})")
+    free_memory()
+    return action()
+
+
+def free_memory() -> None:
+    """Free what nobody uses any more: cycles of Python, and memory that the allocator of the GPU keeps."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
