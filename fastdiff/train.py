@@ -41,7 +41,8 @@ from fastdiff.standard_streams import lossy_output
 from fastdiff.training.build import Run, build
 from fastdiff.training.callbacks.base import Callbacks
 from fastdiff.training.callbacks.divergence import RewindRequest
-from fastdiff.training.out_of_memory import out_of_memory
+from fastdiff.training.memory.explanation import out_of_memory
+from fastdiff.training.memory.halving import TooLarge, run_within_memory, take_back
 from fastdiff.training.state import TrainState
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -89,37 +90,51 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
 
 
 def _take_all_steps(run: Run) -> None:
-    """Take the steps of a run to its end; rewind after each spike that requests it."""
+    """Take the steps of a run to its end; go back behind a spike, and to smaller micro-batches, where that is asked for."""
     while True:
+        rewind, cause = None, ""
         try:
             return take_steps(run.state, run.batches, run.callbacks)
         except RewindRequest as request:
             rewind = request.rewind
-        run.go_back(rewind)
+        except TooLarge as request:
+            cause = str(request)
+        if rewind is not None:
+            run.go_back(rewind)
+        else:
+            run.go_on_smaller(cause)
 
 
 def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks) -> None:
     """Take optimizer steps until the run has seen its samples; ``batches`` are this rank's micro-batches."""
-    config, engine, objective, meters, guard = state.config, state.engine, state.objective, state.meters, state.guard
+    config, meters, guard = state.config, state.meters, state.guard
 
     while state.progress.samples < config.samples:
         meters.start_step(state.progress.steps)
         for _ in range(config.batch.accumulation(state.world.size)):
             with meters.phase("data"):
                 batch = next(batches)
-            with meters.phase("forward"):
-                corruption = objective.corrupt(batch, engine)
-                prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
-                losses = objective.loss(prediction, batch, corruption)  # [micro, C, H, W] -> [micro]
-            meters.add(losses, batch.position, corruption.levels, corruption.importance, objective.parts)
-            discard = guard.observe(losses)
-            engine.backward(losses.mean(), discard=discard)
-        objective.timesteps.end_step(state.world)
-        state.applied = guard.take_step(engine)
+            run_within_memory(run_micro_batch, state, batch)
+        state.applied = guard.take_step(state.engine)
+        if guard.flags.out_of_memory:
+            raise take_back(state)
+        state.objective.timesteps.end_step(state.world)
         state.progress = state.progress.after(config.batch.samples, applied=state.applied, discarded=guard.discarded)
         if state.applied:
             state.ema.update(state.progress.applied)
         callbacks.on_step(state)
+
+
+def run_micro_batch(state: TrainState, batch: Batch) -> None:
+    """Run a micro-batch forward and backward."""
+    engine, objective, meters = state.engine, state.objective, state.meters
+    with meters.phase("forward"):
+        corruption = objective.corrupt(batch, engine)
+        prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
+        losses = objective.loss(prediction, batch, corruption)  # [micro, C, H, W] -> [micro]
+    meters.add(losses, batch.position, corruption.levels, corruption.importance, objective.parts)
+    discard = state.guard.observe(losses)
+    engine.backward(losses.mean(), discard=discard)
 
 
 def main(argv: Sequence[str]) -> int:

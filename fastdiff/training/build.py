@@ -50,8 +50,9 @@ from fastdiff.training.engines import build as engines
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
-from fastdiff.training.micro_batch import with_micro
-from fastdiff.training.out_of_memory import out_of_memory
+from fastdiff.training.memory.micro_batch import with_micro
+from fastdiff.training.memory.explanation import out_of_memory
+from fastdiff.training.memory.halving import halve
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
 from fastdiff.training.state import TrainState
@@ -117,6 +118,13 @@ class Run:
         rewind.go_behind(state)
         save_checkpoint(state, parts.checkpoints, parts.background)  # so that a kill does not repeat the rewind
         self._open()
+
+    def go_on_smaller(self, cause: str) -> None:
+        """Go on in smaller micro-batches, from the step that did not fit into the memory; called by all ranks."""
+        halve(self.state, cause)
+        self.batches.close()
+        self.batches = self._opened.enter_context(_open_batches(self.state))
+        _announce(self.state, self._parts, self.batches)
 
     def _open(self) -> None:
         """Open the parts that depend on the position of the run."""
@@ -275,7 +283,7 @@ def _announce(state: TrainState, parts: _Parts, batches: Batches) -> None:
     if state.world.is_first:
         log.info(summary(state, batches, parts.ops))
     device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
-    content = run_json(state.config, parts.launch, parts.ds_config, device)
+    content = run_json(state.config, parts.launch, state.engine.ds_config, device)
     state.world.on_first(lambda: state.files.write(parts.folder / "run.json", content, durable=False))
 
 

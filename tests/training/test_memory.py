@@ -28,7 +28,7 @@ from fastdiff.models.cost.memory import Setup, buffer_bytes, exhausted, explain,
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
-from fastdiff.training.out_of_memory import _cache_and_room, out_of_memory
+from fastdiff.training.memory.explanation import _cache_and_room, out_of_memory
 from fastdiff.training.resume import config_changes
 from fastdiff.training.state import TrainState
 from tests.support.processes import ON_CPU, ROOT

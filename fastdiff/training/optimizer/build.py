@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from fastdiff.parallel.fragments import Flat
 from fastdiff.parallel.world import World
 from fastdiff.training.optimizer.clipping import clip_factor, norm_of
 from fastdiff.training.optimizer.lr_schedule import lr_factor
-from fastdiff.training.optimizer.second_try import with_a_second_try
 from fastdiff_kernels.adamw8bit import AdamW8bit
 
 PER_ELEMENT = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_sq_codes")
@@ -49,7 +47,7 @@ class SkipNonFinite:
         self.overflow = not torch.isfinite(norm).item()
         if not self.overflow:
             self._clip(gradients, norm)
-            with_a_second_try(partial(super().step, closure))  # type: ignore[misc]
+            super().step(closure)  # type: ignore[misc]
 
     def _clip(self, gradients: list[Tensor], norm: Tensor) -> None:
         if self.clip <= 0:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from types import MethodType
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +37,23 @@ def with_a_second_try(action: Callable[[], T]) -> T:
     log.warning(f"out of memory in the optimizer step: this rank frees its cache and goes on ({cause})")
     free_memory()
     return action()
+
+
+def give_a_second_try(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``step`` of an optimizer have a second try; a gradient that the first one has clipped stays as it is."""
+
+    def step(self: torch.optim.Optimizer, closure: None = None) -> Any:
+        return with_a_second_try(partial(_step_anew, self, closure))
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _step_anew(optimizer: torch.optim.Optimizer, closure: None) -> Any:
+    """Take a step; a state that a try before has begun is created again."""
+    most = max(map(len, optimizer.state.values()), default=0)
+    for key in [key for key, state in optimizer.state.items() if "step" in state and len(state) < min(most, 3)]:
+        del optimizer.state[key]
+    return type(optimizer).step(optimizer, closure)  # type: ignore[func-returns-value]
 
 
 def free_memory() -> None:
