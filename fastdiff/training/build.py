@@ -51,7 +51,6 @@ from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 from fastdiff.training.memory.micro_batch import with_micro
-from fastdiff.training.memory.explanation import out_of_memory
 from fastdiff.training.memory.halving import halve
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
@@ -93,7 +92,7 @@ class Run:
 
     def __init__(self, parts: _Parts, state: TrainState, stack: ExitStack) -> None:
         self.state = state
-        self._is_compiled = not kernel_choice.compiles(parts.config, parts.world.device)  # or has nothing to compile
+        self._compiles, self._is_open = kernel_choice.compiles(parts.config, parts.world.device), False
         self._parts = parts
         parts.background.restored(CHECKPOINT, state.progress.steps)
         self._trackers = stack.enter_context(Trackers(state))
@@ -125,19 +124,19 @@ class Run:
         self.batches.close()
         self.batches = self._opened.enter_context(_open_batches(self.state))
         _announce(self.state, self._parts, self.batches)
+        self._compile()
+
+    def _compile(self) -> None:
+        if self._compiles and (cause := compile_all(self.state)) is not None:
+            self.go_on_smaller(cause)
 
     def _open(self) -> None:
         """Open the parts that depend on the position of the run."""
         self.batches = self._opened.enter_context(_open_batches(self.state))
         _announce(self.state, self._parts, self.batches)
-        if not self._is_compiled:
-            try:
-                compile_all(self.state)
-            except Exception as error:
-                if (told := out_of_memory(error, self.state, phase="the first forward and backward pass")) is None:
-                    raise
-                raise told from error
-            self._is_compiled = True
+        if not self._is_open:
+            self._compile()
+            self._is_open = True
         self.callbacks = _open_callbacks(self.state, self._parts, self._trackers, self._opened)
 
 

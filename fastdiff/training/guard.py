@@ -29,6 +29,7 @@ class StepGuard:
         self.accumulation = accumulation
         self.lost: str | None = None
         """Where and why this rank ran out of memory in the current step (``training.halving``); None: it has not."""
+        self._repeats = False
         self._heart = heart
         self._losses: list[Tensor] = []
 
@@ -44,16 +45,30 @@ class StepGuard:
             losses: ``[micro]`` fp32, of this rank.
 
         Returns:
-            Whether the step is to be discarded as a spike (``Engine.backward``); decided at the last micro-batch.
+            Whether the step is to be discarded (``Engine.backward``): as a spike, decided at the last micro-batch, or
+            as void.
         """
         self._heart.enter("backward")
+        if self._repeats:
+            self._repeats = False
+            return True
         self._losses.append(losses.detach())
-        return len(self._losses) == self.accumulation and self.spikes.discards(self._losses)
+        discards = len(self._losses) == self.accumulation and self.spikes.discards(self._losses)
+        return discards or self.lost is not None
 
     @property
     def observed(self) -> int:
         """Number of micro-batches of the current step whose losses are recorded."""
         return len(self._losses)
+
+    def lose(self, cause: str, *, observed: bool) -> None:
+        """Note that this rank ran out of memory: the step is void.
+
+        Args:
+            cause: where and why.
+            observed: the losses of this micro-batch are recorded; those of its repetition are not.
+        """
+        self.lost, self._repeats = cause, observed
 
     def take_step(self, engine: Engine) -> bool:
         """Take the optimizer step and meanwhile exchange the flags of the ranks; called by all ranks.

@@ -137,6 +137,7 @@ class FlatEngine(Engine):
     def resize(self, config: RunConfig, ds_config: DsConfig) -> None:
         """Go on in micro-batches of another size; sums of more than one gradient may have another dtype."""
         self._config, self.ds_config = config, ds_config
+        self._micro, self._lost = 0, False
         self._ranks = None  # a rank that was lost has left its hooks in the midst of a step
         gc.collect()
         self._gradients = self._sums()

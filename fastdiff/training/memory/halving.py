@@ -51,51 +51,50 @@ class TooLarge(RuntimeError):
     """Request for a smaller micro-batch, raised by all ranks after a void step; it tells of the first rank."""
 
 
-def run_within_memory(run: Callable[[TrainState, Batch], None], state: TrainState, batch: Batch) -> None:
+Passes = Callable[[TrainState, Batch], None]
+"""Runs a micro-batch of this rank forward and backward."""
+
+
+def run_within_memory(run: Passes, state: TrainState, batch: Batch, *, phase: str | None = None) -> None:
     """Run a micro-batch forward and backward; called by all ranks.
 
     Args:
-        run: the passes; a rank that is out of memory in them goes on with the first sample.
+        run: the passes; a rank that has run out of memory in them runs them for its first sample.
         state: of the run.
         batch: of this rank.
+        phase: the part of the run that needs the memory; None: that of the heartbeat.
     """
     guard = state.guard
     if guard.lost is not None:
-        _run_one(state, batch, observed=False)
+        _run_one(run, state, batch)
         return
     before = guard.observed
     try:
         return run(state, batch)
     except Exception as error:
-        guard.lost = _cause(error, state)
-        if guard.lost is None:
+        if (cause := _cause(error, phase or state.heart.phase, state)) is None:
             raise
+        guard.lose(cause, observed=guard.observed > before)
     # Outside of the handler: the traceback would keep the activations.
     free_memory()
     with state.engine.catching_up():
-        _run_one(state, batch, observed=guard.observed > before)
+        _run_one(run, state, batch)
 
 
-def _cause(error: Exception, state: TrainState) -> str | None:
+def _run_one(run: Passes, state: TrainState, batch: Batch) -> None:
+    """Run the first sample of a micro-batch, for the collectives alone."""
+    with torch.compiler.set_stance("force_eager"):  # a size that never comes again
+        run(state, batch.first(1))
+
+
+def _cause(error: Exception, phase: str, state: TrainState) -> str | None:
     """Return where and why the memory of a pass did not suffice; None if half a micro-batch is no remedy."""
     whose = None if isinstance(error, FastdiffError) else exhausted(error)
     micro = state.config.batch.per_rank(state.world.size)
     if whose is None or micro == 1 or (whose == "host" and state.world.device.type == "cuda"):
         return None
     reason = (str(error).strip() or "no reason given").splitlines()[0]
-    return f"out of memory in {state.heart.phase} on rank {state.world.rank} ({reason})"
-
-
-def _run_one(state: TrainState, batch: Batch, *, observed: bool) -> None:
-    """Run the first sample of a micro-batch, for the collectives alone; ``observed``: its losses are recorded."""
-    engine, objective, one = state.engine, state.objective, batch.first(1)
-    with torch.compiler.set_stance("force_eager"):  # a size that never comes again
-        corruption = objective.corrupt(one, engine)
-        prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
-        losses = objective.loss(prediction, one, corruption, recorded=False)
-        if not observed:
-            state.guard.observe(losses)
-        engine.backward(losses.mean(), discard=True)
+    return f"out of memory in {phase} on rank {state.world.rank} ({reason})"
 
 
 def take_back(state: TrainState) -> TooLarge:
@@ -103,8 +102,15 @@ def take_back(state: TrainState) -> TooLarge:
     state.meters.take_back()
     state.guard.spikes.take_back()
     state.objective.timesteps.take_back()
+    cause = first_cause(state)
+    assert cause is not None
+    return TooLarge(cause)
+
+
+def first_cause(state: TrainState) -> str | None:
+    """Return on every rank where and why the first one ran out of memory, and forget it; None if none did."""
     lost, state.guard.lost = state.guard.lost, None
-    return TooLarge(next(cause for cause in state.world.gather(lost) if cause is not None))
+    return next((cause for cause in state.world.gather(lost) if cause is not None), None)
 
 
 def halve(state: TrainState, cause: str) -> None:
@@ -119,6 +125,6 @@ def halve(state: TrainState, cause: str) -> None:
     state.engine.resize(config, deepspeed_config.with_micro(state.engine.ds_config, config, ranks))
     if state.world.is_first:
         log.warning(
-            f"{cause}: step {state.progress.steps + 1} is taken again, in {accumulation} micro-batches of {half} "
-            f"samples per rank, not {micro}; the losses are equal up to rounding (--batch.micro)"
+            f"{cause}: from step {state.progress.steps + 1} on in {accumulation} micro-batches of {half} samples per "
+            f"rank, not {micro} (--batch.micro); the losses are equal up to rounding"
         )

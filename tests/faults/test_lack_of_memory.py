@@ -1,0 +1,160 @@
+"""Out of memory in the midst of a step: the run goes on in smaller micro-batches as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastdiff.config.launch_options import Launch
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.console import log
+from fastdiff.parallel.fragments import Fragment
+from fastdiff.parallel.world import World
+from fastdiff.train import take_steps, train
+from fastdiff.training.build import build
+from fastdiff.training.callbacks.compilation import compile_all
+from tests.support.forked import forked_ranks, values
+from tests.support.injected.lack_of_memory import Lack, fail, lacking
+from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, newest, records, tiny
+
+pytestmark = [pytest.mark.fault(31), pytest.mark.timeout(600)]
+
+STEPS, SAMPLES = 4, 16
+MODULES = ("x_embedder", "blocks.0", "blocks.0.attn", "blocks.1.mlp.fc1", "final_layer")
+"""From the begin of the network to its end; ZeRO-3 gathers each block as one."""
+LIMIT = 1e-6
+"""Of the losses of any step, and of weights, averages and moments, each together; relative, in fp32."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run, and where its ranks run out of memory."""
+
+    ranks: int
+    engine: str
+    stage: int
+    lacks: tuple[Lack, ...]
+
+    @property
+    def plain(self) -> str:
+        """Name of the undisturbed run."""
+        return f"{self.engine}-{self.stage}-on-{self.ranks}"
+
+    def config(self, data: Path, folder: Path) -> RunConfig:
+        batch = BatchConfig(samples=SAMPLES, micro=8 // self.ranks)
+        return tiny(
+            data, folder, STEPS, batch=batch, ema__power_stds=(0.1,), optim__clip=0.5,
+            performance__engine=self.engine, optim__lr=1e-3,
+        )  # fmt: skip
+
+
+KINDS = (("flat", 0), ("deepspeed", 0), ("deepspeed", 3))
+"""Engine and ZeRO stage."""
+
+
+def drawn(count: int) -> list[Trial]:
+    """Draw trials: every kind of run and every part of a step in turn, at random places."""
+    chance, found = random.Random(20), []
+    for number in range(count):
+        ranks, (engine, stage) = 1 + number % 2, KINDS[number // 2 % 3]
+        where = ("backward", "forward", "step")[number // 6 % 3]
+        place = chance.randrange(ranks), chance.randrange(STEPS), chance.randrange(2), chance.choice(MODULES)
+        found.append(Trial(ranks, engine, stage, (Lack(where, *place),)))  # type: ignore[arg-type]
+    return found
+
+
+def run_trials(world: World, digits: Path, folder: Path, trials: list[Trial]) -> list[list[Lack]]:
+    """Run them and their undisturbed runs; return the lacks that occurred on this rank."""
+    occurred = []
+    for number, trial in enumerate(trials):
+        start = launch(trial.stage)
+        if not (world.on_first((folder / trial.plain).exists)):
+            train(trial.config(digits, folder / trial.plain), start, world)
+        with lacking(world, *trial.lacks) as here:
+            train(trial.config(digits, folder / f"{trial.ranks}-{number}"), start, world)
+        occurred.append(here)
+    return occurred
+
+
+def run_everywhere(world: World, digits: Path, folder: Path, trials: list[Trial]) -> None:
+    """Run trials on one and on two ranks; each lack must occur."""
+    for ranks in (1, 2):
+        own = [trial for trial in trials if trial.ranks == ranks]
+        if ranks == 1:
+            found = [run_trials(world, digits, folder, own)]
+        else:
+            found = values(forked_ranks(run_trials, digits, folder, own, timeout_s=20 * len(own) + 60))
+        for number, trial in enumerate(own):
+            assert {lack for rank in found for lack in rank[number]} == set(trial.lacks), trial
+            assert_as_if_nothing_happened(folder / f"{ranks}-{number}", folder / trial.plain, trial)
+
+
+def assert_as_if_nothing_happened(folder: Path, plain: Path, trial: Trial) -> None:
+    halved = any(lack.where != "step" for lack in trial.lacks)
+    assert micro_of(folder) == (8 // trial.ranks // 2 if halved else 8 // trial.ranks), trial
+    for found, expected in zip(losses(folder), losses(plain), strict=True):
+        assert found == pytest.approx(expected, rel=LIMIT), trial
+    logs = [[(r["step"], r["samples"], r["lr"].hex(), r["skipped"]) for r in records(run)] for run in (folder, plain)]
+    assert logs[0] == logs[1], trial
+    assert newest(folder).manifest["progress"] == newest(plain).manifest["progress"], trial
+    for kind in kinds(plain):
+        assert difference(folder, plain, kind) <= LIMIT, (trial, kind)
+
+
+def micro_of(folder: Path) -> int:
+    """The micro-batch in the record of a run, the same as in its newest checkpoint."""
+    record = json.loads((folder / "run.json").read_text())
+    micro: int = record["config"]["batch"]["micro"]
+    assert record["deepspeed"]["train_micro_batch_size_per_gpu"] == micro
+    assert newest(folder).manifest["config"]["batch"]["micro"] == micro
+    return micro
+
+
+def kinds(folder: Path) -> list[str]:
+    """Masters, averages and moments."""
+    return ["master", *(f"ema/{name}" for name in newest(folder).averages), "exp_avg", "exp_avg_sq"]
+
+
+def difference(folder: Path, plain: Path, kind: str) -> float:
+    """The norm of the difference of all parameters together, relative."""
+    found, expected = (
+        torch.cat([
+            run.slice(kind, Fragment(name, 0, math.prod(shape), 0)).double()
+            for name, shape in run.manifest["parameters"].items()
+        ])
+        for run in (newest(folder), newest(plain))
+    )  # fmt: skip
+    return float((found - expected).norm() / expected.norm())
+
+
+FEW = [
+    Trial(1, "flat", 0, (Lack("backward", 0, 1, 1, "blocks.0"),)),
+    Trial(1, "deepspeed", 3, (Lack("forward", 0, 0, 0, "blocks.1.mlp.fc1"),)),
+    Trial(2, "flat", 0, (Lack("backward", 1, 1, 1, "blocks.0.attn"),)),
+    Trial(2, "deepspeed", 0, (Lack("forward", 1, 2, 1, "final_layer"),)),
+    Trial(2, "deepspeed", 3, (Lack("backward", 0, 2, 0, "blocks.1.mlp.fc1"), Lack("step", 1, 3))),
+]
+
+
+def test_a_lack_of_memory_changes_nothing(world: World, digits: Path, tmp_path: Path) -> None:
+    """On one and two ranks, at stages 0 and 3, in each part of a step."""
+    run_everywhere(world, digits, tmp_path, FEW)
+
+
+@pytest.mark.nightly
+def test_a_lack_of_memory_at_random_places_changes_nothing(
+    world: World, digits: Path, tmp_path: Path, record_property: Any
+) -> None:
+    trials = drawn(20)
+    record_property("trials", len(trials))
+    run_everywhere(world, digits, tmp_path, trials)
