@@ -17,7 +17,7 @@ from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from fastdiff.config.run_record import as_json, claim, run_json, versions
+from fastdiff.config.run_record import as_json, claim, versions
 from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import build_batches, build_order, choose_loader
@@ -42,7 +42,7 @@ from fastdiff.training.callbacks.build import build_callbacks
 from fastdiff.training.callbacks.compilation import compile_all
 from fastdiff.training.callbacks.divergence import Rewind
 from fastdiff.training.callbacks.saving import CHECKPOINT, save_checkpoint
-from fastdiff.training.callbacks.summary import summary
+from fastdiff.training.callbacks.summary import announce, record
 from fastdiff.training.callbacks.trackers import Trackers, require_installed
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
@@ -123,7 +123,7 @@ class Run:
         halve(self.state, cause)
         self.batches.close()
         self.batches = self._opened.enter_context(_open_batches(self.state))
-        _announce(self.state, self._parts, self.batches)
+        record(self.state, self._parts.launch)
         self._compile()
 
     def _compile(self) -> None:
@@ -133,7 +133,7 @@ class Run:
     def _open(self) -> None:
         """Open the parts that depend on the position of the run."""
         self.batches = self._opened.enter_context(_open_batches(self.state))
-        _announce(self.state, self._parts, self.batches)
+        announce(self.state, self._parts.launch, self.batches, self._parts.ops)
         if not self._is_open:
             self._compile()
             self._is_open = True
@@ -275,15 +275,6 @@ def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Prog
     if pretrained.training:
         return parts.world.together(lambda: continue_from(Path(pretrained.path), state))
     return Progress()
-
-
-def _announce(state: TrainState, parts: _Parts, batches: Batches) -> None:
-    """Log a summary of the run, and record it in the run folder."""
-    if state.world.is_first:
-        log.info(summary(state, batches, parts.ops))
-    device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
-    content = run_json(state.config, parts.launch, state.engine.ds_config, device)
-    state.world.on_first(lambda: state.files.write(parts.folder / "run.json", content, durable=False))
 
 
 def _open_callbacks(state: TrainState, parts: _Parts, trackers: Trackers, stack: ExitStack) -> Callbacks:

@@ -25,7 +25,7 @@ from fastdiff.training.build import build
 from fastdiff.training.callbacks.compilation import compile_all
 from tests.support.forked import forked_ranks, values
 from tests.support.injected.lack_of_memory import Lack, fail, lacking
-from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, newest, records, tiny
+from tests.support.runs import assert_same_checkpoint, distance, hexes, launch, losses, newest, records, tiny
 
 pytestmark = [pytest.mark.fault(31), pytest.mark.timeout(600)]
 
@@ -108,7 +108,7 @@ def assert_as_if_nothing_happened(folder: Path, plain: Path, trial: Trial) -> No
     assert logs[0] == logs[1], trial
     assert newest(folder).manifest["progress"] == newest(plain).manifest["progress"], trial
     for kind in kinds(plain):
-        assert difference(folder, plain, kind) <= LIMIT, (trial, kind)
+        assert distance(newest(folder).full(kind), newest(plain).full(kind)) <= LIMIT, (trial, kind)
 
 
 def micro_of(folder: Path) -> int:
@@ -123,18 +123,6 @@ def micro_of(folder: Path) -> int:
 def kinds(folder: Path) -> list[str]:
     """Masters, averages and moments."""
     return ["master", *(f"ema/{name}" for name in newest(folder).averages), "exp_avg", "exp_avg_sq"]
-
-
-def difference(folder: Path, plain: Path, kind: str) -> float:
-    """The norm of the difference of all parameters together, relative."""
-    found, expected = (
-        torch.cat([
-            run.slice(kind, Fragment(name, 0, math.prod(shape), 0)).double()
-            for name, shape in run.manifest["parameters"].items()
-        ])
-        for run in (newest(folder), newest(plain))
-    )  # fmt: skip
-    return float((found - expected).norm() / expected.norm())
 
 
 FEW = [
@@ -158,3 +146,98 @@ def test_a_lack_of_memory_at_random_places_changes_nothing(
     trials = drawn(20)
     record_property("trials", len(trials))
     run_everywhere(world, digits, tmp_path, trials)
+
+
+def lack_then_end(world: World, config: RunConfig, start: Launch, *lacks: Lack) -> list[Lack]:
+    """Train with these lacks of memory; return those that occurred on this rank."""
+    with lacking(world, *lacks) as occurred:
+        train(config, start, world)
+    return occurred
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("flat", 0), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)])
+def test_sums_in_fp32_begin_with_the_second_summand(
+    world: World, digits: Path, tmp_path: Path, engine: str, stage: int
+) -> None:
+    """In bf16 a rank alone without accumulation adds up nothing; from the halving on it is as if it always had."""
+
+    def config(name: str, micro: int) -> RunConfig:
+        batch = BatchConfig(samples=SAMPLES, micro=micro)
+        precision = {"performance__precision": "bf16", "performance__engine": engine}
+        return tiny(digits, tmp_path / name, STEPS, batch=batch, **precision)
+
+    lack = Lack("backward", 0, 0, 0, "blocks.1")
+    assert lack_then_end(world, config("lacking", SAMPLES), launch(stage), lack) == [lack]
+    train(config("halves", SAMPLES // 2), launch(stage), world)
+    assert hexes(losses(tmp_path / "lacking")) == hexes(losses(tmp_path / "halves"))
+    assert_same_checkpoint(tmp_path / "lacking", tmp_path / "halves")
+
+
+def test_a_retaken_step_equals_the_first_of_a_resumed_run_in_every_bit(
+    world: World, digits: Path, tmp_path: Path
+) -> None:
+    """Also after two halvings, of 15 to 5 and to 1 samples: nothing is applied, counted or recorded twice."""
+
+    def config(name: str, steps: int, micro: int) -> RunConfig:
+        batch = BatchConfig(samples=30, micro=micro)
+        return tiny(digits, tmp_path / name, samples=30 * steps, batch=batch, output__log_every=3, ema__power_stds=(0.1,))
+
+    lacks = Lack("forward", 0, 1, 1, "blocks.1"), Lack("backward", 0, 2, 3, "blocks.0")
+    assert lack_then_end(world, config("lacking", 4, 15), launch(1), *lacks) == list(lacks)
+    for steps, micro in ((1, 15), (2, 5), (4, 1)):
+        train(config("parts", steps, micro), launch(1), world)
+    assert micro_of(tmp_path / "lacking") == 1
+    assert hexes([r["loss"] for r in records(tmp_path / "lacking")][-1:]) == hexes([r["loss"] for r in records(tmp_path / "parts")][-1:])
+    assert_same_checkpoint(tmp_path / "lacking", tmp_path / "parts")
+
+
+def demanding(digits: Path, folder: Path) -> RunConfig:
+    """A run whose steps have every collective: learned levels, spikes that are skipped, DREAM, ZeRO-3."""
+    config = tiny(
+        digits, folder, STEPS, batch=BatchConfig(samples=SAMPLES, micro=4), divergence__policy="skip",
+        divergence__window=4, optim__lr=1e-3, data__random_flip=False,
+    )  # fmt: skip
+    objective = replace(config.objective, schedule="cosine", timesteps=4, dream=True)
+    return replace(config, objective=objective, timesteps=TimestepConfig(density="importance"))
+
+
+def run_demanding(world: World, digits: Path, folder: Path, start: Launch, lacks: list[Lack]) -> list[list[Lack]]:
+    train(demanding(digits, folder / "plain"), start, world)
+    return [lack_then_end(world, demanding(digits, folder / f"{n}"), start, lack) for n, lack in enumerate(lacks)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_collective_of_a_step_is_kept(digits: Path, tmp_path: Path, stage: int) -> None:
+    """In the first step, whose order ZeRO-3 compares between the ranks, and later, at both ends of the last pass."""
+    lacks = [
+        Lack("backward", 1, 0, 0, "blocks.0"),
+        Lack("forward", 0, 0, 1, "final_layer"),
+        Lack("backward", 1, 3, 1, "blocks.0"),
+    ]
+    found = values(forked_ranks(run_demanding, digits, tmp_path, launch(stage), lacks, timeout_s=120))
+    for number, lack in enumerate(lacks):
+        assert found[0][number] + found[1][number] == [lack]
+        assert losses(tmp_path / f"{number}") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+        assert micro_of(tmp_path / f"{number}") == 2
+
+
+def rehearse(world: World, digits: Path, folder: Path, stage: int) -> tuple[str | None, int, list[str]]:
+    """Lack memory on rank 1 in the pass before the first step, and take the steps of the run."""
+    said: list[str] = []
+    log.warning = said.append  # type: ignore[assignment]
+    config = tiny(digits, folder, STEPS, batch=BatchConfig(samples=SAMPLES, micro=4))
+    with ExitStack() as stack:
+        run = build(config, launch(stage), world, stack)
+        blocks = run.state.engine.module.get_submodule("blocks.1")
+        hook = blocks.register_forward_hook(lambda *_: fail() if world.rank else None)
+        cause = None
+        try:
+            run.state.heart.beat(0, "start")
+            cause = compile_all(run.state)
+        finally:
+            hook.remove()
+        return cause, run.state.config.batch.per_rank(2), said
+
+
+def test_memory_that_does_not_suffice_in_the_second_update_ends_the_run() -> None:
+    raise NotImplementedError

@@ -33,6 +33,7 @@ from fastdiff.training.zero.catching_up import Place
 from fastdiff.training.zero.norm import take_norm_at_once
 from fastdiff.training.zero.shortcuts import leave_gradients_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
+from fastdiff.training.zero.sums import collect_in_fp32, widen
 from fastdiff.training.zero.stage3 import (
     partition,
     plan_two_passes_as_one,
@@ -117,7 +118,7 @@ class DeepSpeedEngine(Engine):
         # Some of DeepSpeed's wrappers create the state by a step with zero gradients. At learning rate 0 it moves
         # nothing, and its state is cleared below.
         _set_lr(optimizer, 0.0)
-        wide = precision != config.performance.sums and world.size * config.batch.accumulation(world.size) > 1
+        self._wide = wide = _adds_up(config, world.size)
         ds_config = {**with_sums(ds_config, wide=wide), **({"gradient_clipping": 0.0} if guard else {})}
         with without_prints():  # of every rank
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
@@ -129,7 +130,7 @@ class DeepSpeedEngine(Engine):
             # flag.)
             self._engine.enable_backward_allreduce = False
         if self.stage == 0 and wide:
-            _add_up_in_fp32(self._engine)
+            collect_in_fp32(self._engine)
         if self.stage > 0:
             _slim(self._engine, self.stage, config)
         optimizer.state.clear()
@@ -187,6 +188,9 @@ class DeepSpeedEngine(Engine):
         self._engine._config.train_micro_batch_size_per_gpu = batch.per_rank(ranks)
         self._engine._config.gradient_accumulation_steps = batch.accumulation(ranks)
         self._engine.optimizer.gradient_accumulation_steps = batch.accumulation(ranks)
+        if not self._wide and _adds_up(config, ranks):
+            self._wide = True
+            widen(self._engine, self.stage)
         self._engine.micro_steps = 0  # of whose multiples the last micro-batch of a step is one
 
     def discard(self) -> None:
@@ -275,6 +279,12 @@ class DeepSpeedEngine(Engine):
             setattr(self._engine.optimizer.loss_scaler, name, value)
 
 
+def _adds_up(config: RunConfig, ranks: int) -> bool:
+    """Return whether a step adds up several gradients, in another dtype than their own."""
+    performance = config.performance
+    return performance.precision != performance.sums and ranks * config.batch.accumulation(ranks) > 1
+
+
 def _check_precision(precision: str, stage: int) -> None:
     if precision == "fp16" and stage == 0:
         raise ConfigError(
@@ -292,22 +302,6 @@ def _slim(engine: Any, stage: int, config: RunConfig) -> None:
         leave_gradients_in_place(engine.optimizer)
     if stage == 3 and config.objective.takes_two_passes:
         plan_two_passes_as_one(engine)
-
-
-def _add_up_in_fp32(engine: Any) -> None:
-    """Let autograd keep the gradients of 16-bit parameters in fp32 (ZeRO-0)."""
-    trained = [p for p in engine.module.parameters() if p.requires_grad]
-    for parameter in trained:
-        parameter.grad_dtype = torch.float32
-    collect = engine._get_gradients_for_reduction
-
-    def collect_all() -> Any:
-        for parameter in trained:
-            if parameter.grad is None:  # DeepSpeed would fill in zeros of the parameter's dtype
-                parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
-        return collect()
-
-    engine._get_gradients_for_reduction = collect_all
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

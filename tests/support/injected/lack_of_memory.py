@@ -68,11 +68,12 @@ def _plant(run: Run, lack: Lack, occurred: list[Lack]) -> None:
             occurred.append(lack)
             fail()
 
-    def at_output(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def at_output(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        first: Tensor = output[0] if isinstance(output, tuple) else output
         if lack.where == "forward":
             fail_if_due()
-        elif output.requires_grad:
-            output.register_hook(lambda _: fail_if_due())
+        elif first.requires_grad:
+            first.register_hook(lambda _: fail_if_due())
 
     if lack.where != "step":
         state.engine.module.get_submodule(lack.module).register_forward_hook(at_output)
