@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
-import math
 import random
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.timesteps import TimestepConfig
-from fastdiff.console import log
-from fastdiff.parallel.fragments import Fragment
+from fastdiff.errors import NoMemoryError
 from fastdiff.parallel.world import World
 from fastdiff.train import take_steps, train
 from fastdiff.training.build import build
 from fastdiff.training.callbacks.compilation import compile_all
+from fastdiff.training.memory.halving import _cause
 from tests.support.forked import forked_ranks, values
 from tests.support.injected.lack_of_memory import Lack, fail, lacking
-from tests.support.runs import assert_same_checkpoint, distance, hexes, launch, losses, newest, records, tiny
+from tests.support.runs import assert_same_checkpoint, distance, hexes, launch, losses, newest, records, tiny, train_losses
 
 pytestmark = [pytest.mark.fault(31), pytest.mark.timeout(600)]
 
@@ -180,7 +182,8 @@ def test_a_retaken_step_equals_the_first_of_a_resumed_run_in_every_bit(
 
     def config(name: str, steps: int, micro: int) -> RunConfig:
         batch = BatchConfig(samples=30, micro=micro)
-        return tiny(digits, tmp_path / name, samples=30 * steps, batch=batch, output__log_every=3, ema__power_stds=(0.1,))
+        config = tiny(digits, tmp_path / name, 15, batch=batch, output__log_every=3, ema__power_stds=(0.1,))
+        return replace(config, samples=30 * steps)
 
     lacks = Lack("forward", 0, 1, 1, "blocks.1"), Lack("backward", 0, 2, 3, "blocks.0")
     assert lack_then_end(world, config("lacking", 4, 15), launch(1), *lacks) == list(lacks)
@@ -197,7 +200,7 @@ def demanding(digits: Path, folder: Path) -> RunConfig:
         digits, folder, STEPS, batch=BatchConfig(samples=SAMPLES, micro=4), divergence__policy="skip",
         divergence__window=4, optim__lr=1e-3, data__random_flip=False,
     )  # fmt: skip
-    objective = replace(config.objective, schedule="cosine", timesteps=4, dream=True)
+    objective = replace(config.objective, schedule="cosine", timesteps=4, prediction="epsilon", dream=True)
     return replace(config, objective=objective, timesteps=TimestepConfig(density="importance"))
 
 
@@ -221,23 +224,63 @@ def test_every_collective_of_a_step_is_kept(digits: Path, tmp_path: Path, stage:
         assert micro_of(tmp_path / f"{number}") == 2
 
 
-def rehearse(world: World, digits: Path, folder: Path, stage: int) -> tuple[str | None, int, list[str]]:
-    """Lack memory on rank 1 in the pass before the first step, and take the steps of the run."""
-    said: list[str] = []
-    log.warning = said.append  # type: ignore[assignment]
+def rehearse(world: World, digits: Path, folder: Path, stage: int) -> tuple[str | None, str | None]:
+    """Lack memory on rank 1 in the pass before the first step, halve, pass again, and take the steps of the run."""
     config = tiny(digits, folder, STEPS, batch=BatchConfig(samples=SAMPLES, micro=4))
     with ExitStack() as stack:
         run = build(config, launch(stage), world, stack)
-        blocks = run.state.engine.module.get_submodule("blocks.1")
-        hook = blocks.register_forward_hook(lambda *_: fail() if world.rank else None)
-        cause = None
-        try:
-            run.state.heart.beat(0, "start")
-            cause = compile_all(run.state)
-        finally:
-            hook.remove()
-        return cause, run.state.config.batch.per_rank(2), said
+        begun: list[int] = []
+
+        def fail_once(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            begun.append(len(inputs[0]))
+            if world.rank == 1 and len(begun) == 1:
+                fail()
+
+        run.state.engine.module.get_submodule("blocks.1").register_forward_hook(fail_once)
+        found = compile_all(run.state)
+        assert begun == ([4, 1] if world.rank else [4])
+        run.go_on_smaller(str(found))
+        found = found, compile_all(run.state)
+        take_steps(run.state, run.batches, run.callbacks)
+        run.callbacks.on_end(run.state)
+        return found
 
 
-def test_memory_that_does_not_suffice_in_the_second_update_ends_the_run() -> None:
-    raise NotImplementedError
+@pytest.mark.parametrize(("stage", "engine"), [(0, "flat"), (3, "deepspeed")])
+def test_the_pass_before_the_first_step_finds_a_micro_batch_too(
+    digits: Path, tmp_path: Path, stage: int, engine: str
+) -> None:
+    """It compiles the blocks; here they stay as they are."""
+    cause, again = values(forked_ranks(rehearse, digits, tmp_path / "run", stage, timeout_s=60))[0]
+    assert re.fullmatch(r"out of memory in the first forward and backward pass on rank 1 \(CUDA .*\)", cause)
+    assert again is None
+    assert micro_of(tmp_path / "run") == 2
+    forked_ranks(train_losses, tiny(digits, tmp_path / "plain", STEPS), launch(stage), timeout_s=60)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+
+
+def test_a_resume_on_as_many_ranks_remembers_what_did_not_fit(world: World, digits: Path, tmp_path: Path) -> None:
+    config = tiny(digits, tmp_path, STEPS, batch=BatchConfig(samples=32, micro="auto"), samples=2 * 32)
+    lack = Lack("backward", 0, 1, 0, "blocks.0")
+    assert lack_then_end(world, config, launch(1), lack) == [lack]
+    assert micro_of(tmp_path) == 8
+    train(replace(config, samples=3 * 32), launch(1), world)
+    assert micro_of(tmp_path) == 8, "not 16, the most on a CPU"
+
+
+def test_an_optimizer_step_that_lacks_memory_twice_ends_the_run(world: World, digits: Path, tmp_path: Path) -> None:
+    config = tiny(digits, tmp_path, STEPS)
+    with pytest.raises(NoMemoryError, match="out of memory in step on cpu"):
+        lack_then_end(world, config, launch(1), Lack("step"), Lack("step", 0, 1, 0, "again"))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_host_memory_beside_a_gpu_is_no_reason_for_another_micro_batch() -> None:
+    state: Any = SimpleNamespace(
+        config=tiny(Path(), Path(), batch__micro=4), world=SimpleNamespace(device=torch.device("cuda"), size=1, rank=0)
+    )
+    assert _cause(MemoryError(), "backward", state) is None
+    assert _cause(NoMemoryError("told"), "backward", state) is None
+    assert _cause(torch.OutOfMemoryError("CUDA"), "backward", state) == "out of memory in backward on rank 0 (CUDA)"
+    state.config = tiny(Path(), Path(), batch__micro=1)
+    assert _cause(torch.OutOfMemoryError("CUDA"), "backward", state) is None
