@@ -40,7 +40,7 @@ from fastdiff.progress import Progress
 from fastdiff.standard_streams import lossy_output
 from fastdiff.training.build import Run, build
 from fastdiff.training.callbacks.base import Callbacks
-from fastdiff.training.callbacks.divergence import RewindRequest
+from fastdiff.training.callbacks.divergence import Rewind, RewindRequest
 from fastdiff.training.memory.explanation import out_of_memory
 from fastdiff.training.memory.halving import TooLarge, run_within_memory, take_back
 from fastdiff.training.state import TrainState
@@ -90,19 +90,19 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
 
 
 def _take_all_steps(run: Run) -> None:
-    """Take the steps of a run to its end; go back behind a spike, and to smaller micro-batches, where that is asked for."""
+    """Take the steps of a run to its end; rewind after a spike, or make the micro-batch smaller, where that is due."""
     while True:
-        rewind, cause = None, ""
+        rewind: Rewind | None = None
         try:
             return take_steps(run.state, run.batches, run.callbacks)
         except RewindRequest as request:
             rewind = request.rewind
         except TooLarge as request:
-            cause = str(request)
+            too_large = str(request)
         if rewind is not None:
             run.go_back(rewind)
         else:
-            run.go_on_smaller(cause)
+            run.go_on_smaller(too_large)
 
 
 def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks) -> None:

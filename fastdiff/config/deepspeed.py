@@ -125,7 +125,10 @@ def with_sums(resolved: DsConfig, *, wide: bool) -> DsConfig:
 def with_micro(resolved: DsConfig, config: RunConfig, ranks: int) -> DsConfig:
     """Return a resolved JSON with the micro-batch and the accumulation of ``config``."""
     batch = config.batch
-    sizes = {"train_micro_batch_size_per_gpu": batch.per_rank(ranks), "gradient_accumulation_steps": batch.accumulation(ranks)}
+    sizes = {
+        "train_micro_batch_size_per_gpu": batch.per_rank(ranks),
+        "gradient_accumulation_steps": batch.accumulation(ranks),
+    }
     return resolved | sizes
 
 

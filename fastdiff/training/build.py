@@ -49,9 +49,9 @@ from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
-from fastdiff.training.metrics import Meters
-from fastdiff.training.memory.micro_batch import with_micro
 from fastdiff.training.memory.halving import halve
+from fastdiff.training.memory.micro_batch import with_micro
+from fastdiff.training.metrics import Meters
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
 from fastdiff.training.state import TrainState

@@ -46,7 +46,7 @@ class Spikes:
         self._in_a_row = 0
         self.last: Spike | None = None
         """The last step, if it was a spike."""
-        self._before = self._accepted, self._in_a_row, self.last
+        self._before: tuple[list[float], int, Spike | None] = self._accepted, self._in_a_row, self.last
 
     @property
     def discarded(self) -> bool:

@@ -19,7 +19,6 @@ from zlib import crc32
 
 import pytest
 import torch
-from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.config.run import RunConfig

@@ -21,7 +21,6 @@ from fastdiff.training.memory.halving import first_cause, run_within_memory
 from fastdiff.training.metrics import peak_bytes
 from fastdiff.training.state import TrainState
 
-
 _PHASE = "the first forward and backward pass"
 
 

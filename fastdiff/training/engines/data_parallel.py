@@ -33,9 +33,7 @@ class DataParallel:
         equal: whether the parameters are known to be equal on all ranks; otherwise they become those of rank 0.
     """
 
-    def __init__(
-        self, model: nn.Module, places: Sequence[Place], gradients: Gradients, *, equal: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, places: Sequence[Place], gradients: Gradients, *, equal: bool = False) -> None:
         # With this search parameters without a gradient count as zeros, and torch does not rebuild the buckets in the
         # order in which gradients come: neighbours stay neighbours.
         self._ddp = DistributedDataParallel(

@@ -33,13 +33,13 @@ from fastdiff.training.zero.catching_up import Place
 from fastdiff.training.zero.norm import take_norm_at_once
 from fastdiff.training.zero.shortcuts import leave_gradients_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
-from fastdiff.training.zero.sums import collect_in_fp32, widen
 from fastdiff.training.zero.stage3 import (
     partition,
     plan_two_passes_as_one,
     require_input_gradients,
     unreduced,
 )
+from fastdiff.training.zero.sums import collect_in_fp32, widen
 
 # On a CPU DeepSpeed would compile an all-reduce for inference, which no training calls: a minute of the first start, a
 # lock that a killed build leaves, and 66 MiB of shared memory per rank.

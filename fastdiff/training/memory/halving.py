@@ -25,9 +25,9 @@ sample ends its process, which ends the run. Which collectives there are:
 
 Out of memory in the optimizer step halves nothing, see ``optimizer.second_try``. A micro-batch of one sample, a lack of
 host memory beside a GPU, and one outside of these passes end the run with ``memory.explanation``. The size that was
-found is part of the run's configuration, in ``run.json`` and in each checkpoint: with ``--batch.micro auto`` a resume on
-as many ranks keeps it, and one on others chooses anew. It never grows within a process: what did not fit once would
-cost a step every time that it is tried.
+found is part of the configuration in ``run.json`` and in each checkpoint: with ``--batch.micro auto`` a resume on as
+many ranks keeps it, and one on others chooses anew. It never grows within a process: what did not fit once would cost a
+step every time that it is tried.
 """
 
 from __future__ import annotations
