@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from fastdiff.config.launch_options import Launch
@@ -42,7 +43,7 @@ from tests.support.runs import (
 pytestmark = [pytest.mark.fault(31), pytest.mark.timeout(600)]
 
 STEPS, SAMPLES = 4, 16
-MODULES = ("x_embedder", "blocks.0", "blocks.0.attn", "blocks.1.mlp.fc1", "final_layer")
+MODULES = ("objective", "x_embedder", "blocks.0", "blocks.0.attn", "blocks.1.mlp.fc1", "final_layer")
 """From the begin of the network to its end; ZeRO-3 gathers each block as one."""
 LIMIT = 1e-6
 """Of the losses of any step, and of weights, averages and moments, each together; relative, in fp32."""
@@ -81,6 +82,8 @@ def drawn(count: int) -> list[Trial]:
         ranks, (engine, stage) = 1 + number % 2, KINDS[number // 2 % 5]
         where = ("backward", "forward", "step")[number // 10 % 3]
         place = chance.randrange(ranks), chance.randrange(STEPS), chance.randrange(2), chance.choice(MODULES)
+        if place[-1] == "objective" and where == "backward":  # which has no gradient
+            place = (*place[:3], "blocks.1")
         found.append(Trial(ranks, engine, stage, (Lack(where, *place),)))  # type: ignore[arg-type]
     return found
 
@@ -141,6 +144,7 @@ FEW = [
     Trial(1, "flat", 0, (Lack("backward", 0, 1, 1, "blocks.0"),)),
     Trial(1, "deepspeed", 3, (Lack("forward", 0, 0, 0, "blocks.1.mlp.fc1"),)),
     Trial(2, "flat", 0, (Lack("backward", 1, 1, 1, "blocks.0.attn"),)),
+    Trial(2, "flat", 0, (Lack("forward", 0, 1, 0, "objective"),)),
     Trial(2, "deepspeed", 0, (Lack("forward", 1, 2, 1, "final_layer"),)),
     Trial(2, "deepspeed", 3, (Lack("backward", 0, 2, 0, "blocks.1.mlp.fc1"), Lack("step", 1, 3))),
 ]
@@ -207,6 +211,24 @@ def test_a_retaken_step_equals_the_first_of_a_resumed_run_in_every_bit(
     assert_same_checkpoint(tmp_path / "lacking", tmp_path / "parts")
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_loss_scale_of_fp16_stays(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    """A step without memory is no overflow."""
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+
+    def config(name: str) -> RunConfig:
+        batch = BatchConfig(samples=SAMPLES, micro=8)
+        return tiny(digits, tmp_path / name, STEPS, batch=batch, performance__precision="fp16", optim__lr=1e-3)
+
+    lack = Lack("backward", 0, 3, 1, "blocks.0")
+    assert lack_then_end(world, config("lacking"), launch(stage), lack) == [lack]
+    train(config("plain"), launch(stage), world)
+    scales, plain = ([r["loss_scale"] for r in records(tmp_path / name)] for name in ("lacking", "plain"))
+    assert scales == plain
+
+
 def demanding(digits: Path, folder: Path) -> RunConfig:
     """A run whose steps have every collective: learned levels, spikes that are skipped, DREAM, ZeRO-3."""
     config = tiny(
@@ -228,6 +250,7 @@ def test_every_collective_of_a_step_is_kept(digits: Path, tmp_path: Path, stage:
     lacks = [
         Lack("backward", 1, 0, 0, "blocks.0"),
         Lack("forward", 0, 0, 1, "final_layer"),
+        Lack("forward", 0, 2, 0, "objective"),
         Lack("backward", 1, 3, 1, "blocks.0"),
     ]
     found = values(forked_ranks(run_demanding, digits, tmp_path, launch(stage), lacks, timeout_s=120))

@@ -53,7 +53,6 @@ class DataParallel:
             condition: of the network.
         """
         self._ddp.require_backward_grad_sync = reduces
-        self.buckets.begin()
         return self._ddp(*inputs, **condition)  # type: ignore[no-any-return]
 
     def finish(self) -> None:
@@ -84,10 +83,10 @@ class Buckets:
         self._places, self._gradients = places, gradients
         self._numbers = {id(place.parameter): number for number, place in enumerate(places)}
         self._begun: dict[int, Any] = {}
-        """The reductions that have begun, by the number of the first parameter."""
+        """The reductions of this step that have begun, by the number of the first parameter."""
 
-    def begin(self) -> None:
-        """Begin a forward pass."""
+    def end_step(self) -> None:
+        """End a step: the reductions of the next one are others."""
         self._begun.clear()
 
     def reduce(self, bucket: Any) -> Future[Tensor]:

@@ -164,6 +164,8 @@ class FlatEngine(Engine):
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self._update.take(self._steps + 1, self.lr, self._applied + 1)
         self._gradients.end_step()
+        if self._ranks is not None:
+            self._ranks.buckets.end_step()
         self._micro, self._lost = 0, False
 
     def settle(self, *, skipped: bool) -> bool:

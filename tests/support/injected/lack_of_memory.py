@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fastdiff.train
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
+from fastdiff.diffusion.levels import Corruption
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
 from fastdiff.training.build import Run, build
@@ -35,7 +36,8 @@ class Lack:
     micro: int = 0
     """Micro-batches of the step before."""
     module: str = ""
-    """Name of the module whose forward pass, or the gradient of whose output, fails; not for the step."""
+    """Name of the module whose forward pass, or the gradient of whose output, fails; not for the step. Of the forward
+    pass also ``objective``, which precedes all modules."""
 
 
 def fail() -> None:
@@ -75,7 +77,15 @@ def _plant(run: Run, lack: Lack, occurred: list[Lack]) -> None:
         elif first.requires_grad:
             first.register_hook(lambda _: fail_if_due())
 
-    if lack.where != "step":
+    if lack.module == "objective":
+        corrupt = state.objective.corrupt
+
+        def fail_or_corrupt(*arguments: Any) -> Corruption:
+            fail_if_due()
+            return corrupt(*arguments)
+
+        state.objective.corrupt = fail_or_corrupt  # type: ignore[method-assign]
+    elif lack.where != "step":
         state.engine.module.get_submodule(lack.module).register_forward_hook(at_output)
     elif state.engine.kind == "deepspeed":
         state.engine.optimizer.register_step_pre_hook(lambda *_: fail_if_due())
