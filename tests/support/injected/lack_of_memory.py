@@ -77,7 +77,7 @@ def _plant(run: Run, lack: Lack, occurred: list[Lack]) -> None:
         elif first.requires_grad:
             first.register_hook(lambda _: fail_if_due())
 
-    if lack.module == "objective":
+    if (lack.where, lack.module) == ("forward", "objective"):
         corrupt = state.objective.corrupt
 
         def fail_or_corrupt(*arguments: Any) -> Corruption:
