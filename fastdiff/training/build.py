@@ -17,7 +17,7 @@ from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from fastdiff.config.run_record import as_json, claim, run_json, versions
+from fastdiff.config.run_record import as_json, claim, versions
 from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import build_batches, build_order, choose_loader
@@ -42,16 +42,16 @@ from fastdiff.training.callbacks.build import build_callbacks
 from fastdiff.training.callbacks.compilation import compile_all
 from fastdiff.training.callbacks.divergence import Rewind
 from fastdiff.training.callbacks.saving import CHECKPOINT, save_checkpoint
-from fastdiff.training.callbacks.summary import summary
+from fastdiff.training.callbacks.summary import announce, record
 from fastdiff.training.callbacks.trackers import Trackers, require_installed
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
+from fastdiff.training.memory.halving import halve
+from fastdiff.training.memory.micro_batch import with_micro
 from fastdiff.training.metrics import Meters
-from fastdiff.training.micro_batch import with_micro
-from fastdiff.training.out_of_memory import out_of_memory
 from fastdiff.training.passes.build import build_passes, require_capture, require_one_shape
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
@@ -93,7 +93,7 @@ class Run:
 
     def __init__(self, parts: _Parts, state: TrainState, stack: ExitStack) -> None:
         self.state = state
-        self._is_compiled = not kernel_choice.compiles(parts.config, parts.world.device)  # or has nothing to compile
+        self._compiles, self._is_open = kernel_choice.compiles(parts.config, parts.world.device), False
         self._parts = parts
         parts.background.restored(CHECKPOINT, state.progress.steps)
         self._trackers = stack.enter_context(Trackers(state))
@@ -119,18 +119,27 @@ class Run:
         save_checkpoint(state, parts.checkpoints, parts.background)  # so that a kill does not repeat the rewind
         self._open()
 
+    def go_on_smaller(self, cause: str) -> None:
+        """Go on in smaller micro-batches, from the step that did not fit into the memory; called by all ranks."""
+        state = self.state
+        halve(state, cause)
+        state.passes = build_passes(state.config, state.engine, state.objective, state.meters, state.guard)
+        self.batches.close()
+        self.batches = self._opened.enter_context(_open_batches(self.state))
+        record(self.state, self._parts.launch)
+        self._compile()
+
+    def _compile(self) -> None:
+        if self._compiles and (cause := compile_all(self.state)) is not None:
+            self.go_on_smaller(cause)
+
     def _open(self) -> None:
         """Open the parts that depend on the position of the run."""
         self.batches = self._opened.enter_context(_open_batches(self.state))
-        _announce(self.state, self._parts, self.batches)
-        if not self._is_compiled:
-            try:
-                compile_all(self.state)
-            except Exception as error:
-                if (told := out_of_memory(error, self.state, phase="the first forward and backward pass")) is None:
-                    raise
-                raise told from error
-            self._is_compiled = True
+        announce(self.state, self._parts.launch, self.batches, self._parts.ops)
+        if not self._is_open:
+            self._compile()
+            self._is_open = True
         self.callbacks = _open_callbacks(self.state, self._parts, self._trackers, self._opened)
 
 
@@ -274,15 +283,6 @@ def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Prog
     if pretrained.training:
         return parts.world.together(lambda: continue_from(Path(pretrained.path), state))
     return Progress()
-
-
-def _announce(state: TrainState, parts: _Parts, batches: Batches) -> None:
-    """Log a summary of the run, and record it in the run folder."""
-    if state.world.is_first:
-        log.info(summary(state, batches, parts.ops))
-    device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
-    content = run_json(state.config, parts.launch, parts.ds_config, device)
-    state.world.on_first(lambda: state.files.write(parts.folder / "run.json", content, durable=False))
 
 
 def _open_callbacks(state: TrainState, parts: _Parts, trackers: Trackers, stack: ExitStack) -> Callbacks:

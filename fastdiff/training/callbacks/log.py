@@ -90,6 +90,7 @@ class Log(Callback):
             "peak_gib": peak_gib(state.world.device),
             "mfu": mfu,
             "skipped": state.progress.skipped,
+            "micro": state.config.batch.per_rank(state.world.size),
             **({"compile_s": compiled.read_seconds()} if self._compiles else {}),
             **_loss_scale(state),
             **{name: read[name] for name in state.meters.names},
