@@ -32,6 +32,7 @@ from fastdiff.console import log, quieten, write_line
 from fastdiff.errors import FastdiffError, Preempted, explained, is_lost_connection, report
 from fastdiff.exit_message import say_once
 from fastdiff.files import raise_open_files
+from fastdiff.ledger.records import STARTED, process_began
 from fastdiff.parallel.fixed_order import reserve_workspaces, without_fixed_order
 from fastdiff.parallel.heartbeat import note_failure
 from fastdiff.parallel.preemption import StopRequest, listening
@@ -71,7 +72,8 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
         stop.arm(run.state.heart)
         run.state.meters.restart_clock()
         try:
-            _take_all_steps(run)
+            with run.state.ledger.steps():
+                _take_all_steps(run)
             run.state.heart.beat(run.state.progress.steps, "end")
             run.callbacks.on_end(run.state)
         except Preempted:
@@ -95,7 +97,8 @@ def _take_all_steps(run: Run) -> None:
             return take_steps(run.state, run.batches, run.callbacks)
         except RewindRequest as request:
             rewind = request.rewind
-        run.go_back(rewind)
+        with run.state.ledger.account("rewind"):
+            run.go_back(rewind)
 
 
 def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks) -> None:
@@ -131,6 +134,7 @@ def main(argv: Sequence[str]) -> int:
     with lossy_output():
         stop = StopRequest()
         try:
+            os.environ.setdefault(STARTED, str(process_began()))
             with listening(stop):
                 return _start(argv, stop)
         except (Exception, KeyboardInterrupt) as error:

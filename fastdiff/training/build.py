@@ -17,7 +17,7 @@ from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from fastdiff.config.run_record import as_json, claim, run_json, versions
+from fastdiff.config.run_record import as_json, claim, versions
 from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import build_batches, build_order, choose_loader
@@ -25,6 +25,7 @@ from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.loading.training_set import Data, check_provenance, null_condition, open_data
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
+from fastdiff.ledger.writer import Ledger
 from fastdiff.models import kernel_choice, load, toolchain
 from fastdiff.models.build import Model
 from fastdiff.models.family import family_of
@@ -42,13 +43,14 @@ from fastdiff.training.callbacks.build import build_callbacks
 from fastdiff.training.callbacks.compilation import compile_all
 from fastdiff.training.callbacks.divergence import Rewind
 from fastdiff.training.callbacks.saving import CHECKPOINT, save_checkpoint
-from fastdiff.training.callbacks.summary import summary
+from fastdiff.training.callbacks.summary import announce
 from fastdiff.training.callbacks.trackers import Trackers, require_installed
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
+from fastdiff.training.ledger import start_ledger
 from fastdiff.training.metrics import Meters
 from fastdiff.training.micro_batch import with_micro
 from fastdiff.training.out_of_memory import out_of_memory
@@ -72,6 +74,7 @@ class _Parts:
     order: SampleOrder
     folder: Path
     heart: Heartbeat
+    ledger: Ledger
     files: WholeFiles
     facts: dict[str, Any]
     background: AsyncSaves
@@ -121,7 +124,7 @@ class Run:
     def _open(self) -> None:
         """Open the parts that depend on the position of the run."""
         self.batches = self._opened.enter_context(_open_batches(self.state))
-        _announce(self.state, self._parts, self.batches)
+        announce(self.state, self._parts.launch, self._parts.ds_config, self.batches, self._parts.ops)
         if not self._is_compiled:
             try:
                 compile_all(self.state)
@@ -152,6 +155,7 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     state = _build_state(parts, saved, stop)
     stack.callback(state.close)
     state.progress = _restore(parts, state, saved)
+    parts.ledger.resume(state.progress.steps)
     if state.progress.samples > config.samples and world.is_first:
         log.warning(
             f"{parts.folder} has seen {state.progress.samples} samples, more than --samples {config.samples}: there is "
@@ -177,6 +181,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     ops = _choose_backends(config, ds_config, world, None, stack) if is_new else ""
     reader, order = _open_data(config, world, stack)
     world.on_first(lambda: _claim(folder, stack))
+    ledger = stack.enter_context(start_ledger(folder, config.batch.samples, world))
     heart = world.together(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
     stack.callback(heart.close)
     files = WholeFiles(patient=config.output.failed_saves > 0)
@@ -192,6 +197,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
         order=order,
         folder=folder,
         heart=heart,
+        ledger=ledger,
         files=files,
         facts=_facts(config, reader, world),
         background=background,
@@ -230,7 +236,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         engine=engine,
         objective=objective,
         ema=ema,
-        meters=Meters(world, parts.heart, objective.part_names),
+        meters=Meters(world, parts.heart, objective.part_names, parts.ledger),
         reader=parts.reader,
         order=parts.order,
         facts=parts.facts,
@@ -238,6 +244,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         heart=parts.heart,
         guard=StepGuard(Consensus(world, stop), spikes, parts.heart, config.batch.accumulation(world.size)),
         files=parts.files,
+        ledger=parts.ledger,
     )
 
 
@@ -268,15 +275,6 @@ def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Prog
     if pretrained.training:
         return parts.world.together(lambda: continue_from(Path(pretrained.path), state))
     return Progress()
-
-
-def _announce(state: TrainState, parts: _Parts, batches: Batches) -> None:
-    """Log a summary of the run, and record it in the run folder."""
-    if state.world.is_first:
-        log.info(summary(state, batches, parts.ops))
-    device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
-    content = run_json(state.config, parts.launch, parts.ds_config, device)
-    state.world.on_first(lambda: state.files.write(parts.folder / "run.json", content, durable=False))
 
 
 def _open_callbacks(state: TrainState, parts: _Parts, trackers: Trackers, stack: ExitStack) -> Callbacks:

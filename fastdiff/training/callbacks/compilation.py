@@ -25,6 +25,11 @@ def compile_all(state: TrainState) -> None:
     Gradients, optimizer, losses of the log and the history of the timesteps stay as they are, and no random number
     depends on what was drawn before.
     """
+    with state.ledger.account("compile"):
+        _compile_all(state)
+
+
+def _compile_all(state: TrainState) -> None:
     began, graphs, config = time.perf_counter(), compiled.graphs, state.config
     info, order = state.reader.info, state.order
     buckets = order.buckets if isinstance(order, BucketOrder) else (info.shards[0].bucket,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from tqdm import tqdm
 
@@ -13,6 +15,7 @@ from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.metrics import peak_gib
+from fastdiff.training.prometheus import PrometheusFile
 from fastdiff.training.state import TrainState
 
 
@@ -27,8 +30,11 @@ class Log(Callback):
         self._compiles = compiles(state.config, state.world.device)
         self._peak = peak_flops(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
         self._lines = state.json_lines("metrics.jsonl")
+        self._prometheus: PrometheusFile | None = None
         if not self._is_first:
             return
+        if state.config.output.prometheus:
+            self._prometheus = PrometheusFile(Path(state.config.output.prometheus), str(state.folder))
         self._bar = tqdm(
             total=state.config.samples,
             initial=state.progress.samples,
@@ -49,6 +55,8 @@ class Log(Callback):
         if self._is_first:
             self._lines.write(record)
             state.retry_writes()
+            if self._prometheus is not None:
+                self._prometheus.write(record, state.ledger.totals())
             numbers = {_tracker_name(name): value for name, value in record.items() if isinstance(value, float)}
             self._trackers.scalars(numbers, state.progress.steps)
             scale = {"scale": f"{record['loss_scale']:g}"} if "loss_scale" in record else {}
@@ -80,6 +88,8 @@ class Log(Callback):
         """Leave the bar as it stands."""
         if self._is_first:
             self._bar.close()
+        if self._prometheus is not None:
+            self._prometheus.close()
 
 
 def _loss_scale(state: TrainState) -> Record:

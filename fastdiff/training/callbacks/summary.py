@@ -6,11 +6,24 @@ import math
 
 import torch
 
+from fastdiff.config.deepspeed import DsConfig
+from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
+from fastdiff.config.run_record import run_json
+from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import choose_loader
 from fastdiff.models import kernel_choice
 from fastdiff.training.state import TrainState
+
+
+def announce(state: TrainState, launch: Launch, ds_config: DsConfig, batches: Batches, chosen: str) -> None:
+    """Log a summary of the run, and record it in the run folder; called by all ranks."""
+    if state.world.is_first:
+        log.info(summary(state, batches, chosen))
+    device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
+    content = run_json(state.config, launch, ds_config, device)
+    state.world.on_first(lambda: state.files.write(state.folder / "run.json", content, durable=False))
 
 
 def summary(state: TrainState, batches: Batches, chosen: str) -> str:
