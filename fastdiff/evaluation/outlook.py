@@ -31,6 +31,8 @@ _EXPONENTS = np.geomspace(0.02, 5.0, 120)
 _DRAWS = 1000
 _INTERVAL = (5.0, 95.0)
 _SEED = 20_261_123
+_FEW = 4
+"""Bins that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,8 @@ def _of_window(outlook: Outlook) -> str:
             f"since step {since:,} the loss has fallen by {SIGNIFICANT:g} standard errors at no noise level: more "
             "steps like these are not expected to help"
         )
+    which = f": {', '.join(outlook.gained)}" if len(outlook.gained) <= _FEW else ""
     return (
         f"since step {since:,} the loss has fallen by more than {SIGNIFICANT:g} standard errors in "
-        f"{len(outlook.gained)} of {measured} bins of the log SNR: {', '.join(outlook.gained)}"
+        f"{len(outlook.gained)} of {measured} bins of the log SNR{which}"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,8 +43,8 @@ class Start:
     seconds: Seconds = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
     """From ``began`` to ``ended``."""
     outcome: str = ""
-    """How it ended; empty: no record tells, because it was killed without a supervisor, or still runs."""
-    late_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """How it ended; empty: it still runs, or was killed without a supervisor and has not been started again."""
+    late_s: dict[int, float] = field(default_factory=dict)
     """By rank, the seconds for which the others waited until it had ended its forward passes."""
     others_s: float = 0.0
     """Seconds that the ranks other than the slowest needed up to there, the median of them."""
@@ -177,9 +176,19 @@ class _Reading:
         job = [record.optional(name) for name in ("submitted", "job_start")]
         nodes = [str(node) for node in record.of("nodes", list)]
         if self.starts:
+            if not self.starts[-1].outcome and "logged" in record:
+                step, at = record.of("logged", list)
+                self._take_last_line(int(step), min(float(at), began))
             self._fill_between(began, *job)
+            self.starts[-1].outcome = self.starts[-1].outcome or "killed"
         self._cursor = max(began, self._cursor)
         self.starts.append(Start(self._cursor, nodes, samples, ended=self._cursor))
+
+    def _take_last_line(self, step: int, at: float) -> None:
+        """Add the steps that a killed trainer logged after its last record here."""
+        if step > self._step and at > self._cursor:
+            self._add_steps(step, at - self._cursor)
+            self._move_to(at)
 
     def _fill_between(self, began: float, submitted: float | None, job_start: float | None) -> None:
         """Classify the time since the last record: stop (after a kill: unknown), queue, start of the job."""
@@ -214,7 +223,8 @@ class _Reading:
         if "slowest" in record:
             slowest = record.inner("slowest")
             rank, late_s, others_s = (slowest.number(name) for name in ("rank", "late_s", "others_s"))
-            start.late_s[range(len(start.nodes))[int(rank)]] += late_s
+            number = range(len(start.nodes))[int(rank)]
+            start.late_s[number] = start.late_s.get(number, 0.0) + late_s
             start.others_s += others_s
         if (watts := record.optional("watts")) is not None:
             start.joules += watts * share * (ended - began)
@@ -276,7 +286,7 @@ class _Fields:
         self._record = record
 
     def __contains__(self, name: str) -> bool:
-        return name in self._record
+        return self._record.get(name) is not None
 
     def __getitem__(self, name: str) -> Any:
         return self._record[name]
@@ -304,7 +314,7 @@ class _Fields:
 
     def optional(self, name: str) -> float | None:
         """Return a number, or None without one."""
-        return None if self._record.get(name) is None else self.number(name)
+        return self.number(name) if name in self else None
 
 
 def _in_words(code: int) -> str:

@@ -3,7 +3,8 @@
 Every record has its ``event``, the wall-clock time ``at`` in seconds since 1970, and the ``step`` that was reached:
 
 - ``start``: rank 0 owns the folder. ``began``: start of the supervisor or, without one, of the process. ``nodes``: host
-  of each rank; ``samples`` of a step; ``submitted`` and ``job_start``: times of the Slurm job, if there is one.
+  of each rank; ``samples`` of a step; ``submitted`` and ``job_start``: times of the Slurm job, if there is one;
+  ``logged``: step and time of the last line of ``metrics.jsonl``, by which a kill is known that no supervisor saw.
 - ``resume``: the run continues from ``step``; all later ones so far are lost.
 - ``time``: where the ``seconds`` from ``from`` to ``at`` went, by ``Account``; they add up to ``at - from``.
   ``slowest``: the rank that was last to end its forward passes, if there are several. ``watts``: mean over the GPUs.

@@ -10,8 +10,8 @@ from typing import Any
 
 from fastdiff.ledger.reader import CLASSES, Class, Start, Sums
 
-_LATE = 0.05
-"""Share of the others' time by which a rank must be later to be named: below are the differences of equal GPUs."""
+_LATE = 0.1
+"""Share of the others' time by which a rank must be later to be named: below are the differences of equal machines."""
 _KWH = 3.6e6
 
 
@@ -116,10 +116,13 @@ def in_words(run: Path, sums: Sums, cost: Costs) -> str:
     first, last = sums.starts[0].began, sums.starts[-1].ended
     starts = f"{len(sums.starts)} starts" if len(sums.starts) > 1 else "1 start"
     parts = [
-        f"{run}: {starts}, from {_time(first)} to {_time(last)}: {_duration(sums.wall_s)}",
-        _aligned([["time", "", "%", ""], *_classes(sums)], left=(0, 3)),
-        _aligned([["start", "began", "lasted", "GPUs", "from step", "kept", "lost", "end"], *_starts(sums)], left=(7,)),
-        _aligned([["node", "GPU-hours", "waited for it"], *_nodes(sums)], left=(0,)),
+        f"{run}: {starts}, from {_time(first)} to {_time(last)}: {_duration(sums.wall_s)}, goodput "
+        f"{_share(sums.seconds['step kept'], sums)} %",
+        _aligned(_classes(sums), left=(0, 3)),
+        _aligned(
+            [["start", "began", "lasted", "GPUs", "from step", "steps kept", "lost", "end"], *_starts(sums)], left=(7,)
+        ),
+        _aligned(_nodes(sums), left=(0,)),
         "\n".join([*_costs(sums, cost), *_late(sums)]),
     ]
     return "\n\n".join(parts)
@@ -127,28 +130,30 @@ def in_words(run: Path, sums: Sums, cost: Costs) -> str:
 
 def _classes(sums: Sums) -> list[list[str]]:
     notes: dict[Class, str] = {
-        "step kept": f"{sums.steps_kept:,} steps, {sums.images_kept:,} images: the goodput",
+        "step kept": f"{sums.steps_kept:,} steps, {sums.images_kept:,} images",
         "step lost": f"{sums.steps_lost:,} steps that were taken again or undone" if sums.steps_lost else "",
         "unknown": "no record tells",
     }
     found = sums.seconds
     spent = [name for name in CLASSES if found[name]]
     rows = [[name, _duration(found[name]), _share(found[name], sums), notes.get(name, "")] for name in spent]
-    return [*rows, ["all", _duration(sums.wall_s), _share(sums.wall_s, sums), ""]]
+    return [["time", "", "%", ""], *rows, ["all", _duration(sums.wall_s), _share(sums.wall_s, sums), ""]]
 
 
 def _starts(sums: Sums) -> list[list[str]]:
-    return [_start(number, start) for number, start in enumerate(sums.starts, 1)]
+    head = ["start", "began", "lasted", "GPUs", "from step", "steps kept", "lost", "end"]
+    return [head, *(_start(number, start) for number, start in enumerate(sums.starts, 1))]
 
 
 def _start(number: int, start: Start) -> list[str]:
-    end = start.outcome or "no record: it runs, or was killed"
+    end = start.outcome or "runs, or was killed"
     steps = [f"{steps:,}" for steps in (start.resumed, start.steps_kept, start.steps_lost)]
     return [str(number), _time(start.began), _duration(start.wall_s), str(len(start.nodes)), *steps, end]
 
 
 def _nodes(sums: Sums) -> list[list[str]]:
-    return [[node.name, f"{node.gpu_hours:.2f}", _duration(node.late_s)] for node in nodes(sums)]
+    rows = [[node.name, f"{node.gpu_hours:.2f}", _duration(node.late_s)] for node in nodes(sums)]
+    return [["node", "GPU-hours", "waited for it"], *rows]
 
 
 def _costs(sums: Sums, cost: Costs) -> list[str]:

@@ -31,9 +31,12 @@ class Ledger:
         lines: the file, of rank 0; None: nothing is written.
         nodes: host of each rank.
         samples: of an optimizer step.
+        logged: step and time of the last line that the run has logged so far.
     """
 
-    def __init__(self, lines: JsonLines | None, nodes: Sequence[str], samples: int) -> None:
+    def __init__(
+        self, lines: JsonLines | None, nodes: Sequence[str], samples: int, logged: tuple[int, float] | None = None
+    ) -> None:
         self._lines = lines
         self._offset = time.time() - time.perf_counter()  # so that a clock that is set moves no interval
         began = _number(os.environ.pop(STARTED, "")) or self._now()
@@ -51,6 +54,7 @@ class Ledger:
             samples=samples,
             submitted=_local_time(os.environ.get(SUBMITTED, "")),
             job_start=_number(os.environ.get(JOB_START, "")),
+            logged=logged,
         )
 
     def enter(self, account: Account) -> Account:
@@ -84,8 +88,11 @@ class Ledger:
         self._write("resume")
 
     def step_taken(self, step: int) -> None:
-        """Record that ``step`` optimizer steps have been taken; every few seconds the time is written."""
+        """Note that ``step`` optimizer steps have been taken."""
         self._step = step
+
+    def write_when_due(self) -> None:
+        """Write the time so far, every few seconds."""
         if self._now() - self._written > _EVERY_S:
             self._write_time()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from fastdiff.json_lines import read_records
 from fastdiff.ledger.records import open_ledger
 from fastdiff.ledger.writer import Ledger
 from fastdiff.parallel.world import World
@@ -19,4 +20,14 @@ def start_ledger(run: Path, samples: int, world: World) -> Ledger:
         world: the ranks.
     """
     nodes = world.gather(socket.gethostname())
-    return Ledger(open_ledger(run) if world.is_first else None, nodes, samples)
+    if not world.is_first:
+        return Ledger(None, nodes, samples)
+    return Ledger(open_ledger(run), nodes, samples, _last_logged(run / "metrics.jsonl"))
+
+
+def _last_logged(path: Path) -> tuple[int, float] | None:
+    """Return step and time of the last line of the log, before the resume cuts it back; None without one."""
+    try:
+        return int(read_records(path)[-1]["step"]), path.stat().st_mtime
+    except (OSError, IndexError):
+        return None

@@ -44,6 +44,7 @@ class Callbacks:
         state.ledger.step_taken(state.progress.steps)
         with state.meters.off_the_clock():
             self._call(state, lambda callback: callback.on_step(state))
+        state.ledger.write_when_due()
 
     def on_end(self, state: TrainState) -> None:
         """Call every callback's ``on_end``."""
