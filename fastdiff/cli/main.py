@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from fastdiff.cli import bench, check, compare, encode, evaluate, export, launch, ledger, sample
+from fastdiff.cli import bench, check, encode, evaluate, export, launch, runs, sample
 from fastdiff.cli.compat import command
 from fastdiff.cli.published_weights import split_fields
 from fastdiff.config.argument_types import Parser
@@ -59,6 +59,6 @@ def _run(argv: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="fastdiff", description="Train diffusion models from sharded latents.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (encode, launch, command, check, sample, evaluate, compare, ledger, export, bench):
+    for module in (encode, launch, command, check, sample, evaluate, runs, export, bench):
         module.add(commands)
     return parser

@@ -10,8 +10,8 @@ from typing import Any
 
 from fastdiff.ledger.reader import CLASSES, Class, Start, Sums
 
-_LATE = 0.1
-"""Share of the others' time by which a rank must be later to be named: below are the differences of equal machines."""
+_LATE = 0.05
+"""Share of the time in steps for which the others must have waited for a rank: equal machines differ by less."""
 _KWH = 3.6e6
 
 
@@ -25,8 +25,10 @@ class Straggler:
     node: str
     late_s: float
     """Seconds from the end of the others' forward passes to the end of its own, over the steps."""
-    share: float
+    longer: float
     """``late_s`` over the time that the others needed up to there."""
+    share: float
+    """``late_s`` over the time of the steps, kept or lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,9 @@ def stragglers(sums: Sums) -> list[Straggler]:
     for number, start in enumerate(sums.starts, 1):
         if start.late_s and start.others_s:
             rank = max(start.late_s, key=lambda rank: start.late_s[rank])
-            late_s = start.late_s[rank]
-            found.append(Straggler(number, rank, start.nodes[rank], late_s, late_s / start.others_s))
+            late_s, steps_s = start.late_s[rank], start.seconds["step kept"] + start.seconds["step lost"]
+            share = late_s / steps_s if steps_s else 0.0
+            found.append(Straggler(number, rank, start.nodes[rank], late_s, late_s / start.others_s, share))
     return found
 
 
@@ -119,9 +122,7 @@ def in_words(run: Path, sums: Sums, cost: Costs) -> str:
         f"{run}: {starts}, from {_time(first)} to {_time(last)}: {_duration(sums.wall_s)}, goodput "
         f"{_share(sums.seconds['step kept'], sums)} %",
         _aligned(_classes(sums), left=(0, 3)),
-        _aligned(
-            [["start", "began", "lasted", "GPUs", "from step", "steps kept", "lost", "end"], *_starts(sums)], left=(7,)
-        ),
+        _aligned(_starts(sums), left=(7,)),
         _aligned(_nodes(sums), left=(0,)),
         "\n".join([*_costs(sums, cost), *_late(sums)]),
     ]
@@ -176,12 +177,13 @@ def _per_million(cost: Costs, amount: float) -> str:
 def _late(sums: Sums) -> list[str]:
     found = stragglers(sums)
     named = [
-        f"straggler: in start {one.start} the others waited {_duration(one.late_s)} for the forward passes of rank "
-        f"{one.rank} on {one.node}, which took {100 * one.share:.0f} % longer than theirs"
+        f"straggler: in start {one.start} the others waited {_duration(one.late_s)}, {100 * one.share:.0f} % of the steps, "
+        f"for rank {one.rank} on {one.node}, whose forward passes took {100 * one.longer:.0f} % longer than theirs"
         for one in found
         if one.share >= _LATE
     ]
-    return named or ([f"no straggler: no rank was {100 * _LATE:.0f} % later than the others"] if found else [])
+    none = f"no straggler: the others waited for no rank longer than {100 * _LATE:.0f} % of the steps"
+    return named or ([none] if found else [])
 
 
 def _share(seconds: float, sums: Sums) -> str:

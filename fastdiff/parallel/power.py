@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from fastdiff.console import log
-
 
 class PowerMeter:
     """Reading of the power of this rank's GPU by NVML, through torch.
@@ -25,7 +23,6 @@ class PowerMeter:
             return None
         try:
             return torch.cuda.power_draw(self._device) / 1e3
-        except Exception as error:  # no package, no permission, or a GPU that does not tell: a class for each
-            log.info(f"the power of the GPU is not measured: {error}")
+        except Exception:  # no package, no permission, or a GPU that does not tell: a class for each
             self._device = None
             return None

@@ -97,8 +97,8 @@ def test_without_a_supervisor_the_log_knows_the_steps_and_the_rest_is_unknown(tm
     assert (sums.steps_lost, spent(sums)["unknown"]) == (15, 22.0)
     assert spent(sums)["step lost"] == 15 * 5 / 30 + 8
     assert sums.starts[0].outcome == "killed"
-    before_the_resume = start(200, logged=[75, 128.0])  # killed before it cut its log back
-    assert read(tmp_path, [*KILLED[:3], *again[:2], before_the_resume]).steps_lost == 5
+    before_the_resume = start(200, logged=[40, 128.0])  # after a start that did not come to cut the log back
+    assert read(tmp_path, [*KILLED[:3], *again[:2], before_the_resume]).steps_lost == 15
 
 
 def test_a_rewind_loses_steps_that_are_not_taken_again(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_costs_nodes_and_stragglers(tmp_path: Path) -> None:
         time(1800, 3600, 2000, slowest=late, watts=300.0), left(3600, 2000),
     ]  # fmt: skip
     sums = read(tmp_path, events)
-    assert stragglers(sums) == [Straggler(1, 1, "b", 6.0, pytest.approx(0.3))]
+    assert stragglers(sums) == [Straggler(1, 1, "b", 6.0, pytest.approx(0.3), pytest.approx(6 / 3600))]
     assert [(node.name, node.gpu_hours, node.late_s) for node in nodes(sums)] == [("a", 1.0, 0), ("b", 1.0, 6.0)]
     cost = costs(sums, 2.5, None)
     assert (cost.dollars, cost.kwh, cost.is_measured) == (5.0, pytest.approx(0.8), True)
@@ -191,7 +191,7 @@ def test_the_writer_and_the_reader_agree(tmp_path: Path, monkeypatch: pytest.Mon
                 ledger.rewind(5, to=2)
     sums = read_ledger(tmp_path)
     assert [(one.steps_kept, one.steps_lost, one.outcome) for one in sums.starts] == [(0, 5, "done"), (2, 3, "done")]
-    assert sum(sums.seconds.values()) == pytest.approx(sums.wall_s)
+    assert sum(sums.seconds.values()) == pytest.approx(sums.wall_s, abs=1e-4), "each is rounded to 1e-6"
     assert [one.rank for one in stragglers(sums)] == [1, 1]
     lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()[1:]]
     assert [line["submitted"] is None for line in lines if line["event"] == "start"] == [False, True]

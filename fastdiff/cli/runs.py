@@ -1,15 +1,38 @@
-"""``fastdiff ledger``: where the time of a run went, what it cost, and what more of it would bring."""
+"""``fastdiff compare`` and ``fastdiff ledger``: what the records of finished or running runs tell."""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-from fastdiff.config.argument_types import Subcommands, local_path, positive
+from fastdiff.config.argument_types import VECTORS, Subcommands, count, local_path, picture, positive
 
 
 def add(commands: Subcommands) -> None:
-    """Register the command."""
+    """Register the commands."""
+    _add_compare(commands)
+    _add_ledger(commands)
+
+
+def _add_compare(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="compare the validation losses of two runs",
+        description="Prints and draws the difference between the losses of two runs, by bin of the log SNR, with its "
+        "standard error. Both must have been trained with the same --validation.data and --validation.samples.",
+    )
+    parser.add_argument("a", type=local_path, metavar="RUN_A", help="run folder")
+    parser.add_argument("b", type=local_path, metavar="RUN_B", help="run folder to compare with RUN_A")
+    parser.add_argument(
+        "--step", type=count, default=None, metavar="N", help="step to compare; default: the newest of both runs"
+    )
+    parser.add_argument(
+        "--png", type=picture(*VECTORS), default=None, help="picture to write; default: RUN_B/compare-RUN_A.png"
+    )
+    parser.set_defaults(run=_compare)
+
+
+def _add_ledger(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "ledger",
         help="account for the time of a run: goodput, costs, stragglers, and what more of it would bring",
@@ -28,6 +51,16 @@ def add(commands: Subcommands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=_ledger)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from fastdiff.evaluation.comparison import compare, draw, read_both, table
+
+    found = compare(*read_both(arguments.a, arguments.b, arguments.step))
+    print(table(found))
+    path = arguments.png or arguments.b / f"compare-{arguments.a.resolve().name}.png"
+    draw(found, path)
+    print(f"drawn: {path}")
 
 
 def _ledger(arguments: argparse.Namespace) -> None:
@@ -50,4 +83,4 @@ def _ledger(arguments: argparse.Namespace) -> None:
         return
     print(report.in_words(folder, sums, cost))
     print()
-    print("no forecast: the run has no validation" if ahead is None else outlook.in_words(ahead, gpu_hours))
+    print("no forecast: the run has no validation, or no step" if ahead is None else outlook.in_words(ahead, gpu_hours))
