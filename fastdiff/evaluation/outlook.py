@@ -28,7 +28,8 @@ _BEGIN = 10
 _WINDOW = 4
 """The last quarter of the run is the window in which it must have gained."""
 _EXPONENTS = np.geomspace(0.02, 5.0, 120)
-_DRAWS = 1000
+_DRAWS, _BLOCK = 1000, 50
+"""Curves of the bootstrap, and how many of them are drawn at once, for the sake of memory."""
 _INTERVAL = (5.0, 95.0)
 _SEED = 20_261_123
 _FEW = 4
@@ -95,8 +96,8 @@ def _measure(one: Validated) -> list[object]:
     return [len(one.index), *(one.about.get(name) for name in ("data", "seed", "unit", "objective"))]
 
 
-def _forecast(found: Sequence[Validated], steps: int) -> Forecast:
-    """Fit the power law, and refit it to bootstrapped curves for the interval.
+def _forecast(found: Sequence[Validated], steps: int) -> Forecast | None:
+    """Fit the power law, and refit it to bootstrapped curves for the interval; None without a finite loss.
 
     A curve of the bootstrap has the samples of the validation drawn again, the same at every step, and the residuals of
     the fit as normal noise: the errors of the measurement and of the law.
@@ -104,12 +105,15 @@ def _forecast(found: Sequence[Validated], steps: int) -> Forecast:
     taken = np.array([one.about["step"] for one in found], dtype=np.float64)
     losses = np.stack([one.loss for one in found])  # [validations, samples]
     losses = losses[:, np.isfinite(losses).all(axis=0)]
+    if not losses.size:
+        return None
     curve, draw = losses.mean(axis=1), np.random.default_rng(_SEED)
     (gain,), (residuals,) = _gains(taken, curve[None], steps)
     spread = np.sqrt((residuals**2).sum() / max(1, len(taken) - 3))
     count = losses.shape[1]
-    shares = draw.multinomial(count, np.full(count, 1 / count), size=_DRAWS) / count
-    curves = shares @ losses.T + draw.normal(0.0, spread, size=(_DRAWS, len(taken)))
+    even = np.full(count, 1 / count)
+    drawn = [draw.multinomial(count, even, size=_BLOCK) @ losses.T / count for _ in range(_DRAWS // _BLOCK)]
+    curves = np.concatenate(drawn) + draw.normal(0.0, spread, size=(_DRAWS, len(taken)))
     low, high = np.percentile(_gains(taken, curves, steps)[0], _INTERVAL)
     return Forecast(steps, float(curve[-1]), float(gain), float(min(low, gain)), float(max(high, gain)))
 
@@ -146,10 +150,13 @@ def in_words(outlook: Outlook, gpu_hours: float) -> str:
 def _of_forecast(found: Forecast | None, gpu_hours: float) -> str:
     if found is None:
         return f"no forecast of the validation loss: it needs {FEWEST} validations, in the last nine tenths of the run"
-    percent = 100 * found.gain / found.loss if found.loss else 0.0
+    verb, by, ends = "lower", found.gain, (found.low, found.high)
+    if found.gain < 0:
+        verb, by, ends = "raise", -found.gain, (-found.high, -found.low)
+    percent = f" ({100 * by / abs(found.loss):.2g} %)" if found.loss else ""
     return (
-        f"the next {gpu_hours:,.3g} GPU-hours ({found.steps:,} steps) are expected to lower the validation loss of "
-        f"{found.loss:.4g} by {found.gain:.2g} ({percent:.2g} %); 90 % interval {found.low:.2g} to {found.high:.2g}"
+        f"the next {gpu_hours:,.3g} GPU-hours ({found.steps:,} steps) are expected to {verb} the validation loss of "
+        f"{found.loss:.4g} by {by:.2g}{percent}; 90 % interval {ends[0]:.2g} to {ends[1]:.2g}"
     )
 
 

@@ -211,14 +211,20 @@ class _Reading:
     def _take_time(self, record: _Fields) -> None:
         start, began, ended = self.starts[-1], record.number("from"), record.number("at")
         spent = {name: record.inner("seconds").number(name) for name in record.of("seconds", dict)}
+        if min(spent.values(), default=0.0) < 0:
+            raise ValueError("seconds")
         self._spend("unknown", began)  # until then: a damaged line
-        # A clock that was set back between two starts makes them overlap; no second counts twice.
-        share = max(0.0, ended - max(began, self._cursor)) / (ended - began) if ended > began else 0.0
+        # What is left of the record: its own seconds are rounded, and a clock that was set back between two starts makes
+        # them overlap. No second counts twice.
+        wall_s, told_s = max(0.0, ended - self._cursor), sum(spent.values())
         for name, seconds in spent.items():
+            seconds *= wall_s / told_s if told_s else 0.0
             if name == "step":
-                self._add_steps(record.step, share * seconds)
+                self._add_steps(record.step, seconds)
             else:
-                start.seconds[_CLASS_OF.get(name, "unknown")] += share * seconds
+                start.seconds[_CLASS_OF.get(name, "unknown")] += seconds
+        if not told_s:
+            self._spend("unknown", ended)
         self._move_to(ended)
         if "slowest" in record:
             slowest = record.inner("slowest")
@@ -227,8 +233,8 @@ class _Reading:
             start.late_s[number] = start.late_s.get(number, 0.0) + late_s
             start.others_s += others_s
         if (watts := record.optional("watts")) is not None:
-            start.joules += watts * share * (ended - began)
-            start.measured_s += share * (ended - began)
+            start.joules += watts * wall_s
+            start.measured_s += wall_s
 
     def _take_end(self, record: _Fields) -> None:
         start = self.starts[-1]

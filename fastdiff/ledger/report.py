@@ -177,8 +177,8 @@ def _per_million(cost: Costs, amount: float) -> str:
 def _late(sums: Sums) -> list[str]:
     found = stragglers(sums)
     named = [
-        f"straggler: in start {one.start} the others waited {_duration(one.late_s)}, {100 * one.share:.0f} % of the steps, "
-        f"for rank {one.rank} on {one.node}, whose forward passes took {100 * one.longer:.0f} % longer than theirs"
+        f"straggler: in start {one.start} the others waited {_duration(one.late_s)} ({100 * one.share:.0f} % of the "
+        f"steps) for rank {one.rank} on {one.node}, whose forward passes took {100 * one.longer:.0f} % longer than theirs"
         for one in found
         if one.share >= _LATE
     ]

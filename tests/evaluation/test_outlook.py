@@ -67,6 +67,9 @@ def test_a_run_that_gains_nothing_is_told_to_stop(tmp_path: Path) -> None:
     assert "not expected to help" in in_words(stalled, 10.0)
     assert stalled.forecast is not None
     assert stalled.forecast.gain < 0, "it is expected to get worse"
+    assert "are expected to raise the validation loss" in in_words(stalled, 10.0)
+    infinite = {step: np.full(COUNT, np.inf) for step in flat}
+    assert look_ahead(validate(tmp_path / "infinite", infinite), 100).forecast is None
 
 
 def test_one_noise_level_that_gains_is_named(tmp_path: Path) -> None:
