@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     with lossy_output():
         stop = StopRequest()
         try:
-            os.environ.setdefault(STARTED, str(process_began()))
+            os.environ.setdefault(STARTED, str(process_began()))  # the supervisor, if there is one, began before
             with listening(stop):
                 return _start(argv, stop)
         except (Exception, KeyboardInterrupt) as error:

@@ -214,7 +214,7 @@ class _Reading:
         if min(spent.values(), default=0.0) < 0:
             raise ValueError("seconds")
         self._spend("unknown", began)  # until then: a damaged line
-        # What is left of the record: its own seconds are rounded, and a clock that was set back between two starts makes
+        # What is left of the record: its own seconds are rounded, and a clock that is set back between two starts lets
         # them overlap. No second counts twice.
         wall_s, told_s = max(0.0, ended - self._cursor), sum(spent.values())
         for name, seconds in spent.items():

@@ -178,7 +178,7 @@ def _late(sums: Sums) -> list[str]:
     found = stragglers(sums)
     named = [
         f"straggler: in start {one.start} the others waited {_duration(one.late_s)} ({100 * one.share:.0f} % of the "
-        f"steps) for rank {one.rank} on {one.node}, whose forward passes took {100 * one.longer:.0f} % longer than theirs"
+        f"steps) for rank {one.rank} on {one.node}, whose forward passes took {100 * one.longer:.0f} % longer"
         for one in found
         if one.share >= _LATE
     ]

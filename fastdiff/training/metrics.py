@@ -141,11 +141,12 @@ class Meters:
         own_s, watts = [0.0] * self._world.size, self._power.watts()
         own_s[self._world.rank] = self._own.read()
         told = self.sums.new_tensor([0.0 if watts is None else watts, watts is not None, *own_s])
-        every = self._world.sum_(torch.cat([self.sums.flatten(), told]))
-        total, measured, *own_s = every[self.sums.numel() :].tolist()
+        every = self._world.sum_(torch.cat([self.sums.flatten(), told])).tolist()
+        columns = self.sums.shape[1]
+        watts, measured, *own_s = every[2 * columns :]
         if self._ledger is not None:
-            self._ledger.note_ranks(own_s, total / measured if measured else None)
-        return every[: self.sums.numel()].view_as(self.sums).tolist()  # type: ignore[no-any-return]
+            self._ledger.note_ranks(own_s, watts / measured if measured else None)
+        return [every[:columns], every[columns : 2 * columns]]
 
     def restore(self, sums: Tensor) -> None:
         """Continue with the sums of a checkpoint; older formats lack the parts, or the noise levels and are ignored."""
