@@ -20,6 +20,7 @@ from fastdiff.training.ema import Ema
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
+from fastdiff.training.passes.eager import Passes
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class TrainState:
     heart: Heartbeat
     guard: StepGuard
     ledger: Ledger
+    passes: Passes
     files: WholeFiles
     """Whole files of the run folder, written by rank 0."""
     applied: bool = True
