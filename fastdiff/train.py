@@ -36,6 +36,7 @@ from fastdiff.console import log, quieten, write_line
 from fastdiff.errors import FastdiffError, Preempted, explained, is_lost_connection, report
 from fastdiff.exit_message import say_once
 from fastdiff.files import raise_open_files
+from fastdiff.ledger.records import STARTED, process_began
 from fastdiff.parallel.fixed_order import reserve_workspaces, without_fixed_order
 from fastdiff.parallel.heartbeat import note_failure
 from fastdiff.parallel.preemption import INTERRUPTED, INTERRUPTED_LINE, StopRequest, listening
@@ -74,7 +75,8 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
         stop.arm(run.state.heart)
         run.state.meters.restart_clock()
         try:
-            _take_all_steps(run)
+            with run.state.ledger.steps():
+                _take_all_steps(run)
             run.state.heart.beat(run.state.progress.steps, "end")
             run.callbacks.on_end(run.state)
         except Preempted:
@@ -101,10 +103,11 @@ def _take_all_steps(run: Run) -> None:
             rewind = request.rewind
         except TooLarge as request:
             too_large = str(request)
-        if rewind is not None:
-            run.go_back(rewind)
-        else:
-            run.go_on_smaller(too_large)
+        with run.state.ledger.account("rewind"):
+            if rewind is not None:
+                run.go_back(rewind)
+            else:
+                run.go_on_smaller(too_large)
 
 
 def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks) -> None:
@@ -140,6 +143,7 @@ def main(argv: Sequence[str]) -> int:
     with lossy_output():
         stop = StopRequest()
         try:
+            os.environ.setdefault(STARTED, str(process_began()))  # the supervisor, if there is one, began before
             with listening(stop):
                 return _start(argv, stop)
         except (Exception, KeyboardInterrupt) as error:

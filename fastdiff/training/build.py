@@ -25,6 +25,7 @@ from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.loading.training_set import Data, check_provenance, null_condition, open_data
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
+from fastdiff.ledger.writer import Ledger
 from fastdiff.models import kernel_choice, load, toolchain
 from fastdiff.models.build import Model
 from fastdiff.models.family import family_of
@@ -49,6 +50,7 @@ from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
+from fastdiff.training.ledger import start_ledger
 from fastdiff.training.memory.halving import halve
 from fastdiff.training.memory.micro_batch import with_micro
 from fastdiff.training.metrics import Meters
@@ -73,6 +75,7 @@ class _Parts:
     order: SampleOrder
     folder: Path
     heart: Heartbeat
+    ledger: Ledger
     files: WholeFiles
     facts: dict[str, Any]
     background: AsyncSaves
@@ -162,6 +165,7 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     state = _build_state(parts, saved, stop)
     stack.callback(state.close)
     state.progress = _restore(parts, state, saved)
+    parts.ledger.resume(state.progress.steps)
     if state.progress.samples > config.samples and world.is_first:
         log.warning(
             f"{parts.folder} has seen {state.progress.samples} samples, more than --samples {config.samples}: there is "
@@ -187,6 +191,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     ops = _choose_backends(config, ds_config, world, None, stack) if is_new else ""
     reader, order = _open_data(config, world, stack)
     world.on_first(lambda: _claim(folder, stack))
+    ledger = stack.enter_context(start_ledger(folder, config.batch.samples, world))
     heart = world.together(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
     stack.callback(heart.close)
     files = WholeFiles(patient=config.output.failed_saves > 0)
@@ -202,6 +207,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
         order=order,
         folder=folder,
         heart=heart,
+        ledger=ledger,
         files=files,
         facts=_facts(config, reader, world),
         background=background,
@@ -234,7 +240,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
     objective = _build_objective(config, parts.reader, model, world)
     ema = Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup)
     engine.attach(ema)
-    meters = Meters(world, parts.heart, objective.part_names)
+    meters = Meters(world, parts.heart, objective.part_names, parts.ledger)
     guard = StepGuard(Consensus(world, stop), spikes, parts.heart, config.batch.accumulation(world.size))
     return TrainState(
         config=config,
@@ -251,6 +257,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         guard=guard,
         passes=build_passes(config, engine, objective, meters, guard),
         files=parts.files,
+        ledger=parts.ledger,
     )
 
 

@@ -33,6 +33,12 @@ def compile_all(state: TrainState) -> str | None:
     Returns:
         On every rank, where and why the memory of one did not suffice (``memory.halving``); None if it did.
     """
+    with state.ledger.account("compile"):
+        _compile_all(state)
+        return first_cause(state)
+
+
+def _compile_all(state: TrainState) -> None:
     began, graphs, config = time.perf_counter(), compiled.graphs, state.config
     info, order = state.reader.info, state.order
     buckets = order.buckets if isinstance(order, BucketOrder) else (info.shards[0].bucket,)
@@ -54,7 +60,6 @@ def compile_all(state: TrainState) -> str | None:
     if state.world.is_first:
         seconds = time.perf_counter() - began
         log.info(f"compiled {compiled.graphs - graphs} graphs in {seconds:.1f} s; latent sizes: {len(buckets)}")
-    return first_cause(state)
 
 
 def _rehearse(state: TrainState, batch: Batch, *, by_parameters: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -17,6 +18,7 @@ from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.summary import closing, time_left
 from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.metrics import peak_gib
+from fastdiff.training.prometheus import PrometheusFile
 from fastdiff.training.state import TrainState
 
 _LONG_S = 60.0
@@ -37,8 +39,11 @@ class Log(Callback):
         self._compiles = compiles(state.config, state.world.device)
         self._peak = peak_flops(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
         self._lines = state.json_lines("metrics.jsonl")
+        self._prometheus: PrometheusFile | None = None
         if not self._is_first:
             return
+        if state.config.output.prometheus:
+            self._prometheus = PrometheusFile(Path(state.config.output.prometheus), str(state.folder))
         self._bar = tqdm(
             total=state.config.samples,
             initial=state.progress.samples,
@@ -60,6 +65,8 @@ class Log(Callback):
         if self._is_first:
             self._lines.write(record)
             state.retry_writes()
+            if self._prometheus is not None:
+                self._prometheus.write(record, state.ledger.totals())
             numbers = {_tracker_name(name): value for name, value in record.items() if isinstance(value, float)}
             self._trackers.scalars(numbers, state.progress.steps)
             scale = {"scale": f"{record['loss_scale']:g}"} if "loss_scale" in record else {}
@@ -100,6 +107,8 @@ class Log(Callback):
         """Leave the bar as it stands."""
         if self._is_first:
             self._bar.close()
+        if self._prometheus is not None:
+            self._prometheus.close()
 
 
 class Closing(Callback):
