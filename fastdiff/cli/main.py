@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from fastdiff.cli import bench, check, compare, encode, evaluate, export, launch, sample
 from fastdiff.cli.compat import command
+from fastdiff.cli.machines import plan
 from fastdiff.cli.published_weights import split_fields
 from fastdiff.config.argument_types import Parser
 from fastdiff.console import quieten, write_line
@@ -45,6 +46,9 @@ def _run(argv: Sequence[str]) -> int:
         arguments = argparse.Namespace()
         if argv[:1] and argv[0] in _OF_NETWORKS:
             argv, arguments.fields = split_fields(argv)
+        elif argv[:1] == [plan.NAME]:
+            own, arguments.flags = plan.split(argv[1:])
+            argv = [plan.NAME, *own]
         _parser().parse_args(argv, arguments)
         run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
@@ -59,6 +63,6 @@ def _run(argv: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="fastdiff", description="Train diffusion models from sharded latents.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (encode, launch, command, check, sample, evaluate, compare, export, bench):
+    for module in (encode, plan, launch, command, check, sample, evaluate, compare, export, bench):
         module.add(commands)
     return parser
