@@ -23,8 +23,8 @@ class Shares:
 
 
 FAST = Shares(matmul=0.73, convolution=0.65, attention=0.47, bandwidth=0.88)
-MIDDLE = Shares(matmul=0.61, convolution=0.45, attention=0.33, bandwidth=0.75)
-SLOW = Shares(matmul=0.48, convolution=0.33, attention=0.22, bandwidth=0.6)
+MIDDLE = Shares(matmul=0.63, convolution=0.45, attention=0.33, bandwidth=0.75)
+SLOW = Shares(matmul=0.42, convolution=0.30, attention=0.20, bandwidth=0.5)
 LEVELS = (FAST, MIDDLE, SLOW)
 
 FUSED = 3.4

@@ -1,6 +1,6 @@
 """Published trainings: the plan is within 30 % of what their authors report, with one set of assumed efficiencies.
 
-They are eager PyTorch without fastdiff's kernels, so they are planned with ``--performance.no-compile`` and
+They are eager PyTorch without fastdiff's kernels, so they are planned with ``--performance.compile False`` and
 ``--performance.kernels reference``. Each states its own micro-batch or leaves it to the plan.
 """
 
@@ -17,7 +17,7 @@ from fastdiff.planning.calibration import ASSUMED
 from fastdiff.planning.network import read_network
 from fastdiff.planning.options import Planned, options
 
-EAGER = ("--performance.no-compile", "--performance.kernels", "reference")
+EAGER = ("--performance.compile", "False", "--performance.kernels", "reference")
 
 
 @dataclass(frozen=True)
