@@ -163,7 +163,9 @@ def _config(facts: Mapping[str, Any]) -> RunConfig:
     from fastdiff.config.presets import preset
 
     base = preset(facts["preset"])
-    given = {name: facts[name] for name in ("precision", "compile", "kernels", "recompute") if facts.get(name) is not None}
+    given = {
+        name: facts[name] for name in ("precision", "compile", "kernels", "recompute") if facts.get(name) is not None
+    }
     return replace(
         base,
         samples=facts["batch"],

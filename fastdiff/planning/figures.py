@@ -15,6 +15,7 @@ from fastdiff.planning.memory import memory
 from fastdiff.planning.network import read_network
 from fastdiff.planning.options import work_of
 from fastdiff.planning.rates import Interval
+from fastdiff.planning.scaling.zero import Zero
 from fastdiff.planning.step_time import step_time
 
 _FIFTH = 0.2
@@ -56,7 +57,9 @@ class Figures:
         return f"the run departs from its plan: {', '.join(found)}" if found else None
 
 
-def figures(config: RunConfig, ds_config: DsConfig, ranks: int, per_node: int, device: str, *, flat: bool) -> Figures | None:
+def figures(
+    config: RunConfig, ds_config: DsConfig, ranks: int, per_node: int, device: str, *, flat: bool
+) -> Figures | None:
     """Return the figures of a run; None on a device that is not in the table, or with an optimizer on the host.
 
     Args:
@@ -76,6 +79,9 @@ def figures(config: RunConfig, ds_config: DsConfig, ranks: int, per_node: int, d
         config, ds_config, ranks, flat=flat, trained=network.trained, frozen_bytes=network.frozen_bytes,
         buffer_bytes=network.buffer_bytes,
     )  # fmt: skip
-    held = memory(setup, network.passes[again])
+    held = memory(
+        setup, network.passes[again], accumulates=config.batch.accumulation(ranks) > 1,
+        bucket=Zero.of(ds_config).reduce_bucket,
+    )  # fmt: skip
     gpus = Gpus(kind, max(1, ranks // per_node), min(ranks, per_node))
     return Figures(held.peak, step_time(work_of(config, ds_config, network, ranks), gpus).whole, config.batch.samples)

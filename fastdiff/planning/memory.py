@@ -107,9 +107,7 @@ def _kept_buckets(setup: Setup, n: int, own: int, sums: int, bucket: int) -> flo
     return n * own if setup.stage == 0 and setup.ranks > 1 else 0.0
 
 
-def _pass(
-    setup: Setup, traced: Traced, n: int, own: int, sums: int, bucket: int, *, held: bool
-) -> tuple[float, float]:
+def _pass(setup: Setup, traced: Traced, n: int, own: int, sums: int, bucket: int, *, held: bool) -> tuple[float, float]:
     """Return the bytes that a pass has at most, with gradients of the weights, and those of the engine beside them.
 
     Args:

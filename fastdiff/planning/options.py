@@ -19,8 +19,8 @@ from fastdiff.planning.calibration import Basis
 from fastdiff.planning.gpus import Gpus
 from fastdiff.planning.memory import RESERVED, Memory, memory
 from fastdiff.planning.network import Network
-from fastdiff.planning.step_time import StepTime, Work, step_time
 from fastdiff.planning.scaling.zero import Zero, width_of
+from fastdiff.planning.step_time import StepTime, Work
 
 OF_STAGE: dict[int, deepspeed_config.DsConfig] = {
     0: {"zero_optimization": {"stage": 0}},
@@ -129,6 +129,23 @@ def options(
     return fitting, [_no_memory(gpus, lacking)] if lacking else []
 
 
+def distinct(fitting: Sequence[Planned]) -> list[Planned]:
+    """Return the options, sorted by speed, without those that change more than a faster one of the same stage."""
+    kept: list[Planned] = []
+    for one in fitting:
+        if not any(_changes(other.option) <= _changes(one.option) for other in kept if _same_stage(other, one)):
+            kept.append(one)
+    return kept
+
+
+def _same_stage(one: Planned, other: Planned) -> bool:
+    return one.option.stage == other.option.stage
+
+
+def _changes(option: Option) -> set[str]:
+    return {name for name, has in (("recompute", option.recompute), ("8-bit", option.optimizer != "adamw")) if has}
+
+
 def _unsuited(config: RunConfig, gpus: Gpus) -> str | None:
     """Return why no option can run on these GPUs."""
     rates, precision = gpus.kind.rates, config.performance.precision
@@ -185,6 +202,8 @@ def _planned(config: RunConfig, launch: Launch, network: Network, basis: Basis, 
     held = memory(
         setup,
         network.passes[option.recompute],
+        accumulates=config.batch.accumulation(option.gpus.count) > 1,
+        bucket=Zero.of(json_of(option.stage, launch)).reduce_bucket,
         validates=bool(validation.data),
         draws=bool(output.sample_every) and not config.model.text_conditional,
     )

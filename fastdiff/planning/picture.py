@@ -14,9 +14,10 @@ _CLASSES = {
     "gradients": "#2f855a",
     "moments": "#9ae6b4",
     "averages": "#b794f4",
+    "buffers": "#718096",
     "activations": "#dd6b20",
     "workspace": "#f6ad55",
-    "update, save or validation": "#a0aec0",
+    "update, save or validation": "#cbd5e0",
 }
 
 

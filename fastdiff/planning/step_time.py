@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fastdiff.models.cost.traced import Traced
+from fastdiff.planning.gpus import Gpus
+from fastdiff.planning.rates import FUSED, LEVELS, Interval, Shares
 from fastdiff.planning.scaling.communication import Compute, Message, step_seconds
 from fastdiff.planning.scaling.estimate import copied_bytes, estimate
-from fastdiff.planning.gpus import Gpus
 from fastdiff.planning.scaling.host import HOSTS, SPEEDS
-from fastdiff.planning.rates import FUSED, LEVELS, Interval, Shares
 from fastdiff.planning.scaling.zero import Zero
 
 _8BIT_SAVES = 12.0

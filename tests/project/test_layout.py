@@ -23,17 +23,18 @@ ROOMS: dict[str, set[str]] = {
     "diffusion": {"", "config", "parallel"},
     "checkpoint": {"", "config", "parallel"},
     "models": {"", "config", "diffusion"},
+    "planning": {"", "config", "models"},
     "data": {"", "config", "parallel", "models"},
     "sampling": {"", "config", "parallel", "diffusion", "checkpoint", "models", "data"},
     "evaluation": {"", "config", "parallel", "diffusion", "models", "data", "sampling"},
     "training": {
-        "", "config", "parallel", "diffusion", "checkpoint", "models", "data", "sampling", "evaluation",
+        "", "config", "parallel", "diffusion", "checkpoint", "models", "planning", "data", "sampling", "evaluation",
     },
     "cluster": {"", "config", "parallel", "checkpoint", "models", "data"},
     "export": {"", "config", "parallel", "diffusion", "checkpoint", "models", "sampling", "training"},
     "cli": {
-        "", "config", "parallel", "checkpoint", "models", "data", "sampling", "evaluation", "training", "cluster",
-        "export",
+        "", "config", "parallel", "checkpoint", "models", "planning", "data", "sampling", "evaluation", "training",
+        "cluster", "export",
     },
     "train": {"", "config", "parallel", "training", "cluster"},
 }  # fmt: skip
@@ -114,6 +115,7 @@ def test_nobody_imports_the_entry_point_bench_or_tests() -> None:
         "fastdiff.cluster.launchers.job",
         "fastdiff.cluster.supervisor.main",
         "fastdiff.cli.compat.run",
+        "fastdiff.cli.machines.plan",
         "fastdiff.cli.published_weights",
     }
 

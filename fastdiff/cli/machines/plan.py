@@ -1,4 +1,4 @@
-"""``fastdiff plan``: memory, time and price of a run on GPUs that nobody has rented yet, and the command that starts it."""
+"""``fastdiff plan``: memory, time and price of a run on GPUs that are not at hand, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     best, refused = [], []
     for one in sets:
         fitting, falling_out = options.options(config, launch, network, one, basis)
-        best += fitting[:_OF_EACH]
+        best += options.distinct(fitting)[:_OF_EACH]
         refused += falling_out
     best.sort(key=lambda planned: -planned.images_per_s[1])
     if arguments.json:

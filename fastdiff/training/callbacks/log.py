@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 import torch
 from tqdm import tqdm
 
+from fastdiff.console import log
 from fastdiff.json_lines import Record
 from fastdiff.models.compile_clock import compiled
 from fastdiff.models.cost.flops import peak_flops, training_flops
@@ -14,6 +18,9 @@ from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.metrics import peak_gib
 from fastdiff.training.state import TrainState
+
+if TYPE_CHECKING:
+    from fastdiff.planning.figures import Figures
 
 
 class Log(Callback):
@@ -29,6 +36,7 @@ class Log(Callback):
         self._lines = state.json_lines("metrics.jsonl")
         if not self._is_first:
             return
+        self._planned, self._logged = _planned(state), 0
         self._bar = tqdm(
             total=state.config.samples,
             initial=state.progress.samples,
@@ -52,7 +60,15 @@ class Log(Callback):
             numbers = {_tracker_name(name): value for name, value in record.items() if isinstance(value, float)}
             self._trackers.scalars(numbers, state.progress.steps)
             scale = {"scale": f"{record['loss_scale']:g}"} if "loss_scale" in record else {}
+            self._compare(record)
             self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}", **scale)
+
+    def _compare(self, record: Record) -> None:
+        """Warn once if the run departs from its plan; the first record has what happens once."""
+        self._logged += 1
+        if self._planned is not None and self._logged > 1 and (departure := self._planned.departure(record)):
+            log.warning(departure)
+            self._planned = None
 
     def _record(self, state: TrainState) -> Record:
         read = state.meters.read()
@@ -80,6 +96,21 @@ class Log(Callback):
         """Leave the bar as it stands."""
         if self._is_first:
             self._bar.close()
+
+
+def _planned(state: TrainState) -> Figures | None:
+    """Announce the figures of the plan; None on a CPU and on a GPU that no table has: they would be guesses."""
+    config, world = state.config, state.world
+    if world.device.type != "cuda":
+        return None
+    from fastdiff.planning.figures import figures
+
+    per_node = int(os.environ.get("LOCAL_SIZE", world.size))
+    name, is_flat = torch.cuda.get_device_name(world.device), state.engine.kind == "flat"
+    found = figures(config, state.engine.ds_config, world.size, per_node, name, flat=is_flat)
+    if found is not None:
+        log.info(found.words(config.steps - state.progress.steps))
+    return found
 
 
 def _loss_scale(state: TrainState) -> Record:

@@ -10,7 +10,7 @@ from bench.scaling.host import fit
 from bench.scaling.published import DDP_BEATS_ZERO, PUBLISHED, Published
 from fastdiff.planning.scaling.communication import Cluster, Compute, Link, Message
 from fastdiff.planning.scaling.estimate import Estimate, estimate
-from fastdiff.planning.scaling.host import HOSTS, Host
+from fastdiff.planning.scaling.host import Host
 from fastdiff.planning.scaling.zero import Zero
 
 NODES = Cluster(8, Link(3e-6, 0.8 * 450e9), Link(8e-6, 0.8 * 50e9))
