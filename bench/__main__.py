@@ -14,7 +14,8 @@ from fastdiff.config.argument_types import Parser
 from fastdiff.errors import ConfigError, report_any
 
 COMMANDS = (
-    "op", "step", "scripts", "startup", "data", "scale", "checkpoint", "aot", "emit", "objectives", "compare", "report"
+    "op", "step", "scripts", "startup", "data", "scale", "plan", "checkpoint", "aot", "emit", "objectives", "compare",
+    "report",
 )  # fmt: skip
 """Subcommands; each is a module with ``add``."""
 

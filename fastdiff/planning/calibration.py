@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Basis:
     words: str = "assumed shares of the data sheets"
     kind: str | None = None
     """GPU of the measurement; None: nothing was measured."""
-    factors: Factors = Factors()
+    factors: Factors = field(default_factory=Factors)
 
     def step_time(self, work: Work, gpus: Gpus) -> StepTime:
         """Predict a step on this basis."""
@@ -139,7 +139,7 @@ def _of_run(folder: Path) -> Measured:
 
 def _of_record(path: Path) -> Measured:
     lines = [json.loads(line) for line in read_bounded(path, _LARGEST).splitlines() if line.strip()]
-    fingerprint = next((line["fingerprint"] for line in lines if "fingerprint" in line), {})
+    fingerprint: dict[str, Any] = next((line["fingerprint"] for line in lines if "fingerprint" in line), {})
     rows = [line["measurement"] for line in lines if "measurement" in line]
     steps = [row for row in rows if (row["bench"], row["quantity"]) == ("step", "step time")]
     if not steps:
@@ -163,9 +163,8 @@ def _config(facts: Mapping[str, Any]) -> RunConfig:
     from fastdiff.config.presets import preset
 
     base = preset(facts["preset"])
-    given = {
-        name: facts[name] for name in ("precision", "compile", "kernels", "recompute") if facts.get(name) is not None
-    }
+    names = ("precision", "compile", "kernels", "recompute")
+    given = {name: facts[name] for name in names if facts.get(name) is not None}
     return replace(
         base,
         samples=facts["batch"],
@@ -185,4 +184,4 @@ def _passes(best: Mapping[str, Any], same: list[dict[str, Any]]) -> float | None
     marked = {row["quantity"]: row for row in same if row["quantity"] in ("phase forward", "phase backward")}
     if len(marked) < 2:
         return None
-    return sum(1e-3 * row["value"] * best["value"] / row["facts"]["marked_step_ms"] for row in marked.values())
+    return float(sum(1e-3 * row["value"] * best["value"] / row["facts"]["marked_step_ms"] for row in marked.values()))

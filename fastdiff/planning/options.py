@@ -28,8 +28,10 @@ OF_STAGE: dict[int, deepspeed_config.DsConfig] = {
     2: {"zero_optimization": {**deepspeed_config.ZERO1["zero_optimization"], "stage": 2}},
     3: {
         "zero_optimization": {
-            **deepspeed_config.ZERO1["zero_optimization"],
             "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 100_000_000,
             "stage3_prefetch_bucket_size": 100_000_000,
             "stage3_param_persistence_threshold": 1_000_000,
             "stage3_max_live_parameters": 3_000_000_000,
@@ -194,7 +196,7 @@ def _planned(config: RunConfig, launch: Launch, network: Network, basis: Basis, 
     config = replace(
         config,
         batch=replace(config.batch, micro=option.micro),
-        optim=replace(config.optim, name=option.optimizer),
+        optim=replace(config.optim, name=option.optimizer),  # type: ignore[arg-type]
         performance=replace(config.performance, recompute=option.recompute),
     )
     setup = setup_for(config, json_of(option.stage, launch), network, option.gpus.count)

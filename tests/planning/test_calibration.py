@@ -25,6 +25,7 @@ from fastdiff.planning.network import Network, read_network
 from fastdiff.planning.options import OF_STAGE, work_of
 from fastdiff.planning.scaling.host import HOSTS
 from fastdiff.train import train
+from tests.support.processes import ROOT
 from tests.support.runs import launch, tiny
 
 H100 = gpus.parse("8xH100", gpus.known())
@@ -84,10 +85,12 @@ def test_a_finished_run_calibrates_the_command(
     assert 1 < basis.step_time(twice, cpu).whole.middle / measured.seconds <= 2
 
 
-def test_a_record_of_bench_step_is_read() -> None:
-    record = next(Path("bench/results").glob("cpu-2-cores/*_step/*.jsonl"))
+def test_a_record_of_bench_step_is_read(tmp_path: Path) -> None:
+    committed = ROOT / "bench" / "results" / "cpu-2-cores" / "2026-11-21_step" / "step.jsonl"
+    record = tmp_path / "step.jsonl"
+    record.write_text(committed.read_text().replace('"dit-s-4"', '"dit-s-4-256"'))  # its name today
     found = read(record)
-    assert found.device == "cpu"
+    assert (found.device, found.config.batch.samples, found.ranks) == ("cpu", 16, 1)
     assert found.passes is not None
     assert 0 < found.passes < found.seconds
 

@@ -7,7 +7,7 @@ what lives at the same time in eager execution, with the workspaces of libraries
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ def trace(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.
         weights = cast_weights(network, DTYPES[performance.precision])
         _put(weights, network)
         inputs = (torch.empty(noisy.shape), torch.zeros(len(noisy)))
-        counter = stack.enter_context(_Counter(weights.values()))
+        counter: _Counter = stack.enter_context(_Counter(weights.values()))
         prediction = network(*inputs, **condition)
         saved = counter.alive
         torch.autograd.backward(prediction, torch.empty_like(prediction))
@@ -103,7 +103,7 @@ def _put(weights: Mapping[str, Tensor], network: nn.Module) -> None:
         (module._buffers if leaf in module._buffers else module._parameters)[leaf] = value  # type: ignore[assignment]
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations inside it, and records when memory is taken and given back.
 
     Args:
@@ -111,13 +111,13 @@ class _Counter(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alive = 0
         self._known = {_memory(value) for value in known}
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._events: list[tuple[int, int]] = []
         self._numbers: dict[int, int] = {}
-        self._flops: Counter[str] = Counter()
+        self._flops: defaultdict[str, float] = defaultdict(float)
         self._bytes = self._launches = self._taken = 0
 
     def __torch_dispatch__(
