@@ -17,7 +17,7 @@ endif
 # Real digit scans -> latent shards -> a trained DiT -> new digits, measured.
 demo: $(INSTALLED)
 	test -f data/digits/dataset.json || fastdiff encode digits data/digits
-	deepspeed fastdiff/train.py --preset digits --deepspeed_config deepspeed_configs/zero3.json $(DEVICE)
+	fastdiff train --preset digits --deepspeed_config deepspeed_configs/zero3.json $(DEVICE)
 	fastdiff evaluate runs/digits
 
 # The same scans with captions in words -> latents and embeddings -> a trained UNet -> a pipeline that diffusers loads.
@@ -25,7 +25,7 @@ demo-t2i: $(INSTALLED)
 	test -d data/digits-t2i || python -m fastdiff.cli.demo_t2i prepare data/digits-t2i
 	test -f data/digits-t2i/latents/dataset.json || fastdiff encode data/digits-t2i/images data/digits-t2i/latents \
 		--pretrained data/digits-t2i/pipeline --resolution 32 --batch 64
-	deepspeed fastdiff/train.py --preset digits-t2i --deepspeed_config deepspeed_configs/zero3.json $(DEVICE)
+	fastdiff train --preset digits-t2i --deepspeed_config deepspeed_configs/zero3.json $(DEVICE)
 	test -d runs/digits-t2i/pipeline || fastdiff export runs/digits-t2i runs/digits-t2i/pipeline --format diffusers
 	python -m fastdiff.cli.demo_t2i judge runs/digits-t2i/pipeline --picture runs/digits-t2i/digits.png
 

@@ -114,7 +114,8 @@ def report(error: FastdiffError) -> int:
     where = f" (rank {os.environ.get('RANK', '0')})" if several and not error.everywhere else ""
     # It may contain names from untrusted files. Before it is cut off: a part of an address is not recognised as one.
     text = "\n".join(map(escape, message(str(error)).split("\n")))
-    return say_once(error.exit_code, lambda: write_line(f"fastdiff: error{where}: {text}"))
+    who = "fastdiff" if isinstance(error, Preempted) else "fastdiff: error"  # a stop on request is none
+    return say_once(error.exit_code, lambda: write_line(f"{who}{where}: {text}"))
 
 
 def is_lost_connection(message: str) -> bool:

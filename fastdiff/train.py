@@ -11,6 +11,10 @@ if __name__ == "__main__":
     # Until the run is built: imports and networks leave hardly any garbage, and the search for it takes a sixth of the
     # start.
     gc.disable()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # until `listening`: nothing to save, and no traceback of an import
     # A script has its own folder first on the path, where packages would shadow modules of the same name.
     _own = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _own]
@@ -23,7 +27,7 @@ from functools import partial
 
 from fastdiff import sanitize
 from fastdiff.batch import Batch
-from fastdiff.cluster.preflight.single_node import check_if_requested
+from fastdiff.cluster.preflight.single_node import check_files, check_if_requested
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
@@ -34,7 +38,7 @@ from fastdiff.exit_message import say_once
 from fastdiff.files import raise_open_files
 from fastdiff.parallel.fixed_order import reserve_workspaces, without_fixed_order
 from fastdiff.parallel.heartbeat import note_failure
-from fastdiff.parallel.preemption import StopRequest, listening
+from fastdiff.parallel.preemption import INTERRUPTED, INTERRUPTED_LINE, StopRequest, listening
 from fastdiff.parallel.world import World, start_world, stop_world, world_size
 from fastdiff.progress import Progress
 from fastdiff.standard_streams import lossy_output
@@ -44,8 +48,6 @@ from fastdiff.training.callbacks.divergence import RewindRequest
 from fastdiff.training.out_of_memory import out_of_memory
 from fastdiff.training.state import TrainState
 
-_INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C, as of a shell."""
 _GRACE_S = 10.0
 """Seconds for a launcher to find the rank that ended first, and to end the ranks that lost the connection to it."""
 
@@ -100,22 +102,16 @@ def _take_all_steps(run: Run) -> None:
 
 def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks) -> None:
     """Take optimizer steps until the run has seen its samples; ``batches`` are this rank's micro-batches."""
-    config, engine, objective, meters, guard = state.config, state.engine, state.objective, state.meters, state.guard
+    config, objective, meters, guard = state.config, state.objective, state.meters, state.guard
 
     while state.progress.samples < config.samples:
         meters.start_step(state.progress.steps)
         for _ in range(config.batch.accumulation(state.world.size)):
             with meters.phase("data"):
                 batch = next(batches)
-            with meters.phase("forward"):
-                corruption = objective.corrupt(batch, engine)
-                prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
-                losses = objective.loss(prediction, batch, corruption)  # [micro, C, H, W] -> [micro]
-            meters.add(losses, batch.position, corruption.levels, corruption.importance, objective.parts)
-            discard = guard.observe(losses)
-            engine.backward(losses.mean(), discard=discard)
+            state.passes(batch)
         objective.timesteps.end_step(state.world)
-        state.applied = guard.take_step(engine)
+        state.applied = guard.take_step(state.engine)
         state.progress = state.progress.after(config.batch.samples, applied=state.applied, discarded=guard.discarded)
         if state.applied:
             state.ema.update(state.progress.applied)
@@ -125,7 +121,7 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code.
 
-    It is 0, 2, 65, 70, 74 or 75 (see ``errors.py``), 1 after a bug, or 130 after Ctrl-C.
+    It is 0, 2, 65, 70, 74 or 75 (see ``errors.py``), 1 after a bug, or 130 after a second Ctrl-C.
     """
     quieten()
     with lossy_output():
@@ -143,6 +139,7 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
     if launch.dry_run:
         command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, world_size()))
         return 0
+    check_files(config, launch.preset)
     reserve_workspaces(config.performance.deterministic)
     # The hang detection must act first: it knows more than a collective that timed out.
     world = start_world(2 * launch.hang_timeout_s, config.performance.device)
@@ -155,13 +152,7 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
 def _report(error: Exception | KeyboardInterrupt, stop: StopRequest) -> int:
     """Print one message for all ranks of the job, with the traceback of a bug, and return its exit code."""
     if isinstance(error, KeyboardInterrupt):
-        return say_once(
-            _INTERRUPTED,
-            partial(
-                write_line,
-                "fastdiff: error: interrupted, not saved; the same command resumes from the newest checkpoint",
-            ),
-        )
+        return say_once(INTERRUPTED, partial(write_line, INTERRUPTED_LINE))
     _note(error)
     error = _explained(error)
     if isinstance(error, FastdiffError):

@@ -22,8 +22,8 @@ from bench.records.record import Failure, Log, Measurement, measured
 from bench.records.tables import table
 from bench.scaling.host import run
 from fastdiff.planning import gpus
-from fastdiff.planning.calibration import CPU, Basis, Measured, calibrated
-from fastdiff.planning.gpus import Gpus
+from fastdiff.planning.calibration import Basis, Measured, calibrated
+from fastdiff.planning.gpus import CPU, Gpus
 from fastdiff.planning.network import Network, read_network
 from fastdiff.planning.options import work_of
 

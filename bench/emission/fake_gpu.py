@@ -45,6 +45,7 @@ def install(arch: int) -> None:
     _install_interface(properties, arch)
     _install_driver(arch, properties)
     _install_cudnn_layouts()
+    _install_bias_sums()
 
 
 def _constant(answer: Any) -> Any:
@@ -123,6 +124,14 @@ def _install_cudnn_layouts() -> None:
     functions: Any = torch._C
     functions._conv_determine_backend_memory_format = lambda x, *args: suggest_memory_format(x)
     functions._select_conv_backend = lambda *args, **kwargs: functions._ConvBackend.Cudnn
+
+
+def _install_bias_sums() -> None:
+    """Let Inductor sum the gradients of convolutions' biases itself, as on CUDA, also in graphs traced on ``meta``."""
+    from torch._inductor import decomposition
+
+    functions: Any = decomposition
+    functions.is_gpu = lambda device: device in ("cuda", "meta")
 
 
 @contextlib.contextmanager

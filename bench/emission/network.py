@@ -17,6 +17,7 @@ from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.cost.flops import training_flops
+from fastdiff.training.engines.buffers import places_of
 from fastdiff_kernels import attention, dispatch, launch, packed_attention
 from fastdiff_kernels.attention import Machine
 from fastdiff_kernels.names import OPS, Backend
@@ -39,6 +40,7 @@ def emit(config: ModelConfig, batch: int, arch: int, dtype: torch.dtype = torch.
     emitter = Emitter()
     with torch.device(META):
         model = build_model(config).to(dtype)
+    _lay_out(model, dtype)
     _name_running_block(model, emitter)
     with ExitStack() as stack:
         stack.enter_context(launch.recording())
@@ -66,6 +68,14 @@ def emit(config: ModelConfig, batch: int, arch: int, dtype: torch.dtype = torch.
         outside_bytes=moved / batch,
         outside_kernels=outside.kernels,
     )
+
+
+def _lay_out(model: Model, dtype: torch.dtype) -> None:
+    """Let the weights lie as in the flat engine with AdamW."""
+    places = places_of(model, channels_last=model.channels_last)
+    buffer = torch.empty(places[-1].end, dtype=dtype, device=META)
+    for place in places:
+        place.parameter.data = place.of(buffer)
 
 
 def _step(model: Model, given: list[Tensor]) -> None:

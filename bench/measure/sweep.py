@@ -43,6 +43,10 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "--deterministic", action=argparse.BooleanOptionalAction, help="add in a fixed order everywhere; its price: "
         "--sweep deterministic=false,true",
     )  # fmt: skip
+    parser.add_argument(
+        "--cuda-graph", action=argparse.BooleanOptionalAction, help="as --performance.cuda_graph; the phases, launches "
+        "and traces of a step are those without it",
+    )  # fmt: skip
     parser.add_argument("--loader", help="as --data.loader")
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="NAME=V1,V2,...",

@@ -43,6 +43,7 @@ class Workload:
     optimizer: str | None = None
     recompute: bool | None = None
     deterministic: bool | None = None
+    cuda_graph: bool | None = None
     loader: str | None = None
 
     def config(self, data: Path, folder: Path) -> RunConfig:
@@ -62,7 +63,7 @@ class Workload:
         micro = base.batch.micro if self.micro is None and self.batch is None else self.micro
         performance = _given(
             precision=self.precision, compile=self.compile, kernels=self.kernels, attention=self.attention,
-            recompute=self.recompute, deterministic=self.deterministic,
+            recompute=self.recompute, deterministic=self.deterministic, cuda_graph=self.cuda_graph,
         )  # fmt: skip
         config = replace(
             base,
@@ -139,6 +140,7 @@ class Workload:
         parts += [] if self.compile is None else ["compiled" if self.compile else "eager"]
         parts += ["recompute"] if self.recompute else []
         parts += ["deterministic"] if self.deterministic else []
+        parts += ["graph"] if self.cuda_graph else []
         return " ".join([*parts, *(f"{name}={value}" for name, value in choices.items() if value is not None)])
 
     @property
@@ -157,6 +159,7 @@ class Workload:
             "optimizer": config.optim.name,
             "recompute": config.performance.recompute,
             "deterministic": config.performance.deterministic,
+            "cuda_graph": config.performance.cuda_graph,
             "loader": config.data.loader,
             **({"deepspeed_file": os.path.relpath(self._path)} if self._is_path else {}),
         }

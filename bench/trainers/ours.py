@@ -26,6 +26,7 @@ from fastdiff.parallel.world import start_world
 from fastdiff.train import take_steps
 from fastdiff.training.build import build
 from fastdiff.training.callbacks.base import Callback, Callbacks
+from fastdiff.training.passes.eager import Passes
 from fastdiff.training.state import TrainState
 
 
@@ -72,6 +73,8 @@ def run(
             state.engine = cast(Any, _TimedEngine(timer, state.engine))
             state.objective = cast(Any, _TimedObjective(timer, state.objective))
             state.ema = cast(Any, _TimedEma(timer, state.ema))
+        if phases or traced is not None:  # a graph shows no parts
+            state.passes = Passes(state.engine, state.objective, state.meters, state.guard)
         try:
             take_steps(state, stream, Observed(callbacks, AfterStep(timer)))
         except Enough:

@@ -47,7 +47,7 @@ class HostCopy:
 
         Args:
             tensors: by name, on any device.
-            starts: start of each slice in its flattened parameter.
+            starts: start of each slice in its flattened parameter; slices of any shape are saved as ``[numel]``.
             dtype: target of the rounding; None: no rounding.
 
         Raises:
@@ -56,7 +56,8 @@ class HostCopy:
         kinds = {name: dtype or tensor.dtype for name, tensor in tensors.items()}
         # Widest dtype first, so that each tensor is aligned to its element size.
         order = sorted(tensors, key=lambda name: (-kinds[name].itemsize, name))
-        layout = {name: (kinds[name], tuple(tensors[name].shape)) for name in order}
+        shapes = {name: (t.numel(),) if name in starts else tuple(t.shape) for name, t in tensors.items()}
+        layout = {name: (kinds[name], shapes[name]) for name in order}
         size = sum(math.prod(shape) * kind.itemsize for kind, shape in layout.values())
         on_gpu = any(tensor.is_cuda for tensor in tensors.values())
         self._make_room(size, on_gpu)

@@ -1,4 +1,4 @@
-"""``fastdiff launch``: start a run on this machine, over ssh, by Slurm or on Kubernetes."""
+"""``fastdiff train`` and ``fastdiff launch``: start a run on this machine, over ssh, by Slurm or on Kubernetes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,35 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from fastdiff.config.argument_types import Subcommands, count, local_path
+from fastdiff.config.argument_types import Parser, Subcommands, count, count_or_zero, local_path
+from fastdiff.console import write_line
 from fastdiff.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastdiff.cluster.launchers.job import Job
+    from fastdiff.config.run import RunConfig
 
 _EXAMPLES = """\
-TRAIN FLAGS are the flags of fastdiff/train.py, after a --. Repeat the command to resume the run.
+TRAIN FLAGS are those of `fastdiff train`, after a --. Repeat the command to resume the run.
 
   fastdiff launch local --ranks 8 -- --preset digits
   fastdiff launch hosts --hostfile hosts --submit -- --preset digits
-  fastdiff launch slurm --nodes 2 --ranks-per-node 8 --time 8:00:00 --sbatch gpus-per-node=8 --submit -- --preset digits
+  fastdiff launch slurm --nodes 2 --ranks-per-node 8 --time 8:00:00 --submit -- --preset digits
   fastdiff launch k8s --nodes 2 --ranks-per-node 8 --image registry/fastdiff --pvc data:/data -- --preset digits
 """
 
 
+TRAIN = "train"
+_GIB_PER_RANK = 32
+"""Memory that a pod asks for: of its processes, the pinned copies of checkpoints and /dev/shm."""
+
+
 def add(commands: Subcommands) -> None:
-    """Register the command."""
+    """Register the commands; ``fastdiff train`` parses its own flags."""
+    train = commands.add_parser(TRAIN, help="train, or resume, on the GPUs of this machine", add_help=False)
+    train.set_defaults(run=_train)
     parser = commands.add_parser(
         "launch",
         help="start a run on one or many machines, supervised",
@@ -35,7 +44,7 @@ def add(commands: Subcommands) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    targets = parser.add_subparsers(required=True, metavar="TARGET")
+    targets = parser.add_subparsers(required=True, metavar="TARGET", dest="target")
     _add_local(targets)
     _add_hosts(targets)
     _add_slurm(targets)
@@ -45,7 +54,7 @@ def add(commands: Subcommands) -> None:
 def _add_target(targets: Subcommands, name: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = targets.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("--no-preflight", dest="preflight", action="store_false", help="do not check the nodes first")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- TRAIN FLAGS", help="flags of fastdiff/train.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- TRAIN FLAGS", help="flags of `fastdiff train`")
     return parser
 
 
@@ -75,6 +84,12 @@ def _add_hosts(targets: Subcommands) -> None:
 def _add_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=count, required=True, metavar="N", help="machines")
     parser.add_argument("--ranks-per-node", type=count, required=True, metavar="K", help="processes on each")
+    parser.add_argument(
+        "--gpus-per-node",
+        type=count_or_zero,
+        metavar="N",
+        help="GPUs to ask for; default: one per rank, none with --performance.device cpu; 0: none",
+    )
     parser.add_argument("--name", default="fastdiff", help="name of the job; default: %(default)s")
 
 
@@ -84,6 +99,13 @@ def _add_slurm(targets: Subcommands) -> None:
     parser.add_argument("--time", help="time limit in sbatch's format")
     parser.add_argument("--partition", help="partition of the cluster")
     parser.add_argument("--account", help="account to charge")
+    parser.add_argument(
+        "--cpus-per-task",
+        type=count_or_zero,
+        metavar="N",
+        help="cores to ask for on each node, which runs one task; default: 8 per rank; 0: as the cluster decides",
+    )
+    parser.add_argument("--exclusive", action="store_true", help="let no other job use the nodes")
     parser.add_argument(
         "--signal-before",
         type=count,
@@ -96,7 +118,7 @@ def _add_slurm(targets: Subcommands) -> None:
         action="append",
         default=[],
         metavar="KEY[=VALUE]",
-        help="additional sbatch option, for example gpus-per-node=8, cpus-per-task=64 or exclusive",
+        help="additional sbatch option, for example mem=0 or gres=gpu:h100:8, which replaces --gpus-per-node",
     )
     _add_output(parser, "fastdiff.sbatch", "sbatch")
     parser.set_defaults(run=_slurm)
@@ -114,6 +136,36 @@ def _add_k8s(targets: Subcommands) -> None:
         metavar="CLAIM:/PATH",
         help="persistent volume claim and its mount point; all nodes must be able to write to the run folder's volume",
     )
+    parser.add_argument(
+        "--secret",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Secret whose keys become environment variables, for example HF_TOKEN or WANDB_API_KEY",
+    )
+    parser.add_argument(
+        "--cpus", type=count_or_zero, metavar="N", help="cores to request per pod; default: 8 per rank; 0: none"
+    )
+    parser.add_argument(
+        "--memory", type=count_or_zero, metavar="GIB", help="memory to request per pod; default: 32 per rank; 0: none"
+    )
+    parser.add_argument(
+        "--toleration",
+        action="append",
+        default=[],
+        metavar="KEY[=VALUE][:EFFECT]",
+        help="taint to tolerate, for example nvidia.com/gpu:NoSchedule",
+    )
+    parser.add_argument(
+        "--node-selector", action="append", default=[], metavar="KEY=VALUE", help="label that the nodes must have"
+    )
+    parser.add_argument(
+        "--user",
+        type=count_or_zero,
+        default=1000,
+        metavar="UID",
+        help="user and group of the processes; 0: the image's, also root; default: %(default)s",
+    )
     _add_output(parser, "fastdiff.yaml", "kubectl apply")
     parser.set_defaults(run=_k8s)
 
@@ -125,8 +177,8 @@ def _add_output(parser: argparse.ArgumentParser, name: str, command: str) -> Non
     parser.add_argument("--submit", action="store_true", help=f"also run {command} on it")
 
 
-def _job(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> Job:
-    """Return the job, after a check of its flags."""
+def _job(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> tuple[Job, RunConfig]:
+    """Return the job and its run, after a check of its flags."""
     from fastdiff.cluster.launchers.job import Job
 
     flags = arguments.flags
@@ -135,14 +187,49 @@ def _job(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> Job:
             f"{' '.join(flags) or 'no flags'}: the flags of the run go after a --, as in -- --preset digits"
         )
     job = Job(nodes=nodes, ranks_per_node=ranks_per_node, preflight=arguments.preflight, flags=tuple(flags[1:]))
-    job.check()
-    return job
+    return job, job.check(elsewhere=arguments.target != "local")
+
+
+def _scheduled(arguments: argparse.Namespace) -> tuple[Job, int]:
+    """Return the job of a scheduler and the GPUs to ask for on each node; with any, a rank without one is an error."""
+    ranks, gpus = arguments.ranks_per_node, arguments.gpus_per_node
+    job, config = _job(arguments, arguments.nodes, ranks)
+    if gpus is None:
+        gpus = 0 if config.performance.device == "cpu" else ranks
+    return job.on_gpus(config) if gpus else job, gpus
+
+
+def _cores(given: int | None, ranks: int) -> int:
+    from fastdiff.cluster.launchers.job import CORES_PER_RANK
+
+    return CORES_PER_RANK * ranks if given is None else given
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    """Train under a supervisor, as ``fastdiff launch local`` does; ``arguments.flags`` are those of the run and two."""
+    from fastdiff.cluster.launchers.job import local_job
+
+    own, flags = _train_parser().parse_known_args(arguments.flags)
+    job = local_job(flags, own.ranks, preflight=own.preflight)
+    if job is not None:
+        _supervise(job)
+
+
+def _train_parser() -> Parser:
+    """Return the parser of the flags of ``fastdiff train`` that are not those of the run."""
+    parser = Parser(prog="fastdiff train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--ranks", type=count)
+    parser.add_argument("--no-preflight", dest="preflight", action="store_false")
+    return parser
 
 
 def _local(arguments: argparse.Namespace) -> None:
+    _supervise(_job(arguments, 1, arguments.ranks)[0])
+
+
+def _supervise(job: Job) -> NoReturn:
     from fastdiff.cluster.supervisor import main as supervisor
 
-    job = _job(arguments, 1, arguments.ranks)
     # In this process, which has imported half of it. Port 0: the supervisor chooses a free one.
     sys.exit(supervisor.main(job.arguments("127.0.0.1", 0)))
 
@@ -153,7 +240,7 @@ def _hosts(arguments: argparse.Namespace) -> None:
     from fastdiff.cluster.launchers.job import write
 
     found = read_hostfile(arguments.hostfile)
-    job = _job(arguments, len(found.names), found.slots)
+    job, _ = _job(arguments, len(found.names), found.slots)
     if arguments.submit:
         sys.exit(hosts.run(job, found, arguments.ssh_config))
     command = hosts.deepspeed_command(job, arguments.hostfile)
@@ -168,15 +255,19 @@ def _slurm(arguments: argparse.Namespace) -> None:
     from fastdiff.cluster.launchers.job import write
 
     pairs = [option.partition("=") for option in arguments.sbatch]
+    options = _unique("--sbatch", [(key, value) for key, _, value in pairs])
+    job, gpus = _scheduled(arguments)
     batch = slurm.Batch(
         name=arguments.name,
         time=arguments.time,
         partition=arguments.partition,
         account=arguments.account,
         signal_before_s=arguments.signal_before,
-        options=_unique("--sbatch", [(key, value) for key, _, value in pairs]),
+        gpus_per_node=gpus,
+        cpus_per_node=_cores(arguments.cpus_per_task, arguments.ranks_per_node),
+        exclusive=arguments.exclusive,
+        options=options,
     )
-    job = _job(arguments, arguments.nodes, arguments.ranks_per_node)
     write(arguments.output, slurm.script(job, batch))
     if arguments.submit:
         print(f"submitted job {slurm.submit(arguments.output)}")
@@ -189,13 +280,24 @@ def _k8s(arguments: argparse.Namespace) -> None:
     from fastdiff.cluster.launchers.job import write
 
     pairs = [volume.partition(":") for volume in arguments.pvc]
+    labels = [label.partition("=") for label in arguments.node_selector]
+    job, gpus = _scheduled(arguments)
+    memory = _GIB_PER_RANK * arguments.ranks_per_node if arguments.memory is None else arguments.memory
     pods = kubernetes.Pods(
         name=arguments.name,
         image=arguments.image,
         namespace=arguments.namespace,
         volumes=_unique("--pvc", [(claim, mount) for claim, _, mount in pairs]),
+        gpus=gpus,
+        cores=_cores(arguments.cpus, arguments.ranks_per_node),
+        memory_gib=memory,
+        secrets=tuple(arguments.secret),
+        tolerations=tuple(arguments.toleration),
+        node_selector=_unique("--node-selector", [(key, value) for key, _, value in labels]),
+        user=arguments.user,
     )
-    job = _job(arguments, arguments.nodes, arguments.ranks_per_node)
+    if not pods.volumes:
+        write_line("fastdiff: warning: without --pvc the run folder, its checkpoints and the data end with their pod")
     write(arguments.output, kubernetes.manifest(job, pods))
     if arguments.submit:
         print(kubernetes.submit(arguments.output))

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+import fastdiff
 from fastdiff.cli import bench, check, compare, encode, evaluate, export, launch, sample
 from fastdiff.cli.compat import command
 from fastdiff.cli.machines import plan
@@ -49,6 +50,8 @@ def _run(argv: Sequence[str]) -> int:
         elif argv[:1] == [plan.NAME]:
             own, arguments.flags = plan.split(argv[1:])
             argv = [plan.NAME, *own]
+        elif argv[:1] == [launch.TRAIN]:
+            argv, arguments.flags = argv[:1], argv[1:]
         _parser().parse_args(argv, arguments)
         run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
@@ -62,6 +65,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="fastdiff", description="Train diffusion models from sharded latents.")
+    parser.add_argument("--version", action="version", version=f"fastdiff {fastdiff.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (encode, plan, launch, command, check, sample, evaluate, compare, export, bench):
         module.add(commands)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from fastdiff import sanitize
-from fastdiff.errors import require
+from fastdiff.errors import ConfigError, require
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[Any]"
 """Subparsers action that the ``add`` function of every command gets."""
@@ -31,9 +32,27 @@ _DIGITS = 30
 class Parser(argparse.ArgumentParser):
     """Parser whose errors show no credentials; its subparsers are of this class, too."""
 
+    def _check_value(self, action: argparse.Action, value: str) -> None:
+        """Name the nearest command instead of all of them."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near = difflib.get_close_matches(value, action.choices, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            self.error(
+                f"{value}: unknown {str(action.metavar).lower()}; {hint}expected one of {', '.join(action.choices)}"
+            )
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with 2."""
         super().error(sanitize.message(message))
+
+
+class QuietParser(argparse.ArgumentParser):
+    """Parser that raises ConfigError instead of printing: every rank parses, only one prints."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error."""
+        raise ConfigError(message)
 
 
 def local_path(text: str) -> Path:
@@ -69,6 +88,11 @@ def _address_refused(text: str) -> str:
 def count(text: str) -> int:
     """Parse a whole number from 1 to ``LARGEST``."""
     return _count(text, LARGEST)
+
+
+def count_or_zero(text: str) -> int:
+    """Parse a whole number from 0 to ``LARGEST``."""
+    return 0 if text == "0" else count(text)
 
 
 def at_most(most: int) -> Callable[[str], int]:

@@ -20,14 +20,19 @@ import tyro
 from fastdiff import sanitize
 from fastdiff.config import config_file
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.argument_types import require_local
+from fastdiff.config.argument_types import QuietParser, require_local
+from fastdiff.config.flags.run_length import add_run_length, samples_flag
+from fastdiff.config.flags.short_help import short_help
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
 from fastdiff.config.objective import DEFAULTS, PROCESSES, Process, without_defaults_of_others
-from fastdiff.config.presets import PRESETS, preset
+from fastdiff.config.presets import PRESETS, preset, shown_presets
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.errors import ConfigError
 from fastdiff.exit_message import on_first_node, say_once
+
+_SHORT_HELP = {"-h", "--help"}
+_HELP = _SHORT_HELP | {"--help-all"}
 
 
 def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
@@ -39,18 +44,21 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
 
     Raises:
         ConfigError: unknown preset, unreadable file, inconsistent values.
-        SystemExit: 0 after ``--help``, 2 after a wrong flag (tyro names the nearest one).
+        SystemExit: 0 after ``--help`` or ``--help-all``, 2 after a wrong flag (tyro names the nearest one).
     """
     own, rest = _pre_parser().parse_known_args(list(argv))
-    if own.preset is None and own.config is None and not {"-h", "--help"} & set(rest):
-        raise ConfigError(f"--preset NAME (or --config FILE) is missing; presets: {', '.join(PRESETS)}")
+    if own.preset is None and own.config is None and not _HELP & set(rest):
+        raise ConfigError(f"--preset NAME (or --config FILE) is missing; presets: {shown_presets()}")
     default = preset(own.preset) if own.preset else RunConfig()
     require_local("--config", own.config or "")
     if own.config:
         default = config_file.overlay(default, own.config)
     if own.process:
         default = config_file.with_process(default, own.process)
+    if _SHORT_HELP & set(rest):
+        _print_short_help(own.preset, default)
     rest = _without_other_processes(rest, default.objective.process)
+    rest += samples_flag(own.steps, own.epochs, rest, default, own.preset)
     config = _parse_fields(default, rest, _description(own.preset))
     if not config.output.folder:
         raise ConfigError("--output.folder is missing: a run without a preset needs a folder, for example runs/first")
@@ -64,6 +72,7 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
         dry_run=own.dry_run,
         hang_timeout_s=own.hang_timeout,
         argv=tuple(argv),
+        preset=own.preset,
     )
     return launch, config
 
@@ -73,10 +82,10 @@ def _parse_fields(default: RunConfig, flags: Sequence[str], description: str) ->
     parse: Callable[..., RunConfig] = partial(
         tyro.cli,
         RunConfig,
-        prog="deepspeed fastdiff/train.py",
+        prog="fastdiff train",
         description=description,
         default=default,
-        args=flags,
+        args=["--help" if flag == "--help-all" else flag for flag in flags],
         config=(tyro.conf.AvoidSubcommands,),
     )
     try:
@@ -99,8 +108,15 @@ def _print_why(parse: Callable[[], RunConfig]) -> None:
     sys.stderr.flush()
 
 
+def _print_short_help(name: str | None, default: RunConfig) -> NoReturn:
+    """Print the short help on one rank and end the process."""
+    if os.environ.get("RANK", "0") == "0":
+        print(short_help(name, default))
+    raise SystemExit(0)
+
+
 def _description(name: str | None) -> str:
-    """Text above the fields in ``--help``: the description of the preset, if one is given, and the other flags."""
+    """Text above the fields in ``--help-all``: the description of the preset, if one is given, and the other flags."""
     about = inspect.getdoc(PRESETS[name]) if name else None
     flags = _pre_parser().format_help()
     # tyro joins lines that are not indented.
@@ -116,15 +132,8 @@ def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> No
         print(json.dumps(sanitize.tree(resolved, sanitize.argument), indent=2))
 
 
-class _QuietParser(argparse.ArgumentParser):
-    """Parser that raises instead of printing: every rank parses, only one prints."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def _pre_parser() -> argparse.ArgumentParser:
-    parser = _QuietParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = QuietParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with fields of the run, or a run.json")
     parser.add_argument("--deepspeed_config", metavar="JSON", help="DeepSpeed configuration; default: ZeRO-1")
@@ -141,6 +150,7 @@ def _pre_parser() -> argparse.ArgumentParser:
         default=[],
         help="accept a change of this field in a resumed run",
     )
+    add_run_length(parser)
     parser.add_argument("--objective.process", dest="process", choices=tuple(PROCESSES), help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument(
@@ -161,7 +171,7 @@ def _without_other_processes(flags: Sequence[str], process: Process) -> list[str
     Raises:
         ConfigError: such a flag has another value.
     """
-    parser = _QuietParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = QuietParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     own = {field.name for field in fields(PROCESSES[process])}
     for name, value in DEFAULTS.items():
         if name in own:

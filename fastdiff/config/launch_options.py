@@ -24,3 +24,5 @@ class Launch:
     hang_timeout_s: float = HANG_TIMEOUT_S
     """Seconds without progress after which a rank counts as hanging."""
     argv: tuple[str, ...] = ()
+    preset: str | None = None
+    """Name of the preset, for messages."""

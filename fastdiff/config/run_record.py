@@ -102,7 +102,7 @@ def require_run(folder: Path) -> None:
     """
     if not (folder / "run.json").is_file():
         near = sorted(path.parent.name for path in folder.parent.glob("*/run.json"))
-        hint = f"runs there: {', '.join(near)}" if near else "start one with `deepspeed fastdiff/train.py`"
+        hint = f"runs there: {', '.join(near)}" if near else "start one with `fastdiff train`"
         raise ConfigError(f"{folder}: no run (no run.json); {hint}")
 
 

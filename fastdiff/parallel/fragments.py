@@ -20,6 +20,12 @@ from torch import Tensor
 from fastdiff.parallel.world import World
 
 
+def channels_last(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return contiguous values ``[O * H * W * I]`` as a view ``[O, I, H, W]``, which is ``shape``."""
+    out, into, height, width = shape
+    return values.view(out, height, width, into).permute(0, 3, 1, 2)
+
+
 @dataclass(frozen=True, slots=True)
 class Fragment:
     """Elements ``[start, start + numel)`` of a flattened parameter, stored at ``offset`` of a flat tensor."""
@@ -28,10 +34,21 @@ class Fragment:
     start: int
     numel: int
     offset: int
+    channels_last: tuple[int, ...] | None = None
+    """Shape ``[O, I, H, W]`` of a whole parameter whose elements lie in the order ``[O, H, W, I]``; None: any other."""
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return this fragment of ``flat`` (``[N]``) as a view ``[numel]``."""
-        return flat.narrow(0, self.offset, self.numel)
+        """Return this fragment of ``flat`` (``[N]``) as a view in the order of the parameter's elements.
+
+        It is ``[numel]``, or of the shape ``channels_last``.
+        """
+        mine = flat.narrow(0, self.offset, self.numel)
+        return mine if self.channels_last is None else channels_last(mine, self.channels_last)
+
+    def write(self, flat: Tensor, values: Tensor) -> None:
+        """Copy values ``[numel]`` into this fragment of ``flat`` (``[N]``)."""
+        mine = self.of(flat)
+        mine.copy_(values.view(mine.shape))
 
     def within(self, value: Tensor) -> Tensor:
         """Return this fragment of the whole parameter ``value`` (any shape), ``[numel]``."""
@@ -83,7 +100,7 @@ def copy_into(flats: Sequence[Flat], name: str, value: Tensor) -> None:
     for flat in flats:
         for fragment in flat.fragments:
             if fragment.name == name:
-                fragment.of(flat.master).copy_(fragment.within(value))
+                fragment.write(flat.master, fragment.within(value))
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -91,12 +108,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 def layout_digest(world: World, flats: Sequence[Flat]) -> str:
     """Return a digest of the fragments of all ranks; between equal layouts any state is copied as it is."""
-    mine = [[(f.name, f.start, f.numel, f.offset) for f in flat.fragments] for flat in flats]
+    mine = [[(f.name, f.start, f.numel, f.offset, *(f.channels_last or ())) for f in flat.fragments] for flat in flats]
     return hashlib.sha256(json.dumps(world.gather(mine)).encode()).hexdigest()
 
 
 def owned_fragments(flats: Sequence[Flat], tensors: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-    """Yield each owned fragment with its view ``[numel]`` of the tensor ``[N]`` given for its flat."""
+    """Yield each owned fragment with its view (``Fragment.of``) of the tensor ``[N]`` given for its flat."""
     for flat, tensor in zip(flats, tensors, strict=True):
         if flat.owned and tensor is not None:
             for fragment in flat.fragments:
@@ -154,6 +171,6 @@ def assemble(
     for name, shape in shapes.items():
         whole = room.largest[: math.prod(shape)].zero_()
         for fragment, values in mine[name]:
-            whole.narrow(0, fragment.start, fragment.numel).copy_(values)
+            whole.narrow(0, fragment.start, fragment.numel).view(values.shape).copy_(values)
         room.full[name].copy_(world.sum_(whole).view(shape))  # [numel] -> shape of the parameter
     return room.full

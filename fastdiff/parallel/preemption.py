@@ -1,7 +1,8 @@
 """Preemption: save at the next step and exit with 75; the same command resumes the run.
 
 Schedulers announce a preemption by a signal to any process that they know: a rank, a launcher, a batch script. A
-request to one rank stops all (``parallel/consensus.py``).
+request to one rank stops all (``parallel/consensus.py``). Ctrl-C is such a request, too; a second one ends the process
+at once.
 """
 
 from __future__ import annotations
@@ -13,17 +14,25 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from fastdiff.console import write_line
 from fastdiff.errors import Preempted, report
+from fastdiff.exit_message import say_once
 from fastdiff.parallel.heartbeat import Heartbeat, note_failure
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after a second Ctrl-C, as of a shell."""
+_CTRL_C = "Ctrl-C"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 _LAUNCHERS = (b"deepspeed", b"fastdiff", b"torchrun")
 """Words in the command line of a launcher; in a container it may be process 1."""
+STOPPING_LINE = "fastdiff: Ctrl-C: saving this step; Ctrl-C again ends at once, without it"
+INTERRUPTED_LINE = "fastdiff: interrupted, not saved; the same command resumes from the newest checkpoint"
 NOTICE_S = 25.0
 """Shortest usual time of schedulers between the signal and the kill."""
 
@@ -67,19 +76,24 @@ class StopRequest:
         error = Preempted(f"{self.reason} {when}, nothing saved; the same command resumes the run", everywhere=False)
         os._exit(report(error))
 
+    def end_now(self) -> NoReturn:
+        """End this process without saving: the user asked twice."""
+        os._exit(say_once(INTERRUPTED, partial(write_line, INTERRUPTED_LINE)))
+
 
 @contextlib.contextmanager
 def listening(request: StopRequest | None = None) -> Iterator[StopRequest]:
-    """Turn SIGTERM, SIGUSR1 and the end of the launcher into a request to stop; called in the main thread.
+    """Turn SIGTERM, SIGUSR1, Ctrl-C and the end of the launcher into a request to stop; called in the main thread.
 
     A thread reads the signals from the wakeup descriptor, because Python's handlers do not run while the main thread
     waits in a collective. Without a launcher (RANK is not set) no parent is watched: a background command may outlive
-    its shell.
+    its shell. A signal that the process ignores since its start, as under ``nohup``, stays ignored.
     """
     request = request or StopRequest()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = {number: signal.signal(number, _let_the_thread_see_it) for number in SIGNALS}
+    heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, _let_the_thread_see_it) for number in heeded}
     descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     ended = threading.Event()
     threads = [threading.Thread(target=_take_signals, args=(reader, request), name="signals", daemon=True)]
@@ -108,10 +122,17 @@ def _let_the_thread_see_it(number: int, frame: object) -> None:
 
 
 def _take_signals(reader: int, request: StopRequest) -> None:
+    interrupts = 0
     while numbers := os.read(reader, 16):
         for number in numbers:
-            if number in SIGNALS:
-                request.make(signal.Signals(number).name)
+            if number not in SIGNALS:
+                continue
+            interrupts += number == signal.SIGINT
+            if interrupts > 1:
+                request.end_now()
+            if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+                write_line(STOPPING_LINE)
+            request.make(_CTRL_C if number == signal.SIGINT else signal.Signals(number).name)
 
 
 def _set_parent_death_signal(number: int) -> None:

@@ -19,7 +19,7 @@ from fastdiff.config.config_file import from_mapping
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
-from fastdiff.planning.gpus import Gpu, Gpus
+from fastdiff.planning.gpus import CPU, Gpus
 from fastdiff.planning.rates import Interval
 from fastdiff.planning.step_time import Factors, StepTime, Work, step_time
 
@@ -28,18 +28,6 @@ _WARM_UP = 1
 """Records of a log that are left out: the first has what happens once."""
 _MEASURED = 0.1
 """Half of the interval around a prediction from a measurement on the same GPU."""
-CPU = Gpu(
-    names=("cpu",),
-    memory_gib=float("inf"),
-    bandwidth=1e10,
-    rates={"fp32": 5e10, "bf16": 5e10, "fp16": 5e10, "tf32": 5e10},
-    link=1e10,
-    per_node=1 << 16,
-    network=1e9,
-    watts=100,
-    source="none: only their ratio counts, a measurement scales them",
-)
-"""A CPU, which only a measurement can predict."""
 
 
 @dataclass(frozen=True, slots=True)

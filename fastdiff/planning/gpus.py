@@ -78,6 +78,20 @@ class Gpus:
         return Cluster(self.per_node, inside, Link(_NETWORK_HOP_S, _REACHED * self.kind.network))
 
 
+CPU = Gpu(
+    names=("cpu",),
+    memory_gib=float("inf"),
+    bandwidth=3e10,
+    rates={"fp32": 1.5e11, "bf16": 1.5e11, "fp16": 1.5e11, "tf32": 1.5e11},
+    link=1e10,
+    per_node=1 << 16,
+    network=1e9,
+    watts=100,
+    source="none: only their ratio counts, a measurement scales them",
+)
+"""A CPU, which only a measurement can predict."""
+
+
 @cache
 def known() -> tuple[Gpu, ...]:
     """Return the GPUs of the package's table."""

@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fastdiff.models.cost.traced import Traced
-from fastdiff.planning.gpus import Gpus
+from fastdiff.planning.gpus import CPU, Gpus
 from fastdiff.planning.rates import FUSED, LEVELS, Interval, Shares
 from fastdiff.planning.scaling.communication import Compute, Message, step_seconds
 from fastdiff.planning.scaling.estimate import copied_bytes, estimate
 from fastdiff.planning.scaling.host import HOSTS, SPEEDS
 from fastdiff.planning.scaling.zero import Zero
 
+_CPU_LAUNCH_S = 40e-6
+"""Seconds of an eager operation on a CPU beside its arithmetic; on a GPU the host's time is apart. Assumed."""
 _8BIT_SAVES = 12.0
 """Bytes per parameter that 8-bit moments move less: 2 instead of 8, read and written."""
 
@@ -76,7 +78,7 @@ def step_time(work: Work, gpus: Gpus, factors: Factors | None = None) -> StepTim
     """
     factors = factors or Factors()
     found = [_device(work, gpus, shares, factors) for shares in LEVELS]
-    host = host_seconds(work) * factors.host
+    host = host_seconds(work) * (0.0 if gpus.kind is CPU else factors.host)
     device = Interval(*(seconds for seconds, *_ in found))
     whole = Interval(*(max(pair) for pair in zip(_sides(device), _sides(host), strict=True)))
     _, passes, update = found[1]
@@ -93,7 +95,8 @@ def pass_seconds(work: Work, gpus: Gpus, shares: Shares) -> float:
     rate = kind.rates[work.dtype]
     moved = FUSED * traced.saved if work.fused and not work.recompute else traced.bytes
     products = traced.matmul / shares.matmul + traced.convolution / shares.convolution
-    return work.micro * (
+    launches = traced.launches * _CPU_LAUNCH_S if kind is CPU else 0.0
+    return launches + work.micro * (
         (products + traced.attention / shares.attention) / rate + moved / (shares.bandwidth * kind.bandwidth)
     )
 

@@ -52,6 +52,7 @@ from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 from fastdiff.training.micro_batch import with_micro
 from fastdiff.training.out_of_memory import out_of_memory
+from fastdiff.training.passes.build import build_passes, require_capture, require_one_shape
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
 from fastdiff.training.state import TrainState
@@ -224,19 +225,22 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
     objective = _build_objective(config, parts.reader, model, world)
     ema = Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup)
     engine.attach(ema)
+    meters = Meters(world, parts.heart, objective.part_names)
+    guard = StepGuard(Consensus(world, stop), spikes, parts.heart, config.batch.accumulation(world.size))
     return TrainState(
         config=config,
         world=world,
         engine=engine,
         objective=objective,
         ema=ema,
-        meters=Meters(world, parts.heart, objective.part_names),
+        meters=meters,
         reader=parts.reader,
         order=parts.order,
         facts=parts.facts,
         progress=Progress(),
         heart=parts.heart,
-        guard=StepGuard(Consensus(world, stop), spikes, parts.heart, config.batch.accumulation(world.size)),
+        guard=guard,
+        passes=build_passes(config, engine, objective, meters, guard),
         files=parts.files,
     )
 
@@ -249,6 +253,8 @@ def _build_engine(parts: _Parts, saved: Checkpoint | None) -> tuple[Model, Engin
     config, world = parts.config, parts.world
     draws = saved is None and not config.pretrained.weights
     whole = config.lora.rank > 0 or (draws and not family_of(config.model).draws_on_meta)
+    if world.is_first and (saved is not None or config.pretrained.weights):
+        log.info(f"loading the weights of {saved.folder if saved is not None else config.pretrained.path}")
     apart = deepspeed_config.zero_stage(parts.ds_config) == 3 and not whole
     # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
     model, weights = world.together(lambda: _build_model(config, world, saved, apart=apart))
@@ -293,6 +299,7 @@ def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data,
     order = build_order(
         reader.info, seed=config.seed, window_shards=config.data.shuffle_shards, global_batch=config.batch.samples
     )
+    world.on_first(lambda: require_one_shape(config, order))
     return reader, order
 
 
@@ -337,11 +344,12 @@ def _choose_backends(
 ) -> str:
     """Force the backends of the run and report that of each op; fail on all ranks if one is unavailable on any."""
     manifest = None if saved is None else saved.manifest
-    flat = world.on_first(lambda: engines.choose(config, ds_config, manifest)) == "flat"
+    kind = world.on_first(lambda: engines.choose(config, ds_config, manifest))
+    world.on_first(lambda: require_capture(config, kind, world))
     where = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
 
     def choose() -> list[kernel_choice.Row]:
-        rows = kernel_choice.choices(config, world.device, optimizer_device=where, flat=flat)
+        rows = kernel_choice.choices(config, world.device, optimizer_device=where, flat=kind == "flat")
         toolchain.require_for(rows, world.device, compiled=kernel_choice.compiles(config, world.device))
         return rows
 

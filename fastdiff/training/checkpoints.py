@@ -131,7 +131,7 @@ def restore(saved: Checkpoint, state: TrainState) -> Progress:
         _check_widths(saved, state.ema.power_stds)
     for flat in engine.flats:
         for fragment in flat.fragments:
-            fragment.of(flat.master).copy_(saved.slice("master", fragment))
+            fragment.write(flat.master, saved.slice("master", fragment))
     if saved.optimizer_steps and manifest["config"]["optim"]["name"] == state.config.optim.name:
         optimizer_state.restore(saved, state)
     for name, averages in state.ema.averages.items():
@@ -139,7 +139,7 @@ def restore(saved: Checkpoint, state: TrainState) -> Progress:
         for flat, average in zip(engine.flats, averages, strict=True):
             if average is not None:
                 for fragment in flat.fragments:
-                    fragment.of(average).copy_(saved.slice(kind, fragment))
+                    fragment.write(average, saved.slice(kind, fragment))
     state.meters.restore(saved.meters(state.world.rank, state.world.size))
     state.objective.timesteps.restore(saved.timesteps())
     state.guard.spikes.restore(saved.spikes())

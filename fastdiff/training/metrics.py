@@ -58,11 +58,17 @@ class Meters:
         importance: Tensor | None = None,
         parts: Sequence[Tensor] = (),
     ) -> None:
-        """Add the losses of one micro-batch.
+        """Add the losses of one micro-batch: ``count`` and ``note``."""
+        self.count(losses, levels, importance, parts)
+        self.note(position, losses.detach())
+
+    def count(
+        self, losses: Tensor, levels: Levels, importance: Tensor | None = None, parts: Sequence[Tensor] = ()
+    ) -> None:
+        """Add the losses of one micro-batch to the sums, by the device alone.
 
         Args:
             losses: ``[B]``, weighted by ``importance``.
-            position: ``[B]`` int64 positions of the samples in the run.
             levels: their noise levels.
             importance: ``[B]`` weights of levels that are drawn unevenly, over which a group's mean is taken; None: 1.
             parts: ``[B]`` each, in the order of the names; their sum times ``importance`` is ``losses``.
@@ -77,6 +83,9 @@ class Meters:
             own = slice(ends + number * (1 + QUARTILES), ends + (number + 1) * (1 + QUARTILES))
             weighted = part if importance is None else part * importance
             self.sums[:, own] += _sums(weighted, finite, weights, member[:, :QUARTILES])
+
+    def note(self, position: Tensor, losses: Tensor) -> None:
+        """Keep the positions and losses of a micro-batch, both ``[B]``, until the next step."""
         self.step.append((position, losses))
 
     def _members(self, levels: Levels) -> Tensor:

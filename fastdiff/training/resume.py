@@ -47,6 +47,7 @@ FREE = (
     "divergence.limit",
     "performance.device",
     "performance.engine",
+    "performance.cuda_graph",
     "performance.recompute",
     "performance.profile",
 )
@@ -233,4 +234,4 @@ def _fill(flat: Flat, target: Tensor | None, source: Mapping[str, Tensor]) -> No
         values = source.get(fragment.name)
         require(values is not None, f"the published training has nothing for {fragment.name}; it is of another network")
         assert values is not None
-        fragment.of(target).copy_(values.flatten()[fragment.start : fragment.start + fragment.numel])
+        fragment.write(target, fragment.within(values))

@@ -19,6 +19,7 @@ from fastdiff.training.ema import Ema
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
+from fastdiff.training.passes.eager import Passes
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class TrainState:
     progress: Progress
     heart: Heartbeat
     guard: StepGuard
+    passes: Passes
     files: WholeFiles
     """Whole files of the run folder, written by rank 0."""
     applied: bool = True

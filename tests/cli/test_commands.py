@@ -42,9 +42,10 @@ def assert_only_the_start_is_said(output: str) -> None:
     """The ranks alone: what DeepSpeed's launcher says is its own."""
     lines = [line for line in output.replace("\r", "\n").splitlines() if line.strip()]
     own = [line for line in lines if not re.search(r"\[(launch|runner)\.py:", line) and not re.match(r"run: +\d", line)]
-    (start,) = [line for line in own if "parameters" in line]
-    assert re.match(r"\d\d:\d\d:\d\d \[rank 0\] INFO ", start)
-    own.remove(start)
+    told = [line for line in own if re.match(r"\d\d:\d\d:\d\d \[rank 0\] INFO ", line)]
+    subjects = [found[0] for line in told if (found := re.search("parameters|drawing|: done", line))]
+    assert subjects == ["parameters", "drawing", ": done"], told
+    own = [line for line in own if line not in told and not line.startswith("  ")]
     assert len([line for line in own if "get_accelerator" not in line]) == 0, output
     assert len(own) <= 2, "of the command and its launcher, none of the ranks"
 

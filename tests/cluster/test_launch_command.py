@@ -228,7 +228,7 @@ def slurm_argv(folder: Path) -> list[str]:
 def test_slurm_writes_or_submits(
     tmp_path: Path, stand_ins: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [*slurm_argv(tmp_path), "--sbatch", "gpus-per-node=4"]
+    argv = slurm_argv(tmp_path)
     with_stand_ins(monkeypatch, stand_ins)
     assert main([*argv, "--", "--preset", "digits", "--output.folder", "a b"]) == 0
     assert f"next: sbatch {tmp_path / 'job'}" in capfd.readouterr().out
@@ -239,6 +239,44 @@ def test_slurm_writes_or_submits(
     assert "submitted job 4711\n" in capfd.readouterr().out
     (given,) = recorded(stand_ins, "sbatch")
     assert given["argv"] == ["--parsable", str(tmp_path / "job")]
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "asked"),
+    [
+        ([], [], ["gpus-per-node=4", "cpus-per-task=32"]),
+        (["--gpus-per-node", "8", "--cpus-per-task", "64", "--exclusive"], [], [
+            "gpus-per-node=8", "cpus-per-task=64", "exclusive",
+        ]),
+        (["--gpus-per-node", "0", "--cpus-per-task", "0"], [], []),
+        ([], ["--performance.device", "cpu"], ["cpus-per-task=32"]),
+        (["--sbatch", "gres=gpu:h100:4", "--sbatch", "cpus-per-gpu=12"], [], ["gres=gpu:h100:4", "cpus-per-gpu=12"]),
+    ],
+)  # fmt: skip
+def test_slurm_is_asked_for_gpus_and_cores(
+    tmp_path: Path, options: list[str], device: list[str], asked: list[str]
+) -> None:
+    """A run that asked for GPUs does not start without."""
+    assert main([*slurm_argv(tmp_path), *options, "--", "--preset", "digits", *device]) == 0
+    script = (tmp_path / "job").read_text()
+    found = re.findall(r"^#SBATCH --((?:gpus|gres|cpus|exclusive)\S*)$", script, re.MULTILINE)
+    assert found == asked
+    assert ("--performance.device cuda" in script) == ("0" not in options and not device)
+    assert ("--performance.device cpu" in script) == bool(device)
+
+
+def test_a_data_set_that_is_not_here_is_a_warning_and_one_that_does_not_fit_an_error(
+    tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--", "--preset", "dit-s-2-256", "--data.path"]
+    assert main([*slurm_argv(tmp_path), *run, "no/where"]) == 0
+    said = capsys.readouterr().err
+    assert "warning: seen from this machine: --data.path no/where: no data set" in said
+    assert "`fastdiff encode IMAGENET no/where --pretrained stabilityai/sd-vae-ft-ema" in said
+    (tmp_path / "job").unlink()
+    assert main([*slurm_argv(tmp_path), *run, str(digits)]) == 2
+    assert "use --model.channels 1 --model.size 8" in capsys.readouterr().err
+    assert not (tmp_path / "job").exists()
 
 
 # --- the flags of the run
@@ -416,6 +454,42 @@ def test_the_manifest_gives_every_word_literally() -> None:
     assert [mount["mountPath"] for mount in container["volumeMounts"]][1:] == ["/data", "/mnt/my runs"]
 
 
+def test_k8s_asks_for_resources_places_and_gives_no_rights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["launch", "k8s", "--nodes", "2", "--ranks-per-node", "4", "--image", "i", "--output", str(tmp_path / "job")]
+    more = ["--secret", "hub", "--toleration", "nvidia.com/gpu:NoSchedule", "--toleration", "team=vision"]
+    assert main([*argv, *more, "--node-selector", "gpu=h100", "--", "--preset", "digits"]) == 0
+    assert "warning: without --pvc the run folder" in capsys.readouterr().err
+    pod, container = pod_of(tmp_path / "job")
+    assert container["resources"] == {
+        "limits": {"nvidia.com/gpu": "4"}, "requests": {"cpu": "32", "memory": "128Gi"},
+    }  # fmt: skip
+    assert container["args"][-2:] == ["--performance.device", "cuda"]
+    assert container["envFrom"] == [{"secretRef": {"name": "hub"}}]
+    assert pod["nodeSelector"] == {"gpu": "h100"}
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "team", "operator": "Equal", "value": "vision"},
+    ]
+    rights = pod["securityContext"]
+    assert (rights["runAsNonRoot"], rights["runAsUser"], rights["fsGroup"]) == (True, 1000, 1000)
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert {"name": "HOME", "value": "/tmp"} in container["env"], "the image does not know the user"
+
+    none = ["--gpus-per-node", "0", "--cpus", "0", "--memory", "0", "--user", "0", "--pvc", "data:/data"]
+    assert main([*argv, *none, "--", "--preset", "digits"]) == 0
+    assert "--pvc" not in capsys.readouterr().err
+    pod, container = pod_of(tmp_path / "job")
+    assert container["resources"] == {}
+    assert "cuda" not in container["args"]
+    assert not {"securityContext", "env", "envFrom"} & (container.keys() | pod.keys())
+
+
+def pod_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    _, job = yaml.safe_load_all(path.read_text())
+    pod = job["spec"]["template"]["spec"]
+    return pod, pod["containers"][0]
+
+
 def test_a_preempted_pod_starts_again_and_a_wrong_flag_does_not() -> None:
     _, job = yaml.safe_load_all(kubernetes.manifest(JOB, pods()))
     rules = job["spec"]["podFailurePolicy"]["rules"]
@@ -436,6 +510,10 @@ def test_a_preempted_pod_starts_again_and_a_wrong_flag_does_not() -> None:
         *(({"volumes": {claim: "/x"}}, "--pvc") for claim in ("", "A", "a b", "a\nb", "a..b")),
         *(({"volumes": {"a": path}}, "--pvc") for path in ("", "x", "/x:y", "/x\ny")),
         ({"volumes": {"a": "/x", "b": "/x"}}, "same path"),
+        *(({"secrets": (name,)}, "--secret") for name in ("", "A", "a b", "a: b", "KEY=value")),
+        *(({"tolerations": (taint,)}, "--toleration") for taint in ("", "a b", "a:Never", "a\nb", "{a}")),
+        *(({"node_selector": {key: "x"}}, "--node-selector") for key in ("", "a b", "a\nb", "$(x)")),
+        *(({"node_selector": {"a": value}}, "--node-selector") for value in ("a b", "a\nb", "a" * 64)),
     ],
 )
 def test_names_that_kubernetes_refuses_are_refused_here(changed: dict[str, Any], flag: str) -> None:

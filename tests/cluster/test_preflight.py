@@ -32,11 +32,12 @@ from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.ports import reserved_port
 from tests.support.pretended_gpu import PretendedGpu
-from tests.support.processes import BIN, ROOT, Finished, start, stop
+from tests.support.processes import BIN, ON_CPU, ROOT, Finished, start, stop
 from tests.support.processes import run as execute
 from tests.support.scripts import Script
 
-FLAGS = ("--preset", "digits", "--data.path", "digits", "--output.folder", "run")
+ANY_DEVICE = ("--preset", "digits", "--data.path", "digits", "--output.folder", "run")
+FLAGS = (*ANY_DEVICE, *ON_CPU)
 
 
 def one_store() -> TCPStore:
@@ -102,7 +103,8 @@ def test_good_nodes_pass_and_leave_nothing(nodes: Nodes) -> None:
 
 
 def test_a_node_whose_gpu_torch_cannot_use_is_named(nodes: Nodes, tmp_path: Path) -> None:
-    """Node 1 has one. With --performance.device cpu it does not matter, and the bandwidth is that of gloo."""
+    """Node 1 has one, node 0 none. With --performance.device cpu neither matters; the bandwidth is that of gloo."""
+    nodes.flags = ANY_DEVICE
     gpu = PretendedGpu(tmp_path / "gpu", driver="535.183.01").make()
     nodes.prefixes[1], nodes.environments[1] = gpu.prefix(), gpu.environment()
     nodes.environments[1]["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(gpu.folder / "site")])
@@ -111,8 +113,9 @@ def test_a_node_whose_gpu_torch_cannot_use_is_named(nodes: Nodes, tmp_path: Path
         assert (
             "node 1 (host1): this machine has an NVIDIA GPU that torch cannot use: its driver 535.183.01" in done.output
         )
-        assert "1 problem on 1 of 2 nodes" in done.output
-    nodes.flags += ("--performance.device", "cpu")
+        assert "node 0 (host0): no GPU is visible on this node; ask the scheduler for GPUs" in done.output
+        assert "2 problems on 2 of 2 nodes" in done.output
+    nodes.flags = FLAGS
     first, second = nodes.run()
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert "GB/s" in first.output

@@ -28,7 +28,8 @@ def note():
 if "IMPORTED" in os.environ:
     atexit.register(note)
 """
-ONLY_RANKS = {"torch", "numpy", "deepspeed", "diffusers", "transformers", "PIL", "triton"}
+FASTDIFF = [sys.executable, "-c", "from fastdiff.cli.main import entry; entry()"]
+ONLY_RANKS = {"torch", "deepspeed", "diffusers", "transformers", "PIL", "triton"}
 NO_RUN = {"datasets", "matplotlib", "pandas", "sklearn", "tensorflow", "torchvision", "torch.utils.tensorboard"}
 """Imported by no run; the libraries of its encoders bring more of their own."""
 NO_LATENTS = NO_RUN | {
@@ -48,14 +49,17 @@ def imported(command: list[str], folder: Path) -> dict[str, set[str]]:
 
 
 def launch_local(*flags: str, ranks: int = 1) -> list[str]:
-    entry = [sys.executable, "-c", "from fastdiff.cli.main import entry; entry()"]
-    return [*entry, "launch", "local", "--ranks", str(ranks), "--", *flags]
+    return [*FASTDIFF, "launch", "local", "--ranks", str(ranks), "--", *flags]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_on_latents(digits: Path, tmp_path: Path, ranks: int) -> None:
-    """The supervisor is one process with the command; each rank imports what it uses."""
-    found = imported(launch_local(*flags(tiny(digits, tmp_path / "run", steps=2)), ranks=ranks), tmp_path)
+    """The supervisor is one process with the command; each rank imports what it uses.
+
+    Without --ranks, `fastdiff train` starts one where no GPU is visible.
+    """
+    given = flags(tiny(digits, tmp_path / "run", steps=2))
+    found = imported(launch_local(*given, ranks=ranks) if ranks > 1 else [*FASTDIFF, "train", *given], tmp_path)
     assert found.keys() == {"supervisor", *map(str, range(ranks))}
     assert found.pop("supervisor") & ONLY_RANKS == set()
     for modules in found.values():

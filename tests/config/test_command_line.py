@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from fastdiff import sanitize
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.presets import PRESETS, preset
+from fastdiff.config.flags.short_help import SHOWN
+from fastdiff.config.presets import PRESETS, encode_command, preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.config.sections.batch import BatchConfig
@@ -80,7 +82,7 @@ def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
 
 def test_help_lists_every_field_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        command_line.parse(["--preset", "digits", "--help"])
+        command_line.parse(["--preset", "digits", "--help-all"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
     for flag in (
@@ -103,7 +105,7 @@ def test_help_lists_every_field_with_its_docstring(capsys: pytest.CaptureFixture
 
 def test_help_with_a_preset_begins_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command_line.parse(["--preset", "digits", "--help"])
+        command_line.parse(["--preset", "digits", "--help-all"])
     text = capsys.readouterr().out
     about = [line.strip() for line in (PRESETS["digits"].__doc__ or "").splitlines() if line.strip()]
     places = [text.index(line) for line in about]
@@ -111,8 +113,63 @@ def test_help_with_a_preset_begins_with_what_it_is(capsys: pytest.CaptureFixture
     assert places[-1] < text.index("--preset NAME") < text.index("--samples")
     assert "data/digits deepspeed" not in text, "two commands, on lines of their own"
     with pytest.raises(SystemExit):
-        command_line.parse(["--help"])
+        command_line.parse(["--help-all"])
     assert about[0] not in capsys.readouterr().out
+
+
+def test_the_short_help_shows_known_flags_with_the_values_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command_line.parse(["--preset", "digits", "--optim.lr", "1", "--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert len(text.splitlines()) < 70
+    assert re.search(r"--optim.lr +learning rate \[0.002\]", text)
+    with pytest.raises(SystemExit):
+        command_line.parse(["--preset", "digits", "--help-all"])
+    known = capsys.readouterr().out.replace("_", "-")
+    shown = [flag.split()[0] for section in SHOWN.values() for flag in section]
+    assert 25 <= len(shown) <= 40
+    unknown = [flag for flag in shown if flag.replace("_", "-") not in known]
+    assert unknown == ["--ranks"], "which `fastdiff train` takes itself"
+
+
+@pytest.mark.parametrize(
+    ("length", "samples"),
+    [
+        (["--steps", "3"], 192),
+        (["--steps=3", "--batch.samples=10"], 30),
+        (["--epochs", "2"], 3584),  # 56 steps of 64; two epochs are 56.2
+        (["--epochs", "0.001"], 64),
+        (["--samples", "192"], 192),
+    ],
+)
+def test_the_length_of_a_run_in_every_unit(digits: Path, length: list[str], samples: int) -> None:
+    _, config = command_line.parse(["--preset", "digits", "--data.path", str(digits), *length])
+    assert config.samples == samples
+
+
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        (["--steps", "3", "--epochs", "1"], "--steps and --epochs: each is the length"),
+        (["--samples", "64", "--steps", "1"], "--samples and --steps: each is the length"),
+        (["--steps", "0"], "--steps: 0: expected a whole number"),
+        (["--epochs", "-1"], "--epochs"),
+        (["--epochs", "1", "--data.path", "nowhere"], "make the data set with `fastdiff encode digits nowhere`"),
+        (["--epochs", "1", "--data.path", "s3://a/b"], "not known here; use --steps"),
+        (["--epochs", "1", "--data.online"], "before --data.online has listed them"),
+    ],
+)
+def test_a_length_that_is_no_length_is_refused(length: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        command_line.parse(["--preset", "digits", *length])
+
+
+def test_every_preset_names_the_command_of_its_data() -> None:
+    for name in PRESETS:
+        command = encode_command(name, "some/where")
+        assert command.startswith("make ") or "fastdiff encode " in command, name
+        assert command.startswith("make ") or " some/where" in command, name
 
 
 @pytest.mark.parametrize(

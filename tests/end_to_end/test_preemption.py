@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,14 +110,27 @@ def running(whole: list[float], digits: Path, tmp_path: Path) -> Iterator[Tree]:
 
 
 @pytest.mark.fault(12)
-@pytest.mark.parametrize("target", ["command", pytest.param("launcher", marks=pytest.mark.nightly), "launcher killed"])
+@pytest.mark.parametrize(
+    "target", ["command", pytest.param("launcher", marks=pytest.mark.nightly), "launcher killed", "Ctrl-C"]
+)
 def test_a_launcher_that_ends_leaves_nobody_and_loses_nothing(
     whole: list[float], digits: Path, tmp_path: Path, running: Tree, target: str
 ) -> None:
-    """DeepSpeed's command passes no SIGTERM on to its launcher, and a launcher that is killed none to the ranks."""
+    """DeepSpeed's command passes no SIGTERM on to its launcher, and a launcher that is killed none to the ranks.
+
+    Ctrl-C reaches all processes; DeepSpeed's launcher then also sends SIGTERM, and its command ends with a traceback.
+    """
     process = running.command if target == "command" else running.launcher
-    process.send_signal(signal.SIGKILL if target == "launcher killed" else signal.SIGTERM)
+    if target == "Ctrl-C":
+        os.killpg(running.command.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGKILL if target == "launcher killed" else signal.SIGTERM)
     wait_for_the_end(running.everyone)
+    if target == "Ctrl-C":
+        output = running.command.communicate()[0]
+        assert len(re.findall(r"fastdiff: (Ctrl-C|SIGTERM): saved step \d+; the same command resumes", output)) == 1
+        assert "fastdiff: error" not in output
+        assert "[rank0]" not in output, "no traceback of a rank"
     steps = losses(tmp_path / "run")
     assert intact(tmp_path / "run") == [len(steps)], "the last step that was logged is the one that is saved"
     assert hexes(steps[:STEPS]) == hexes(whole[: len(steps)])
@@ -188,6 +202,23 @@ with listening() as request:
     done = python(code)
     assert done.code == 75
     assert "in a step that does not end" in done.output
+
+
+def test_a_second_ctrl_c_ends_a_rank_at_once() -> None:
+    code = """
+class Heart:
+    at_s = time.monotonic() + 3600
+with listening() as request:
+    request.arm(Heart())
+    os.kill(os.getpid(), signal.SIGINT)
+    while request.reason is None:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(600)
+"""
+    done = python(code)
+    assert done.code == 130
+    assert done.output.splitlines() == [preemption.STOPPING_LINE, preemption.INTERRUPTED_LINE]
 
 
 def test_without_a_launcher_the_shell_may_end(tmp_path: Path) -> None:

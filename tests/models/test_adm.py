@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves
 
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.errors import ConfigError
@@ -204,8 +205,7 @@ def test_maps_are_channels_last_and_are_not_copied(
     seen: Counter[type[nn.Module]] = Counter()
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        given = (*args, *kwargs.values(), *(out if isinstance(out, tuple) else [out]))
-        maps = [x for x in given if isinstance(x, Tensor) and x.dim() == 4]
+        maps = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor) and x.dim() == 4]
         wrong = [tuple(x.shape) for x in maps if not x.permute(0, 2, 3, 1).is_contiguous()]
         assert not wrong, (type(module), wrong)
         seen[type(module)] += 1

@@ -136,7 +136,7 @@ def test_the_cpu_on_purpose(digits: Path, tmp_path: Path) -> None:
     assert "this machine has an NVIDIA GPU that torch cannot use" in shown.output
     asked = gpu.run(*by_flag)
     assert asked.code == 0, asked.output
-    assert "1 ranks x 16 samples x 1 micro-batches on cpu" in asked.output
+    assert "on cpu: 1 ranks x 16 samples x 1 micro-batches" in asked.output
     own = [*flags(tiny(digits, tmp_path / "run", steps=2)), "--performance.device", "auto"]
     hidden = gpu.run_script(TRAIN, *own, CUDA_VISIBLE_DEVICES="")
     assert hidden.code == 0, hidden.output
@@ -144,8 +144,9 @@ def test_the_cpu_on_purpose(digits: Path, tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 2
 
 
-def test_a_preset_made_for_gpus_asks_for_the_cpu_by_name(tmp_path: Path) -> None:
-    done = run_script(TRAIN, "--preset", "dit-s-8-256", CUDA_VISIBLE_DEVICES="")
+def test_a_preset_made_for_gpus_asks_for_the_cpu_by_name(digits: Path) -> None:
+    fits = ["--data.path", digits, "--model.channels", "1", "--model.size", "8", "--model.classes", "10"]
+    done = run_script(TRAIN, "--preset", "dit-s-8-256", *fits, CUDA_VISIBLE_DEVICES="")
     assert done.code == 2
     assert "there is none here (CUDA_VISIBLE_DEVICES hides all)" in done.output
     assert "add --performance.device cpu to run it on the CPU" in done.output

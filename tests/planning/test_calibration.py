@@ -18,9 +18,9 @@ from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
 from fastdiff.planning import gpus
-from fastdiff.planning.calibration import ASSUMED, CPU, Measured, calibrated, read
+from fastdiff.planning.calibration import ASSUMED, Measured, calibrated, read
 from fastdiff.planning.figures import figures
-from fastdiff.planning.gpus import Gpus
+from fastdiff.planning.gpus import CPU, Gpus
 from fastdiff.planning.network import Network, read_network
 from fastdiff.planning.options import OF_STAGE, work_of
 from fastdiff.planning.scaling.host import HOSTS

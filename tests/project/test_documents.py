@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fastdiff.cli.launch import _train_parser
 from fastdiff.cli.main import _parser
 from fastdiff.config.command_line import parse
 from fastdiff.config.presets import PRESETS, preset
@@ -112,21 +113,27 @@ def commands() -> Iterator[str]:
                 yield re.sub(r"\s+#.*", "", line).strip()
 
 
-TRAINING = sorted({line for line in commands() if "fastdiff/train.py" in line or line.startswith("fastdiff launch")})
+TRAINING = sorted({line for line in commands() if re.search(r"fastdiff/train\.py|^fastdiff (launch|train)", line)})
 OTHERS = sorted(
-    {line[line.index("fastdiff ") :] for line in commands() if re.search(r"(^|-- |\d )fastdiff (?!launch|bench)", line)}
+    {
+        line[line.index("fastdiff ") :]
+        for line in commands()
+        if re.search(r"(^|-- |\d )fastdiff (?!launch|train|bench)", line)
+    }
 )
 
 
 @pytest.mark.parametrize("command", TRAINING)
 def test_training_commands_parse(command: str) -> None:
     words = shlex.split(command)
-    if words[0] == "fastdiff":
+    if words[:2] == ["fastdiff", "train"]:
+        _, flags = _train_parser().parse_known_args(words[2:])
+    elif words[0] == "fastdiff":
         flags = words[words.index("--") + 1 :]
         assert _parser().parse_args(words[1:]).run
     else:
         flags = words[words.index("fastdiff/train.py") + 1 :]
-    if "--help" not in flags:
+    if not {"--help", "--help-all"} & set(flags):
         parse(flags)
 
 

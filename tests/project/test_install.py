@@ -291,8 +291,8 @@ def test_the_demos_run_beside_a_gpu_on_the_cpu_if_it_was_asked_for(
     (tmp_path / "fastdiff").mkdir()
     (tmp_path / "fastdiff" / "__init__.py").touch()
     preset = target.replace("demo", "digits")
-    ordinary = f"deepspeed fastdiff/train.py --preset {preset} --deepspeed_config deepspeed_configs/zero3.json"
-    (line,) = (line.rstrip() for line in make("--dry-run", target).splitlines() if line.startswith("deepspeed "))
+    ordinary = f"fastdiff train --preset {preset} --deepspeed_config deepspeed_configs/zero3.json"
+    (line,) = (line.rstrip() for line in make("--dry-run", target).splitlines() if line.startswith("fastdiff train "))
     assert line == ordinary + (" --performance.device cpu" if on_the_cpu else "")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.slurm.nodes import Cluster
 from tests.slurm.training import command_line
-from tests.support.processes import BIN, ON_CPU
+from tests.support.processes import BIN
 from tests.support.runs import hexes, losses
 
 
@@ -22,7 +22,6 @@ def test_two_nodes_train_like_one(machines: Cluster, undisturbed: list[float], d
     done = machines.head.run(
         *(BIN / "deepspeed", "--hostfile", hostfile, "--launcher", "pdsh", "fastdiff/train.py"),
         *command_line(digits, tmp_path / "run"),
-        *ON_CPU,
         timeout_s=400,
         DS_ENV_FILE=str(environment),
     )

@@ -26,6 +26,7 @@ PREEMPTIONS = {
 def submit(queue: Slurm, folder: Path, flags: list[str], *options: str) -> int:
     """Submit a run with one rank on each of two nodes and return the number of the job, whose output is ``log``."""
     launch = [BIN / "fastdiff", "launch", "slurm", "--nodes", "2", "--ranks-per-node", "1", *options]
+    launch += ["--cpus-per-task", "0"]  # the machines of this cluster have fewer than usual
     files = ["--output", folder / "job.sbatch", "--sbatch", f"output={folder / 'log'}"]
     output = queue.head.must(*launch, *files, "--submit", "--", *flags)
     found = re.search(r"submitted job (\d+)", output)

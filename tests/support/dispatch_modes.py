@@ -21,7 +21,8 @@ class NoSync(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("aten::").split(".")[0]
         assert name not in self.FORBIDDEN, f"{func.name()} waits for the device or copies to it"
-        assert name != "_to_copy" or (kwargs or {}).get("device") is None, "a copy to another device"
+        goes = (kwargs or {}).get("device") if name == "_to_copy" else None
+        assert goes is None or goes == args[0].device, "a copy to another device"
         return func(*args, **(kwargs or {}))
 
 
@@ -85,6 +86,43 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.total += 1
         return func(*args, **(kwargs or {}))
+
+
+class Replay(NoSync):
+    """Notes what a CUDA graph would hold: every operation, its numbers, and the tensors that it finds there.
+
+    It fails on what a capture forbids. It keeps all tensors that it meets, so that none has the address of another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+        """Name and arguments of each; of a tensor shape, dtype, strides and device."""
+        self.found: dict[int, torch.Tensor] = {}
+        """By address of their memory, the tensors that an operation used and none had made."""
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_flatten((args, kwargs or {}))[0]
+        self.operations.append(f"{func.name()}({', '.join(map(_described, given))})")
+        for tensor in _with_memory(given):
+            if tensor.untyped_storage().data_ptr() not in self._made:
+                self.found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in _with_memory(tree_flatten(result)[0]):
+            if tensor.untyped_storage().data_ptr() not in self.found:
+                self._made[tensor.untyped_storage().data_ptr()] = tensor
+        return result
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{tuple(value.shape)} {value.dtype} {value.stride()} {value.device}"
+
+
+def _with_memory(values: list[Any]) -> list[torch.Tensor]:
+    return [x for x in values if isinstance(x, torch.Tensor) and x.numel()]
 
 
 _VIEWS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.forked import WITHOUT_GPU
-from tests.support.processes import DIE_WITH_TESTS, ROOT
+from tests.support.processes import DIE_WITH_TESTS, ON_CPU, ROOT
 from tests.support.waiting import LIMIT_S, steps_logged, wait_until
 
 
@@ -46,7 +46,7 @@ class Supervised:
         with self._log.open("wb") as log:
             target = log if output is None else output
             self.process = subprocess.Popen(
-                [*DIE_WITH_TESTS, *command, "--", *flags],
+                [*DIE_WITH_TESTS, *command, "--", *flags, *ON_CPU],
                 cwd=ROOT,
                 env=env,
                 stdout=target,

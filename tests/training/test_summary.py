@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 import torch
 
+from fastdiff.cli.main import _parser
 from fastdiff.data import dali_trial
 from fastdiff.data.loading import build
 from fastdiff.parallel.world import World
 from fastdiff.train import train
-from fastdiff.training.callbacks.summary import _tf32
-from tests.support.runs import launch, tiny
+from fastdiff.training.callbacks.summary import _tf32, time_left
+from tests.support.runs import launch, records, tiny
 
 
 def test_it_says_epochs_and_why_the_loader_is_not_dali(
@@ -24,9 +27,39 @@ def test_it_says_epochs_and_why_the_loader_is_not_dali(
     monkeypatch.setattr(build, "dali_problem", dali_trial.dali_problem.__wrapped__)  # tries again
     train(tiny(digits, tmp_path / "run", steps=30, data__loader="auto"), launch(1), world)
     said = capsys.readouterr().err
-    assert "ZeRO-1, fp32, adamw; 480 samples of 1,797 images = 0.3 epochs; loader prefetch (NVIDIA DALI is" in said
+    assert "M parameters, 30 steps of 16 samples = 0.3 epochs of 1,797 images\n" in said
+    assert "on cpu: 1 ranks x 16 samples x 1 micro-batches, ZeRO-1, fp32, adamw\n" in said
+    assert "loader prefetch (NVIDIA DALI is" in said
     train(tiny(digits, tmp_path / "asked", steps=1, data__loader="prefetch"), launch(1), world)
     assert "loader prefetch, blocks eager" in capsys.readouterr().err
+
+
+def test_the_end_says_where_everything_is_and_what_is_next(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands parse, and the run that they read is there."""
+    folder = tmp_path / "a run"
+    train(tiny(digits, folder, steps=2, output__sample_every=2, output__sample_steps=2), launch(1), world)
+    said = capsys.readouterr().err
+    assert f"drawing 80 pictures of 2 steps to {folder}/samples/step-00000002.png" in said
+    end = said[said.index(f"{folder}: done, 2 steps, loss {records(folder)[-1]['loss']:.4f}") :]
+    assert f"checkpoint in {folder}/checkpoints, pictures in {folder}/samples\n" in end
+    commands = [line.strip() for line in end.splitlines() if line.startswith("    fastdiff ")]
+    assert len(commands) == 2
+    for command in commands:
+        words = shlex.split(command)
+        assert Path(words[2]) == folder
+        assert _parser().parse_args(words[1:]).run
+    train(tiny(digits, folder, steps=2), launch(1), world)
+    again = capsys.readouterr().err
+    assert f"loading the weights of {folder}/checkpoints/step-00000002" in again
+    assert f"{folder}: done, 2 steps\n" in again, "there was nothing to train"
+
+
+def test_the_time_left() -> None:
+    now = datetime(2026, 1, 31, 22, 30)
+    assert time_left(7200, 2.0, now) == "about 1 h 00 min to go, until Sat 31 Jan 23:30"
+    assert time_left(150, 2.0, now) == "about 1 min 15 s to go, until Sat 31 Jan 22:31"
 
 
 def test_tf32_is_told_where_there_is_tf32() -> None:

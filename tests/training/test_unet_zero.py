@@ -18,6 +18,7 @@ from fastdiff.models.unet.network import UNet
 from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
+from fastdiff_kernels import dispatch
 from tests.support.forked import forked_ranks, values
 from tests.support.references.unet_reference import SMALL, built, inputs
 from tests.support.runs import launch, tiny
@@ -84,6 +85,11 @@ def _every_way(world: World, kind: str) -> dict[str, Learned]:
         found["compiled"] = learn(world, kind, 3, blocks, recompute=True, compiled=True)
         assert not torch._dynamo.utils.counters["graph_break"]
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+        # Blocks read weights and biases of their convolutions, and pass biases on to the next block.
+        with dispatch.forced(group_norm="triton"):
+            found["kernels"] = learn(world, kind, 3, blocks)
+            found["kernels compiled"] = learn(world, kind, 3, blocks, recompute=True, compiled=True)
+        assert not torch._dynamo.utils.counters["graph_break"]
     return found
 
 
@@ -108,6 +114,17 @@ def test_zero3_learns_what_zero0_learns(learned: list[dict[str, Learned]]) -> No
             assert found[way].losses == pytest.approx(whole.losses, rel=1e-5), way
             for name, value in whole.weights.items():
                 np.testing.assert_allclose(found[way].weights[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_zero3_by_the_kernels_learns_what_zero0_learns(learned: list[dict[str, Learned]]) -> None:
+    for found in learned:
+        whole = found["whole"]
+        for way in {"kernels", "kernels compiled"} & found.keys():
+            assert found[way].losses == pytest.approx(whole.losses, rel=1e-5), way
+            for name, value in whole.weights.items():
+                # Adam makes steps of single gradients that are rounding.
+                near = np.isclose(found[way].weights[name], value, rtol=1e-3, atol=1e-4)
+                assert near.mean() > 0.999, f"{way} {name}: {near.mean()}"
 
 
 def test_the_ranks_end_with_the_same_weights(learned: list[dict[str, Learned]]) -> None:

@@ -11,6 +11,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import resolve
+from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
 from fastdiff.train import train
@@ -52,7 +53,7 @@ def test_a_single_rank_copies_a_gradient_once(
     assert not backward.operations["div_"] + backward.operations["_reduce_scatter_base_"] + update.operations["cat"]
 
 
-class _Two(nn.Module):
+class _Two(BlockwiseModel):
     """Two layers, of which a forward pass uses one or both."""
 
     def __init__(self) -> None:

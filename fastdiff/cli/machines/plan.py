@@ -155,11 +155,11 @@ def _basis(source: Path | None, known: Sequence[Gpu]) -> Basis:
     if source is None:
         return calibration.ASSUMED
     measured = calibration.read(source)
-    kind = calibration.CPU if measured.device == "cpu" else gpus.of_device(measured.device, known)
+    kind = gpus.CPU if measured.device == "cpu" else gpus.of_device(measured.device, known)
     if kind is None:
         raise ConfigError(f"--from {source}: measured on {measured.device}, which is not known; add it by --gpu-file")
     config = measured.config
-    device = torch.device("cpu" if kind is calibration.CPU else "cuda")
+    device = torch.device("cpu" if kind is gpus.CPU else "cuda")
     network = read_network(config, device, (config.performance.recompute,))
     work = options.work_of(config, measured.deepspeed, network, measured.ranks)
     return calibration.calibrated(measured, work, gpus.Gpus(kind, 1, measured.ranks))

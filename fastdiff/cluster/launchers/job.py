@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.run import RunConfig
-from fastdiff.errors import ConfigError
+from fastdiff.console import write_line
+from fastdiff.data.loading.fit import check_data_set
+from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.files import write_output
+from fastdiff.parallel.visible_gpus import visible_gpus
 
 SUPERVISOR = "fastdiff.cluster.supervisor.main"
+CORES_PER_RANK = 8
+"""Cores that a launcher asks for by default: for the rank itself, its readers of data and its saves."""
 PORTS = range(20_000, 30_000)
 """Ports below the ephemeral range of Linux."""
 
@@ -28,18 +34,36 @@ class Job:
     flags: tuple[str, ...]
     """Flags of ``fastdiff/train.py``."""
 
-    def check(self) -> RunConfig:
+    def check(self, *, elsewhere: bool = False) -> RunConfig:
         """Return the configuration of the run; raise the errors of its ranks before any process starts.
 
+        Args:
+            elsewhere: whether the ranks run on other machines; a data set that is not here is then a warning.
+
         Raises:
-            ConfigError: the flags contradict one another or do not fit the number of ranks.
+            ConfigError: the flags contradict one another, or do not fit the number of ranks or the data set.
+            DataError: the data set is missing or damaged.
+            StorageError: the data set cannot be read.
             SystemExit: 0 after ``--help``, 2 after a wrong flag.
         """
         launch, config = command_line.parse(self.flags)
         ranks = self.nodes * self.ranks_per_node
         config.batch.require_divisible(ranks)
         deepspeed_config.resolve(launch.deepspeed, config, ranks)
+        try:
+            if not launch.dry_run:
+                check_data_set(config, launch.preset)
+        except (DataError, StorageError) as error:
+            if not elsewhere:
+                raise
+            write_line(f"fastdiff: warning: seen from this machine: {error}")
         return config
+
+    def on_gpus(self, config: RunConfig) -> Job:
+        """Return the job whose ranks refuse a node without a GPU, unless its flags choose the device."""
+        if config.performance.device != "auto":
+            return self
+        return replace(self, flags=(*self.flags, "--performance.device", "cuda"))
 
     def arguments(self, master: str, port: int | str) -> list[str]:
         """Return the arguments of the supervisors, without ``--node-rank``, which precedes them.
@@ -51,6 +75,33 @@ class Job:
         sizes = ["--nodes", str(self.nodes), "--ranks-per-node", str(self.ranks_per_node)]
         preflight = [] if self.preflight else ["--no-preflight"]
         return [*sizes, "--master", master, "--port", str(port), *preflight, "--", *self.flags]
+
+
+def local_job(flags: Sequence[str], ranks: int | None, *, preflight: bool) -> Job | None:
+    """Return the job of a run on this machine, after the checks of its flags, and say what starts.
+
+    Args:
+        flags: of the run.
+        ranks: as given; None: one per visible GPU, or one on the CPU.
+        preflight: whether to check the node.
+
+    Returns:
+        The job; None after ``--dry-run``, whose result is printed.
+
+    Raises:
+        FastdiffError, SystemExit: as of ``Job.check``.
+    """
+    launch, config = command_line.parse(flags)
+    gpus = 0 if config.performance.device == "cpu" else visible_gpus()
+    ranks = ranks or max(1, gpus)
+    job = Job(nodes=1, ranks_per_node=ranks, preflight=preflight, flags=tuple(flags))
+    job.check()
+    if launch.dry_run:
+        command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, ranks))
+        return None
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {f'GPUs, {gpus} visible' if gpus else 'the CPU'}"
+    write_line(f"fastdiff: {config.output.folder}: {config.steps:,} steps; starting {where}")
+    return job
 
 
 def random_port() -> int:

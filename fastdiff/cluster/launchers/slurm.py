@@ -22,6 +22,10 @@ _OURS = (
     "partition", "account", "wrap", "parsable", "array", "chdir",
 )  # fmt: skip
 
+_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "tres-per-task")
+"""Options of sbatch that ask for GPUs."""
+_CORES = ("cpus-per-task", "cpus-per-gpu", "mincpus", "tres-per-task")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
@@ -35,6 +39,12 @@ class Batch:
     time: str | None = None
     partition: str | None = None
     account: str | None = None
+    gpus_per_node: int = 0
+    """GPUs to ask for on each node; 0: none."""
+    cpus_per_node: int = 0
+    """Cores to ask for on each node; 0: as many as the cluster gives."""
+    exclusive: bool = False
+    """Whether no other job may use the nodes."""
     signal_before_s: int = 120
     """Seconds before the time limit at which the ranks are asked to save and stop."""
     options: Mapping[str, str] = field(default_factory=dict)
@@ -66,6 +76,7 @@ class Batch:
             "requeue": "",
             "open-mode": "append",
             "signal": f"B:USR1@{self.signal_before_s}",
+            **self._resources(),
             **self.options,
         }
         return [
@@ -73,6 +84,15 @@ class Batch:
             for key, value in settings.items()
             if value is not None
         ]
+
+    def _resources(self) -> dict[str, str]:
+        """Return the options for GPUs and cores, without those that ``options`` ask for in another way."""
+        found: dict[str, str] = {}
+        if self.gpus_per_node and not self.options.keys() & set(_GPUS):
+            found["gpus-per-node"] = str(self.gpus_per_node)
+        if self.cpus_per_node and not self.options.keys() & set(_CORES):
+            found["cpus-per-task"] = str(self.cpus_per_node)  # one task per node: the supervisor
+        return found | ({"exclusive": ""} if self.exclusive else {})
 
 
 # Slurm signals a time limit and `scancel --batch` to the batch step alone. srun forwards SIGUSR1 to its tasks; at

@@ -25,7 +25,7 @@ from fastdiff.config.sections.performance import Device
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.remote import is_remote, resource
-from fastdiff.errors import StorageError
+from fastdiff.errors import StorageError, require
 from fastdiff.models import load
 from fastdiff.models.build import build_model
 from fastdiff.parallel.devices import require_gpu, usable_gpus
@@ -52,10 +52,15 @@ def examine_devices(ranks_per_node: int, asked: Device) -> int:
         Number of GPUs that the run uses on this node; 0: it runs on the CPU.
 
     Raises:
-        ConfigError: a GPU is present that torch cannot use; there are fewer GPUs than ranks, or none and the run asks
-            for them.
+        ConfigError: a GPU is present that torch cannot use; there are fewer GPUs than ranks, or none, unless the run
+            asks for the CPU.
     """
     gpus = usable_gpus(asked)
+    require(
+        gpus > 0 or asked == "cpu",
+        "no GPU is visible on this node; ask the scheduler for GPUs, or train on the CPUs of several nodes on purpose "
+        "with --performance.device cpu",
+    )
     if gpus:
         require_gpu(gpus, ranks_per_node - 1, ranks_per_node)
     return min(gpus, ranks_per_node)

@@ -9,7 +9,17 @@ from fastdiff.cluster.preflight.node_checks import examine_data, examine_space
 from fastdiff.cluster.preflight.report import Problem, as_error
 from fastdiff.cluster.supervisor.environment import PREFLIGHT
 from fastdiff.config.run import RunConfig
+from fastdiff.data.loading.fit import check_data_set
 from fastdiff.parallel.world import World, attempt
+
+
+def check_files(config: RunConfig, preset: str | None) -> None:
+    """Check what files and flags alone can tell; called by each rank before it meets the others.
+
+    Raises:
+        FastdiffError: as of ``data.loading.fit.check_data_set``.
+    """
+    check_data_set(config, preset)
 
 
 def check_if_requested(config: RunConfig, world: World) -> None:

@@ -12,8 +12,9 @@ from fastdiff.cluster.supervisor.nodes import Nodes
 from fastdiff.cluster.supervisor.outcome import UNAVAILABLE, Outcome, of_ends, of_failed_rank, of_lost_node
 from fastdiff.cluster.supervisor.ranks import Rank, Ranks
 from fastdiff.cluster.supervisor.signals import STOP, Signals
-from fastdiff.console import log
+from fastdiff.console import log, write_line
 from fastdiff.errors import Preempted
+from fastdiff.parallel.preemption import INTERRUPTED, INTERRUPTED_LINE, STOPPING_LINE
 
 _TICK_S = 0.5
 _GRACE_S = 2.0
@@ -93,8 +94,10 @@ class Watch:
         if number not in STOP:
             return
         self._interrupts += number == signal.SIGINT
+        if number == signal.SIGINT and self._interrupts == 1:
+            write_line(STOPPING_LINE)
         if self._interrupts > 1:
-            self._nodes.propose(Outcome(128 + signal.SIGINT, "fastdiff: interrupted twice, not saved", abrupt=True))
+            self._nodes.propose(Outcome(INTERRUPTED, INTERRUPTED_LINE, abrupt=True))
         self._stop(number if number in (signal.SIGTERM, signal.SIGUSR1) else signal.SIGTERM)
 
     def _stop(self, number: int) -> None:

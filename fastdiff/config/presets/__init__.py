@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import shlex
 from collections.abc import Callable
 
 from fastdiff.config.data import DataConfig
@@ -44,7 +46,7 @@ def _dit(letter: str, patch: int) -> Preset:
     build.__doc__ = f"""DiT-{size} on ImageNet at 256 px, as published: noise and learned variance, 400 K steps of 256.
 
     fastdiff encode IMAGENET data/imagenet256 --pretrained stabilityai/sd-vae-ft-ema --resolution 256 --crop adm --flip
-    deepspeed fastdiff/train.py --preset {name} --data.path data/imagenet256
+    fastdiff train --preset {name} --data.path data/imagenet256
 
     Source: Peebles & Xie 2023, arXiv:2212.09748, section 4, and its published train.py, with bf16 instead of fp32.
     Options: --optim.name adamw8bit; EDM2's averages, --ema.power_stds 0.05 0.1 --ema.snapshot_every 10000.
@@ -58,7 +60,7 @@ def sit_xl_2_256() -> RunConfig:
     """SiT-XL/2 on ImageNet at 256 px, as published: flow matching on the linear path, otherwise as dit-xl-2-256.
 
     fastdiff encode IMAGENET data/imagenet256 --pretrained stabilityai/sd-vae-ft-ema --resolution 256 --crop adm --flip
-    deepspeed fastdiff/train.py --preset sit-xl-2-256 --data.path data/imagenet256
+    fastdiff train --preset sit-xl-2-256 --data.path data/imagenet256
 
     Source: Ma et al. 2024, arXiv:2401.08740, and its published train.py: velocity, uniform t, no weighting. The network
     is DiT's; its outputs for the variance are not trained. Its time and the sign of its velocity are SiT's
@@ -98,7 +100,7 @@ def sd15_512() -> RunConfig:
     """Stable Diffusion 1.5's UNet from random weights at 512 px, as it was first trained: 8-bit Adam, batch 2048.
 
     fastdiff encode IMAGES data/t2i-512 --pretrained stable-diffusion-v1-5/stable-diffusion-v1-5 --resolution 512
-    deepspeed fastdiff/train.py --preset sd15-512 --data.path data/t2i-512
+    fastdiff train --preset sd15-512 --data.path data/t2i-512
 
     Not measured yet.
     """
@@ -109,7 +111,7 @@ def sd2_512() -> RunConfig:
     """Stable Diffusion 2's UNet from random weights at 512 px; otherwise as sd15-512.
 
     fastdiff encode IMAGES data/t2i-512 --pretrained stabilityai/stable-diffusion-2-base --resolution 512
-    deepspeed fastdiff/train.py --preset sd2-512 --data.path data/t2i-512
+    fastdiff train --preset sd2-512 --data.path data/t2i-512
 
     Not measured yet.
     """
@@ -137,7 +139,7 @@ def sd15_finetune() -> RunConfig:
     """Fine-tune Stable Diffusion 1.5, or another pipeline of 1.x, 2.x or XL by --pretrained.path, all weights.
 
     fastdiff encode IMAGES data/finetune --pretrained stable-diffusion-v1-5/stable-diffusion-v1-5 --resolution 512
-    deepspeed fastdiff/train.py --preset sd15-finetune --data.path data/finetune
+    fastdiff train --preset sd15-finetune --data.path data/finetune
 
     With --lora.rank 4, LoRA. Not measured yet.
     """
@@ -173,10 +175,27 @@ PRESETS: dict[str, Preset] = {
 } | {f"dit-{letter.lower()}-{patch}-256": _dit(letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
 
 
+def shown_presets() -> str:
+    """Return the names of all presets in a few words: the published DiTs have twelve names of one form."""
+    sizes, patches = ("|".join(str(part).lower() for part in parts) for parts in (DIT_SIZES, DIT_PATCHES))
+    return ", ".join([*(name for name in PRESETS if not name.startswith("dit-")), f"dit-({sizes})-({patches})-256"])
+
+
+def encode_command(name: str | None, path: str) -> str:
+    """Return the command that makes the data set of a preset, or of any run, at ``path``."""
+    for line in (inspect.getdoc(PRESETS[name]) or "").splitlines() if name in PRESETS else []:
+        words = line.split()
+        if words[:2] == ["fastdiff", "encode"]:
+            return shlex.join([*words[:3], path, *words[4:]])
+        if words[:1] == ["make"]:
+            return line.strip()
+    return shlex.join(["fastdiff", "encode", "IMAGES", path])
+
+
 def preset(name: str) -> RunConfig:
     """Return the preset called ``name``; for an unknown name, ConfigError with similar names."""
     if name not in PRESETS:
         near = [known for known in PRESETS if known.startswith(name)] or difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {' or '.join(near)}? " if 0 < len(near) <= 4 else ""
-        raise ConfigError(f"--preset {name}: unknown; {hint}presets: {', '.join(PRESETS)}")
+        raise ConfigError(f"--preset {name}: unknown; {hint}presets: {shown_presets()}")
     return PRESETS[name]()

@@ -23,7 +23,7 @@ def digits() -> RunConfig:
     """8x8 digit scans: the first run on a new machine.
 
     fastdiff encode digits data/digits
-    deepspeed fastdiff/train.py --preset digits --deepspeed_config deepspeed_configs/zero3.json
+    fastdiff train --preset digits --deepspeed_config deepspeed_configs/zero3.json
     fastdiff evaluate runs/digits
 
     Measured (bench/results/cpu-2-cores/2026-11-21_digits): accuracy 1.000, Fréchet distance 0.25, 116 s for the steps.
@@ -70,7 +70,7 @@ def adm() -> RunConfig:
     """8x8 digit scans with all parts of IDDPM: ADM UNet, cosine schedule, learned range, L_hybrid, importance sampling.
 
     fastdiff encode digits data/digits
-    deepspeed fastdiff/train.py --preset digits-adm
+    fastdiff train --preset digits-adm
     fastdiff evaluate runs/digits-adm
 
     Measured (bench/results/cpu-2-cores/2026-11-22_digits-adm): accuracy 0.996, Fréchet distance 0.11, 1 min 55 s.
@@ -88,7 +88,7 @@ def enlarged() -> RunConfig:
     """Super-resolution of digit scans from 4x4 to 8x8, without classes.
 
     fastdiff encode digits data/digits-train --split train
-    deepspeed fastdiff/train.py --preset digits-sr
+    fastdiff train --preset digits-sr
     fastdiff evaluate runs/digits-sr
 
     Measured (bench/results/cpu-2-cores/2026-11-22_digits-sr) on unseen forms: 19.4 dB (bicubic 13.4),

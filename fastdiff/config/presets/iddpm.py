@@ -35,7 +35,7 @@ def imagenet64() -> RunConfig:
     """Unconditional ImageNet at 64 px by IDDPM: 121 M parameters, L_hybrid, 1.5 M steps of 128.
 
     fastdiff encode IMAGENET data/imagenet64 --autoencoder identity --resolution 64 --crop adm --classes-from none
-    deepspeed fastdiff/train.py --preset iddpm-imagenet64 --data.path data/imagenet64
+    fastdiff train --preset iddpm-imagenet64 --data.path data/imagenet64
 
     For L_vlb instead: --objective.loss rescaled_kl --timesteps.density importance.
     Source: arXiv:2102.09672. Not measured here.
@@ -47,7 +47,7 @@ def imagenet64_cond() -> RunConfig:
     """Class-conditional ImageNet at 64 px by IDDPM: 273 M parameters, 250 K steps of 2048.
 
     fastdiff encode IMAGENET data/imagenet64 --autoencoder identity --resolution 64 --crop adm --classes-from prefix
-    deepspeed fastdiff/train.py --preset iddpm-imagenet64-cond --data.path data/imagenet64
+    fastdiff train --preset iddpm-imagenet64-cond --data.path data/imagenet64
 
     Source: arXiv:2102.09672, section 5. Not measured here.
     """
@@ -60,7 +60,7 @@ def cifar10() -> RunConfig:
     """Unconditional CIFAR-10 by IDDPM: 53 M parameters, dropout, L_hybrid, 500 K steps of 128.
 
     fastdiff encode CIFAR10 data/cifar10 --autoencoder identity --resolution 32 --crop adm --classes-from none
-    deepspeed fastdiff/train.py --preset iddpm-cifar10 --data.path data/cifar10
+    fastdiff train --preset iddpm-cifar10 --data.path data/cifar10
 
     For L_vlb instead: --objective.loss rescaled_kl --timesteps.density importance.
     Source: arXiv:2102.09672. Not measured here.
@@ -73,7 +73,7 @@ def lsun256() -> RunConfig:
     """LSUN bedrooms at 256 px by IDDPM: 114 M parameters, linear schedule of 1000 steps, 1.2 M steps of 128.
 
     fastdiff encode BEDROOMS data/lsun256 --autoencoder identity --resolution 256 --crop adm --classes-from none
-    deepspeed fastdiff/train.py --preset iddpm-lsun256 --data.path data/lsun256
+    fastdiff train --preset iddpm-lsun256 --data.path data/lsun256
 
     The second published run has --optim.lr 2e-5. Source: arXiv:2102.09672. Not measured here.
     """
@@ -89,7 +89,7 @@ def upsampler() -> RunConfig:
     """ImageNet from 64 to 256 px by IDDPM: 280 M parameters, linear schedule of 4000 steps, 500 K steps of 256.
 
     fastdiff encode IMAGENET data/imagenet256 --autoencoder identity --resolution 256 --crop adm --classes-from prefix
-    deepspeed fastdiff/train.py --preset iddpm-upsampler --data.path data/imagenet256
+    fastdiff train --preset iddpm-upsampler --data.path data/imagenet256
 
     Source: arXiv:2102.09672, section 5. Not measured here.
     """

@@ -36,13 +36,13 @@ class BatchConfig:
 
     def require_divisible(self, ranks: int) -> None:
         """Raise ConfigError unless micro-batches of all ranks divide the batch; auto can be 1."""
-        micro = 1 if self.micro == "auto" else self.per_rank(ranks)
+        micro = self.micro if isinstance(self.micro, int) else 1
         together = micro * ranks
         if self.samples % together:
             below = self.samples // together * together
             near = [str(n) for n in (below, below + together) if n > 0]
-            given = f"{micro} (--batch.micro) x {ranks} ranks" if isinstance(self.micro, int) else f"{ranks} ranks"
+            given = f" = {micro} (--batch.micro) x {ranks} ranks" if isinstance(self.micro, int) else " ranks"
             raise ConfigError(
-                f"--batch.samples {self.samples} is not divisible by {together} = {given}; "
+                f"--batch.samples {self.samples} is not divisible by {together}{given}; "
                 f"nearest values: {', '.join(near)}"
             )

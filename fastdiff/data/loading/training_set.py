@@ -8,6 +8,7 @@ import torch
 
 from fastdiff.batch import Condition
 from fastdiff.config.run import RunConfig
+from fastdiff.data.loading.fit import CONTEXT, require_fit
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
@@ -18,8 +19,6 @@ from fastdiff.sanitize import address
 
 if TYPE_CHECKING:
     from fastdiff.data.loading.online import OnlineImages
-
-CONTEXT = "context"
 
 Data: TypeAlias = "LatentReader | OnlineImages"
 
@@ -38,7 +37,7 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
     """
     if config.data.online:
         data = _open_images(config, device)
-        _check(config, data.info)
+        require_fit(config, data.info)
         return data
     if not config.data.path:
         raise ConfigError("--data.path is missing; give the output folder of `fastdiff encode`")
@@ -50,7 +49,7 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
         fetch=fetch,
         substitute=config.data.damaged == "skip",
     )
-    _check(config, reader.info)
+    require_fit(config, reader.info)
     return reader
 
 
@@ -76,58 +75,6 @@ def _open_images(config: RunConfig, device: torch.device) -> OnlineImages:
 
     dtype = DTYPES[config.performance.precision]
     return OnlineImages(config.data, pretrained(config), device, dtype, seed=config.seed)
-
-
-def _check(config: RunConfig, info: DatasetInfo) -> None:
-    _check_latents(config, info)
-    if config.model.text_conditional:
-        _check_text(config, info)
-    else:
-        _check_classes(config, info)
-
-
-def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
-    channels, height, width = info.latent.shape
-    channels //= 2 if info.kind == "posterior" else 1
-    if config.model.any_size:
-        sizes, factor = info.buckets or ((height, width),), config.model.smallest_factor
-        wrong = [size for size in sizes if size[0] % factor or size[1] % factor]
-        if channels != config.model.channels or wrong:
-            raise ConfigError(
-                f"{address(config.data.path)} holds latents of {channels} channels and sizes {sizes}, the model takes "
-                f"{config.model.channels} channels and sizes that divide by {factor}; encode with another --resolution"
-            )
-    elif info.buckets or (channels, height, width) != (config.model.channels, config.model.size, config.model.size):
-        square = height == width and not info.buckets
-        remedy = f"--model.channels {channels} --model.size {height}" if square else "square latents of one size"
-        raise ConfigError(
-            f"{address(config.data.path)} holds latents of shape {(channels, height, width)}, the model takes "
-            f"{(config.model.channels, config.model.size, config.model.size)}; use {remedy}"
-        )
-
-
-def _check_classes(config: RunConfig, info: DatasetInfo) -> None:
-    model = config.model
-    if info.classes is None and model.needs_classes and model.classes:
-        raise ConfigError(
-            f"{address(config.data.path)} has no classes, but the model has {model.classes}, which would never be "
-            "trained; encode with --classes-from, or use --model.classes 0"
-        )
-    if info.classes is not None and 0 < model.classes < info.classes:
-        raise ConfigError(
-            f"{address(config.data.path)} has {info.classes} classes, but the model has {model.classes}; use "
-            f"--model.classes {info.classes}"
-        )
-
-
-def _check_text(config: RunConfig, info: DatasetInfo) -> None:
-    expected = dict(config.model.text_widths)
-    found = {name: info.columns[name].shape[-1] for name in (CONTEXT, "pooled") if name in info.columns}
-    if found != expected:
-        raise ConfigError(
-            f"{address(config.data.path)} holds text embeddings of widths {found or 'none'}, the model takes "
-            f"{expected}; encode captions with `fastdiff encode --pretrained` and the pipeline of the model"
-        )
 
 
 def check_provenance(config: RunConfig, info: DatasetInfo) -> None:

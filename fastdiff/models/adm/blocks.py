@@ -1,7 +1,6 @@
 """Layers of the UNet of IDDPM and ADM, named as in the published checkpoints.
 
-Each layer takes a feature map as a pair (branch, base), whose sum is the map; a base of None is zero. It returns the
-pair of its output, and the sum of its input.
+Each layer takes a feature map as its ``Terms``. It returns the terms of its output, and the sum of its input.
 """
 
 from __future__ import annotations
@@ -15,7 +14,17 @@ from torch import Tensor, nn
 
 from fastdiff.config.networks.adm import QkvOrder
 from fastdiff.models.blockwise import run_block
-from fastdiff.models.unet.blocks import Conv2d, GroupNorm, block_choice, doubled, in_order
+from fastdiff.models.unet.blocks import (
+    Conv2d,
+    GroupNorm,
+    Terms,
+    added,
+    block_choice,
+    doubled,
+    in_order,
+    summed,
+    without_bias,
+)
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.dropout import dropout
 from fastdiff_kernels.group_norm import group_norm
@@ -23,13 +32,8 @@ from fastdiff_kernels.names import AttentionBackend
 from fastdiff_kernels.packed_attention import packed_attention, packed_choice
 
 Resize = Literal["down", "up"]
-Maps: TypeAlias = "tuple[Tensor, Tensor | None, Tensor]"
+Maps: TypeAlias = "tuple[Terms, Tensor]"
 _Convolution = TypeVar("_Convolution", bound=nn.Conv1d | nn.Conv2d)
-
-
-def summed(branch: Tensor, base: Tensor | None) -> Tensor:
-    """Return the map of a pair."""
-    return in_order(branch if base is None else branch + base)
 
 
 def zeroed(layer: _Convolution) -> _Convolution:
@@ -71,25 +75,29 @@ class ResBlock(nn.Module):
         self.skip_connection = Conv2d(channels, out_channels, kernel_size=1) if changes else None
 
     def forward(
-        self, branch: Tensor, base: Tensor | None, embedding: Tensor, position: Tensor | None = None,
-        stream: Tensor | None = None,
+        self, branch: Tensor, base: Tensor | None, shift: Tensor | None, embedding: Tensor,
+        position: Tensor | None = None, stream: Tensor | None = None,
     ) -> Maps:  # fmt: skip
         """Map ``[B, C, H, W] -> [B, C_out, H', W']``; see the module.
 
         Args:
             branch: branch of the map.
             base: base of the map.
+            shift: shift of the map.
             embedding: ``[B, D]`` embedding of time and class, after its SiLU.
             position: ``[B]`` int64 positions in the run, the keys of the dropout; None: no dropout.
             stream: ``[]`` int64 stream of the dropout, from ``Dropout.drawn``.
         """
-        out, x = self.in_layers[0](branch, residual=base)
-        out = self.in_layers[2](self._resized(out))
-        condition = self.emb_layers[1](embedding)
-        out, _ = self.out_layers[0](out, condition) if self.scale_shift else self.out_layers[0](out, shift=condition)
-        out = self.out_layers[3](self.out_layers[2](out, position, stream))
+        out, x = self.in_layers[0](branch, shift=shift, residual=base)
+        out, bias = without_bias(self.in_layers[2], self._resized(out))
+        condition, norm = self.emb_layers[1](embedding), self.out_layers[0]
+        out, _ = norm(out, condition, bias) if self.scale_shift else norm(out, shift=added(condition, bias))
+        branch, shift = without_bias(self.out_layers[3], self.out_layers[2](out, position, stream))
         shortcut = self._resized(x)
-        return out, shortcut if self.skip_connection is None else self.skip_connection(shortcut), x
+        if self.skip_connection is None:
+            return (branch, shortcut, shift), x
+        shortcut, bias = without_bias(self.skip_connection, shortcut)
+        return (branch, shortcut, added(shift, bias)), x
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choices of its norms (alike) and of its dropout; see ``fastdiff_kernels.dispatch.Explains``."""
@@ -134,14 +142,16 @@ class Dropout(nn.Module):
 class ModulatedGroupNorm(GroupNorm):
     """``silu(norm(x) * (1 + scale) + shift)``, with a weight and a bias in the norm."""
 
-    def forward(self, x: Tensor, modulation: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Normalise ``x [B, C, H, W]`` with ``modulation [B, 2C]``: scales, shifts; return the result and ``x``."""
+    def forward(  # type: ignore[override]
+        self, x: Tensor, modulation: Tensor, shift: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise ``x + shift``, ``[B, C, H, W]``, with ``modulation [B, 2C]``; return the result and ``x``."""
         x = in_order(x)
         # In at least fp32, as in the kernel: in 16 bits 1 + scale would lose most of a small scale.
         exact = torch.promote_types(torch.float32, x.dtype)
-        scale, shift = modulation.to(exact).chunk(2, dim=1)  # [B, 2C] -> 2 x [B, C]
-        weight, bias = self.weight.to(exact) * (1 + scale), torch.addcmul(shift, self.bias.to(exact), 1 + scale)
-        return cast(Tensor, group_norm(x, self.groups, weight, bias, eps=self.eps, silu=self.silu)), x
+        scale, offset = modulation.to(exact).chunk(2, dim=1)  # [B, 2C] -> 2 x [B, C]
+        weight, bias = self.weight.to(exact) * (1 + scale), torch.addcmul(offset, self.bias.to(exact), 1 + scale)
+        return cast(Tensor, group_norm(x, self.groups, weight, bias, eps=self.eps, silu=self.silu, shift=shift)), x
 
 
 class AttentionBlock(nn.Module):
@@ -166,9 +176,9 @@ class AttentionBlock(nn.Module):
         self.qkv = Pointwise(channels, 3 * channels, kernel_size=1)
         self.proj_out = zeroed(Pointwise(channels, channels, kernel_size=1))
 
-    def forward(self, branch: Tensor, base: Tensor | None) -> Maps:
+    def forward(self, branch: Tensor, base: Tensor | None, shift: Tensor | None) -> Maps:
         """``[B, C, H, W] -> [B, C, H, W]``; see the module."""
-        out, x = self.norm(branch, residual=base)
+        out, x = self.norm(branch, shift=shift, residual=base)
         batch, channels, height, width = x.shape
         tokens = out.permute(0, 2, 3, 1).flatten(1, 2)  # [B, C, H, W] -> [B, T, C]
         packed = self.qkv(tokens)
@@ -178,7 +188,8 @@ class AttentionBlock(nn.Module):
             packed = packed.view(batch, -1, 3, self.heads, self.head_dim)  # -> [B, T, 3, heads, D]
         # The scale is the product of the paper's d**(-1/4) of queries and keys; the softmax is in fp32.
         projected = self.proj_out(packed_attention(packed, backend=self.backend))
-        return projected.view(batch, height, width, channels).permute(0, 3, 1, 2), x, x  # [B, T, C] -> [B, C, H, W]
+        branch = projected.view(batch, height, width, channels).permute(0, 3, 1, 2)  # [B, T, C] -> [B, C, H, W]
+        return (branch, x, None), x
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choices of its norm and its attention; see ``fastdiff_kernels.dispatch.Explains``."""
@@ -202,10 +213,10 @@ class Downsample(nn.Module):
         super().__init__()
         self.op = Conv2d(channels, channels, kernel_size=3, stride=2, padding=1)
 
-    def forward(self, branch: Tensor, base: Tensor | None) -> Maps:
+    def forward(self, branch: Tensor, base: Tensor | None, shift: Tensor | None) -> Maps:
         """``[B, C, H, W] -> [B, C, H / 2, W / 2]``; see the module."""
-        x = summed(branch, base)
-        return self.op(x), None, x
+        x = summed(branch, base, shift)
+        return (self.op(x), None, None), x
 
 
 class Upsample(nn.Module):
@@ -215,10 +226,10 @@ class Upsample(nn.Module):
         super().__init__()
         self.conv = Conv2d(channels, channels, kernel_size=3, padding=1)
 
-    def forward(self, branch: Tensor, base: Tensor | None) -> Maps:
+    def forward(self, branch: Tensor, base: Tensor | None, shift: Tensor | None) -> Maps:
         """``[B, C, H, W] -> [B, C, 2H, 2W]``; see the module."""
-        x = summed(branch, base)
-        return self.conv(doubled(x)), None, x
+        x = summed(branch, base, shift)
+        return (self.conv(doubled(x)), None, None), x
 
 
 Layer: TypeAlias = ResBlock | AttentionBlock | Downsample | Upsample
@@ -231,12 +242,12 @@ class Stage(nn.ModuleList):
         super().__init__(layers)
         self.recompute = recompute
 
-    def forward(self, branch: Tensor, base: Tensor | None, embedding: Tensor, position: Tensor | None) -> Maps:
-        """Run the layers, with arguments as for a ``ResBlock``; the third result is the input of the first layer."""
+    def forward(self, terms: Terms, embedding: Tensor, position: Tensor | None) -> Maps:
+        """Run the layers, with arguments as for a ``ResBlock``; the second result is the input of the first layer."""
         entered = None
         for layer in self:
             condition = (embedding, *layer.dropout.drawn(position)) if isinstance(layer, ResBlock) else ()
             recompute = self.recompute and isinstance(layer, ResBlock | AttentionBlock)
-            branch, base, x = run_block(layer, branch, base, *condition, recompute=recompute)
+            terms, x = run_block(layer, *terms, *condition, recompute=recompute)
             entered = x if entered is None else entered
-        return branch, base, cast(Tensor, entered)
+        return terms, cast(Tensor, entered)

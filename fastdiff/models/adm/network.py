@@ -1,8 +1,8 @@
 """The UNet of IDDPM and ADM, with the parameter names and shapes of the published checkpoints.
 
 Nichol & Dhariwal 2021, arXiv:2102.09672; Dhariwal & Nichol 2021, arXiv:2105.05233. Feature maps are channels_last; as
-in ``fastdiff.models.unet.blocks``, a map whose sum the next norm can compute is passed as a pair (branch, base). Under
-ZeRO-3 a parameter is gathered only during the forward of its own module, or of its block.
+in ``fastdiff.models.unet.blocks``, a map whose sum the next norm can compute is passed as its ``Terms``. Under ZeRO-3 a
+parameter is gathered only during the forward of its own module, or of its block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fastdiff.models.adm.blocks import (
 )
 from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.models.embeddings import timestep_sinusoids
-from fastdiff.models.unet.blocks import Conv2d, GroupNorm, joined
+from fastdiff.models.unet.blocks import Conv2d, GroupNorm, Terms, joined
 from fastdiff.rng import dropout_stream
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.names import AttentionBackend
@@ -49,6 +49,7 @@ class AdmUNet(BlockwiseModel):
     """
 
     block_classes = (ResBlock, AttentionBlock)
+    channels_last = True
     inputs = ("label", "low_res", "position")
     config: AdmConfig
 
@@ -102,15 +103,15 @@ class AdmUNet(BlockwiseModel):
         embedding = F.silu(self._embed(time, label, dtype))
         # Not contiguous(memory_format=...): it keeps images of one channel, which match both orders.
         first = cast(nn.ModuleList, self.input_blocks[0])[0]
-        branch: Tensor = first(noisy.to(memory_format=torch.channels_last))
-        base: Tensor | None = None
+        terms: Terms = (first(noisy.to(memory_format=torch.channels_last)), None, None)
         skips: list[Tensor] = []
         for stage in [*self.input_blocks[1:], self.middle_block]:
-            branch, base, entered = stage(branch, base, embedding, position)
+            terms, entered = stage(terms, embedding, position)
             skips.append(entered)
         for stage in self.output_blocks:
-            branch, base, _ = stage(joined(branch, base, skips.pop()), None, embedding, position)
-        out, _ = self.out[0](branch, residual=base)
+            terms, _ = stage((joined(terms, skips.pop()), None, None), embedding, position)
+        branch, base, shift = terms
+        out, _ = self.out[0](branch, shift=shift, residual=base)
         return cast(Tensor, self.out[2](out)).contiguous()
 
     def compile_blocks(self, **options: Any) -> Self:

@@ -1,15 +1,14 @@
 """Layers of the UNet of Stable Diffusion, named as in diffusers.
 
 Feature maps are channels_last: ``[B, C, H, W]`` in the memory order ``[B, H, W, C]``, so the tokens ``[B, H * W, C]``
-of a map are a view of it. A map whose sum the next norm can compute is passed as a pair (branch, base) instead of their
-sum; a base of None is zero.
+of a map are a view of it. A map whose sum the next norm can compute is passed as its ``Terms`` instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,9 @@ from fastdiff_kernels.names import AttentionBackend
 
 _TRANSFORMER_NORM_EPS = 1e-6
 _MLP_RATIO = 4
+
+Terms: TypeAlias = "tuple[Tensor, Tensor | None, Tensor | None]"
+"""Terms of a map ``[B, C, H, W]``: branch and base of its shape, and a shift ``[B, C]`` of all positions; None is 0."""
 
 
 def in_order(x: Tensor) -> Tensor:
@@ -54,10 +56,15 @@ class _Joined(torch.autograd.Function):
         return first.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), second
 
 
-def joined(branch: Tensor, base: Tensor | None, skip: Tensor) -> Tensor:
-    """``[B, C1, H, W]`` as a pair and ``skip [B, C2, H, W] -> [B, C1 + C2, H, W]``."""
+def summed(branch: Tensor, base: Tensor | None, shift: Tensor | None) -> Tensor:
+    """Return the map of the terms."""
     x = branch if base is None else branch + base
-    return cast(Tensor, _Joined.apply(in_order(x), in_order(skip)))  # type: ignore[no-untyped-call]
+    return in_order(x if shift is None else x + shift.to(x.dtype)[:, :, None, None])
+
+
+def joined(terms: Terms, skip: Tensor) -> Tensor:
+    """Terms of ``[B, C1, H, W]`` and ``skip [B, C2, H, W] -> [B, C1 + C2, H, W]``."""
+    return cast(Tensor, _Joined.apply(summed(*terms), in_order(skip)))  # type: ignore[no-untyped-call]
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -86,6 +93,25 @@ class Conv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """``[B, C, H, W] -> [B, C_out, H_out, W_out]``."""
         return super().forward(in_order(x))
+
+
+def without_bias(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return ``layer(x)`` without its bias, and the bias as a shift ``[B, C_out]``, fp32; None: it is added already.
+
+    cuDNN adds a bias in a pass of its own, and torch sums its gradient in another. The kernels of a norm add a shift to
+    what they read, and sum its gradient where they write that of the map. Elsewhere, and for layers with adapters, the
+    layer does all. The parameters of a layer are read outside of its forward: under ZeRO-3 only blocks may do so. The
+    shift is a copy, because it leaves the block, and fp32, because its gradient is a sum.
+    """
+    if type(layer) is not Conv2d or layer.bias is None or dispatch.choose("group_norm", x) != "triton":
+        return layer(x), None
+    out = F.conv2d(in_order(x), layer.weight, None, layer.stride, layer.padding)
+    return out, layer.bias.float().repeat(x.shape[0], 1)
+
+
+def added(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return the sum of two shifts."""
+    return first + second if first is not None and second is not None else second if first is None else first
 
 
 class GroupNorm(nn.Module):
@@ -121,20 +147,19 @@ class ResBlock(nn.Module):
         changes = channels != out_channels
         self.conv_shortcut = Conv2d(channels, out_channels, kernel_size=1) if changes else None
 
-    def forward(self, branch: Tensor, base: Tensor | None, time: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the block to ``x = branch + base``.
+    def forward(self, branch: Tensor, base: Tensor | None, shift: Tensor | None, time: Tensor) -> Terms:
+        """Return the terms of the output ``[B, C_out, H, W]`` for those of ``x [B, C, H, W]``.
 
-        Args:
-            branch: ``[B, C, H, W]``.
-            base: ``[B, C, H, W]``, or None.
-            time: ``[B, D]`` embedding, after its SiLU.
-
-        Returns:
-            Branch and base of the output, ``[B, C_out, H, W]`` each; for C_out = C the base is ``x``.
+        For C_out = C the base is ``x``. ``time [B, D]`` is the embedding, after its SiLU.
         """
-        out, x = self.norm1(branch, residual=base)
-        out, _ = self.norm2(self.conv1(out), shift=self.time_emb_proj(time))
-        return self.conv2(out), x if self.conv_shortcut is None else self.conv_shortcut(x)
+        out, x = self.norm1(branch, shift=shift, residual=base)
+        out, bias = without_bias(self.conv1, out)
+        out, _ = self.norm2(out, shift=added(self.time_emb_proj(time), bias))
+        branch, shift = without_bias(self.conv2, out)
+        if self.conv_shortcut is None:
+            return branch, x, shift
+        base, bias = without_bias(self.conv_shortcut, x)
+        return branch, base, added(shift, bias)
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choice of its norms, which are alike; see ``fastdiff_kernels.dispatch.Explains``."""
@@ -169,14 +194,15 @@ class Transformer(nn.Module):
         )
         self.proj_out = _projection(channels, linear)
 
-    def forward(self, branch: Tensor, base: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Return branch and base of the output, both ``[B, C, H, W]``; the base is the input ``branch + base``."""
-        out, x = self.norm(branch, residual=base)
+    def forward(self, branch: Tensor, base: Tensor | None, shift: Tensor | None, context: Tensor) -> Terms:
+        """Return the terms of the output for those of the input, both ``[B, C, H, W]``; the base is the input."""
+        out, x = self.norm(branch, shift=shift, residual=base)
         size = x.shape[2:]
         tokens = self.proj_in(_tokens(out)) if self.linear else _tokens(self.proj_in(out))  # [B, C, H, W] -> [B, T, C]
         for block in self.transformer_blocks:
             tokens = run_block(block, tokens, context, recompute=self.recompute)
-        return (_map(self.proj_out(tokens), size) if self.linear else self.proj_out(_map(tokens, size))), x
+        branch = _map(self.proj_out(tokens), size) if self.linear else self.proj_out(_map(tokens, size))
+        return branch, x, None
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choice of its norm; see ``fastdiff_kernels.dispatch.Explains``."""

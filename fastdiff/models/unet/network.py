@@ -24,11 +24,13 @@ from fastdiff.models.unet.blocks import (
     Downsample,
     GroupNorm,
     ResBlock,
+    Terms,
     TimestepEmbedding,
     Transformer,
     TransformerBlock,
     Upsample,
     joined,
+    summed,
 )
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.names import AttentionBackend
@@ -40,8 +42,8 @@ _SIZES = 6
 class UNet(BlockwiseModel):
     """UNet that predicts noise, velocity or clean latents from noisy latents, a time and a caption.
 
-    Feature maps are channels_last from the first convolution to the last; the weights stay contiguous. Initial weights
-    are torch's own for each layer, drawn from its global generator in the order in which diffusers draws them.
+    Feature maps are channels_last from the first convolution to the last. Initial weights are torch's own for each
+    layer, drawn from its global generator in the order in which diffusers draws them.
 
     Args:
         config: shape of the network.
@@ -50,6 +52,7 @@ class UNet(BlockwiseModel):
     """
 
     block_classes = (ResBlock, TransformerBlock)
+    channels_last = True
     inputs = ("context", "pooled", "time_ids")
     config: UNetConfig
 
@@ -101,12 +104,13 @@ class UNet(BlockwiseModel):
         skips: list[Tensor] = [self.conv_in(noisy.to(dtype=dtype, memory_format=torch.channels_last))]
         for level in self.down_blocks:
             skips += level(skips[-1], embedding, context)
-        branch, base = self.mid_block(skips[-1], embedding, context)
+        terms: Terms = self.mid_block(skips[-1], embedding, context)
         joining = self.config.layers_per_block + 1
         for level in self.up_blocks:
-            branch, base = level(branch, base, skips[-joining:], embedding, context)
+            terms = level(terms, skips[-joining:], embedding, context)
             del skips[-joining:]
-        out, _ = self.conv_norm_out(branch, residual=base)
+        branch, base, shift = terms
+        out, _ = self.conv_norm_out(branch, shift=shift, residual=base)
         return cast(Tensor, self.conv_out(out)).contiguous()
 
     def compile_blocks(self, **options: Any) -> Self:
@@ -210,8 +214,8 @@ class _Level(nn.Module):
             if depth:
                 self.attentions.append(parts.transformer(depth))
 
-    def _res_block(self, n: int, branch: Tensor, base: Tensor | None, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        out: tuple[Tensor, Tensor] = run_block(self.resnets[n], branch, base, embedding, recompute=self.recompute)
+    def _res_block(self, n: int, terms: Terms, embedding: Tensor) -> Terms:
+        out: Terms = run_block(self.resnets[n], *terms, embedding, recompute=self.recompute)
         return out
 
 
@@ -226,15 +230,16 @@ class DownLevel(_Level):
 
     def forward(self, x: Tensor, embedding: Tensor, context: Tensor) -> list[Tensor]:
         """Map ``x [B, C, H, W]`` to the outputs of each residual block, with its transformer, and the downsampling."""
-        branch, base = x, None
+        terms: Terms = (x, None, None)
         maps: list[Tensor] = []
         for n in range(len(self.resnets)):
-            branch, base = self._res_block(n, branch, base, embedding)
+            terms = self._res_block(n, terms, embedding)
             if n:
-                maps.append(base)  # output of the previous layer, summed by the first norm of this one
+                # Output of the previous layer, summed by the first norm of this one.
+                maps.append(cast(Tensor, terms[1]))
             if self.attentions:
-                branch, base = self.attentions[n](branch, base, context)
-        maps.append(_sum(branch, base))
+                terms = self.attentions[n](*terms, context)
+        maps.append(summed(*terms))
         return [*maps, *(downsample(maps[-1]) for downsample in self.downsamplers)]
 
 
@@ -244,11 +249,10 @@ class MiddleLevel(_Level):
     def __init__(self, parts: _Parts) -> None:
         super().__init__(parts, [parts.width] * 2, [parts.config.mid_transformer_layers, 0])
 
-    def forward(self, x: Tensor, embedding: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Return branch and base of the output for the map ``x [B, C, H, W]``."""
-        branch, base = self._res_block(0, x, None, embedding)
-        branch, base = self.attentions[0](branch, base, context)
-        return self._res_block(1, branch, base, embedding)
+    def forward(self, x: Tensor, embedding: Tensor, context: Tensor) -> Terms:
+        """Return the terms of the output for the map ``x [B, C, H, W]``."""
+        terms = self._res_block(0, (x, None, None), embedding)
+        return self._res_block(1, self.attentions[0](*terms, context), embedding)
 
 
 class UpLevel(_Level):
@@ -262,18 +266,12 @@ class UpLevel(_Level):
         super().__init__(parts, channels, [parts.layers] * count)
         self.upsamplers = nn.ModuleList([Upsample(parts.width)] if parts.level else [])
 
-    def forward(
-        self, branch: Tensor, base: Tensor | None, skips: list[Tensor], embedding: Tensor, context: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return branch and base of the output for ``branch + base`` and the skip maps, the last one first."""
+    def forward(self, terms: Terms, skips: list[Tensor], embedding: Tensor, context: Tensor) -> Terms:
+        """Return the terms of the output for those of the input and the skip maps, the last one first."""
         for n, skip in enumerate(reversed(skips)):
-            branch, base = self._res_block(n, joined(branch, base, skip), None, embedding)
+            terms = self._res_block(n, (joined(terms, skip), None, None), embedding)
             if self.attentions:
-                branch, base = self.attentions[n](branch, base, context)
+                terms = self.attentions[n](*terms, context)
         if not self.upsamplers:
-            return branch, base
-        return self.upsamplers[0](_sum(branch, base)), None
-
-
-def _sum(branch: Tensor, base: Tensor | None) -> Tensor:
-    return branch if base is None else branch + base
+            return terms
+        return self.upsamplers[0](summed(*terms)), None, None

@@ -6,7 +6,7 @@ from fastdiff.checkpoint.async_saves import AsyncSaves
 from fastdiff.training.callbacks.base import Callback, Preempt
 from fastdiff.training.callbacks.damaged_samples import DamagedSamples
 from fastdiff.training.callbacks.divergence import NonFiniteGuard, SpikeGuard
-from fastdiff.training.callbacks.log import Log
+from fastdiff.training.callbacks.log import Closing, Log
 from fastdiff.training.callbacks.previews import PromptImages, SampleGrid
 from fastdiff.training.callbacks.profiling import Profile
 from fastdiff.training.callbacks.saving import Checkpointing, Snapshots
@@ -20,7 +20,8 @@ def build_callbacks(
     state: TrainState, checkpoints: Checkpoints, background: AsyncSaves, trackers: Trackers
 ) -> list[Callback]:
     """Return them in the order of their calls: checkpoints first, so that a validation that fails loses no step."""
-    found: list[Callback] = [NonFiniteGuard(state), Log(state, trackers)]
+    log = Log(state, trackers)
+    found: list[Callback] = [NonFiniteGuard(state), log]
     if state.config.data.damaged == "skip":
         found.append(DamagedSamples(state))
     found.append(SpikeGuard(state))  # after the callbacks that also record undone steps
@@ -34,4 +35,5 @@ def build_callbacks(
         found.append(PromptImages(state, trackers))
     if state.config.performance.profile:
         found.append(Profile(state))
+    found.append(Closing(log))
     return found

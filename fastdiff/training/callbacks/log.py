@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,12 +16,16 @@ from fastdiff.models.cost.flops import peak_flops, training_flops
 from fastdiff.models.kernel_choice import compiles
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
+from fastdiff.training.callbacks.summary import closing, time_left
 from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.metrics import peak_gib
 from fastdiff.training.state import TrainState
 
 if TYPE_CHECKING:
     from fastdiff.planning.figures import Figures
+
+_LONG_S = 60.0
+"""Shortest rest of a run, in seconds, whose time is logged; the bar shows it, too, but not in the file of a job."""
 
 
 class Log(Callback):
@@ -30,6 +35,9 @@ class Log(Callback):
         self._trackers = trackers
         self._every = Every(state.config.output.log_every)
         self._is_first = state.world.is_first
+        self._told_time = False
+        self.loss: float | None = None
+        """Mean since the record before the last; None: no step was taken."""
         self._flops = _flops(state)
         self._compiles = compiles(state.config, state.world.device)
         self._peak = peak_flops(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
@@ -54,6 +62,7 @@ class Log(Callback):
         if not self._every.due(state.progress) and state.progress.samples < state.config.samples:
             return
         record = self._record(state)
+        self.loss = record["loss"]
         if self._is_first:
             self._lines.write(record)
             state.retry_writes()
@@ -61,7 +70,15 @@ class Log(Callback):
             self._trackers.scalars(numbers, state.progress.steps)
             scale = {"scale": f"{record['loss_scale']:g}"} if "loss_scale" in record else {}
             self._compare(record)
+            self._tell_time(state, record["samples_per_s"])
             self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}", **scale)
+
+    def _tell_time(self, state: TrainState, samples_per_s: float) -> None:
+        """Log once how long the rest takes, if it takes long."""
+        left = state.config.samples - state.progress.samples
+        if not self._told_time and left > _LONG_S * samples_per_s:
+            log.info(f"{samples_per_s:,.1f} samples/s: {time_left(left, samples_per_s, datetime.now())}, and pictures")
+        self._told_time = True
 
     def _compare(self, record: Record) -> None:
         """Warn once if the run departs from its plan; the first record has what happens once."""
@@ -111,6 +128,23 @@ def _planned(state: TrainState) -> Figures | None:
     if found is not None:
         log.info(found.words(config.steps - state.progress.steps))
     return found
+
+
+class Closing(Callback):
+    """Last lines of a complete run, after all other callbacks.
+
+    Args:
+        log: the log of the run.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def on_end(self, state: TrainState) -> None:
+        """Say where everything is and what to do next."""
+        self._log.close()  # the bar stands above
+        if state.world.is_first:
+            log.info(closing(state, self._log.loss))
 
 
 def _loss_scale(state: TrainState) -> Record:

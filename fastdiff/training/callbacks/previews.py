@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fastdiff.batch import Condition
 from fastdiff.config.sampler import SamplerConfig
+from fastdiff.console import log
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import Model
 from fastdiff.models.kernel_choice import DTYPES
@@ -174,6 +176,9 @@ def draw_together(
     images = torch.zeros(count, *shape, device=world.device)
     chosen = {name: value[mine].to(world.device) for name, value in condition.items()}
 
+    if world.is_first:
+        log.info(f"drawing {count} pictures of {sampler.steps} steps to {_path(state)}")
+
     def draw() -> None:
         with memory_beside_training(world.device):
             images[mine] = sample(
@@ -185,6 +190,7 @@ def draw_together(
                 null=null,
                 batch=batch,
                 first_index=mine.start,
+                progress=world.is_first and sys.stderr.isatty(),
             )
 
     world.together(draw)

@@ -1,8 +1,10 @@
-"""First line of a run: its size, its length, and what was chosen for it on this machine."""
+"""The first lines of a run: its length, the choices for this machine; and the last: loss, files, what is next."""
 
 from __future__ import annotations
 
 import math
+import shlex
+from datetime import datetime, timedelta
 
 import torch
 
@@ -19,20 +21,56 @@ def summary(state: TrainState, batches: Batches, chosen: str) -> str:
     parameters = sum(math.prod(shape) for shape in engine.shapes.values())
     micro, accumulation = config.batch.per_rank(world.size), config.batch.accumulation(world.size)
     images = state.reader.info.samples
-    parts = [
-        f"{parameters / 1e6:.2f} M parameters",
-        f"{world.size} ranks x {micro} samples x {accumulation} micro-batches on {world.device.type}",
-        f"ZeRO-{engine.stage}, {_precision(config)}{_tf32(world.device)}, {config.optim.name}",
-        f"{config.samples:,} samples of {images:,} images = {config.samples / images:.1f} epochs",
-        f"loader {batches.name}{_why_not_dali(config, batches, world.device)}, "
-        f"blocks {'compiled' if kernel_choice.compiles(config, world.device) else 'eager'}",
-        chosen,
-    ]
+    begin = ""
     if state.progress.steps:
-        parts.insert(0, f"resuming from step {state.progress.steps}")
+        begin = f"resuming from step {state.progress.steps}; "
     elif (state.folder / "run.json").exists():
-        parts.insert(0, "starting anew, the run that is here has no checkpoint")
-    return f"{state.folder}: {'; '.join(parts)}"
+        begin = "starting anew, the run that is here has no checkpoint; "
+    lines = [
+        f"{state.folder}: {begin}{config.model.title} of {parameters / 1e6:.2f} M parameters, {config.steps:,} steps "
+        f"of {config.batch.samples:,} samples = {config.samples / images:.1f} epochs of {images:,} images",
+        f"on {world.device.type}: {world.size} ranks x {micro} samples x {accumulation} micro-batches, "
+        f"ZeRO-{engine.stage}, {_precision(config)}{_tf32(world.device)}, {config.optim.name}",
+        f"loader {batches.name}{_why_not_dali(config, batches, world.device)}, "
+        f"blocks {'compiled' if kernel_choice.compiles(config, world.device) else 'eager'}; {chosen}",
+    ]
+    return "\n  ".join(lines)
+
+
+def closing(state: TrainState, loss: float | None) -> str:
+    """Return the last lines of a complete run.
+
+    Args:
+        state: at its end.
+        loss: mean since the line of the log before; None: this start had nothing to train.
+    """
+    folder, model = state.folder, state.config.model
+    told = "" if loss is None else f", loss {loss:.4f}"
+    samples = folder / "samples"
+    pictures = f", pictures in {samples}" if samples.is_dir() else ""
+    lines = [
+        f"{folder}: done, {state.progress.steps:,} steps{told}",
+        f"checkpoint in {folder / 'checkpoints'}{pictures}",
+        "next:",
+    ]
+    condition = ["--prompt", "TEXT"] if model.text_conditional else []
+    picture = ["--grid", f"{folder.name}.png"]
+    if model.low_res_size:
+        picture = ["--npz", f"{folder.name}.npz", "--low-res", "SMALL.npz"]
+    form = "lora" if state.config.lora.rank else "safetensors"
+    lines += [
+        f"  {shlex.join(['fastdiff', 'sample', str(folder), *condition, *picture])}",
+        f"  {shlex.join(['fastdiff', 'export', str(folder), f'{folder.name}-{form}', '--format', form])}",
+    ]
+    return "\n  ".join(lines)
+
+
+def time_left(samples: int, samples_per_s: float, now: datetime) -> str:
+    """Return how long ``samples`` will take, and when they end."""
+    seconds = round(samples / samples_per_s)
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    span = f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds % 60:02d} s"
+    return f"about {span} to go, until {now + timedelta(seconds=seconds):%a %d %b %H:%M}"
 
 
 def _tf32(device: torch.device) -> str:

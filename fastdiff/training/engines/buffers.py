@@ -1,8 +1,9 @@
 """Flat buffers of a network: fp32 weights, their bf16 copy and the gradient, parameter after parameter.
 
 Every parameter begins at a multiple of 64 elements, so that its address suits matrix products and 128-bit accesses; the
-elements between are zeros. The parameters of one rank's averages are contiguous, so that a rank has at most three
-``Flat``: those before its own, its own, and those behind.
+elements between are zeros. The weights of convolutions of channels_last maps lie in that order, too: a GPU would copy
+others into it in every micro-batch. The parameters of one rank's averages are contiguous, so that a rank has at most
+three ``Flat``: those before its own, its own, and those behind.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from fastdiff.parallel.fragments import Flat, Fragment
+from fastdiff.parallel.fragments import Flat, Fragment, channels_last
 from fastdiff.parallel.world import World
 
 _ALIGNED = 64
@@ -29,6 +30,8 @@ class Place:
     name: str
     parameter: nn.Parameter
     offset: int
+    channels_last: bool
+    """Whether the elements of its ``[O, I, H, W]`` lie in the order ``[O, H, W, I]``."""
 
     @property
     def end(self) -> int:
@@ -37,17 +40,32 @@ class Place:
 
     def of(self, buffer: Tensor) -> Tensor:
         """Return the parameter's part of a flat buffer, in its shape."""
-        return buffer[self.offset : self.offset + self.parameter.numel()].view(self.parameter.shape)
+        return self.shaped(buffer[self.offset : self.offset + self.parameter.numel()])
+
+    def shaped(self, values: Tensor) -> Tensor:
+        """Return values ``[numel]`` in the order of the flat buffers as a view in the parameter's shape."""
+        shape = self.parameter.shape
+        return channels_last(values, shape) if self.channels_last else values.view(shape)
 
 
-def places_of(model: nn.Module) -> tuple[Place, ...]:
-    """Return the places of the trained parameters, in the order of the network."""
+def places_of(model: nn.Module, *, channels_last: bool = False) -> tuple[Place, ...]:
+    """Return the places of the trained parameters, in the order of the network.
+
+    Args:
+        model: the network.
+        channels_last: whether the weights of its convolutions are laid out so.
+    """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     sizes = [_padded(p.numel()) for _, p in trained]
     return tuple(
-        Place(name, parameter, end - size)
+        Place(name, parameter, end - size, channels_last and _is_kernel(parameter))
         for (name, parameter), size, end in zip(trained, sizes, accumulate(sizes), strict=True)
     )
+
+
+def _is_kernel(parameter: Tensor) -> bool:
+    """Whether it is the weight of a convolution over more than one pixel, whose layouts differ."""
+    return parameter.dim() == 4 and parameter.shape[2:].numel() > 1
 
 
 def _padded(numel: int) -> int:
@@ -111,7 +129,12 @@ def ranges_of(places: Sequence[Place], world: World) -> list[tuple[bool, Sequenc
 def fragments_of(places: Sequence[Place]) -> tuple[Fragment, ...]:
     """Return the whole parameters of a range, at their offsets in it."""
     first = places[0].offset
-    return tuple(Fragment(p.name, 0, p.parameter.numel(), p.offset - first) for p in places)
+    return tuple(
+        Fragment(
+            p.name, 0, p.parameter.numel(), p.offset - first, tuple(p.parameter.shape) if p.channels_last else None
+        )
+        for p in places
+    )  # fmt: skip
 
 
 class Gradients:
@@ -131,31 +154,26 @@ class Gradients:
         self._parameters = [place.parameter for place in places]
         self.views = [place.of(self.buffer) for place in places]
         """The part of each parameter, in its shape."""
-        self._has_some = False
+        self.has_some = False
+        """Whether the buffer has gradients of this step; otherwise the next ones overwrite it."""
 
     def add(self, which: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Add gradients of the parameters with these numbers; the first of a step overwrite what was there."""
         views = [self.views[number] for number in which]
-        if self._has_some:
+        if self.has_some:
             torch._foreach_add_(views, list(gradients))
         else:
             torch._foreach_copy_(views, list(gradients))
 
     def collect(self) -> None:
-        """Add all ``.grad``, and remove them."""
+        """Add all ``.grad``."""
         found = [(number, p.grad) for number, p in enumerate(self._parameters) if p.grad is not None]
-        if len(found) < len(self._parameters) and not self._has_some:
+        if len(found) < len(self._parameters) and not self.has_some:
             self.buffer.zero_()
         if found:
             self.add([number for number, _ in found], [gradient for _, gradient in found])
-        self.end_micro_batch()
 
-    def end_micro_batch(self) -> None:
-        """Remove all ``.grad``; the next ones are added to what is there."""
+    def release(self) -> None:
+        """Remove all ``.grad``."""
         for parameter in self._parameters:
             parameter.grad = None
-        self._has_some = True
-
-    def end_step(self) -> None:
-        """Let the next micro-batch overwrite the sums."""
-        self._has_some = False

@@ -11,6 +11,7 @@ from fastdiff.config.deepspeed import DsConfig, zero_stage
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.errors import require
+from fastdiff.models.build import Model
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
 
@@ -64,7 +65,7 @@ def _unsupported(config: RunConfig, ds_config: DsConfig) -> str | None:
 
 
 def build_engine(
-    model: nn.Module,
+    model: Model,
     config: RunConfig,
     ds_config: DsConfig,
     world: World,

@@ -61,7 +61,9 @@ class DataParallel:
             RuntimeError: the parameters are no neighbours in the flat buffer.
         """
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        found = {self._numbers[id(p)]: gradient for p, gradient in pairs if id(p) in self._numbers}
+        numbered = {self._numbers[id(p)]: gradient for p, gradient in pairs if id(p) in self._numbers}
+        # A bucket has its gradients in the layout of their parameters, and shows them as if they were contiguous.
+        found = {number: self._places[number].shaped(gradient.view(-1)) for number, gradient in numbered.items()}
         first, last = min(found), max(found)
         if last - first + 1 != len(found):
             raise RuntimeError(f"a bucket has parameters {sorted(found)} of the network, expected neighbours")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import DsConfig, zero_stage
 from fastdiff.config.run import RunConfig
+from fastdiff.models.build import Model
 from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
@@ -38,7 +39,7 @@ class FlatEngine(Engine):
 
     kind = "flat"
 
-    def __init__(self, model: nn.Module, config: RunConfig, ds_config: DsConfig, world: World) -> None:
+    def __init__(self, model: Model, config: RunConfig, ds_config: DsConfig, world: World) -> None:
         precision = config.performance.precision
         self.stage, self.ds_config = zero_stage(ds_config), ds_config
         self.frozen_bytes, self.buffer_bytes = frozen_bytes(model, precision), buffer_bytes(model, precision)
@@ -46,7 +47,8 @@ class FlatEngine(Engine):
         self._model, self._config, self._device = model, config, world.device
         self._accumulation = config.batch.accumulation(world.size)
         self._summands = world.size * self._accumulation
-        places = places_of(model)
+        # The 8-bit AdamW has scales of elements that are neighbours in the parameter, at every ZeRO stage.
+        places = places_of(model, channels_last=model.channels_last and config.optim.name == "adamw")
         self._master, self._copy = move_into(places, model, DTYPES[precision], world.device)
         sums = config.performance.sums if self._summands > 1 else precision
         self._gradients = Gradients(places, DTYPES[sums], world.device)
@@ -95,12 +97,29 @@ class FlatEngine(Engine):
 
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
         """Add the gradient of ``loss``, divided by the number of micro-batches of all ranks."""
-        (loss * ((math.nan if discard else 1.0) / self._summands)).backward()  # type: ignore[no-untyped-call]
+        self.add_gradient(loss * math.nan if discard else loss)
+        self.end_micro_batch()
+
+    def add_gradient(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss`` by the device alone: the part of ``backward`` that a CUDA graph can hold."""
+        (loss * (1.0 / self._summands)).backward()  # type: ignore[no-untyped-call]
         if self._ranks is None or not self._is_last:
             self._gradients.collect()
-        else:
-            self._gradients.end_micro_batch()
+        self._gradients.release()
+
+    def end_micro_batch(self) -> None:
+        """Count a micro-batch whose gradient is added."""
+        self._gradients.has_some = True
         self._micro += 1
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether the next micro-batch is the first of its step."""
+        return self._micro == 0
+
+    def discard(self) -> None:
+        """Make the step change nothing, as if its gradient were not finite; after its last micro-batch."""
+        self._gradients.buffer[0].fill_(math.nan)
 
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
         """Return the start of the reduction of a bucket, if there are several ranks."""
@@ -119,7 +138,7 @@ class FlatEngine(Engine):
         """Take the optimizer step, unless the gradient is not finite."""
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self._update.take(self._steps + 1, self.lr, self._applied + 1)
-        self._gradients.end_step()
+        self._gradients.has_some = False
         self._micro = 0
 
     def settle(self, *, skipped: bool) -> bool:

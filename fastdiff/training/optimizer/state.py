@@ -106,7 +106,7 @@ def _sliced(saved: Checkpoint, flat: Flat, keys: Sequence[str]) -> dict[str, Ten
         if whole is None:
             whole = torch.zeros_like(flat.key, requires_grad=False)
         for part in flat.blocks(BLOCK) if key in PER_BLOCK else flat.fragments:
-            part.of(whole.view(-1)).copy_(saved.slice(key, part))
+            part.write(whole.view(-1), saved.slice(key, part))
         found[key] = whole
     return found
 

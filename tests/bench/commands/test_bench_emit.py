@@ -69,6 +69,37 @@ emission = network.emit(DiTConfig(depth=2, hidden=128, heads=2), 4, 90)
 assert block.output.strides == (256 * 128, 1, 256), block.output
 assert (block.restrided, block.backward.copies) == (2, 3), (block.restrided, block.backward.opaque)
 """
+    in_another_process(code)
+
+
+@pytest.mark.nightly
+def test_weights_of_convolutions_are_copied_unless_they_have_the_layout_of_the_maps() -> None:
+    """Weights and their gradients, 2 bytes read and 2 written each per weight."""
+    code = """
+from bench.emission import fake_gpu
+fake_gpu.install(90)
+import torch
+from bench.emission import network
+from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.models.build import build_model
+config = AdmConfig(channels=4, size=16, width=64, channel_mult=(1, 2), res_blocks=1, heads=2)
+def streamed():
+    torch._dynamo.reset()
+    emission = network.emit(config, 2, 90)
+    return sum(one.streamed * len(block.names) for block in emission.blocks for _, one in block.passes)
+straight = streamed()
+network._lay_out = lambda model, dtype: None
+copied = streamed() - straight
+model = build_model(config)
+blocks = [block for block in model.modules() if isinstance(block, model.block_classes)]
+kernels = sum(p.numel() for block in blocks for p in block.parameters() if p.dim() == 4 and p.shape[-1] > 1)
+assert copied == 8 * kernels, (copied, kernels)
+"""
+    in_another_process(code)
+
+
+def in_another_process(code: str) -> None:
+    """Run code that fakes a GPU for its whole process."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)

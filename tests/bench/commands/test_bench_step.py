@@ -319,6 +319,10 @@ def test_a_workload_takes_the_batch_of_its_preset_or_the_given_one() -> None:
     assert fixed.provider == "fastdiff zero1 deterministic"
     assert fixed.config(Path(), Path()).performance.deterministic
     assert (fixed.facts["deterministic"], named.facts["deterministic"]) == (True, False)
+    graph = Workload(preset="digits", deepspeed="ddp", cuda_graph=True)
+    assert graph.provider == "fastdiff ddp graph"
+    assert graph.config(Path(), Path()).performance.cuda_graph
+    assert (graph.facts["cuda_graph"], named.facts["cuda_graph"]) == (True, False)
     file = ROOT / "deepspeed_configs" / "zero2.json"
     facts = Workload(preset="digits", deepspeed=str(file)).facts
     assert (facts["deepspeed"], facts["deepspeed_file"]) == ("zero2", os.path.relpath(file))

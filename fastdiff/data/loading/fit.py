@@ -1,0 +1,106 @@
+"""Checks of a data set against the network of a run, by ``dataset.json`` and the flags alone: torch is not imported.
+
+``fastdiff train`` makes them before it starts the ranks, which import for seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastdiff.config.presets import encode_command
+from fastdiff.config.run import RunConfig
+from fastdiff.data.shards.format import INFO_FILE, DatasetInfo
+from fastdiff.errors import ConfigError, DataError
+from fastdiff.sanitize import address, is_address
+
+CONTEXT = "context"
+
+
+def check_data_set(config: RunConfig, preset: str | None) -> None:
+    """Require the data set of a run, complete and of the shapes of its network.
+
+    A remote data set is left to the ranks, which cache it, and so are images for online encoding. The network of a
+    pipeline is not known before its weights are here.
+
+    Args:
+        config: the run, as parsed.
+        preset: its name, for the command that makes the data set.
+
+    Raises:
+        ConfigError: the data set does not fit the network.
+        DataError: it is missing or damaged.
+        StorageError: it cannot be read.
+    """
+    path = config.data.path
+    if not path:
+        raise ConfigError("--data.path is missing; give the output folder of `fastdiff encode`")
+    if config.data.online or is_address(path):
+        return
+    if not (Path(path) / INFO_FILE).exists():
+        what = f"it has no {INFO_FILE}, which is written last" if Path(path).exists() else "there is no such folder"
+        raise DataError(
+            f"--data.path {path}: no data set, {what}; make it with `{encode_command(preset, path)}`", everywhere=True
+        )
+    info = DatasetInfo.read(path)
+    if not config.pretrained.weights or config.pretrained.is_file:
+        require_fit(config, info)
+
+
+def require_fit(config: RunConfig, info: DatasetInfo) -> None:
+    """Raise ConfigError unless a data set has the latents and the conditions that the network takes."""
+    _check_latents(config, info)
+    if config.model.text_conditional:
+        _check_text(config, info)
+    else:
+        _check_classes(config, info)
+
+
+def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
+    channels, height, width = info.latent.shape
+    channels //= 2 if info.kind == "posterior" else 1
+    if config.model.any_size:
+        sizes, factor = info.buckets or ((height, width),), config.model.smallest_factor
+        wrong = [size for size in sizes if size[0] % factor or size[1] % factor]
+        if channels != config.model.channels or wrong:
+            raise ConfigError(
+                f"{address(config.data.path)} holds latents of {channels} channels and sizes {sizes}, the model takes "
+                f"{config.model.channels} channels and sizes that divide by {factor}; encode with another --resolution"
+            )
+    elif info.buckets or (channels, height, width) != (config.model.channels, config.model.size, config.model.size):
+        square = height == width and not info.buckets
+        classes = f" --model.classes {info.classes}" if _too_few_classes(config, info) else ""
+        remedy = (
+            f"--model.channels {channels} --model.size {height}{classes}" if square else "square latents of one size"
+        )
+        raise ConfigError(
+            f"{address(config.data.path)} holds latents of shape {(channels, height, width)}, the model takes "
+            f"{(config.model.channels, config.model.size, config.model.size)}; use {remedy}"
+        )
+
+
+def _check_classes(config: RunConfig, info: DatasetInfo) -> None:
+    model = config.model
+    if info.classes is None and model.needs_classes and model.classes:
+        raise ConfigError(
+            f"{address(config.data.path)} has no classes, but the model has {model.classes}, which would never be "
+            "trained; encode with --classes-from, or use --model.classes 0"
+        )
+    if _too_few_classes(config, info):
+        raise ConfigError(
+            f"{address(config.data.path)} has {info.classes} classes, but the model has {model.classes}; use "
+            f"--model.classes {info.classes}"
+        )
+
+
+def _too_few_classes(config: RunConfig, info: DatasetInfo) -> bool:
+    return info.classes is not None and 0 < config.model.classes < info.classes
+
+
+def _check_text(config: RunConfig, info: DatasetInfo) -> None:
+    expected = dict(config.model.text_widths)
+    found = {name: info.columns[name].shape[-1] for name in (CONTEXT, "pooled") if name in info.columns}
+    if found != expected:
+        raise ConfigError(
+            f"{address(config.data.path)} holds text embeddings of widths {found or 'none'}, the model takes "
+            f"{expected}; encode captions with `fastdiff encode --pretrained` and the pipeline of the model"
+        )

@@ -1,0 +1,21 @@
+"""The number of GPUs that a process would see, found without torch, whose import takes seconds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_NODES = Path("/dev")
+
+
+def visible_gpus() -> int:
+    """Return the number of NVIDIA GPUs that this user may open and that CUDA_VISIBLE_DEVICES shows.
+
+    It is the number of ranks to start by default, and no proof that torch can use them: the ranks find that out.
+    """
+    nodes = [path for path in _NODES.glob("nvidia[0-9]*") if os.access(path, os.R_OK | os.W_OK)]
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is None or not nodes:
+        return len(nodes)
+    names = [name.strip() for name in shown.split(",")]
+    return next((place for place, name in enumerate(names) if name in ("", "-1")), len(names))  # as CUDA reads it

@@ -1,0 +1,64 @@
+"""Choice of the passes of a run."""
+
+from __future__ import annotations
+
+from fastdiff.config.run import RunConfig
+from fastdiff.data.loading.bucket_order import BucketOrder
+from fastdiff.data.loading.order import SampleOrder
+from fastdiff.diffusion.objective import Objective
+from fastdiff.errors import require
+from fastdiff.parallel.world import World
+from fastdiff.training.engines.base import Engine
+from fastdiff.training.engines.build import Kind
+from fastdiff.training.guard import StepGuard
+from fastdiff.training.metrics import Meters
+from fastdiff.training.passes.eager import Passes
+
+
+def build_passes(config: RunConfig, engine: Engine, objective: Objective, meters: Meters, guard: StepGuard) -> Passes:
+    """Build the passes that ``--performance.cuda_graph`` names; ``require_capture`` has been called."""
+    if not config.performance.cuda_graph:
+        return Passes(engine, objective, meters, guard)
+    from fastdiff.training.engines.flat import FlatEngine
+    from fastdiff.training.passes.graph import GraphPasses
+
+    assert isinstance(engine, FlatEngine)
+    return GraphPasses(engine, objective, meters, guard)
+
+
+def require_capture(config: RunConfig, engine: Kind, world: World) -> None:
+    """Refuse ``--performance.cuda_graph`` where it cannot work; ``RunConfig`` refuses what needs no machine.
+
+    Args:
+        config: of the run.
+        engine: of the run.
+        world: the ranks.
+
+    Raises:
+        ConfigError: with the reason and the remedy.
+    """
+    if not config.performance.cuda_graph:
+        return
+    require(
+        world.device.type == "cuda",
+        f"--performance.cuda_graph on a {world.device.type}: a graph holds the work of a GPU; leave the flag out",
+    )
+    require(
+        world.size == 1,
+        f"--performance.cuda_graph on {world.size} ranks: torch's DistributedDataParallel reads from the device in "
+        "every step, which no graph can hold; use one GPU, or leave the flag out",
+    )
+    require(
+        engine == "flat",
+        "--performance.cuda_graph with DeepSpeed, whose hooks run on the host: train with --performance.engine flat "
+        "(ZeRO stage 0), or leave the flag out",
+    )
+
+
+def require_one_shape(config: RunConfig, order: SampleOrder) -> None:
+    """Refuse ``--performance.cuda_graph`` for data of several latent sizes, by a ConfigError."""
+    require(
+        not config.performance.cuda_graph or not isinstance(order, BucketOrder),
+        f"--performance.cuda_graph with {config.data.path}, whose latents have several sizes: a graph has the shapes "
+        "of one; encode with one size, or leave the flag out",
+    )

@@ -1,0 +1,40 @@
+"""Forward and backward pass of a micro-batch, operation by operation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastdiff.batch import Batch
+from fastdiff.diffusion.levels import Corruption
+from fastdiff.diffusion.objective import Objective
+from fastdiff.training.engines.base import Engine
+from fastdiff.training.guard import StepGuard
+from fastdiff.training.metrics import Meters
+
+
+class Passes:
+    """Both passes of a micro-batch, which add its gradient to the engine and its losses to the meters and the guard.
+
+    Args:
+        engine: of the run.
+        objective: of the run.
+        meters: of the run.
+        guard: of the run.
+    """
+
+    def __init__(self, engine: Engine, objective: Objective, meters: Meters, guard: StepGuard) -> None:
+        self._engine, self._objective, self._meters, self._guard = engine, objective, meters, guard
+
+    def __call__(self, batch: Batch) -> None:
+        """Take the passes of one micro-batch of this rank; called by all ranks."""
+        with self._meters.phase("forward"):
+            losses, drawn = self._forward(batch)
+        self._meters.add(losses, batch.position, drawn.levels, drawn.importance, self._objective.parts)
+        discard = self._guard.observe(losses)
+        self._engine.backward(losses.mean(), discard=discard)
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Corruption]:
+        """Return the losses ``[micro]``, and the noise levels that were drawn."""
+        corruption = self._objective.corrupt(batch, self._engine)
+        prediction = self._engine(corruption.noisy, corruption.time, **corruption.condition)
+        return self._objective.loss(prediction, batch, corruption), corruption  # [micro, C, H, W] -> [micro]
