@@ -44,7 +44,7 @@ from fastdiff.parallel.world import World, start_world, stop_world, world_size
 from fastdiff.progress import Progress
 from fastdiff.standard_streams import lossy_output
 from fastdiff.training.build import Run, build
-from fastdiff.training.callbacks.base import Callbacks
+from fastdiff.training.callbacks.base import Callbacks, Preempt
 from fastdiff.training.callbacks.divergence import Rewind, RewindRequest
 from fastdiff.training.memory.explanation import out_of_memory
 from fastdiff.training.memory.halving import TooLarge, run_within_memory, take_back
@@ -122,7 +122,11 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
             run_within_memory(_take_passes, state, batch)
         state.applied = guard.take_step(state.engine)
         if guard.flags.out_of_memory:
-            raise take_back(state)
+            if state.applied:
+                raise RuntimeError(f"a void step has moved the weights, after step {state.progress.steps}")
+            too_large = take_back(state)
+            Preempt().on_step(state)  # the state is that of the step before, and can be saved
+            raise too_large
         state.objective.timesteps.end_step(state.world)
         state.progress = state.progress.after(config.batch.samples, applied=state.applied, discarded=guard.discarded)
         if state.applied:

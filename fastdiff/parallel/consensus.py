@@ -1,8 +1,9 @@
 """Agreement of all ranks per step: stop requests, failed saves, lack of memory, the mean loss, and whether to skip it.
 
 One all-reduce per step runs on the device, of five numbers, or of six with an engine that leaves on the device whether
-the step is skipped. It is queued before the update of the weights and read after the update is queued: the host waits
-for the gradients, while the device has the update to do. Every rank acts on the same numbers at the same step.
+the step is skipped. It is queued before the update of the weights. With such an engine the host reads it after the
+update is queued, and waits for the gradients while the device has the update to do; with another, which reads the norm
+of the gradient on the host, it reads the numbers first. Every rank acts on the same numbers at the same step.
 """
 
 from __future__ import annotations

@@ -120,12 +120,14 @@ class Run:
     def go_on_smaller(self, cause: str) -> None:
         """Go on in smaller micro-batches, from the step that did not fit into the memory; called by all ranks."""
         state = self.state
+        state.heart.beat(state.progress.steps, "start")
         halve(state, cause)
         state.passes = build_passes(state.config, state.engine, state.objective, state.meters, state.guard)
-        self.batches.close()
-        self.batches = self._opened.enter_context(_open_batches(self.state))
-        record(self.state, self._parts.launch)
+        self._loading.close()
+        self.batches = self._loading.enter_context(_open_batches(state))
+        record(state, self._parts.launch)
         self._compile()
+        state.meters.restart_clock()
 
     def _compile(self) -> None:
         if self._compiles and (cause := compile_all(self.state)) is not None:
@@ -133,7 +135,8 @@ class Run:
 
     def _open(self) -> None:
         """Open the parts that depend on the position of the run."""
-        self.batches = self._opened.enter_context(_open_batches(self.state))
+        self._loading = self._opened.enter_context(ExitStack())
+        self.batches = self._loading.enter_context(_open_batches(self.state))
         announce(self.state, self._parts.launch, self.batches, self._parts.ops)
         if not self._is_open:
             self._compile()

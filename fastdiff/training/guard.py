@@ -28,7 +28,7 @@ class StepGuard:
         """Flags and losses of the last step, over all ranks."""
         self.accumulation = accumulation
         self.lost: str | None = None
-        """Where and why this rank ran out of memory in the current step (``training.halving``); None: it has not."""
+        """Where and why this rank ran out of memory in the current step (``training.memory.halving``); None: it has not."""
         self._repeats = False
         self._heart = heart
         self._losses: list[Tensor] = []
@@ -52,8 +52,9 @@ class StepGuard:
         if self._repeats:
             self._repeats = False
             return True
-        self._losses.append(losses.detach())
-        discards = len(self._losses) == self.accumulation and self.spikes.discards(self._losses)
+        step = [*self._losses, losses.detach()]
+        discards = len(step) == self.accumulation and self.spikes.discards(step)
+        self._losses = step  # only now: out of memory before that, the repetition still has to exchange the losses
         return discards or self.lost is not None
 
     @property
@@ -71,7 +72,7 @@ class StepGuard:
         self.lost, self._repeats = cause, observed
 
     def take_step(self, engine: Engine) -> bool:
-        """Take the optimizer step and meanwhile exchange the flags of the ranks; called by all ranks.
+        """Take the optimizer step and exchange the flags of the ranks beside or before it; called by all ranks.
 
         Returns:
             False if the step moved nothing: a gradient was not finite, or the step is discarded.
@@ -83,7 +84,7 @@ class StepGuard:
         lost, skips = self.lost is not None, engine.skips()
         self.consensus.start(self._losses, failed_save=self.failed_save, out_of_memory=lost, skips=skips)
         self._losses.clear()
-        if skips is None:  # the update reads the device in any case
+        if skips is None:  # ``update`` reads the device in any case; ``discard`` must precede it
             self.flags = self.consensus.wait()
             if self.flags.out_of_memory:
                 engine.discard()

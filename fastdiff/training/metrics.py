@@ -116,7 +116,7 @@ class Meters:
         self._own.begin()
 
     def take_back(self) -> None:
-        """Forget the losses of the current step, which is going to be taken again; its time counts for that one."""
+        """Forget the losses of the current step, which is going to be taken again."""
         self.sums.copy_(self._before)
         self.step.clear()
         self._steps -= 1

@@ -20,13 +20,16 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.timesteps import TimestepConfig
-from fastdiff.errors import NoMemoryError
+from fastdiff.errors import NoMemoryError, Preempted
+from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.train import take_steps, train
 from fastdiff.training.build import build
 from fastdiff.training.callbacks.compilation import compile_all
 from fastdiff.training.memory.halving import _cause
+from fastdiff.training.zero.catching_up import _COLLECTIVES, Collectives
 from tests.support.forked import forked_ranks, values
+from tests.support.injected import lack_of_memory
 from tests.support.injected.lack_of_memory import Lack, fail, lacking
 from tests.support.runs import (
     assert_same_checkpoint,
@@ -44,7 +47,7 @@ pytestmark = [pytest.mark.fault(31), pytest.mark.timeout(600)]
 
 STEPS, SAMPLES = 4, 16
 MODULES = ("objective", "x_embedder", "blocks.0", "blocks.0.attn", "blocks.1.mlp.fc1", "final_layer")
-"""From the begin of the network to its end; ZeRO-3 gathers each block as one."""
+"""From the start of the network to its end; ZeRO-3 gathers each block as one."""
 LIMIT = 1e-6
 """Of the losses of any step, and of weights, averages and moments, each together; relative, in fp32."""
 
@@ -81,6 +84,8 @@ def drawn(count: int) -> list[Trial]:
     for number in range(count):
         ranks, (engine, stage) = 1 + number % 2, KINDS[number // 2 % 5]
         where = ("backward", "forward", "step")[number // 10 % 3]
+        if (engine, stage, where) == ("deepspeed", 0, "step"):  # which has no second try
+            where = "forward"
         place = chance.randrange(ranks), chance.randrange(STEPS), chance.randrange(2), chance.choice(MODULES)
         if place[-1] == "objective" and where == "backward":  # which has no gradient
             place = (*place[:3], "blocks.1")
@@ -309,6 +314,63 @@ def test_an_optimizer_step_that_lacks_memory_twice_ends_the_run(world: World, di
     with pytest.raises(NoMemoryError, match="out of memory in step on cpu"):
         lack_then_end(world, config, launch(1), Lack("step"), Lack("step", 0, 1, 0, "again"))
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "name"), [("flat", 0, "adamw8bit"), ("deepspeed", 1, "adamw8bit"), ("deepspeed", 0, "adamw")]
+)
+def test_an_update_that_changes_before_it_allocates_has_no_second_try(
+    world: World, digits: Path, tmp_path: Path, engine: str, stage: int, name: str
+) -> None:
+    """The 8-bit AdamW counts and updates tensor after tensor, and that of DeepSpeed's ZeRO-0 in fp32 clips in place."""
+    config = tiny(digits, tmp_path, STEPS, performance__engine=engine, optim__name=name, optim__clip=0.5)
+    with pytest.raises(NoMemoryError, match="out of memory in step on cpu") as ended:
+        lack_then_end(world, config, launch(stage), Lack("step"))
+    assert ended.value.exit_code == 70
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_stop_in_a_void_step_saves_the_step_before(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    stop, lack = StopRequest(), Lack("backward", 0, step, 1, "blocks.0")
+
+    def ask_and_fail() -> None:
+        stop.ASK("SIGTERM")
+        fail()
+
+    monkeypatch.setattr(lack_of_memory, "fail", ask_and_fail)
+    config = tiny(digits, tmp_path, STEPS, batch=BatchConfig(samples=SAMPLES, micro=8))
+    told = "saved step 1;" if step else "in the first step, nothing saved"
+    with lacking(world, lack) as occurred, pytest.raises(Preempted, match=told):
+        train(config, launch(1), world, stop)
+    assert occurred == [lack]
+    if step:
+        assert newest(tmp_path).manifest["progress"]["steps"] == 1
+    else:
+        assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_collective_in_which_memory_runs_out_is_not_repeated() -> None:
+    """It may have begun; a broadcast whose result cannot be kept has begun, and is answered like any other."""
+
+    class Result(Tensor):
+        def clone(self) -> Any:  # type: ignore[override]
+            fail()
+
+    backend: Any = SimpleNamespace(**(dict.fromkeys(_COLLECTIVES, lambda *_: fail()) | {"broadcast": lambda *_: None}))
+    collectives = Collectives(backend)
+    with pytest.raises(torch.OutOfMemoryError):
+        backend.broadcast(Result())
+    collectives.replay()
+    assert backend.broadcast(torch.zeros(())).is_completed(), "answered"
+    with pytest.raises(torch.OutOfMemoryError):
+        backend.reduce(torch.zeros(()))
+    with pytest.raises(torch.OutOfMemoryError, match="within the collective reduce"):
+        collectives.replay()
+    collectives.clear()
+    collectives.replay()
 
 
 def test_host_memory_beside_a_gpu_is_no_reason_for_another_micro_batch() -> None:

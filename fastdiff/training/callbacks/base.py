@@ -81,5 +81,7 @@ class Preempt(Callback):
 
 
 def preempted(reason: str, state: TrainState) -> Preempted:
-    """Return the error of a run that was asked to stop, and has saved."""
+    """Return the error of a run that was asked to stop, and saves its steps so far."""
+    if state.progress.steps == 0:
+        return Preempted(f"{reason} in the first step, nothing saved; the same command starts the run again")
     return Preempted(f"{reason}: saved step {state.progress.steps}; the same command resumes from there")

@@ -36,6 +36,10 @@ class DamagedSamples(Callback):
         if last or any(every.due(state.progress) for every in self._when):
             self._take(state)
 
+    def on_preempted(self, state: TrainState) -> None:
+        """Record and count up to the step that is going to be saved; raise DataError above the limit."""
+        self._take(state)
+
     def _take(self, state: TrainState) -> None:
         found = sorted(entry for share in state.world.gather(_replaced(state)) for entry in share)
         self._total += len(found)

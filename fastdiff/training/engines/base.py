@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -19,8 +18,9 @@ from fastdiff.training.ema import Ema
 class Engine(ABC):
     """A model with its optimizer.
 
-    A step has three parts, so that the ranks exchange their flags beside the update (``guard``): ``skips``, ``update``
-    and ``settle``. ``step`` is all three.
+    A step has three parts: ``skips``, ``update`` and ``settle``. Between the first two the ranks begin to exchange their
+    flags (``guard``), which the host reads after ``update`` if ``skips`` has told the device whether the step is
+    skipped, and before it otherwise. ``step`` is all three.
     """
 
     kind: Literal["deepspeed", "flat"]
@@ -67,11 +67,14 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def catching_up(self) -> AbstractContextManager[None]:
-        """Forget what a pass of this rank left that ran out of memory; inside, the rank repeats it on fewer samples.
+    def forget_pass(self) -> None:
+        """Forget what a pass of this rank left that ran out of memory; the rank then repeats it on fewer samples.
 
         It thereby takes part in the collectives that the other ranks still expect of the pass, and in no other. The
-        gradient of the step is void (``training.halving``).
+        gradient of the step is void (``training.memory.halving``).
+
+        Raises:
+            OutOfMemoryError: the memory ran out within a collective, which the rank may have begun or not.
         """
 
     @abstractmethod
@@ -96,7 +99,7 @@ class Engine(ABC):
 
         Returns:
             Scalar on the device, not zero if ``update`` is going to change nothing; equal on all ranks. None: the host
-            learns it in ``update``.
+            learns it in ``update``, before which it waits for the flags of the ranks.
         """
 
     def discard(self) -> None:  # noqa: B027

@@ -59,13 +59,14 @@ class DataParallel:
         """Take part in the reductions that are left of the step, with NaN; this object reduces nothing afterwards.
 
         Raises:
-            RuntimeError: none is left, and the other ranks are going to apply the gradient.
+            OutOfMemoryError: none is left, and the other ranks are going to apply the gradient; the memory ran out
+                within a reduction; or there is no room for one bucket of zeros after another.
         """
-        # Zeros in the shapes of all buckets, in their order; the backward pass has left room for them.
+        # Zeros in the shapes of all buckets, in their order. If there is no room for them, this rank ends the run.
         for bucket in self._ddp.reducer._get_zeros_like_grad_buckets():
             self.buckets.void(bucket)
         self.buckets.wait()
-        # Behind its buckets DDP adds up which parameters were used.
+        # After its buckets DDP adds up which parameters were used.
         number = sum(p.requires_grad for p in self._ddp.parameters())
         used = torch.zeros(number, dtype=torch.int32, device=self._ddp.device)
         torch.distributed.all_reduce(used)
@@ -83,7 +84,7 @@ class Buckets:
         self._places, self._gradients = places, gradients
         self._numbers = {id(place.parameter): number for number, place in enumerate(places)}
         self._begun: dict[int, Any] = {}
-        """The reductions of this step that have begun, by the number of the first parameter."""
+        """The reductions of this step that have begun, by the number of the first parameter; None: within the call."""
 
     def end_step(self) -> None:
         """End a step: the reductions of the next one are others."""
@@ -108,14 +109,20 @@ class Buckets:
         return arrived.then(lambda _: unused)
 
     def void(self, bucket: Any) -> None:
-        """Reduce NaN for the parameters of a ``GradBucket``, unless their reduction has begun."""
+        """Reduce NaN for the parameters of a ``GradBucket``, unless their reduction has begun.
+
+        Raises:
+            OutOfMemoryError: the step is not to be voided any more, see ``DataParallel.finish``.
+        """
         numbers = [self._numbers[id(p)] for p in bucket.parameters() if id(p) in self._numbers]
         first, last = min(numbers), max(numbers)
         if first not in self._begun:
             self._gradients.void(self._places[first].offset, self._places[last].end)
             self._add_up(first, last)
+        elif self._begun[first] is None:
+            raise torch.OutOfMemoryError("out of memory within a reduction, which other ranks may wait for")
         elif bucket.is_last():
-            raise RuntimeError("out of memory behind the last reduction of a step, whose gradient was whole")
+            raise torch.OutOfMemoryError("out of memory after the last reduction of a step, whose gradient was whole")
 
     def wait(self) -> None:
         """Wait for the reductions that have begun; with NCCL the stream does."""
@@ -124,6 +131,7 @@ class Buckets:
 
     def _add_up(self, first: int, last: int) -> Any:
         sums = self._gradients.buffer[self._places[first].offset : self._places[last].end]
+        self._begun[first] = None
         work = self._begun[first] = torch.distributed.all_reduce(sums, async_op=True)
         return work
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -29,7 +29,7 @@ from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_8bit_state, forget, set_lr_step
 from fastdiff.training.optimizer.second_try import give_a_second_try
 from fastdiff.training.zero.calls import named_calls
-from fastdiff.training.zero.catching_up import Place
+from fastdiff.training.zero.catching_up import CollectiveReplay
 from fastdiff.training.zero.norm import take_norm_at_once
 from fastdiff.training.zero.shortcuts import leave_gradients_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
@@ -143,7 +143,7 @@ class DeepSpeedEngine(Engine):
         give_a_second_try(optimizer)
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
         self._rank, self._device = world.rank, world.device
-        self._place = Place(self._engine, world.size)
+        self._replay = CollectiveReplay(self._engine, world.size)
         self._first_scale = self.loss_scale
         self._discarding, self.lr = False, 0.0
 
@@ -154,7 +154,7 @@ class DeepSpeedEngine(Engine):
 
     def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
         """Run the model's forward pass."""
-        self._place.begin()
+        self._replay.begin()
         return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
 
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
@@ -163,11 +163,11 @@ class DeepSpeedEngine(Engine):
 
     def rehearse(self, forward: Callable[[nn.Module], tuple[Tensor, Sequence[Tensor]]]) -> None:
         """Run a forward and a backward pass of which nothing remains but compiled code."""
-        self._place.begin()
+        self._replay.begin()
         with unreduced(self._engine) if self.stage == 3 else nullcontext():
             loss, leaves = forward(self._engine.module)
             torch.autograd.grad(loss, leaves, allow_unused=True)
-        self._place.end()
+        self._replay.end()
 
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
         """Add the gradient of ``loss``, divided by the accumulation."""
@@ -175,11 +175,11 @@ class DeepSpeedEngine(Engine):
         self._engine.backward(loss * math.nan if discard else loss)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # only counts the micro-batch
-        self._place.end()
+        self._replay.end()
 
-    def catching_up(self) -> AbstractContextManager[None]:
-        """Forget a pass that ran out of memory; inside, collectives that it has begun are not begun again."""
-        return self._place.catching_up()
+    def forget_pass(self) -> None:
+        """Forget a pass that ran out of memory; until its repetition ends, collectives of it are not begun again."""
+        self._replay.start_over()
 
     def resize(self, config: RunConfig, ds_config: DsConfig) -> None:
         """Go on in micro-batches of another size; called by all ranks."""

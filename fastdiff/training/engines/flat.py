@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -139,12 +138,10 @@ class FlatEngine(Engine):
         """Make the step change nothing, as if its gradient were not finite; after its last micro-batch."""
         self._gradients.buffer[0].fill_(math.nan)
 
-    @contextmanager
-    def catching_up(self) -> Iterator[None]:
+    def forget_pass(self) -> None:
         """Forget a pass that ran out of memory; from here on the gradient of this rank is NaN until ``update``."""
         self._lost = True
         self._gradients.release()
-        yield
 
     def _end_lost(self) -> None:
         """End a micro-batch of a step without a gradient."""

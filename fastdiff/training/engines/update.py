@@ -46,6 +46,8 @@ class Update:
         is_8bit, chosen = config.name == "adamw8bit", choose(config.name, parts[0].flat.master)
         # On a CPU plain torch and the compiled 8-bit AdamW get their numbers and the answer to skip from the host.
         self._by_host = device.type == "cpu" and (chosen == "reference" or (is_8bit and chosen == "compile"))
+        # torch's single operations on a GPU allocate between their changes, the 8-bit ones as well.
+        self._allocates_first = not is_8bit and (self._by_host or chosen == "triton")
         self._numbers = torch.zeros(_OWN, device=device)
         self._number = torch.zeros((), dtype=torch.int64, device=device)
         self._blocks = [build_blocks(part.flat.fragments, device) for part in parts] if is_8bit else []
@@ -101,7 +103,10 @@ class Update:
                 update = partial(self._take_on_cpu, part, averages, shares, lr, number)
             else:
                 update = partial(self._take_on_device, part, averages)
-            with_a_second_try(update)
+            if self._allocates_first:
+                with_a_second_try(update)
+            else:
+                update()
 
     def _take_on_device(self, part: Part, averages: Sequence[Tensor]) -> None:
         state = part.flat.state
@@ -114,10 +119,11 @@ class Update:
         self, part: Part, averages: Sequence[Tensor], shares: Sequence[float], lr: float, number: int
     ) -> None:
         state, config = part.flat.state, self._config
+        numbers = [torch.tensor(float(number))]  # before the gradient is clipped in place (``second_try``)
         gradient = part.grad.float() if config.clip == 0 else part.grad.float().mul_(self._factor)
         torch._fused_adamw_(
             [part.flat.master], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [],
-            [torch.tensor(float(number))], amsgrad=False, lr=lr, beta1=config.betas[0], beta2=config.betas[1],
+            numbers, amsgrad=False, lr=lr, beta1=config.betas[0], beta2=config.betas[1],
             weight_decay=config.weight_decay, eps=config.eps, maximize=False,
         )  # fmt: skip
         for average, share in zip(averages, shares, strict=False):  # none if another rank owns them

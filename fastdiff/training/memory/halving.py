@@ -7,14 +7,15 @@ A rank that runs out of memory must not leave the others in a collective, and ca
 they expect of it instead, in three parts:
 
 1. It forgets the pass, frees its memory, and repeats the pass on one sample. Of the collectives of the pass it takes
-   part in those that it has not begun (``Engine.catching_up``). So do its other micro-batches of the step.
+   part in those that it has not begun (``Engine.forget_pass``). The later micro-batches of the step run on one sample,
+   too.
 2. Every rank gets to the exchange of flags that ends each step (``parallel.consensus``), and learns there that the
    step is void: no weight, moment, average, counter or sum has changed, because the gradient of that rank is NaN.
 3. All ranks take back what the step has recorded, halve the micro-batch, and begin the step again.
 
 No rank waits for ever: the collectives of a micro-batch are the same in number, order and sizes for any number of
-samples, so each one that a rank begins is begun by all of them, and a rank that cannot repeat its pass on a single
-sample ends its process, which ends the run. Which collectives there are:
+samples, so each one that a rank begins is begun by all of them. A rank that cannot repeat its pass on a single sample,
+or whose memory ran out within a collective, which it may have begun or not, ends its process, which ends the run. Which collectives there are:
 
 - One rank: none that waits.
 - ZeRO-0 and 1: reductions in the last backward pass of a step. With the flat engine the rank reduces NaN for the
@@ -23,7 +24,7 @@ sample ends its process, which ends the run. Which collectives there are:
   DeepSpeed the rank repeats the pass for them (``zero.catching_up``).
 - The sum of the losses before the last backward pass, under ``--divergence.policy skip``.
 
-Out of memory in the optimizer step halves nothing, see ``optimizer.second_try``. A micro-batch of one sample, a lack of
+Out of memory in the update halves nothing, see ``optimizer.second_try``. A micro-batch of one sample, a lack of
 host memory beside a GPU, and one outside of these passes end the run with ``memory.explanation``. The size that was
 found is part of the configuration in ``run.json`` and in each checkpoint: with ``--batch.micro auto`` a resume on as
 many ranks keeps it, and one on others chooses anew. It never grows within a process: what did not fit once would cost a
@@ -76,9 +77,9 @@ def run_within_memory(run: Passes, state: TrainState, batch: Batch, *, phase: st
             raise
         guard.lose(cause, observed=guard.observed > before)
     # Outside of the handler: the traceback would keep the activations.
+    state.engine.forget_pass()
     free_memory()
-    with state.engine.catching_up():
-        _run_one(run, state, batch)
+    _run_one(run, state, batch)
 
 
 def _run_one(run: Passes, state: TrainState, batch: Batch) -> None:

@@ -1,8 +1,12 @@
-"""Out of memory in the optimizer step: the rank frees what the allocator holds, and takes that part of the step again.
+"""Out of memory in the update of fp32 moments: the rank frees what the allocator holds, and takes it again.
 
 The gradient is whole by then, and other ranks may have updated their weights: the step cannot be taken back. The
 activations are gone, so a smaller micro-batch would not help; the room is lost to memory that the allocator keeps for
 sizes that nobody asks for.
+
+Only an update that allocates everything before it changes anything can be taken again: torch's fused AdamW under
+DeepSpeed, and that of ``engines.update`` with its kernel or on a CPU. Any other, such as the 8-bit optimizers, which
+update tensor after tensor, ends the run with ``memory.explanation``.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from fastdiff.console import log
 from fastdiff.models.cost.memory import exhausted
 
 T = TypeVar("T")
+
+_ENTRIES = 3
+"""Of the state of a tensor, which AdamW creates one after another: ``step``, ``exp_avg`` and ``exp_avg_sq``."""
 
 
 def with_a_second_try(action: Callable[[], T]) -> T:
@@ -40,7 +47,9 @@ def with_a_second_try(action: Callable[[], T]) -> T:
 
 
 def give_a_second_try(optimizer: torch.optim.Optimizer) -> None:
-    """Let ``step`` of an optimizer have a second try; a gradient that the first one has clipped stays as it is."""
+    """Let ``step`` of torch's AdamW, fused and with one group, have a second try; leave any other optimizer alone."""
+    if type(optimizer) is not torch.optim.AdamW:  # a class derived from it may change gradients before it allocates
+        return
 
     def step(self: torch.optim.Optimizer, closure: None = None) -> Any:
         return with_a_second_try(partial(_step_anew, self, closure))
@@ -49,9 +58,8 @@ def give_a_second_try(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_anew(optimizer: torch.optim.Optimizer, closure: None) -> Any:
-    """Take a step; a state that a try before has begun is created again."""
-    most = max(map(len, optimizer.state.values()), default=0)
-    for key in [key for key, state in optimizer.state.items() if "step" in state and len(state) < min(most, 3)]:
+    """Take a step; a state that the first try has left incomplete is created again."""
+    for key in [key for key, state in optimizer.state.items() if len(state) < _ENTRIES]:
         del optimizer.state[key]
     return type(optimizer).step(optimizer, closure)  # type: ignore[func-returns-value]
 

@@ -1,21 +1,21 @@
-"""The place of a rank within the collectives of a micro-batch, and how it gets to their end after a lack of memory.
+"""Replay of the collectives of a micro-batch, by which a rank gets to their end after a lack of memory.
 
 ZeRO-3 gathers parameters in the forward and in the backward pass, and stages 1 to 3 reduce gradients in the latter. All
 ranks begin the same collectives in the same order, which does not depend on the number of samples. A rank that runs out
 of memory has begun the first n of them. It forgets what its pass has left, which brings DeepSpeed back to the state at
-the begin of the micro-batch, and repeats the pass on fewer samples: the first n collectives are answered without the
-other ranks, those behind take place. The other ranks meet all collectives that they expect, and no other. Gathered
+the start of the micro-batch, and repeats the pass on fewer samples: the first n collectives are answered without the
+other ranks, the later ones take place. The other ranks meet all collectives that they expect, and no other. Gathered
 weights and gradients of such a pass are worthless, which is why the step is void.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 from deepspeed.comm import comm
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -38,6 +38,8 @@ class Collectives:
         self.begun: list[Tensor | None] = []
         """Those since the last clear; the result of a broadcast, which ZeRO-3 compares its order with."""
         self._answers: deque[Tensor | None] = deque()
+        self._within: str | None = None
+        """The collective that is being called."""
         for name in _COLLECTIVES:
             setattr(backend, name, self._counted(name, getattr(backend, name)))
 
@@ -49,14 +51,21 @@ class Collectives:
         found: Collectives = backend.fastdiff_collectives
         return found
 
-    @contextmanager
-    def answered(self) -> Iterator[None]:
-        """Inside, the collectives that have begun are answered without the other ranks."""
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.begun.clear()
+        self._answers.clear()
+        self._within = None
+
+    def replay(self) -> None:
+        """Answer as many collectives as have begun without the other ranks.
+
+        Raises:
+            OutOfMemoryError: the memory ran out within one, which has begun or not.
+        """
+        if self._within is not None:
+            raise torch.OutOfMemoryError(f"out of memory within the collective {self._within}")
         self._answers = deque(self.begun)
-        try:
-            yield
-        finally:
-            self._answers.clear()
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
@@ -65,8 +74,12 @@ class Collectives:
                 if (answer := self._answers.popleft()) is not None:
                     options.get("tensor", *arguments[:1]).copy_(answer)
                 return _Done()
+            self._within = name
             done = call(*arguments, **options)
-            self.begun.append(options.get("tensor", *arguments[:1]).clone() if name == "broadcast" else None)
+            self._within = None
+            self.begun.append(None)  # before anything else that may run out of memory
+            if name == "broadcast":
+                self.begun[-1] = options.get("tensor", *arguments[:1]).clone()
             return done
 
         return counted
@@ -82,8 +95,8 @@ class _Done:
         return True
 
 
-class Place:
-    """The place of this rank within a micro-batch.
+class CollectiveReplay:
+    """Replay of the micro-batch of this rank, whose collectives it counts.
 
     Args:
         engine: of DeepSpeed.
@@ -102,7 +115,7 @@ class Place:
             return
         self._within = True
         if self._collectives is not None:
-            self._collectives.begun.clear()
+            self._collectives.clear()
         if self._gathering is not None:
             self._gathering.note()
 
@@ -110,22 +123,22 @@ class Place:
         """End a micro-batch."""
         self._within = False
 
-    @contextmanager
-    def catching_up(self) -> Iterator[None]:
-        """Return to the begin of the micro-batch; inside, collectives that have begun are answered at once."""
+    def start_over(self) -> None:
+        """Return to the start of the micro-batch; until its end, collectives that have begun are answered at once.
+
+        Raises:
+            OutOfMemoryError: the memory ran out within a collective.
+        """
         self.begin()
         _forget_gradients(self._engine)
         if self._gathering is not None:
             self._gathering.reset()
-        if self._collectives is None:
-            yield
-        else:
-            with self._collectives.answered():
-                yield
+        if self._collectives is not None:
+            self._collectives.replay()
 
 
 def _forget_gradients(engine: Any) -> None:
-    """Drop the gradients of an interrupted backward pass, and bring the hooks and buckets to its begin."""
+    """Drop the gradients of an interrupted backward pass, and bring the hooks and buckets to its start."""
     optimizer = engine.optimizer
     for parameter in engine.module.parameters():
         parameter.grad = parameter.grad_accum = None
@@ -148,7 +161,7 @@ def _forget_gradients(engine: Any) -> None:
 
 
 class _Gathering:
-    """The parameters of ZeRO-3 that are gathered at the begin of a micro-batch, and what is known of their order.
+    """The parameters of ZeRO-3 that are gathered at the start of a micro-batch, and what is known of their order.
 
     Args:
         offload: DeepSpeed's owner of the parameters.
@@ -159,7 +172,7 @@ class _Gathering:
         self.note()
 
     def note(self) -> None:
-        """Note the state at the begin of a micro-batch."""
+        """Note the state at the start of a micro-batch."""
         self._kept = [p for p in self._offload.persistent_parameters if p.ds_status is ZeroParamStatus.AVAILABLE]
         self._stack = len(parameter_offload.FWD_MODULE_STACK)
         mode, modules, parameters, steps = (getattr(self._coordinator, _private(name)) for name in _TRACE)

@@ -91,13 +91,14 @@ def _plant(run: Run, lack: Lack, occurred: list[Lack]) -> None:
         state.engine.optimizer.register_step_pre_hook(lambda *_: fail_if_due())
     else:
         update: Any = state.engine._update  # type: ignore[attr-defined]
-        own = update._take_on_cpu
+        name = "_take_8bit" if state.config.optim.name == "adamw8bit" else "_take_on_cpu"
+        own = getattr(update, name)
 
         def take(*arguments: Any) -> None:
             fail_if_due()
             own(*arguments)
 
-        update._take_on_cpu = take
+        setattr(update, name, take)
 
 
 def train_lacking(world: World, config: RunConfig, start: Launch, *lacks: Lack) -> tuple[Progress, list[Lack]]:
