@@ -28,7 +28,7 @@ class StepGuard:
         """Flags and losses of the last step, over all ranks."""
         self.accumulation = accumulation
         self.lost: str | None = None
-        """Where and why this rank ran out of memory in the current step (``training.memory.halving``); None: it has not."""
+        """Where and why this rank ran out of memory in the current step (``memory.halving``); None: it has not."""
         self._repeats = False
         self._heart = heart
         self._losses: list[Tensor] = []

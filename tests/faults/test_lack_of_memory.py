@@ -337,7 +337,7 @@ def test_a_stop_in_a_void_step_saves_the_step_before(
     stop, lack = StopRequest(), Lack("backward", 0, step, 1, "blocks.0")
 
     def ask_and_fail() -> None:
-        stop.ASK("SIGTERM")
+        stop.make("SIGTERM")
         fail()
 
     monkeypatch.setattr(lack_of_memory, "fail", ask_and_fail)

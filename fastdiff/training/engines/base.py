@@ -18,9 +18,9 @@ from fastdiff.training.ema import Ema
 class Engine(ABC):
     """A model with its optimizer.
 
-    A step has three parts: ``skips``, ``update`` and ``settle``. Between the first two the ranks begin to exchange their
-    flags (``guard``), which the host reads after ``update`` if ``skips`` has told the device whether the step is
-    skipped, and before it otherwise. ``step`` is all three.
+    A step has three parts: ``skips``, ``update`` and ``settle``. Between the first two the ranks begin to exchange
+    their flags (``guard``), which the host reads after ``update`` if ``skips`` leaves its answer on the device, and
+    before it otherwise. ``step`` is all three.
     """
 
     kind: Literal["deepspeed", "flat"]

@@ -15,7 +15,8 @@ they expect of it instead, in three parts:
 
 No rank waits for ever: the collectives of a micro-batch are the same in number, order and sizes for any number of
 samples, so each one that a rank begins is begun by all of them. A rank that cannot repeat its pass on a single sample,
-or whose memory ran out within a collective, which it may have begun or not, ends its process, which ends the run. Which collectives there are:
+or whose memory ran out within a collective, which it may have begun or not, ends its process, which ends the run.
+Which collectives there are:
 
 - One rank: none that waits.
 - ZeRO-0 and 1: reductions in the last backward pass of a step. With the flat engine the rank reduces NaN for the
