@@ -130,11 +130,11 @@ class CollectiveReplay:
             OutOfMemoryError: the memory ran out within a collective.
         """
         self.begin()
+        if self._collectives is not None:
+            self._collectives.replay()
         _forget_gradients(self._engine)
         if self._gathering is not None:
             self._gathering.reset()
-        if self._collectives is not None:
-            self._collectives.replay()
 
 
 def _forget_gradients(engine: Any) -> None:
