@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -28,3 +29,8 @@ class Batch:
     position: Tensor
     """``[B]`` int64, position of each sample in the run; it keys every random number (design 4.4)."""
     condition: Condition
+
+    def first(self, count: int) -> Self:
+        """Return the first ``count`` samples."""
+        condition = {name: value[:count] for name, value in self.condition.items()}
+        return type(self)(self.latents[:count], self.position[:count], condition)

@@ -36,6 +36,7 @@ from fastdiff.console import log, quieten, write_line
 from fastdiff.errors import FastdiffError, Preempted, explained, is_lost_connection, report
 from fastdiff.exit_message import say_once
 from fastdiff.files import raise_open_files
+from fastdiff.ledger.records import STARTED, process_began
 from fastdiff.parallel.fixed_order import reserve_workspaces, without_fixed_order
 from fastdiff.parallel.heartbeat import note_failure
 from fastdiff.parallel.preemption import INTERRUPTED, INTERRUPTED_LINE, StopRequest, listening
@@ -44,8 +45,9 @@ from fastdiff.progress import Progress
 from fastdiff.standard_streams import lossy_output
 from fastdiff.training.build import Run, build
 from fastdiff.training.callbacks.base import Callbacks
-from fastdiff.training.callbacks.divergence import RewindRequest
-from fastdiff.training.out_of_memory import out_of_memory
+from fastdiff.training.callbacks.divergence import Rewind, RewindRequest
+from fastdiff.training.memory.explanation import out_of_memory
+from fastdiff.training.memory.halving import TooLarge, run_within_memory, take_back
 from fastdiff.training.state import TrainState
 
 _GRACE_S = 10.0
@@ -73,7 +75,8 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
         stop.arm(run.state.heart)
         run.state.meters.restart_clock()
         try:
-            _take_all_steps(run)
+            with run.state.ledger.steps():
+                _take_all_steps(run)
             run.state.heart.beat(run.state.progress.steps, "end")
             run.callbacks.on_end(run.state)
         except Preempted:
@@ -91,31 +94,44 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
 
 
 def _take_all_steps(run: Run) -> None:
-    """Take the steps of a run to its end; rewind after each spike that requests it."""
+    """Take the steps of a run to its end; rewind after a spike, or make the micro-batch smaller, where that is due."""
     while True:
+        rewind: Rewind | None = None
         try:
             return take_steps(run.state, run.batches, run.callbacks)
         except RewindRequest as request:
             rewind = request.rewind
-        run.go_back(rewind)
+        except TooLarge as request:
+            too_large = str(request)
+        with run.state.ledger.account("rewind"):
+            if rewind is not None:
+                run.go_back(rewind)
+            else:
+                run.go_on_smaller(too_large)
 
 
 def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks) -> None:
     """Take optimizer steps until the run has seen its samples; ``batches`` are this rank's micro-batches."""
-    config, objective, meters, guard = state.config, state.objective, state.meters, state.guard
+    config, meters, guard = state.config, state.meters, state.guard
 
     while state.progress.samples < config.samples:
         meters.start_step(state.progress.steps)
         for _ in range(config.batch.accumulation(state.world.size)):
             with meters.phase("data"):
                 batch = next(batches)
-            state.passes(batch)
-        objective.timesteps.end_step(state.world)
+            run_within_memory(_take_passes, state, batch)
         state.applied = guard.take_step(state.engine)
+        if guard.flags.out_of_memory:
+            raise take_back(state)
+        state.objective.timesteps.end_step(state.world)
         state.progress = state.progress.after(config.batch.samples, applied=state.applied, discarded=guard.discarded)
         if state.applied:
             state.ema.update(state.progress.applied)
         callbacks.on_step(state)
+
+
+def _take_passes(state: TrainState, batch: Batch) -> None:
+    state.passes(batch)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -127,6 +143,7 @@ def main(argv: Sequence[str]) -> int:
     with lossy_output():
         stop = StopRequest()
         try:
+            os.environ.setdefault(STARTED, str(process_began()))  # the supervisor, if there is one, began before
             with listening(stop):
                 return _start(argv, stop)
         except (Exception, KeyboardInterrupt) as error:

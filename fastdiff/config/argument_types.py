@@ -125,6 +125,13 @@ def finite(text: str) -> float:
     return value
 
 
+def positive(text: str) -> float:
+    """Parse a finite number above 0."""
+    if (value := finite(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
+    return value
+
+
 def shape(text: str) -> tuple[int, int, int]:
     """Parse ``4,32,32`` to channels, height and width."""
     parts = text.split(",")

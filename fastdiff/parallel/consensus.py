@@ -1,6 +1,6 @@
-"""Agreement of all ranks per step: stop requests, failed saves, the mean loss, and whether the step is skipped.
+"""Agreement of all ranks per step: stop requests, failed saves, lack of memory, the mean loss, and whether to skip it.
 
-One all-reduce per step runs on the device, of four numbers, or of five with an engine that leaves on the device whether
+One all-reduce per step runs on the device, of five numbers, or of six with an engine that leaves on the device whether
 the step is skipped. It is queued before the update of the weights and read after the update is queued: the host waits
 for the gradients, while the device has the update to do. Every rank acts on the same numbers at the same step.
 """
@@ -26,6 +26,8 @@ class StepFlags:
     """A rank was asked to stop."""
     failed_save: bool = False
     """A rank could not write its part of an asynchronous save."""
+    out_of_memory: bool = False
+    """A rank ran out of memory in a micro-batch: the step is void."""
     loss_sum: float = 0.0
     """Sum of the finite losses of the step, over all samples."""
     loss_count: float = 0.0
@@ -45,7 +47,7 @@ class Consensus:
     def __init__(self, world: World, stop: StopRequest | None = None) -> None:
         self._world = world
         self._stop = stop
-        self._sums = torch.zeros(4, dtype=torch.float64)
+        self._sums = torch.zeros(5, dtype=torch.float64)
         self._work: torch.distributed.Work | None = None
         self._copied: torch.cuda.Event | None = None
 
@@ -54,15 +56,18 @@ class Consensus:
         """The cause of the request to stop this rank; None without a request."""
         return None if self._stop is None else self._stop.reason
 
-    def start(self, losses: Iterable[Tensor], *, failed_save: bool, skips: Tensor | None = None) -> None:
+    def start(
+        self, losses: Iterable[Tensor], *, failed_save: bool, out_of_memory: bool = False, skips: Tensor | None = None
+    ) -> None:
         """Start the all-reduce of this step without waiting for it.
 
         Args:
             losses: one tensor ``[B]`` per micro-batch of this step.
             failed_save: this rank could not write its part of a save.
+            out_of_memory: this rank ran out of memory in a micro-batch.
             skips: scalar on the device, not zero if the step changes nothing; None: the host knows it.
         """
-        flags = torch.tensor([self.stop_reason is not None, failed_save], dtype=torch.float64)
+        flags = torch.tensor([self.stop_reason is not None, failed_save, out_of_memory], dtype=torch.float64)
         every = torch.cat([micro.detach() for micro in losses])  # micro-batches x [B] -> [samples of the step]
         finite = torch.isfinite(every)
         loss = torch.stack([torch.where(finite, every, 0.0).sum(dtype=torch.float64), finite.sum().double()])
@@ -79,8 +84,9 @@ class Consensus:
             self._copied.synchronize()
         elif self._work is not None:
             self._work.wait()
-        stop, failed_save, loss_sum, loss_count, *skips = self._sums.tolist()
-        return StepFlags(stop > 0, failed_save > 0, loss_sum, loss_count, any(count > 0 for count in skips))
+        stop, failed_save, out_of_memory, loss_sum, loss_count, *skips = self._sums.tolist()
+        skipped = any(count > 0 for count in skips)
+        return StepFlags(stop > 0, failed_save > 0, out_of_memory > 0, loss_sum, loss_count, skipped)
 
     def _copy_to_host(self) -> None:
         """Queue the copy to the host now: queued after the optimizer step, it would wait for that step's kernels."""

@@ -38,6 +38,8 @@ STACKS = "stacks"
 START_TIMEOUT_S = 600.0
 """Lower limit of the timeout of the start, which reads whole files and compiles."""
 
+_CLAIMED = "run"
+"""File in the supervisor's folder with the path of the run folder."""
 _POLL_S = 1.0
 _GIL_S = 5.0
 """Seconds after which the thread in C ends a rank whose Python thread could not."""
@@ -75,6 +77,14 @@ def read_beat(path: Path) -> Beat | None:
     except (OSError, struct.error):
         return None
     return Beat(step, PHASES[phase], at) if at else None
+
+
+def claimed_run(node_folder: Path) -> Path | None:
+    """Return the run folder that the ranks of this node own; None: they have not come so far."""
+    try:
+        return Path((node_folder / _CLAIMED).read_text())
+    except OSError:
+        return None
 
 
 def stacks_path(run: Path, rank: int) -> Path:
@@ -116,7 +126,7 @@ class Heartbeat:
         self._closed = threading.Event()
         faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
         if node_folder:
-            (Path(node_folder) / "run").write_text(str(run.absolute()))
+            (Path(node_folder) / _CLAIMED).write_text(str(run.absolute()))
             self._write = _shared(beat_path(Path(node_folder), rank))
         self.beat(0, "start")
         if hang_timeout_s > 0:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastdiff.checkpoint.async_saves import ANY_NUMBER, AsyncSaves
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from fastdiff.config.run_record import as_json, claim, run_json, versions
+from fastdiff.config.run_record import as_json, claim, versions
 from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import build_batches, build_order, choose_loader
 from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.loading.training_set import Data, check_provenance, null_condition, open_data
 from fastdiff.diffusion.objective import Objective
-from fastdiff.errors import ConfigError
+from fastdiff.ledger.writer import Ledger
 from fastdiff.models import kernel_choice, load, toolchain
 from fastdiff.models.build import Model
-from fastdiff.models.family import family_of
 from fastdiff.parallel.consensus import Consensus
 from fastdiff.parallel.devices import require_precision
 from fastdiff.parallel.fixed_order import fixed_order
@@ -42,16 +38,17 @@ from fastdiff.training.callbacks.build import build_callbacks
 from fastdiff.training.callbacks.compilation import compile_all
 from fastdiff.training.callbacks.divergence import Rewind
 from fastdiff.training.callbacks.saving import CHECKPOINT, save_checkpoint
-from fastdiff.training.callbacks.summary import summary
+from fastdiff.training.callbacks.summary import announce, record
 from fastdiff.training.callbacks.trackers import Trackers, require_installed
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
-from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
+from fastdiff.training.ledger import start_ledger
+from fastdiff.training.memory.halving import halve
+from fastdiff.training.memory.micro_batch import with_micro
 from fastdiff.training.metrics import Meters
-from fastdiff.training.micro_batch import with_micro
-from fastdiff.training.out_of_memory import out_of_memory
+from fastdiff.training.network import build_engine
 from fastdiff.training.passes.build import build_passes, require_capture, require_one_shape
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
@@ -73,6 +70,7 @@ class _Parts:
     order: SampleOrder
     folder: Path
     heart: Heartbeat
+    ledger: Ledger
     files: WholeFiles
     facts: dict[str, Any]
     background: AsyncSaves
@@ -93,7 +91,7 @@ class Run:
 
     def __init__(self, parts: _Parts, state: TrainState, stack: ExitStack) -> None:
         self.state = state
-        self._is_compiled = not kernel_choice.compiles(parts.config, parts.world.device)  # or has nothing to compile
+        self._compiles, self._is_open = kernel_choice.compiles(parts.config, parts.world.device), False
         self._parts = parts
         parts.background.restored(CHECKPOINT, state.progress.steps)
         self._trackers = stack.enter_context(Trackers(state))
@@ -119,18 +117,27 @@ class Run:
         save_checkpoint(state, parts.checkpoints, parts.background)  # so that a kill does not repeat the rewind
         self._open()
 
+    def go_on_smaller(self, cause: str) -> None:
+        """Go on in smaller micro-batches, from the step that did not fit into the memory; called by all ranks."""
+        state = self.state
+        halve(state, cause)
+        state.passes = build_passes(state.config, state.engine, state.objective, state.meters, state.guard)
+        self.batches.close()
+        self.batches = self._opened.enter_context(_open_batches(self.state))
+        record(self.state, self._parts.launch)
+        self._compile()
+
+    def _compile(self) -> None:
+        if self._compiles and (cause := compile_all(self.state)) is not None:
+            self.go_on_smaller(cause)
+
     def _open(self) -> None:
         """Open the parts that depend on the position of the run."""
         self.batches = self._opened.enter_context(_open_batches(self.state))
-        _announce(self.state, self._parts, self.batches)
-        if not self._is_compiled:
-            try:
-                compile_all(self.state)
-            except Exception as error:
-                if (told := out_of_memory(error, self.state, phase="the first forward and backward pass")) is None:
-                    raise
-                raise told from error
-            self._is_compiled = True
+        announce(self.state, self._parts.launch, self.batches, self._parts.ops)
+        if not self._is_open:
+            self._compile()
+            self._is_open = True
         self.callbacks = _open_callbacks(self.state, self._parts, self._trackers, self._opened)
 
 
@@ -153,6 +160,7 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     state = _build_state(parts, saved, stop)
     stack.callback(state.close)
     state.progress = _restore(parts, state, saved)
+    parts.ledger.resume(state.progress.steps)
     if state.progress.samples > config.samples and world.is_first:
         log.warning(
             f"{parts.folder} has seen {state.progress.samples} samples, more than --samples {config.samples}: there is "
@@ -178,6 +186,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     ops = _choose_backends(config, ds_config, world, None, stack) if is_new else ""
     reader, order = _open_data(config, world, stack)
     world.on_first(lambda: _claim(folder, stack))
+    ledger = stack.enter_context(start_ledger(folder, config.batch.samples, world))
     heart = world.together(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
     stack.callback(heart.close)
     files = WholeFiles(patient=config.output.failed_saves > 0)
@@ -193,6 +202,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
         order=order,
         folder=folder,
         heart=heart,
+        ledger=ledger,
         files=files,
         facts=_facts(config, reader, world),
         background=background,
@@ -220,12 +230,12 @@ def _completed(parts: _Parts, saved: Checkpoint | None, stack: ExitStack) -> _Pa
 def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | None) -> TrainState:
     """Build the model with the weights of a checkpoint, the engine, and the parts that use its weights."""
     config, world = parts.config, parts.world
-    model, engine = _build_engine(parts, saved)
+    model, engine = build_engine(config, parts.ds_config, world, saved)
     spikes = Spikes(config.divergence, config.batch.samples, world)
     objective = _build_objective(config, parts.reader, model, world)
     ema = Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup)
     engine.attach(ema)
-    meters = Meters(world, parts.heart, objective.part_names)
+    meters = Meters(world, parts.heart, objective.part_names, parts.ledger)
     guard = StepGuard(Consensus(world, stop), spikes, parts.heart, config.batch.accumulation(world.size))
     return TrainState(
         config=config,
@@ -242,28 +252,8 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         guard=guard,
         passes=build_passes(config, engine, objective, meters, guard),
         files=parts.files,
+        ledger=parts.ledger,
     )
-
-
-def _build_engine(parts: _Parts, saved: Checkpoint | None) -> tuple[Model, Engine]:
-    """Build the network and its engine, with the initial, pretrained or saved weights.
-
-    Under ZeRO-3 no rank holds the whole network, unless it is the frozen one of a LoRA or ``ModelFamily`` forbids it.
-    """
-    config, world = parts.config, parts.world
-    draws = saved is None and not config.pretrained.weights
-    whole = config.lora.rank > 0 or (draws and not family_of(config.model).draws_on_meta)
-    if world.is_first and (saved is not None or config.pretrained.weights):
-        log.info(f"loading the weights of {saved.folder if saved is not None else config.pretrained.path}")
-    apart = deepspeed_config.zero_stage(parts.ds_config) == 3 and not whole
-    # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
-    model, weights = world.together(lambda: _build_model(config, world, saved, apart=apart))
-    manifest = None if saved is None else saved.manifest
-    engine = engines.build_engine(model, config, parts.ds_config, world, model.block_classes, manifest)
-    world.together(lambda: engine.fill(weights))
-    if apart and saved is not None:
-        world.together(lambda: engine.return_to(partial(saved.slice, "master")))
-    return model, engine
 
 
 def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Progress:
@@ -274,15 +264,6 @@ def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Prog
     if pretrained.training:
         return parts.world.together(lambda: continue_from(Path(pretrained.path), state))
     return Progress()
-
-
-def _announce(state: TrainState, parts: _Parts, batches: Batches) -> None:
-    """Log a summary of the run, and record it in the run folder."""
-    if state.world.is_first:
-        log.info(summary(state, batches, parts.ops))
-    device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
-    content = run_json(state.config, parts.launch, parts.ds_config, device)
-    state.world.on_first(lambda: state.files.write(parts.folder / "run.json", content, durable=False))
 
 
 def _open_callbacks(state: TrainState, parts: _Parts, trackers: Trackers, stack: ExitStack) -> Callbacks:
@@ -360,28 +341,6 @@ def _choose_backends(
 
 def _claim(folder: Path, stack: ExitStack) -> None:
     stack.callback(claim(folder))
-
-
-def _build_model(
-    config: RunConfig, world: World, saved: Checkpoint | None, *, apart: bool
-) -> tuple[Model, Iterable[tuple[str, Tensor]]]:
-    """Build the network; ``apart``: on ``meta``, with the weights to fill in that are not in a checkpoint."""
-    with _naming(saved):
-        if apart:
-            model, weights = load.build_on_meta(config, None if saved is None else saved.manifest["parameters"])
-        else:
-            model, weights = load.build_network(config, None if saved is None else saved.weights()), iter(())
-    kernel_choice.prepare_blocks(model, config, world.device)
-    return model, weights
-
-
-@contextmanager
-def _naming(saved: Checkpoint | None) -> Iterator[None]:
-    """Begin a message about weights with the checkpoint that has them."""
-    try:
-        yield
-    except ConfigError as error:
-        raise error if saved is None else ConfigError(f"{saved.folder}: {error}") from None
 
 
 def _open_batches(state: TrainState) -> Batches:

@@ -1,4 +1,4 @@
-"""Guard of the optimizer step: heartbeat, loss spikes, and the consensus of the ranks."""
+"""Guard of the optimizer step: heartbeat, loss spikes, lack of memory, and the consensus of the ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ class StepGuard:
         """True if this rank could not write its part of a background save."""
         self.flags = StepFlags()
         """Flags and losses of the last step, over all ranks."""
+        self.accumulation = accumulation
+        self.lost: str | None = None
+        """Where and why this rank ran out of memory in the current step (``training.halving``); None: it has not."""
+        self._repeats = False
         self._heart = heart
-        self._accumulation = accumulation
         self._losses: list[Tensor] = []
 
     @property
@@ -42,11 +45,30 @@ class StepGuard:
             losses: ``[micro]`` fp32, of this rank.
 
         Returns:
-            Whether the step is to be discarded as a spike (``Engine.backward``); decided at the last micro-batch.
+            Whether the step is to be discarded (``Engine.backward``): as a spike, decided at the last micro-batch, or
+            as void.
         """
         self._heart.enter("backward")
+        if self._repeats:
+            self._repeats = False
+            return True
         self._losses.append(losses.detach())
-        return len(self._losses) == self._accumulation and self.spikes.discards(self._losses)
+        discards = len(self._losses) == self.accumulation and self.spikes.discards(self._losses)
+        return discards or self.lost is not None
+
+    @property
+    def observed(self) -> int:
+        """Number of micro-batches of the current step whose losses are recorded."""
+        return len(self._losses)
+
+    def lose(self, cause: str, *, observed: bool) -> None:
+        """Note that this rank ran out of memory: the step is void.
+
+        Args:
+            cause: where and why.
+            observed: the losses of this micro-batch are recorded; those of its repetition are not.
+        """
+        self.lost, self._repeats = cause, observed
 
     def take_step(self, engine: Engine) -> bool:
         """Take the optimizer step and meanwhile exchange the flags of the ranks; called by all ranks.
@@ -58,10 +80,16 @@ class StepGuard:
             DivergedError: see ``Engine.update``.
         """
         self._heart.enter("step")
-        self.consensus.start(self._losses, failed_save=self.failed_save, skips=engine.skips())
+        lost, skips = self.lost is not None, engine.skips()
+        self.consensus.start(self._losses, failed_save=self.failed_save, out_of_memory=lost, skips=skips)
         self._losses.clear()
+        if skips is None:  # the update reads the device in any case
+            self.flags = self.consensus.wait()
+            if self.flags.out_of_memory:
+                engine.discard()
         engine.update()
-        self.flags = self.consensus.wait()
+        if skips is not None:
+            self.flags = self.consensus.wait()
         applied = engine.settle(skipped=self.flags.skipped)
         self._heart.enter("callbacks")
         return applied

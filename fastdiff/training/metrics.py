@@ -6,7 +6,7 @@ import re
 import resource
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -15,7 +15,10 @@ from torch import Tensor
 from fastdiff.diffusion.levels import Levels
 from fastdiff.diffusion.snr_bins import BINS, SNR_EDGES
 from fastdiff.json_lines import Record
+from fastdiff.ledger.writer import Ledger
 from fastdiff.parallel.heartbeat import Heartbeat, Phase
+from fastdiff.parallel.own_time import OwnTime
+from fastdiff.parallel.power import PowerMeter
 from fastdiff.parallel.world import World
 
 QUARTILES = 4
@@ -32,10 +35,18 @@ class Meters:
         world: the ranks.
         heart: heartbeat of this rank, driven by ``phase``; None outside of training.
         parts: names of the parts that the losses are sums of.
+        ledger: account of this rank's time, which gets the waits for data and, at a read, the times of all ranks.
     """
 
-    def __init__(self, world: World, heart: Heartbeat | None = None, parts: Sequence[str] = ()) -> None:
-        self._world = world
+    def __init__(
+        self,
+        world: World,
+        heart: Heartbeat | None = None,
+        parts: Sequence[str] = (),
+        ledger: Ledger | None = None,
+    ) -> None:
+        self._world, self._ledger = world, ledger
+        self._own, self._power = OwnTime(world.device), PowerMeter(world.device)
         suffixes = ("", *(f"_q{n}" for n in range(QUARTILES)))
         self.names = (*BY_LEVEL, *(part + suffix for part in parts for suffix in suffixes))
         """Names of the means other than ``loss``: ``BY_LEVEL``, and every part as a whole and by quartile."""
@@ -44,6 +55,7 @@ class Meters:
         self.sums = torch.zeros(2, 1 + len(self.names), dtype=torch.float64, device=world.device)
         """``[2, 1 + names]`` float64 of this rank's finite losses since the last read: their sums (row 0) and weights
         (row 1), over all samples (column 0: their number) and by name; part of a checkpoint."""
+        self._before = self.sums.clone()
         self._edges = torch.tensor(SNR_EDGES, device=world.device)
         self._groups = torch.tensor([*range(QUARTILES), *range(BINS)], device=world.device)
         self._reset_times()
@@ -87,6 +99,7 @@ class Meters:
     def note(self, position: Tensor, losses: Tensor) -> None:
         """Keep the positions and losses of a micro-batch, both ``[B]``, until the next step."""
         self.step.append((position, losses))
+        self._own.mark()
 
     def _members(self, levels: Levels) -> Tensor:
         """Return ``[B, len(BY_LEVEL)]`` bool: whether a sample belongs to a group."""
@@ -97,25 +110,36 @@ class Meters:
     def start_step(self, taken: int) -> None:
         """Begin the optimizer step after ``taken`` steps."""
         self._taken = taken
+        self._before.copy_(self.sums)
         self.step.clear()
         self._steps += 1
+        self._own.begin()
+
+    def take_back(self) -> None:
+        """Forget the losses of the current step, which is going to be taken again; its time counts for that one."""
+        self.sums.copy_(self._before)
+        self.step.clear()
+        self._steps -= 1
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
         """Report the start of a phase to the heartbeat; the time in ``data`` counts as waiting for data."""
         if self._heart is not None:
             self._heart.beat(self._taken, name)
+        if name != "data":
+            yield
+            return
         before = time.perf_counter()
-        yield
-        if name == "data":
-            self._data_wait += time.perf_counter() - before
+        with nullcontext() if self._ledger is None else self._ledger.account("data wait"):
+            yield
+        self._data_wait += time.perf_counter() - before
 
     def read(self) -> Record:
         """Return ``loss`` (mean over all ranks' samples since the last read) and times; start anew.
 
         ``names`` are the other means, None without samples.
         """
-        (total, *totals), (samples, *weights) = self._world.sum_(self.sums.clone()).tolist()
+        (total, *totals), (samples, *weights) = self._exchange()
         elapsed = time.perf_counter() - self._since
         steps = max(1, self._steps)
         record: Record = {
@@ -128,6 +152,18 @@ class Meters:
         self.sums.zero_()
         self._reset_times()
         return record
+
+    def _exchange(self) -> list[list[float]]:
+        """Add up the sums of all ranks; the own time of each rank and the power travel with them, to the ledger."""
+        own_s, watts = [0.0] * self._world.size, self._power.watts()
+        own_s[self._world.rank] = self._own.read()
+        told = self.sums.new_tensor([0.0 if watts is None else watts, watts is not None, *own_s])
+        every = self._world.sum_(torch.cat([self.sums.flatten(), told])).tolist()
+        columns = self.sums.shape[1]
+        watts, measured, *own_s = every[2 * columns :]
+        if self._ledger is not None:
+            self._ledger.note_ranks(own_s, watts / measured if measured else None)
+        return [every[:columns], every[columns : 2 * columns]]
 
     def restore(self, sums: Tensor) -> None:
         """Continue with the sums of a checkpoint; older formats lack the parts, or the noise levels and are ignored."""

@@ -11,6 +11,7 @@ from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.loading.training_set import Data
 from fastdiff.diffusion.objective import Objective
 from fastdiff.json_lines import JsonLines, drop_records_after
+from fastdiff.ledger.writer import Ledger
 from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.world import World
 from fastdiff.patient_files import WholeFiles
@@ -39,6 +40,7 @@ class TrainState:
     progress: Progress
     heart: Heartbeat
     guard: StepGuard
+    ledger: Ledger
     passes: Passes
     files: WholeFiles
     """Whole files of the run folder, written by rank 0."""

@@ -22,6 +22,7 @@ from fastdiff.cluster.launchers import hosts, kubernetes, slurm
 from fastdiff.cluster.launchers.hostfile import Hosts, read_hostfile
 from fastdiff.cluster.launchers.job import Job
 from fastdiff.errors import ConfigError
+from fastdiff.ledger.records import SUBMITTED
 from tests.support.processes import BIN, ROOT, Finished, fastdiff, start, stop
 from tests.support.waiting import wait_until
 
@@ -36,11 +37,11 @@ _STAND_IN = """#!{python}
 import glob, json, os, signal, subprocess, sys, time
 name, record = os.path.basename(sys.argv[0]), os.environ["RECORD"]
 with open(f"{{record}}/{{name}}-{{os.getpid()}}.json", "w") as file:
-    json.dump({{"argv": sys.argv[1:], "cwd": os.getcwd()}}, file)
+    json.dump({{"argv": sys.argv[1:], "cwd": os.getcwd(), "submitted": os.environ.get("{submitted}")}}, file)
 """
 _BEHAVIOURS = {
     "scontrol": 'print("node-a\\nnode-b" if sys.argv[1] == "show" else "")',
-    "squeue": 'print(os.environ.get("STATE", "RUNNING"))',
+    "squeue": 'print("2026-01-02T03:04:05" if "--format=%V" in sys.argv else os.environ.get("STATE", "RUNNING"))',
     "srun": """
 def stop(number, _):
     open(f"{record}/signalled-{signal.Signals(number).name}", "w").close()
@@ -83,7 +84,7 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
     record.mkdir()
     for name in (*_BEHAVIOURS, "deepspeed"):
         path = folder / name
-        path.write_text(_STAND_IN.format(python=sys.executable) + _BEHAVIOURS.get(name, ""))
+        path.write_text(_STAND_IN.format(python=sys.executable, submitted=SUBMITTED) + _BEHAVIOURS.get(name, ""))
         path.chmod(0o755)
     return {"PATH": f"{folder}:{BIN}:{os.environ['PATH']}", "RECORD": str(record)}
 
@@ -150,6 +151,7 @@ def test_the_batch_script_gives_every_word_literally_to_every_node(
     port = str(20_000 + 4242)
     for node, given in enumerate((first, second)):
         assert given["cwd"] == str(work)
+        assert given["submitted"] == "2026-01-02T03:04:05", "for the ledger"
         assert given["argv"] == [
             "-u", "-m", "fastdiff.cluster.supervisor.main",
             "--node-rank", str(node), "--nodes", "2", "--ranks-per-node",

@@ -19,7 +19,6 @@ from zlib import crc32
 
 import pytest
 import torch
-from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.config.run import RunConfig
@@ -36,7 +35,7 @@ from fastdiff.training.build import build
 from fastdiff.training.callbacks.base import Callbacks
 from fastdiff.training.state import TrainState
 from tests.support.forked import forked_ranks, values
-from tests.support.runs import assert_same_checkpoint, hexes, launch, newest, records, tiny
+from tests.support.runs import assert_same_checkpoint, distance, hexes, launch, newest, records, tiny
 
 BATCH, MICRO = 20, 5
 
@@ -360,23 +359,6 @@ def test_losses_and_averages_stay_within_the_bound_of_the_optimizer(
     assert one.averages == other.averages == ("0.9", "power-0.1")
     for kind in ("master", *(f"ema/{name}" for name in other.averages)):
         assert distance(one.full(kind), other.full(kind)) < weight_bound, kind
-
-
-def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of all parameters together, relative to the expected ones; without the biases of the keys.
-
-    These shift all logits of a query alike, so their gradient is zero but for rounding, which AdamW scales to steps.
-    """
-    assert found.keys() == expected.keys()
-    a, b = (torch.cat([_moved(name, tensors[name]) for name in expected]).double() for tensors in (found, expected))
-    return float((a - b).norm() / b.norm())
-
-
-def _moved(name: str, values: Tensor) -> Tensor:
-    if not name.endswith("qkv.bias"):
-        return values.flatten()
-    query, _, value = values.chunk(3)
-    return torch.cat([query, value])
 
 
 def stop_and_go_on(world: World, shards: Path, folder: Path, stage: int) -> tuple[Seen, Seen, list[str]]:

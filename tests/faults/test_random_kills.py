@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from fastdiff.config.run import RunConfig
+from fastdiff.ledger.reader import read_ledger
 from tests.support.forked import Ranks, forked_ranks, values
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, losses, records, tiny, train_losses
 
@@ -81,6 +82,12 @@ def last_start(folder: Path) -> int:
     return path.stat().st_ino if path.exists() else 0
 
 
+def log_of(folder: Path) -> tuple[int, int]:
+    """Return what differs once the log has been written to: its inode and the time of the last change."""
+    path = folder / "metrics.jsonl"
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else (0, 0)
+
+
 def wait_for(ranks: Ranks, folder: Path, moment: Moment, before: int, timeout_s: float = 180) -> None:
     """Return at the moment, or when the run has ended; a run that takes no step for the time fails."""
     seen, deadline = 0, time.monotonic() + timeout_s
@@ -99,9 +106,9 @@ def wait_for(ranks: Ranks, folder: Path, moment: Moment, before: int, timeout_s:
 def kill_again_and_again(config: RunConfig, kills: int, step_s: float) -> None:
     """Train in sessions that are killed at random moments, and then to the end."""
     folder, every = Path(config.output.folder), config.output.checkpoint_every
-    newest = 0
+    newest = taken = 0
     for number, moment in enumerate(moments(kills, config.steps - AFTER, step_s)):
-        before = last_start(folder)
+        before, log = last_start(folder), log_of(folder)
         with Ranks(train_losses, config, launch(3)) as ranks:
             wait_for(ranks, folder, moment, before)
             ranks.kill()
@@ -116,8 +123,12 @@ def kill_again_and_again(config: RunConfig, kills: int, step_s: float) -> None:
         found = committed[0] if committed else 0
         assert found >= newest, "a checkpoint was lost"
         assert found >= logged(folder) - 2 * every, "more than the steps since the last checkpoint was lost"
+        taken += logged(folder) - newest if log_of(folder) != log and logged(folder) > newest else 0
         newest = found
     values(forked_ranks(train_losses, config, launch(3), timeout_s=4 * 3600))
+    sums = read_ledger(folder)
+    assert (sums.steps_kept, sums.steps_lost) == (config.steps, taken - newest), "the ledger knows what the kills cost"
+    assert sum(sums.seconds.values()) == pytest.approx(sums.wall_s, rel=0.01)
 
 
 def assert_survives(

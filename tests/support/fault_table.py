@@ -52,6 +52,10 @@ FAULTS = {
     28: ("hostile files, names and settings", "nothing executed, memory bounded, no secret written"),
     29: ("tracker down or stalled", "training goes on, the records are kept"),
     30: ("soak of 10,000 steps, killed about every 200", "equal in every bit at the end (nightly)"),
+    31: (
+        "a rank out of memory in the midst of a step",
+        "smaller micro-batches, losses and state within 1e-6; no rank waits",
+    ),
 }
 
 

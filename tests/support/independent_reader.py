@@ -62,8 +62,8 @@ def shards(folder: Path) -> dict[str, Any]:
 
 
 def run(folder: Path) -> dict[str, Any]:
-    """Return logs, checkpoints and snapshots of a run."""
-    logs = {path.name: log(path) for path in sorted(folder.glob("*.jsonl"))}
+    """Return logs, checkpoints and snapshots of a run, without the ledger, which has the times of each start."""
+    logs = {path.name: log(path) for path in sorted(folder.glob("*.jsonl")) if path.name != "ledger.jsonl"}
     saved = {f"{path.parent.name}/{path.name}": step_folder(path) for path in sorted(folder.glob("*/step-????????"))}
     assert saved, f"{folder} has no checkpoint"
     return {**logs, **saved}

@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fastdiff.checkpoint.manifest import committed, digest_of, verify
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config.data import DataConfig
@@ -118,3 +121,20 @@ def flags(config: RunConfig) -> list[str]:
 
 def _flat(config: RunConfig) -> dict[str, Any]:
     return flatten(as_json(config))
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of all parameters together, relative to the expected ones; without the biases of the keys.
+
+    These shift all logits of a query alike, so their gradient is zero but for rounding, which AdamW scales to steps.
+    """
+    assert found.keys() == expected.keys()
+    a, b = (torch.cat([_moved(name, tensors[name]) for name in expected]).double() for tensors in (found, expected))
+    return float((a - b).norm() / b.norm())
+
+
+def _moved(name: str, values: Tensor) -> Tensor:
+    if not name.endswith("qkv.bias"):
+        return values.flatten()
+    query, _, value = values.chunk(3)
+    return torch.cat([query, value])

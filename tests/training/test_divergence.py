@@ -31,6 +31,7 @@ from fastdiff.data.loading.order import Order
 from fastdiff.data.shards.format import Provenance
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError, DivergedError, Preempted
+from fastdiff.ledger.reader import read_ledger
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
@@ -518,6 +519,15 @@ def test_a_spike_before_the_first_checkpoint_is_explained(world: World, two_spik
         train(config, launch(), world)
     assert [line["step"] for line in lines(tmp_path / "run")] == [9]
     assert intact(tmp_path / "run") == [], "nothing is saved with the spike in it"
+
+
+def test_the_ledger_counts_the_steps_that_a_rewind_undid(alone: dict[str, Path]) -> None:
+    rewinds = [line for line in lines(alone["rewind"]) if "rewound_to" in line]
+    sums = read_ledger(alone["rewind"])
+    assert len(rewinds) == 2
+    assert sums.steps_lost == sum(line["step"] - line["rewound_to"] for line in rewinds)
+    assert sums.steps_kept == 16 - sums.steps_lost
+    assert sums.seconds["step lost"] > 0
 
 
 def test_a_rewind_skips_damaged_checkpoints(world: World, digits: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from fastdiff.models.cost.memory import Setup, buffer_bytes, exhausted, explain,
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
-from fastdiff.training.out_of_memory import _cache_and_room, out_of_memory
+from fastdiff.training.memory.explanation import _cache_and_room, out_of_memory
 from fastdiff.training.resume import config_changes
 from fastdiff.training.state import TrainState
 from tests.support.processes import ON_CPU, ROOT
@@ -60,7 +60,8 @@ RUN = preset("digits")
 @pytest.mark.parametrize("phase", ["forward", "backward", "step"])
 def test_out_of_memory_ends_all_ranks_with_one_message(digits: Path, tmp_path: Path, phase: str) -> None:
     script = ROOT / "tests" / "support" / "injected" / "out_of_memory.py"
-    done = run_job(script, *flags(tiny(digits, tmp_path / "run")), *ON_CPU, ranks=2, OUT_OF_MEMORY_IN=phase)
+    config = tiny(digits, tmp_path / "run", batch__micro=1)  # which cannot be halved
+    done = run_job(script, *flags(config), *ON_CPU, ranks=2, OUT_OF_MEMORY_IN=phase)
     assert done.code == 70, done.output
     [message] = [line for line in done.output.splitlines() if "fastdiff: error" in line]
     parts = ", ".join(rf"{kind} \d+\.\d\d" for kind in ("weights", "gradients", "optimizer", "averages", "activations"))

@@ -22,7 +22,7 @@ from fastdiff.training.metrics import BY_LEVEL, Meters
 from tests.support.references.timesteps import uniform_timesteps
 from tests.support.runs import assert_same_checkpoint, launch, records, tiny
 
-ALONE: Any = SimpleNamespace(device=torch.device("cpu"), sum_=lambda tensor: tensor)
+ALONE: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), sum_=lambda tensor: tensor)
 LOG_SNR = [-math.inf, -30.0, -8.75, -8.7500001, -0.001, 0.0, 1.2499, 1.25, 8.7499, 8.75, 40.0, 3.0]
 DEPTH = [1.0, 0.99, 0.75, 0.74999, 0.5, 0.49999, 0.25, 0.24999, 0.1, 0.0, 0.0, 0.3]
 

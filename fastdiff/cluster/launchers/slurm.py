@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fastdiff.cluster.launchers.job import PORTS, SUPERVISOR, Job, require_name
 from fastdiff.errors import ConfigError, Preempted
+from fastdiff.ledger.records import SUBMITTED
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _VALUE = r"[A-Za-z0-9_.,:=/@%+*&|()\[\]-]+"
@@ -108,6 +109,7 @@ cd -- {folder} || exit 1
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1
 master=${{hosts%%$'\\n'*}}
 port=$(({first_port} + SLURM_JOB_ID % {ports}))
+export {submitted}=$(squeue --noheader --format=%V --job="$SLURM_JOB_ID") # for the ledger of the run
 
 step=
 trap 'told=1; [ -n "$step" ] && kill -USR1 "$step"' USR1 TERM
@@ -140,6 +142,7 @@ def script(job: Job, batch: Batch) -> str:
         folder=shlex.quote(os.getcwd()),
         first_port=PORTS.start,
         ports=len(PORTS),
+        submitted=SUBMITTED,
         supervisor=SUPERVISOR,
         command=command,
         preempted=Preempted.exit_code,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fastdiff.cluster.supervisor.nodes import JOIN_S
 from fastdiff.cluster.supervisor.waiting import value_of
+from fastdiff.ledger.records import STARTED, process_began
 from fastdiff.parallel.heartbeat import NODE_FOLDER
 from fastdiff.parallel.rendezvous import LISTENER
 
@@ -68,6 +69,7 @@ def of_rank(
         **({LISTENER: str(listener.fileno())} if listener is not None and local_rank == 0 else {}),
         **({PREFLIGHT: "1"} if preflight else {}),
         NODE_FOLDER: str(node_folder),
+        STARTED: str(process_began()),
         # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
         "TORCH_FR_BUFFER_SIZE": base.get("TORCH_FR_BUFFER_SIZE", "2000"),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import fastdiff
 from fastdiff import sanitize
 from fastdiff.cluster.supervisor import environment
+from fastdiff.cluster.supervisor.last_record import note_end
 from fastdiff.cluster.supervisor.nodes import Nodes, connect, join, listen
 from fastdiff.cluster.supervisor.outcome import Outcome, of_lost_node
 from fastdiff.cluster.supervisor.ranks import Ranks
@@ -124,7 +125,10 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
             master=f"{job.master}:{meeting.port}",
             request_dumps=lambda: environment.request_nccl_dumps(folder, Path(config.output.folder)),
         )
-        return watch.until_end()
+        outcome = watch.until_end()
+        if job.node_rank == 0:
+            note_end(folder, outcome)
+        return outcome
     except Exception as error:
         code = error.exit_code if isinstance(error, FastdiffError) else 1
         reason = f"{type(error).__name__}: {error}"

@@ -32,6 +32,8 @@ class OutputConfig:
     (--ema.snapshot_every) may lock as much again. 0: none."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Trackers of metrics and images, in addition to metrics.jsonl and samples/."""
+    prometheus: str = ""
+    """File for the textfile collector of Prometheus, replaced with every line of metrics.jsonl; empty: none."""
     project: str = "fastdiff"
     """Name of the project in wandb."""
     sample_every: int = 1000
@@ -43,6 +45,7 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         require_local("--output.folder", self.folder)
+        require_local("--output.prometheus", self.prometheus)
         least = {
             "keep": 1,
             "log_every": 1,

@@ -211,7 +211,7 @@ def _changes(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
     def total(changed: Setup, activations: float = activations) -> float:
         return sum(changed.static().values()) + activations
 
-    half = _half(setup.micro)
+    half = half_of(setup.micro)
     if setup.micro > 1:
         yield f"--batch.micro {half}", total(replace(setup, several=True), activations * half / setup.micro)
     if not setup.recompute:
@@ -231,7 +231,7 @@ def _changes(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
         yield flags, total(replace(setup, sums=setup.precision))
 
 
-def _half(micro: int) -> int:
+def half_of(micro: int) -> int:
     """Return the largest divisor of a micro-batch that is at most its half: the global batch stays divisible."""
     return max((size for size in range(1, micro // 2 + 1) if micro % size == 0), default=1)
 

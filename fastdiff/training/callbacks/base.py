@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import ClassVar
 
 from fastdiff.errors import Preempted
+from fastdiff.ledger.records import Account
 from fastdiff.training.state import TrainState
 
 
 class Callback:
     """Hook that is called after every optimizer step, and once at the end of a successful run."""
+
+    account: ClassVar[Account | None] = None
+    """Account of the ledger to which its time belongs; None: that of the step, or of the stop."""
 
     def on_step(self, state: TrainState) -> None:
         """Act after a step if due; read from the device only then."""
@@ -35,24 +41,29 @@ class Callbacks:
 
     def on_step(self, state: TrainState) -> None:
         """Call every callback; the step times exclude it."""
+        state.ledger.step_taken(state.progress.steps)
         with state.meters.off_the_clock():
-            for callback in self._callbacks:
-                callback.on_step(state)
+            self._call(state, lambda callback: callback.on_step(state))
+        state.ledger.write_when_due()
 
     def on_end(self, state: TrainState) -> None:
         """Call every callback's ``on_end``."""
-        for callback in self._callbacks:
-            callback.on_end(state)
+        self._call(state, lambda callback: callback.on_end(state))
 
     def on_preempted(self, state: TrainState) -> None:
         """Call every callback's ``on_preempted``."""
-        for callback in self._callbacks:
-            callback.on_preempted(state)
+        self._call(state, lambda callback: callback.on_preempted(state))
 
     def on_rewind(self, state: TrainState) -> None:
         """Call every callback's ``on_rewind``."""
         for callback in self._callbacks:
             callback.on_rewind(state)
+
+    def _call(self, state: TrainState, call: Callable[[Callback], None]) -> None:
+        """Call every callback on its account."""
+        for callback in self._callbacks:
+            with nullcontext() if callback.account is None else state.ledger.account(callback.account):
+                call(callback)
 
 
 class Preempt(Callback):

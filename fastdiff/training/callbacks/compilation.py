@@ -6,6 +6,7 @@ Otherwise each first batch of an aspect-ratio bucket would stop all ranks for mi
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +16,29 @@ from fastdiff.console import log
 from fastdiff.data.loading.batches import empty_batch
 from fastdiff.data.loading.bucket_order import BucketOrder
 from fastdiff.models.compile_clock import compiled
+from fastdiff.training.memory.explanation import out_of_memory
+from fastdiff.training.memory.halving import first_cause, run_within_memory
 from fastdiff.training.metrics import peak_bytes
 from fastdiff.training.state import TrainState
 
+_PHASE = "the first forward and backward pass"
 
-def compile_all(state: TrainState) -> None:
+
+def compile_all(state: TrainState) -> str | None:
     """Run one micro-batch of zeros of every latent size forward and backward; called by all ranks.
 
     Gradients, optimizer, losses of the log and the history of the timesteps stay as they are, and no random number
     depends on what was drawn before.
+
+    Returns:
+        On every rank, where and why the memory of one did not suffice (``memory.halving``); None if it did.
     """
+    with state.ledger.account("compile"):
+        _compile_all(state)
+        return first_cause(state)
+
+
+def _compile_all(state: TrainState) -> None:
     began, graphs, config = time.perf_counter(), compiled.graphs, state.config
     info, order = state.reader.info, state.order
     buckets = order.buckets if isinstance(order, BucketOrder) else (info.shards[0].bucket,)
@@ -35,7 +49,12 @@ def compile_all(state: TrainState) -> None:
             height, width = batch.latents.shape[2:]
             log.info(f"compiling the blocks for latents of {height}x{width}, size {number} of {len(buckets)}")
         adapter = config.lora.rank > 0 and state.engine.stage < 3
-        _rehearse(state, batch, by_parameters=adapter)
+        try:
+            run_within_memory(partial(_rehearse, by_parameters=adapter), state, batch, phase=_PHASE)
+        except Exception as error:
+            if (told := out_of_memory(error, state, _PHASE)) is None:
+                raise
+            raise told from error
     if state.world.device.type == "cuda":
         torch.cuda.empty_cache()  # of sizes whose blocks fit no other
     if state.world.is_first:

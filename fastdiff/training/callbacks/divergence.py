@@ -96,6 +96,7 @@ class Rewind:
         state.progress = before.behind(self.spiked)
         state.meters.reset()  # of abandoned steps; their log records stay
         remove_after(state, before.steps)
+        state.ledger.rewind(state.progress.steps, to=before.steps)
         state.world.on_first(lambda: self._log(state, before))
 
     def _log(self, state: TrainState, before: Progress) -> None:

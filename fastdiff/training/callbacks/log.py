@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.summary import closing, time_left
 from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.metrics import peak_gib
+from fastdiff.training.prometheus import PrometheusFile
 from fastdiff.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -42,8 +44,11 @@ class Log(Callback):
         self._compiles = compiles(state.config, state.world.device)
         self._peak = peak_flops(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
         self._lines = state.json_lines("metrics.jsonl")
+        self._prometheus: PrometheusFile | None = None
         if not self._is_first:
             return
+        if state.config.output.prometheus:
+            self._prometheus = PrometheusFile(Path(state.config.output.prometheus), str(state.folder))
         self._planned, self._logged = _planned(state), 0
         self._bar = tqdm(
             total=state.config.samples,
@@ -66,6 +71,8 @@ class Log(Callback):
         if self._is_first:
             self._lines.write(record)
             state.retry_writes()
+            if self._prometheus is not None:
+                self._prometheus.write(record, state.ledger.totals())
             numbers = {_tracker_name(name): value for name, value in record.items() if isinstance(value, float)}
             self._trackers.scalars(numbers, state.progress.steps)
             scale = {"scale": f"{record['loss_scale']:g}"} if "loss_scale" in record else {}
@@ -104,6 +111,7 @@ class Log(Callback):
             "peak_gib": peak_gib(state.world.device),
             "mfu": mfu,
             "skipped": state.progress.skipped,
+            "micro": state.config.batch.per_rank(state.world.size),
             **({"compile_s": compiled.read_seconds()} if self._compiles else {}),
             **_loss_scale(state),
             **{name: read[name] for name in state.meters.names},
@@ -113,6 +121,8 @@ class Log(Callback):
         """Leave the bar as it stands."""
         if self._is_first:
             self._bar.close()
+        if self._prometheus is not None:
+            self._prometheus.close()
 
 
 def _planned(state: TrainState) -> Figures | None:
@@ -124,7 +134,11 @@ def _planned(state: TrainState) -> Figures | None:
 
     per_node = int(os.environ.get("LOCAL_SIZE", world.size))
     name, is_flat = torch.cuda.get_device_name(world.device), state.engine.kind == "flat"
-    found = figures(config, state.engine.ds_config, world.size, per_node, name, flat=is_flat)
+    try:
+        found = figures(config, state.engine.ds_config, world.size, per_node, name, flat=is_flat)
+    except Exception as error:  # of a network that a plan cannot trace: the run needs none
+        log.warning(f"no plan of this run: {type(error).__name__}: {error}")
+        return None
     if found is not None:
         log.info(found.words(config.steps - state.progress.steps))
     return found

@@ -44,6 +44,8 @@ class PromptImages(Callback):
         FastdiffError: on every rank: the pipeline cannot be read.
     """
 
+    account = "drawing"
+
     def __init__(self, state: TrainState, trackers: Trackers) -> None:
         self._every = Every(state.config.validation.every, state.config.validation.first)
         self._trackers = trackers
@@ -104,6 +106,7 @@ class PromptImages(Callback):
 class SampleGrid(Callback):
     """Grid of images, one column per class, drawn by all ranks with the averaged weights."""
 
+    account = "drawing"
     rows = 8
 
     def __init__(self, state: TrainState) -> None:

@@ -31,6 +31,8 @@ class Checkpointing(Callback):
         background: writes checkpoints and snapshots.
     """
 
+    account = "save"
+
     def __init__(self, state: TrainState, checkpoints: Checkpoints, background: AsyncSaves) -> None:
         self._every = Every(state.config.output.checkpoint_every)
         self._checkpoints = checkpoints
@@ -111,6 +113,8 @@ class Snapshots(Callback):
         state: the run.
         background: writes snapshots and checkpoints; ``Checkpointing`` reports failures, and waits for the last save.
     """
+
+    account = "save"
 
     def __init__(self, state: TrainState, background: AsyncSaves) -> None:
         self._every = Every(state.config.ema.snapshot_every)

@@ -1,4 +1,4 @@
-"""The first lines of a run: its length, the choices for this machine; and the last: loss, files, what is next."""
+"""The first lines of a run, with its choices for this machine, and its record; the last lines of a complete run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,28 @@ from datetime import datetime, timedelta
 
 import torch
 
+from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
+from fastdiff.config.run_record import run_json
+from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import choose_loader
 from fastdiff.models import kernel_choice
 from fastdiff.training.state import TrainState
+
+
+def announce(state: TrainState, launch: Launch, batches: Batches, chosen: str) -> None:
+    """Log the first line of a run, and record the run in its folder."""
+    if state.world.is_first:
+        log.info(summary(state, batches, chosen))
+    record(state, launch)
+
+
+def record(state: TrainState, launch: Launch) -> None:
+    """Write ``run.json``; called by all ranks."""
+    device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
+    content = run_json(state.config, launch, state.engine.ds_config, device)
+    state.world.on_first(lambda: state.files.write(state.folder / "run.json", content, durable=False))
 
 
 def summary(state: TrainState, batches: Batches, chosen: str) -> str:

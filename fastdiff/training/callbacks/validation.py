@@ -59,6 +59,8 @@ class ValidationLoss(Callback):
         FastdiffError: on every rank: the data cannot be read, or do not fit the model.
     """
 
+    account = "validation"
+
     def __init__(self, state: TrainState, trackers: Trackers) -> None:
         world, config = state.world, state.config
         self._trackers = trackers

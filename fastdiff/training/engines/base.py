@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import DsConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
 from fastdiff.training.ema import Ema
 
@@ -64,6 +66,23 @@ class Engine(ABC):
                 gave; equal on all ranks.
         """
 
+    @abstractmethod
+    def catching_up(self) -> AbstractContextManager[None]:
+        """Forget what a pass of this rank left that ran out of memory; inside, the rank repeats it on fewer samples.
+
+        It thereby takes part in the collectives that the other ranks still expect of the pass, and in no other. The
+        gradient of the step is void (``training.halving``).
+        """
+
+    @abstractmethod
+    def resize(self, config: RunConfig, ds_config: DsConfig) -> None:
+        """Go on in micro-batches of another size, between two steps; called by all ranks.
+
+        Args:
+            config: the run with this size.
+            ds_config: the resolved DeepSpeed JSON for it.
+        """
+
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
         """Return the calls in a backward pass (object, method) by the name of their range in a profile."""
         return {}
@@ -79,6 +98,9 @@ class Engine(ABC):
             Scalar on the device, not zero if ``update`` is going to change nothing; equal on all ranks. None: the host
             learns it in ``update``.
         """
+
+    def discard(self) -> None:  # noqa: B027
+        """Void the gradient, if ``skips`` has not done so on all ranks: ``update`` is going to change nothing."""
 
     @abstractmethod
     def update(self) -> None:

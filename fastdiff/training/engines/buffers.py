@@ -104,10 +104,17 @@ class Part:
     """A range of the flat buffers, and its ``Flat``."""
 
     flat: Flat
+    first: int
+    """Its place in the buffers."""
     grad: Tensor
     """``[N]`` in the dtype of sums."""
     copy: Tensor | None
     """``[N]`` in the dtype of the network; None in fp32."""
+
+    @property
+    def end(self) -> int:
+        """Behind its last element in the buffers."""
+        return self.first + self.grad.numel()
 
 
 def ranges_of(places: Sequence[Place], world: World) -> list[tuple[bool, Sequence[Place]]]:
@@ -177,3 +184,9 @@ class Gradients:
         """Remove all ``.grad``."""
         for parameter in self._parameters:
             parameter.grad = None
+
+    def void(self, first: int = 0, end: int | None = None) -> None:
+        """Make a range of the sums NaN, and drop what a backward pass left."""
+        self.buffer[first:end].fill_(math.nan)
+        self.release()
+        self.has_some = True

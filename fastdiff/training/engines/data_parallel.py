@@ -30,18 +30,19 @@ class DataParallel:
         model: on its device.
         places: of its parameters in the flat buffers.
         gradients: receive the sums.
+        equal: whether the parameters are known to be equal on all ranks; otherwise they become those of rank 0.
     """
 
-    def __init__(self, model: nn.Module, places: Sequence[Place], gradients: Gradients) -> None:
-        self._places, self._gradients = places, gradients
-        self._numbers = {id(place.parameter): number for number, place in enumerate(places)}
+    def __init__(self, model: nn.Module, places: Sequence[Place], gradients: Gradients, *, equal: bool = False) -> None:
         # With this search parameters without a gradient count as zeros, and torch does not rebuild the buckets in the
         # order in which gradients come: neighbours stay neighbours.
         self._ddp = DistributedDataParallel(
             _WithUnused(model, places[0].parameter), gradient_as_bucket_view=True, broadcast_buffers=False,
-            find_unused_parameters=True, bucket_cap_mb=_BUCKET_MIB,
+            find_unused_parameters=True, bucket_cap_mb=_BUCKET_MIB, init_sync=not equal,
         )  # fmt: skip
-        self._ddp.register_comm_hook(None, lambda state, bucket: self.reduce(bucket))
+        self.buckets = buckets = Buckets(places, gradients)
+        # Not a method of this object: nothing would find that cycle, and DDP's hooks would stay on the parameters.
+        self._ddp.register_comm_hook(None, lambda state, bucket: buckets.reduce(bucket))
 
     def __call__(self, *inputs: Tensor, reduces: bool, **condition: Tensor) -> Tensor:
         """Run the forward pass.
@@ -53,6 +54,40 @@ class DataParallel:
         """
         self._ddp.require_backward_grad_sync = reduces
         return self._ddp(*inputs, **condition)  # type: ignore[no-any-return]
+
+    def finish(self) -> None:
+        """Take part in the reductions that are left of the step, with NaN; this object reduces nothing afterwards.
+
+        Raises:
+            RuntimeError: none is left, and the other ranks are going to apply the gradient.
+        """
+        # Zeros in the shapes of all buckets, in their order; the backward pass has left room for them.
+        for bucket in self._ddp.reducer._get_zeros_like_grad_buckets():
+            self.buckets.void(bucket)
+        self.buckets.wait()
+        # Behind its buckets DDP adds up which parameters were used.
+        number = sum(p.requires_grad for p in self._ddp.parameters())
+        used = torch.zeros(number, dtype=torch.int32, device=self._ddp.device)
+        torch.distributed.all_reduce(used)
+
+
+class Buckets:
+    """The reductions of a step.
+
+    Args:
+        places: of the parameters in the flat buffers.
+        gradients: receive the sums.
+    """
+
+    def __init__(self, places: Sequence[Place], gradients: Gradients) -> None:
+        self._places, self._gradients = places, gradients
+        self._numbers = {id(place.parameter): number for number, place in enumerate(places)}
+        self._begun: dict[int, Any] = {}
+        """The reductions of this step that have begun, by the number of the first parameter."""
+
+    def end_step(self) -> None:
+        """End a step: the reductions of the next one are others."""
+        self._begun.clear()
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
         """Reduce the sums of the parameters of a ``GradBucket``, whose own buffer stays as it is and is unused.
@@ -68,10 +103,29 @@ class DataParallel:
         if last - first + 1 != len(found):
             raise RuntimeError(f"a bucket has parameters {sorted(found)} of the network, expected neighbours")
         self._gradients.add(list(found), list(found.values()))
-        sums = self._gradients.buffer[self._places[first].offset : self._places[last].end]
-        arrived: Future[Any] = torch.distributed.all_reduce(sums, async_op=True).get_future()
+        arrived: Future[Any] = self._add_up(first, last).get_future()
         unused = bucket.buffer()
         return arrived.then(lambda _: unused)
+
+    def void(self, bucket: Any) -> None:
+        """Reduce NaN for the parameters of a ``GradBucket``, unless their reduction has begun."""
+        numbers = [self._numbers[id(p)] for p in bucket.parameters() if id(p) in self._numbers]
+        first, last = min(numbers), max(numbers)
+        if first not in self._begun:
+            self._gradients.void(self._places[first].offset, self._places[last].end)
+            self._add_up(first, last)
+        elif bucket.is_last():
+            raise RuntimeError("out of memory behind the last reduction of a step, whose gradient was whole")
+
+    def wait(self) -> None:
+        """Wait for the reductions that have begun; with NCCL the stream does."""
+        for work in self._begun.values():
+            work.wait()
+
+    def _add_up(self, first: int, last: int) -> Any:
+        sums = self._gradients.buffer[self._places[first].offset : self._places[last].end]
+        work = self._begun[first] = torch.distributed.all_reduce(sums, async_op=True)
+        return work
 
 
 class _WithUnused(nn.Module):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
@@ -26,7 +27,9 @@ from fastdiff.parallel.fragments import Flat, Fragment, Shapes, copy_into
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_8bit_state, forget, set_lr_step
+from fastdiff.training.optimizer.second_try import give_a_second_try
 from fastdiff.training.zero.calls import named_calls
+from fastdiff.training.zero.catching_up import Place
 from fastdiff.training.zero.norm import take_norm_at_once
 from fastdiff.training.zero.shortcuts import leave_gradients_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
@@ -36,6 +39,7 @@ from fastdiff.training.zero.stage3 import (
     require_input_gradients,
     unreduced,
 )
+from fastdiff.training.zero.sums import collect_in_fp32, widen
 
 # On a CPU DeepSpeed would compile an all-reduce for inference, which no training calls: a minute of the first start, a
 # lock that a killed build leaves, and 66 MiB of shared memory per rank.
@@ -114,7 +118,7 @@ class DeepSpeedEngine(Engine):
         # Some of DeepSpeed's wrappers create the state by a step with zero gradients. At learning rate 0 it moves
         # nothing, and its state is cleared below.
         _set_lr(optimizer, 0.0)
-        wide = precision != config.performance.sums and world.size * config.batch.accumulation(world.size) > 1
+        self._wide = wide = _adds_up(config, world.size)
         ds_config = {**with_sums(ds_config, wide=wide), **({"gradient_clipping": 0.0} if guard else {})}
         with without_prints():  # of every rank
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
@@ -126,7 +130,7 @@ class DeepSpeedEngine(Engine):
             # flag.)
             self._engine.enable_backward_allreduce = False
         if self.stage == 0 and wide:
-            _add_up_in_fp32(self._engine)
+            collect_in_fp32(self._engine)
         if self.stage > 0:
             _slim(self._engine, self.stage, config)
         optimizer.state.clear()
@@ -136,8 +140,10 @@ class DeepSpeedEngine(Engine):
         for name, value in exact.items():  # the cast copies are already their roundings
             copy_into(self.flats, name, value)
         world.together(lambda: create_8bit_state(optimizer, config.optim.name, self.flats, world))
+        give_a_second_try(optimizer)
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
         self._rank, self._device = world.rank, world.device
+        self._place = Place(self._engine, world.size)
         self._first_scale = self.loss_scale
         self._discarding, self.lr = False, 0.0
 
@@ -148,6 +154,7 @@ class DeepSpeedEngine(Engine):
 
     def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
         """Run the model's forward pass."""
+        self._place.begin()
         return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
 
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
@@ -156,9 +163,11 @@ class DeepSpeedEngine(Engine):
 
     def rehearse(self, forward: Callable[[nn.Module], tuple[Tensor, Sequence[Tensor]]]) -> None:
         """Run a forward and a backward pass of which nothing remains but compiled code."""
+        self._place.begin()
         with unreduced(self._engine) if self.stage == 3 else nullcontext():
             loss, leaves = forward(self._engine.module)
             torch.autograd.grad(loss, leaves, allow_unused=True)
+        self._place.end()
 
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
         """Add the gradient of ``loss``, divided by the accumulation."""
@@ -166,6 +175,30 @@ class DeepSpeedEngine(Engine):
         self._engine.backward(loss * math.nan if discard else loss)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # only counts the micro-batch
+        self._place.end()
+
+    def catching_up(self) -> AbstractContextManager[None]:
+        """Forget a pass that ran out of memory; inside, collectives that it has begun are not begun again."""
+        return self._place.catching_up()
+
+    def resize(self, config: RunConfig, ds_config: DsConfig) -> None:
+        """Go on in micro-batches of another size; called by all ranks."""
+        batch, ranks = config.batch, dist.get_world_size()
+        self.ds_config = ds_config
+        self._engine._config.train_micro_batch_size_per_gpu = batch.per_rank(ranks)
+        self._engine._config.gradient_accumulation_steps = batch.accumulation(ranks)
+        self._engine.optimizer.gradient_accumulation_steps = batch.accumulation(ranks)
+        if not self._wide and _adds_up(config, ranks):
+            self._wide = True
+            widen(self._engine, self.stage)
+        self._engine.micro_steps = 0  # of whose multiples the last micro-batch of a step is one
+
+    def discard(self) -> None:
+        """Void the gradient; at the stages above 0 the norm over all ranks tells them, at stage 0 each has its own."""
+        self._discarding = True
+        for parameter in self._engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(math.nan)
 
     def skips(self) -> None:
         """DeepSpeed reads the norm of the gradient in ``update``."""
@@ -246,6 +279,12 @@ class DeepSpeedEngine(Engine):
             setattr(self._engine.optimizer.loss_scaler, name, value)
 
 
+def _adds_up(config: RunConfig, ranks: int) -> bool:
+    """Return whether a step adds up several gradients, in another dtype than their own."""
+    performance = config.performance
+    return performance.precision != performance.sums and ranks * config.batch.accumulation(ranks) > 1
+
+
 def _check_precision(precision: str, stage: int) -> None:
     if precision == "fp16" and stage == 0:
         raise ConfigError(
@@ -263,22 +302,6 @@ def _slim(engine: Any, stage: int, config: RunConfig) -> None:
         leave_gradients_in_place(engine.optimizer)
     if stage == 3 and config.objective.takes_two_passes:
         plan_two_passes_as_one(engine)
-
-
-def _add_up_in_fp32(engine: Any) -> None:
-    """Let autograd keep the gradients of 16-bit parameters in fp32 (ZeRO-0)."""
-    trained = [p for p in engine.module.parameters() if p.requires_grad]
-    for parameter in trained:
-        parameter.grad_dtype = torch.float32
-    collect = engine._get_gradients_for_reduction
-
-    def collect_all() -> Any:
-        for parameter in trained:
-            if parameter.grad is None:  # DeepSpeed would fill in zeros of the parameter's dtype
-                parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
-        return collect()
-
-    engine._get_gradients_for_reduction = collect_all
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -6,8 +6,11 @@ Each rank has all weights and moments. The averages and checkpoints of a paramet
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -44,21 +47,32 @@ class FlatEngine(Engine):
         self.stage, self.ds_config = zero_stage(ds_config), ds_config
         self.frozen_bytes, self.buffer_bytes = frozen_bytes(model, precision), buffer_bytes(model, precision)
         self.shapes: Shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-        self._model, self._config, self._device = model, config, world.device
-        self._accumulation = config.batch.accumulation(world.size)
-        self._summands = world.size * self._accumulation
+        self._model, self._config, self._world = model, config, world
         # The 8-bit AdamW has scales of elements that are neighbours in the parameter, at every ZeRO stage.
-        places = places_of(model, channels_last=model.channels_last and config.optim.name == "adamw")
-        self._master, self._copy = move_into(places, model, DTYPES[precision], world.device)
-        sums = config.performance.sums if self._summands > 1 else precision
-        self._gradients = Gradients(places, DTYPES[sums], world.device)
-        self._parts = self._cut(ranges_of(places, world))
+        self._places = places_of(model, channels_last=model.channels_last and config.optim.name == "adamw")
+        self._master, self._copy = move_into(self._places, model, DTYPES[precision], world.device)
+        self._gradients = Gradients(self._places, self._sums_dtype, world.device)
+        self._parts = self._cut(ranges_of(self._places, world))
         self.flats = [part.flat for part in self._parts]
         self._update = Update(config.optim, self._parts, self._gradients.views)
-        self._ranks = DataParallel(model, places, self._gradients) if world.size > 1 else None
+        self._ranks = DataParallel(model, self._places, self._gradients) if world.size > 1 else None
+        self._lost = False
         self._schedule = build_lr_schedule(self.optimizer, config.optim, config.steps)
         self._micro = self._applied = self._steps = 0
         self.lr = 0.0
+
+    @property
+    def _accumulation(self) -> int:
+        return self._config.batch.accumulation(self._world.size)
+
+    @property
+    def _summands(self) -> int:
+        return self._world.size * self._accumulation
+
+    @property
+    def _sums_dtype(self) -> torch.dtype:
+        performance = self._config.performance
+        return DTYPES[performance.sums if self._summands > 1 else performance.precision]
 
     def _cut(self, ranges: Sequence[tuple[bool, Sequence[Place]]]) -> list[Part]:
         """Cut the flat buffers, and create the optimizer, whose groups and states are used but not its ``step``."""
@@ -68,6 +82,7 @@ class FlatEngine(Engine):
         return [
             Part(
                 Flat(key, self.optimizer.state, fragments_of(places), owned=owned),
+                first,
                 self._gradients.buffer[first:end],
                 None if self._copy is None else self._copy[first:end],
             )
@@ -81,7 +96,7 @@ class FlatEngine(Engine):
 
     def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
         """Run the model's forward pass."""
-        if self._ranks is None:
+        if self._ranks is None or self._lost:
             return self._model(*inputs, **condition)  # type: ignore[no-any-return]
         return self._ranks(*inputs, reduces=self._is_last, **condition)
 
@@ -97,7 +112,10 @@ class FlatEngine(Engine):
 
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
         """Add the gradient of ``loss``, divided by the number of micro-batches of all ranks."""
-        self.add_gradient(loss * math.nan if discard else loss)
+        if self._lost:
+            self._end_lost()
+        else:
+            self.add_gradient(loss * math.nan if discard else loss)
         self.end_micro_batch()
 
     def add_gradient(self, loss: Tensor) -> None:
@@ -121,9 +139,37 @@ class FlatEngine(Engine):
         """Make the step change nothing, as if its gradient were not finite; after its last micro-batch."""
         self._gradients.buffer[0].fill_(math.nan)
 
+    @contextmanager
+    def catching_up(self) -> Iterator[None]:
+        """Forget a pass that ran out of memory; from here on the gradient of this rank is NaN until ``update``."""
+        self._lost = True
+        self._gradients.release()
+        yield
+
+    def _end_lost(self) -> None:
+        """End a micro-batch of a step without a gradient."""
+        if self._ranks is None or not self._is_last:
+            self._gradients.void()
+        else:
+            self._ranks.finish()
+
+    def resize(self, config: RunConfig, ds_config: DsConfig) -> None:
+        """Go on in micro-batches of another size; sums of more than one gradient may have another dtype."""
+        self._config, self.ds_config = config, ds_config
+        self._micro, self._lost = 0, False
+        self._gradients.has_some = False
+        self._ranks = None  # a rank that was lost has left its hooks in the midst of a step
+        gc.collect()
+        if self._gradients.buffer.dtype != self._sums_dtype:
+            self._gradients = Gradients(self._places, self._sums_dtype, self._world.device)
+            self._parts = [replace(part, grad=self._gradients.buffer[part.first : part.end]) for part in self._parts]
+            self._update.use(self._parts, self._gradients.views)
+        if self._world.size > 1:
+            self._ranks = DataParallel(self._model, self._places, self._gradients, equal=True)
+
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
         """Return the start of the reduction of a bucket, if there are several ranks."""
-        return {} if self._ranks is None else {"reduce": [(self._ranks, "reduce")]}
+        return {} if self._ranks is None else {"reduce": [(self._ranks.buckets, "reduce")]}
 
     def attach(self, averages: Ema) -> None:
         """Move the averages in the update."""
@@ -139,7 +185,9 @@ class FlatEngine(Engine):
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self._update.take(self._steps + 1, self.lr, self._applied + 1)
         self._gradients.has_some = False
-        self._micro = 0
+        if self._ranks is not None:
+            self._ranks.buckets.end_step()
+        self._micro, self._lost = 0, False
 
     def settle(self, *, skipped: bool) -> bool:
         """Count the step and set the learning rate of the next one."""

@@ -7,6 +7,7 @@ has the answer at hand, AdamW is torch's own and rounds as it does under DeepSpe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines.buffers import Part
 from fastdiff.training.optimizer.clipping import norm_of
+from fastdiff.training.optimizer.second_try import with_a_second_try
 from fastdiff_kernels.adamw import adamw, step_numbers
 from fastdiff_kernels.adamw.norm import clip, norm
 from fastdiff_kernels.adamw8bit.blocks import Blocks, build_blocks
@@ -38,7 +40,8 @@ class Update:
     """
 
     def __init__(self, config: OptimConfig, parts: Sequence[Part], views: Sequence[Tensor]) -> None:
-        self._config, self._parts, self._views = config, parts, views
+        self._config = config
+        self.use(parts, views)
         device = parts[0].grad.device
         is_8bit, chosen = config.name == "adamw8bit", choose(config.name, parts[0].flat.master)
         # On a CPU plain torch and the compiled 8-bit AdamW get their numbers and the answer to skip from the host.
@@ -52,6 +55,10 @@ class Update:
         """Those that the update moves."""
         self.norm: Tensor | None = None
         """Of the last gradient before clipping, a scalar on the device; None before the first step."""
+
+    def use(self, parts: Sequence[Part], views: Sequence[Tensor]) -> None:
+        """Take the gradients from other memory."""
+        self._parts, self._views = parts, views
 
     def _state(self, index: int) -> dict[str, Any]:
         """Return the state of a part before the first step."""
@@ -89,15 +96,19 @@ class Update:
         for index, part in enumerate(self._parts):
             averages = self._averages(index)
             if self._blocks:
-                self._take_8bit(part, self._blocks[index], averages, numbers, number)
+                update = partial(self._take_8bit, part, self._blocks[index], averages, numbers, number)
             elif self._by_host:
-                self._take_on_cpu(part, averages, shares, lr, number)
+                update = partial(self._take_on_cpu, part, averages, shares, lr, number)
             else:
-                state = part.flat.state
-                adamw(
-                    part.flat.master, part.grad, state["exp_avg"], state["exp_avg_sq"], self._numbers[:_OWN],
-                    self._factor, self._skip, part.copy, averages, self._numbers[_OWN:] if averages else None,
-                )  # fmt: skip
+                update = partial(self._take_on_device, part, averages)
+            with_a_second_try(update)
+
+    def _take_on_device(self, part: Part, averages: Sequence[Tensor]) -> None:
+        state = part.flat.state
+        adamw(
+            part.flat.master, part.grad, state["exp_avg"], state["exp_avg_sq"], self._numbers[:_OWN],
+            self._factor, self._skip, part.copy, averages, self._numbers[_OWN:] if averages else None,
+        )  # fmt: skip
 
     def _take_on_cpu(
         self, part: Part, averages: Sequence[Tensor], shares: Sequence[float], lr: float, number: int

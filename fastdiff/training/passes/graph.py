@@ -59,6 +59,9 @@ class GraphPasses(Passes):
         Raises:
             ConfigError: the passes cannot be captured.
         """
+        if self._guard.lost is not None:  # out of memory in a capture: a smaller batch, and nothing to keep
+            super().__call__(batch)
+            return
         with self._meters.phase("forward"):
             self._load(batch)
             losses = self._take().clone()  # the next replay overwrites them

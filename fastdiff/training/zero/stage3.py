@@ -90,13 +90,12 @@ def plan_two_passes_as_one(engine: Any) -> None:
     """
     offload = engine.optimizer.parameter_offload
     offload.fwd_pre_hook.remove()
-    is_second = False
+    offload.is_second_pass = False
 
     def start(*_: Any) -> None:
-        nonlocal is_second
-        if not is_second:
+        if not offload.is_second_pass:
             offload.get_param_coordinator().reset_step()
-        is_second = not torch.is_grad_enabled()
+        offload.is_second_pass = not torch.is_grad_enabled()
 
     # Before the hooks that gather, like the hook that it replaces.
     offload.fwd_pre_hook = engine.module.register_forward_pre_hook(start, prepend=True)

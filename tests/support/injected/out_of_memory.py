@@ -34,7 +34,7 @@ class Failing(DeepSpeedEngine):
 
     def _fail(self) -> None:
         self._calls += 1
-        if self._calls == 2:
+        if self._calls >= 2:  # also the second try of a step
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
 

@@ -1,0 +1,86 @@
+"""``fastdiff compare`` and ``fastdiff ledger``: what the records of finished or running runs tell."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from fastdiff.config.argument_types import VECTORS, Subcommands, count, local_path, picture, positive
+
+
+def add(commands: Subcommands) -> None:
+    """Register the commands."""
+    _add_compare(commands)
+    _add_ledger(commands)
+
+
+def _add_compare(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="compare the validation losses of two runs",
+        description="Prints and draws the difference between the losses of two runs, by bin of the log SNR, with its "
+        "standard error. Both must have been trained with the same --validation.data and --validation.samples.",
+    )
+    parser.add_argument("a", type=local_path, metavar="RUN_A", help="run folder")
+    parser.add_argument("b", type=local_path, metavar="RUN_B", help="run folder to compare with RUN_A")
+    parser.add_argument(
+        "--step", type=count, default=None, metavar="N", help="step to compare; default: the newest of both runs"
+    )
+    parser.add_argument(
+        "--png", type=picture(*VECTORS), default=None, help="picture to write; default: RUN_B/compare-RUN_A.png"
+    )
+    parser.set_defaults(run=_compare)
+
+
+def _add_ledger(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "ledger",
+        help="account for the time of a run: goodput, costs, stragglers, and what more of it would bring",
+        description="Sums RUN/ledger.jsonl: every second since the first start, through kills and requeues, is a step "
+        "kept or lost, a wait for data, compilation, start, save, validation, drawing, stop, queue, or unknown. With "
+        "validations in the run it also extrapolates their loss.",
+    )
+    parser.add_argument("folder", type=local_path, metavar="RUN", help="run folder")
+    parser.add_argument("--price", type=positive, metavar="DOLLARS", help="price of a GPU-hour")
+    parser.add_argument("--watts", type=positive, metavar="W", help="power of a GPU; default: as measured")
+    parser.add_argument(
+        "--next",
+        type=positive,
+        metavar="GPU_HOURS",
+        help="GPU-hours whose gain is to be expected; default: a tenth of those so far",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=_ledger)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from fastdiff.evaluation.comparison import compare, draw, read_both, table
+
+    found = compare(*read_both(arguments.a, arguments.b, arguments.step))
+    print(table(found))
+    path = arguments.png or arguments.b / f"compare-{arguments.a.resolve().name}.png"
+    draw(found, path)
+    print(f"drawn: {path}")
+
+
+def _ledger(arguments: argparse.Namespace) -> None:
+    from fastdiff.config.run_record import require_run
+    from fastdiff.evaluation import outlook
+    from fastdiff.evaluation.validation_files import steps_of
+    from fastdiff.ledger import report
+    from fastdiff.ledger.reader import read_ledger
+
+    folder = arguments.folder
+    require_run(folder)
+    sums = read_ledger(folder)
+    cost = report.costs(sums, arguments.price, arguments.watts)
+    gpu_hours = arguments.next or sums.gpu_hours / 10
+    steps = round(gpu_hours * sums.steps_kept / sums.gpu_hours) if sums.gpu_hours else 0
+    ahead = outlook.look_ahead(folder, steps) if steps and steps_of(folder) else None
+    if arguments.json:
+        found = report.as_json(folder, sums, cost)
+        print(json.dumps(found | {"outlook": None if ahead is None else outlook.as_json(ahead)}, indent=1))
+        return
+    print(report.in_words(folder, sums, cost))
+    print()
+    print("no forecast: the run has no validation, or no step" if ahead is None else outlook.in_words(ahead, gpu_hours))

@@ -1,0 +1,35 @@
+"""The last record of a start in the ledger of its run, for which a killed trainer had no time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from fastdiff.cluster.supervisor.outcome import Outcome
+from fastdiff.ledger.records import open_ledger
+from fastdiff.parallel.heartbeat import beat_path, claimed_run, read_beat
+
+
+def note_end(folder: Path, outcome: Outcome) -> None:
+    """Record that the ranks are gone, and how far rank 0 had come; nothing if it never owned the run folder.
+
+    Args:
+        folder: of the ranks' beats on this node, the first.
+        outcome: of the run.
+    """
+    run, beat = claimed_run(folder), read_beat(beat_path(folder, 0))
+    if run is None or beat is None:
+        return
+    now = time.time()
+    lines = open_ledger(run)
+    lines.write(
+        {
+            "event": "end",
+            "at": now,
+            "step": beat.step,
+            "code": outcome.exit_code,
+            "beat": now - (time.monotonic() - beat.monotonic_s),
+            "phase": beat.phase,
+        }
+    )
+    lines.close()

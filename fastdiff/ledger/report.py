@@ -1,0 +1,212 @@
+"""What ``fastdiff ledger`` tells of the sums: costs, nodes and stragglers, as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fastdiff.ledger.reader import CLASSES, Class, Start, Sums
+
+_LATE = 0.05
+"""Share of the time in steps for which the others must have waited for a rank: equal machines differ by less."""
+_KWH = 3.6e6
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank for which the others waited longest in a start."""
+
+    start: int
+    """Number of the start, from 1."""
+    rank: int
+    node: str
+    late_s: float
+    """Seconds from the end of the others' forward passes to the end of its own, over the steps."""
+    longer: float
+    """``late_s`` over the time that the others needed up to there."""
+    share: float
+    """``late_s`` over the time of the steps, kept or lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What one host gave to the run."""
+
+    name: str
+    gpu_hours: float
+    late_s: float
+    """Seconds for which the others waited for ranks of this node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Money and energy; None: the price or the power is not known."""
+
+    dollars: float | None
+    kwh: float | None
+    watts: float | None
+    """Of a GPU."""
+    is_measured: bool
+    """Whether the power is measured by NVML, not given."""
+    images: int
+
+    def per_million(self, amount: float | None) -> float | None:
+        """Return an amount per million kept images."""
+        return amount / self.images * 1e6 if amount is not None and self.images else None
+
+
+def costs(sums: Sums, price: float | None, watts: float | None) -> Costs:
+    """Return the costs at ``price`` dollars per GPU-hour; ``watts`` per GPU take the place of measured ones."""
+    used = sums.watts if watts is None else watts
+    dollars = None if price is None else price * sums.gpu_hours
+    kwh = None if used is None else used * sums.gpu_hours * 3600 / _KWH
+    return Costs(dollars, kwh, used, watts is None, sums.images_kept)
+
+
+def stragglers(sums: Sums) -> list[Straggler]:
+    """Return the slowest rank of every start in which ranks told their times."""
+    found = []
+    for number, start in enumerate(sums.starts, 1):
+        if start.late_s and start.others_s:
+            rank = max(start.late_s, key=lambda rank: start.late_s[rank])
+            late_s, steps_s = start.late_s[rank], start.seconds["step kept"] + start.seconds["step lost"]
+            share = late_s / steps_s if steps_s else 0.0
+            found.append(Straggler(number, rank, start.nodes[rank], late_s, late_s / start.others_s, share))
+    return found
+
+
+def nodes(sums: Sums) -> list[Node]:
+    """Return the nodes of all starts, by name."""
+    names = sorted({name for start in sums.starts for name in start.nodes})
+    return [
+        Node(
+            name,
+            sum(start.wall_s / 3600 * start.nodes.count(name) for start in sums.starts),
+            sum(late for start in sums.starts for rank, late in start.late_s.items() if start.nodes[rank] == name),
+        )
+        for name in names
+    ]
+
+
+def as_json(run: Path, sums: Sums, cost: Costs) -> dict[str, Any]:
+    """Return everything as JSON values; times in seconds, those of the clock since 1970."""
+    return {
+        "run": str(run),
+        "wall_s": sums.wall_s,
+        "goodput": sums.goodput,
+        "seconds": sums.seconds,
+        "steps_kept": sums.steps_kept,
+        "steps_lost": sums.steps_lost,
+        "images_kept": sums.images_kept,
+        "gpu_hours": sums.gpu_hours,
+        "dollars": cost.dollars,
+        "dollars_per_million_images": cost.per_million(cost.dollars),
+        "kwh": cost.kwh,
+        "kwh_per_million_images": cost.per_million(cost.kwh),
+        "watts": cost.watts,
+        "watts_measured": cost.is_measured if cost.watts is not None else None,
+        "starts": [asdict(start) | {"wall_s": start.wall_s, "gpu_hours": start.gpu_hours} for start in sums.starts],
+        "nodes": [asdict(node) for node in nodes(sums)],
+        "stragglers": [asdict(straggler) for straggler in stragglers(sums)],
+    }
+
+
+def in_words(run: Path, sums: Sums, cost: Costs) -> str:
+    """Return everything as aligned tables."""
+    first, last = sums.starts[0].began, sums.starts[-1].ended
+    starts = f"{len(sums.starts)} starts" if len(sums.starts) > 1 else "1 start"
+    parts = [
+        f"{run}: {starts}, from {_time(first)} to {_time(last)}: {_duration(sums.wall_s)}, goodput "
+        f"{_share(sums.seconds['step kept'], sums)} %",
+        _aligned(_classes(sums), left=(0, 3)),
+        _aligned(_starts(sums), left=(7,)),
+        _aligned(_nodes(sums), left=(0,)),
+        "\n".join([*_costs(sums, cost), *_late(sums)]),
+    ]
+    return "\n\n".join(parts)
+
+
+def _classes(sums: Sums) -> list[list[str]]:
+    notes: dict[Class, str] = {
+        "step kept": f"{sums.steps_kept:,} steps, {sums.images_kept:,} images",
+        "step lost": f"{sums.steps_lost:,} steps that were taken again or undone" if sums.steps_lost else "",
+        "unknown": "no record tells",
+    }
+    found = sums.seconds
+    spent = [name for name in CLASSES if found[name]]
+    rows = [[name, _duration(found[name]), _share(found[name], sums), notes.get(name, "")] for name in spent]
+    return [["time", "", "%", ""], *rows, ["all", _duration(sums.wall_s), _share(sums.wall_s, sums), ""]]
+
+
+def _starts(sums: Sums) -> list[list[str]]:
+    head = ["start", "began", "lasted", "GPUs", "from step", "steps kept", "lost", "end"]
+    return [head, *(_start(number, start) for number, start in enumerate(sums.starts, 1))]
+
+
+def _start(number: int, start: Start) -> list[str]:
+    end = start.outcome or "runs, or was killed"
+    steps = [f"{steps:,}" for steps in (start.resumed, start.steps_kept, start.steps_lost)]
+    return [str(number), _time(start.began), _duration(start.wall_s), str(len(start.nodes)), *steps, end]
+
+
+def _nodes(sums: Sums) -> list[list[str]]:
+    rows = [[node.name, f"{node.gpu_hours:.2f}", _duration(node.late_s)] for node in nodes(sums)]
+    return [["node", "GPU-hours", "waited for it"], *rows]
+
+
+def _costs(sums: Sums, cost: Costs) -> list[str]:
+    lines = []
+    if cost.dollars is not None:
+        lines.append(
+            f"{cost.dollars:,.2f} dollars for {sums.gpu_hours:,.2f} GPU-hours{_per_million(cost, cost.dollars)}"
+        )
+    if cost.kwh is None:
+        return [*lines, "energy: not measured; give the power of a GPU with --watts"]
+    how = "measured" if cost.is_measured else "given"
+    return [*lines, f"{cost.kwh:,.2f} kWh at {cost.watts:.0f} W per GPU ({how}){_per_million(cost, cost.kwh)}"]
+
+
+def _per_million(cost: Costs, amount: float) -> str:
+    per = cost.per_million(amount)
+    return "" if per is None else f", {per:,.2f} per million kept images"
+
+
+def _late(sums: Sums) -> list[str]:
+    found = stragglers(sums)
+    named = [
+        f"straggler: in start {one.start} the others waited {_duration(one.late_s)} ({100 * one.share:.0f} % of the "
+        f"steps) for rank {one.rank} on {one.node}, whose forward passes took {100 * one.longer:.0f} % longer"
+        for one in found
+        if one.share >= _LATE
+    ]
+    none = f"no straggler: the others waited for no rank longer than {100 * _LATE:.0f} % of the steps"
+    return named or ([none] if found else [])
+
+
+def _share(seconds: float, sums: Sums) -> str:
+    return f"{100 * seconds / sums.wall_s:.1f}" if sums.wall_s else "-"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)

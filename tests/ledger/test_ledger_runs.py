@@ -1,0 +1,146 @@
+"""Ledgers of real runs: killed under a supervisor, with a slow rank, beside faults of the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from fastdiff.cli.main import main
+from fastdiff.config.run import RunConfig
+from fastdiff.diffusion.objective import Objective
+from fastdiff.ledger.reader import read_ledger
+from fastdiff.ledger.report import stragglers
+from fastdiff.parallel.world import World
+from fastdiff.train import train
+from tests.support.forked import forked_ranks, values
+from tests.support.runs import flags, held_out, intact, launch, losses, tiny
+from tests.support.supervised import Supervised, end
+
+KILLED_AT, STEPS = 7, 12
+KILL_AT_A_STEP = f"""
+import json, os, signal
+
+def dumps(value, *args, _dumps=json.dumps, **options):
+    if isinstance(value, dict) and "lr" in value and value["step"] == {KILLED_AT}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _dumps(value, *args, **options)
+
+json.dumps = dumps
+"""
+"""A rank that dies when it is about to log a step, which has been taken."""
+FAST_S, SLOW_S = 1.0, 1.3
+
+
+@pytest.mark.fault(13)
+def test_the_ledger_knows_what_a_kill_cost(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(
+        digits, tmp_path / "run", steps=STEPS, output__checkpoint_every=2, output__sample_every=4,
+        validation__data=str(held_out(digits)), validation__every=6, validation__samples=64,
+    )  # fmt: skip
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(KILL_AT_A_STEP)
+    path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    began, found = time.time(), []
+    for environment, code in (({"PYTHONPATH": path}, 128 + signal.SIGKILL), ({}, 0)):
+        supervised = Supervised(
+            tmp_path / "run", flags(config), "--ranks-per-node", "2", "--no-preflight", environment=environment
+        )
+        try:
+            assert supervised.wait() == code, supervised.output
+        finally:
+            end([supervised])
+        found.append(intact(tmp_path / "run")[0])
+    sums = read_ledger(tmp_path / "run")
+    assert len(losses(tmp_path / "run")) == STEPS
+    assert [start.resumed for start in sums.starts] == [0, found[0]]
+    assert (sums.steps_kept, sums.steps_lost) == (STEPS, KILLED_AT - found[0])
+    assert [start.outcome for start in sums.starts] == ["exit code 137", "done"]
+    seconds = sums.seconds
+    assert sum(seconds.values()) == pytest.approx(sums.wall_s, rel=0.01)
+    assert sums.wall_s <= time.time() - began + 0.1, "the clock of the processes has 10 ms"
+    assert seconds["unknown"] == pytest.approx(0.0, abs=1e-3)
+    for name in ("step kept", "step lost", "data wait", "start", "save", "validation", "drawing", "stop"):
+        assert seconds[name] > 0, name  # type: ignore[index]
+    assert main(["ledger", str(tmp_path / "run"), "--json", "--price", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["steps_lost"] == sums.steps_lost
+    assert told["dollars"] == pytest.approx(2 * sums.gpu_hours)
+    assert told["outlook"] == {"forecast": None, "window_since_step": 6, "bins_gained": told["outlook"]["bins_gained"]}
+
+
+def _train_slowly(world: World, config: RunConfig) -> None:
+    """Train, in forward passes that take some time, 30 % more on the last rank, which is on another node."""
+    corrupt, is_slow = Objective.corrupt, world.rank == world.size - 1
+
+    def slowed(*args: object, **options: object) -> object:
+        time.sleep(SLOW_S if is_slow else FAST_S)
+        return corrupt(*args, **options)  # type: ignore[arg-type]
+
+    Objective.corrupt = slowed  # type: ignore[assignment,method-assign]
+    if is_slow:
+        import socket
+
+        socket.gethostname = lambda: "slow"  # type: ignore[assignment]
+    train(config, launch(0), world)
+
+
+def test_a_rank_that_is_slower_by_30_percent_is_named(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its 0.3 s per step are far more than a step of this network takes."""
+    values(forked_ranks(_train_slowly, tiny(digits, tmp_path / "run", steps=4)))
+    [found] = stragglers(read_ledger(tmp_path / "run"))
+    assert (found.start, found.rank, found.node) == (1, 1, "slow")
+    assert found.longer > 0.1
+    assert main(["ledger", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"straggler: in start 1 the others waited .* for rank 1 on slow, whose forward", told)
+    assert "no forecast: the run has no validation, or no step" in told
+
+
+def test_equal_ranks_are_no_stragglers_alone(world: World, digits: Path, tmp_path: Path) -> None:
+    train(tiny(digits, tmp_path / "run", steps=2), launch(0), world)
+    assert stragglers(read_ledger(tmp_path / "run")) == []
+
+
+def test_a_link_is_not_followed_and_the_run_goes_on(world: World, digits: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run" / "ledger.jsonl").symlink_to(tmp_path / "precious")
+    train(tiny(digits, tmp_path / "run", steps=2), launch(0), world)
+    assert len(losses(tmp_path / "run")) == 2
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_the_file_for_prometheus_has_the_last_line_of_the_log(world: World, digits: Path, tmp_path: Path) -> None:
+    """In the text format: ``# HELP``, ``# TYPE``, and a number per line with its labels."""
+    config = tiny(digits, tmp_path / "run", steps=3, output__prometheus=str(tmp_path / "metrics" / "fastdiff.prom"))
+    train(config, launch(0), world)
+    text = (tmp_path / "metrics" / "fastdiff.prom").read_text()
+    assert [path.name for path in (tmp_path / "metrics").iterdir()] == ["fastdiff.prom"]
+    label = re.escape(f'run="{tmp_path / "run"}"')
+    sample = re.compile(rf'([a-z_]+)\{{{label}(?:,account="([a-z ]+)")?\}} (\S+)')
+    found = {}
+    for line in text.splitlines():
+        if not re.fullmatch(r"# (HELP fastdiff_\w+ .+|TYPE fastdiff_\w+ (gauge|counter))", line):
+            match = sample.fullmatch(line)
+            assert match, line
+            found[match[1], match[2]] = float(match[3])
+    assert found["fastdiff_step", None] == 3
+    assert found["fastdiff_samples", None] == 48
+    assert found["fastdiff_loss", None] == losses(tmp_path / "run")[-1]
+    assert found["fastdiff_seconds_total", "step"] > 0
+
+
+def test_a_file_for_prometheus_that_cannot_be_written_ends_nothing(world: World, digits: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    train(
+        tiny(digits, tmp_path / "run", steps=2, output__prometheus=str(tmp_path / "file" / "x.prom")), launch(0), world
+    )
+    assert len(losses(tmp_path / "run")) == 2
