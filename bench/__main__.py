@@ -11,10 +11,11 @@ from types import FrameType
 
 from bench import BenchError
 from fastdiff.config.argument_types import Parser
-from fastdiff.errors import report_any
+from fastdiff.errors import ConfigError, report_any
 
 COMMANDS = (
-    "op", "step", "scripts", "startup", "data", "scale", "checkpoint", "aot", "emit", "objectives", "compare", "report"
+    "op", "step", "scripts", "startup", "data", "scale", "plan", "checkpoint", "aot", "emit", "objectives", "compare",
+    "report",
 )  # fmt: skip
 """Subcommands; each is a module with ``add``."""
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)
-    except BenchError as error:
+    except (BenchError, ConfigError) as error:
         parser.error(str(error))
     except OSError as error:
         return report_any(error)

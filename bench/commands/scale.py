@@ -29,9 +29,10 @@ from bench.measure.workload import Workload
 from bench.records.record import Failure, Log, Measurement, measured
 from bench.records.tables import table
 from bench.scaling import host, projection
-from bench.scaling.communication import Compute, Line, Message, fit, sent, step_seconds
-from bench.scaling.zero import Zero, parameters_of, width_of
+from bench.scaling.line import Line, fit
 from bench.trainers import collectives
+from fastdiff.planning.scaling.communication import Compute, Message, sent, step_seconds
+from fastdiff.planning.scaling.zero import Zero, parameters_of, width_of
 
 _KINDS = ("all-reduce", "reduce-scatter", "all-gather")
 _STAGES = ("ddp", "zero1", "zero2", "zero3")

@@ -20,37 +20,16 @@ from bench.measure.workload import Workload
 from bench.records import record
 from bench.records.record import Failure, Measurement
 from bench.records.tables import table
-from bench.scaling.zero import parameters_of
 from fastdiff.config.run import RunConfig
+from fastdiff.planning.scaling.host import Host
+from fastdiff.planning.scaling.zero import parameters_of
 
 RECORD = record.RESULTS / "cpu-2-cores" / "2026-11-23_host" / "scale.jsonl"
 """The record that predictions use. It is older than the flat engine and the shortened steps of ZeRO-1 to 3, so that its
 times, of DeepSpeed's own steps, are upper bounds until it is measured again."""
-SPEEDS = (1.4, 1.7, 2.0)
-"""How many times faster a processor beside a GPU is than that of the record: high, middle and low estimate of its time.
-Assumed; nothing was measured. A step measured on a GPU bounds it from below (``projection``)."""
 DEPTHS = (4, 20)
 _HIDDEN, _BATCH = 32, 2
 _FIXED, _PER_TENSOR = "host time, fixed", "host time per tensor"
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """Host time of a step at one ZeRO stage."""
-
-    fixed: float
-    """Seconds."""
-    per_tensor: float
-    """Seconds per trained parameter tensor."""
-
-    def seconds(self, tensors: int, speed: float = 1.0) -> float:
-        """Return the seconds of a step.
-
-        Args:
-            tensors: trained parameter tensors of the network.
-            speed: how many times faster the processor is than the measured one.
-        """
-        return (self.fixed + tensors * self.per_tensor) / speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,11 @@ from bench.records import record
 from bench.records.record import Log, Measurement
 from bench.records.tables import table
 from bench.scaling import host
-from bench.scaling.communication import Cluster, Compute, Link, Message, sent
-from bench.scaling.estimate import Estimate, estimate
-from bench.scaling.zero import Zero, parameters_of, width_of
+from fastdiff.errors import ConfigError
+from fastdiff.planning.scaling.communication import Cluster, Compute, Link, Message, sent
+from fastdiff.planning.scaling.estimate import Estimate, estimate
+from fastdiff.planning.scaling.host import SPEEDS, Host
+from fastdiff.planning.scaling.zero import Zero, parameters_of, width_of
 
 _LINKS = {
     # Data sheets: NVLink 4 has 450 GB/s per direction, a ConnectX-7 per GPU 400 Gbit/s; collectives reach about 80 %.
@@ -232,19 +234,19 @@ def _predict(
     print("Stages whose ranges overlap: the model cannot tell which is faster.")
 
 
-def _least_speed(source: Source, hosts: Mapping[int, host.Host]) -> float:
+def _least_speed(source: Source, hosts: Mapping[int, Host]) -> float:
     """Return how many times faster than that of ``hosts`` the processor is at least: a measured step has its host."""
     if source.deepspeed is None or not hosts:
         return 0.0
     try:
         stage = Zero.of(Workload(preset="digits", deepspeed=source.deepspeed).deepspeed_json()).stage
-    except BenchError:  # a file that is not here; no stage has a shorter host time than the shortest
+    except (BenchError, ConfigError):  # a file that is not here; no stage has a shorter host time than the shortest
         return min(found.seconds(source.tensors) for found in hosts.values()) / source.seconds
     return hosts[stage].seconds(source.tensors) / source.seconds if stage in hosts else 0.0
 
 
 def _estimate(
-    source: Source, zero: Zero, cluster: Cluster, gpus: int, hosts: Mapping[int, host.Host], least_speed: float, *,
+    source: Source, zero: Zero, cluster: Cluster, gpus: int, hosts: Mapping[int, Host], least_speed: float, *,
     overlap: bool,
 ) -> Estimate:  # fmt: skip
     messages = zero.messages(source.parameters, width_of(source.precision), gpus, width_of("fp32"))
@@ -310,7 +312,7 @@ def _assumptions(
         "host": "none, the steps are of a CPU"
         if source.device == "cpu"
         else "processor time of a step by stage as measured with eager blocks, divided by "
-        f"{host.SPEEDS[0]}, {host.SPEEDS[1]}, {host.SPEEDS[2]} for a faster processor (assumed)"
+        f"{SPEEDS[0]}, {SPEEDS[1]}, {SPEEDS[2]} for a faster processor (assumed)"
         + ("; at most the measured step at its stage, others in proportion" if source.deepspeed else ""),
         "engine": "flat at stage 0, DeepSpeed with fastdiff's shortened step at the others",
         "copies of the step": "as measured" if source.deepspeed else "bytes per parameter of the stage, less 38",

@@ -44,7 +44,7 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    from fastdiff.cli.doctor import examine
+    from fastdiff.cli.machines.doctor import examine
 
     for line in examine(arguments.preset):
         print(_coloured(line) if sys.stdout.isatty() else line)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import fastdiff
 from fastdiff.cli import bench, check, encode, evaluate, export, launch, runs, sample
 from fastdiff.cli.compat import command
+from fastdiff.cli.machines import plan
 from fastdiff.cli.published_weights import split_fields
 from fastdiff.config.argument_types import Parser
 from fastdiff.console import quieten, write_line
@@ -46,7 +47,10 @@ def _run(argv: Sequence[str]) -> int:
         arguments = argparse.Namespace()
         if argv[:1] and argv[0] in _OF_NETWORKS:
             argv, arguments.fields = split_fields(argv)
-        if argv[:1] == [launch.TRAIN]:
+        elif argv[:1] == [plan.NAME]:
+            own, arguments.flags = plan.split(argv[1:])
+            argv = [plan.NAME, *own]
+        elif argv[:1] == [launch.TRAIN]:
             argv, arguments.flags = argv[:1], argv[1:]
         _parser().parse_args(argv, arguments)
         run: Callable[[argparse.Namespace], None] = arguments.run
@@ -63,6 +67,6 @@ def _parser() -> Parser:
     parser = Parser(prog="fastdiff", description="Train diffusion models from sharded latents.")
     parser.add_argument("--version", action="version", version=f"fastdiff {fastdiff.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (encode, launch, command, check, sample, evaluate, runs, export, bench):
+    for module in (encode, plan, launch, command, check, sample, evaluate, runs, export, bench):
         module.add(commands)
     return parser

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastdiff.checkpoint.async_saves import ANY_NUMBER, AsyncSaves
 from fastdiff.checkpoint.reader import Checkpoint
@@ -24,11 +21,9 @@ from fastdiff.data.loading.build import build_batches, build_order, choose_loade
 from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.loading.training_set import Data, check_provenance, null_condition, open_data
 from fastdiff.diffusion.objective import Objective
-from fastdiff.errors import ConfigError
 from fastdiff.ledger.writer import Ledger
 from fastdiff.models import kernel_choice, load, toolchain
 from fastdiff.models.build import Model
-from fastdiff.models.family import family_of
 from fastdiff.parallel.consensus import Consensus
 from fastdiff.parallel.devices import require_precision
 from fastdiff.parallel.fixed_order import fixed_order
@@ -48,12 +43,12 @@ from fastdiff.training.callbacks.trackers import Trackers, require_installed
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
-from fastdiff.training.engines.base import Engine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.ledger import start_ledger
 from fastdiff.training.memory.halving import halve
 from fastdiff.training.memory.micro_batch import with_micro
 from fastdiff.training.metrics import Meters
+from fastdiff.training.network import build_engine
 from fastdiff.training.passes.build import build_passes, require_capture, require_one_shape
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
@@ -235,7 +230,7 @@ def _completed(parts: _Parts, saved: Checkpoint | None, stack: ExitStack) -> _Pa
 def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | None) -> TrainState:
     """Build the model with the weights of a checkpoint, the engine, and the parts that use its weights."""
     config, world = parts.config, parts.world
-    model, engine = _build_engine(parts, saved)
+    model, engine = build_engine(config, parts.ds_config, world, saved)
     spikes = Spikes(config.divergence, config.batch.samples, world)
     objective = _build_objective(config, parts.reader, model, world)
     ema = Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup)
@@ -259,27 +254,6 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         files=parts.files,
         ledger=parts.ledger,
     )
-
-
-def _build_engine(parts: _Parts, saved: Checkpoint | None) -> tuple[Model, Engine]:
-    """Build the network and its engine, with the initial, pretrained or saved weights.
-
-    Under ZeRO-3 no rank holds the whole network, unless it is the frozen one of a LoRA or ``ModelFamily`` forbids it.
-    """
-    config, world = parts.config, parts.world
-    draws = saved is None and not config.pretrained.weights
-    whole = config.lora.rank > 0 or (draws and not family_of(config.model).draws_on_meta)
-    if world.is_first and (saved is not None or config.pretrained.weights):
-        log.info(f"loading the weights of {saved.folder if saved is not None else config.pretrained.path}")
-    apart = deepspeed_config.zero_stage(parts.ds_config) == 3 and not whole
-    # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
-    model, weights = world.together(lambda: _build_model(config, world, saved, apart=apart))
-    manifest = None if saved is None else saved.manifest
-    engine = engines.build_engine(model, config, parts.ds_config, world, model.block_classes, manifest)
-    world.together(lambda: engine.fill(weights))
-    if apart and saved is not None:
-        world.together(lambda: engine.return_to(partial(saved.slice, "master")))
-    return model, engine
 
 
 def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Progress:
@@ -367,28 +341,6 @@ def _choose_backends(
 
 def _claim(folder: Path, stack: ExitStack) -> None:
     stack.callback(claim(folder))
-
-
-def _build_model(
-    config: RunConfig, world: World, saved: Checkpoint | None, *, apart: bool
-) -> tuple[Model, Iterable[tuple[str, Tensor]]]:
-    """Build the network; ``apart``: on ``meta``, with the weights to fill in that are not in a checkpoint."""
-    with _naming(saved):
-        if apart:
-            model, weights = load.build_on_meta(config, None if saved is None else saved.manifest["parameters"])
-        else:
-            model, weights = load.build_network(config, None if saved is None else saved.weights()), iter(())
-    kernel_choice.prepare_blocks(model, config, world.device)
-    return model, weights
-
-
-@contextmanager
-def _naming(saved: Checkpoint | None) -> Iterator[None]:
-    """Begin a message about weights with the checkpoint that has them."""
-    try:
-        yield
-    except ConfigError as error:
-        raise error if saved is None else ConfigError(f"{saved.folder}: {error}") from None
 
 
 def _open_batches(state: TrainState) -> Batches:

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from fastdiff.checkpoint.manifest import committed
-from fastdiff.cli import doctor
-from fastdiff.cli.doctor import examine
+from fastdiff.cli.machines import doctor
+from fastdiff.cli.machines.doctor import examine
 from fastdiff.cli.main import main
 from fastdiff.config.presets import preset
 from fastdiff.parallel.world import World

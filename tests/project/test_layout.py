@@ -24,16 +24,19 @@ ROOMS: dict[str, set[str]] = {
     "diffusion": {"", "config", "parallel"},
     "checkpoint": {"", "config", "parallel"},
     "models": {"", "config", "diffusion"},
+    "planning": {"", "config", "models"},
     "data": {"", "config", "parallel", "models"},
     "sampling": {"", "config", "parallel", "diffusion", "checkpoint", "models", "data"},
     "evaluation": {"", "config", "parallel", "diffusion", "models", "data", "sampling"},
     "training": {
-        "", "ledger", "config", "parallel", "diffusion", "checkpoint", "models", "data", "sampling", "evaluation",
+        "", "ledger", "config", "parallel", "diffusion", "checkpoint", "models", "planning", "data", "sampling",
+        "evaluation",
     },
     "cluster": {"", "ledger", "config", "parallel", "checkpoint", "models", "data"},
     "export": {"", "config", "parallel", "diffusion", "checkpoint", "models", "sampling", "training"},
     "cli": {
-        "", "ledger", "config", "parallel", "checkpoint", "models", "data", "sampling", "evaluation", "training",
+        "", "ledger", "config", "parallel", "checkpoint", "models", "planning", "data", "sampling", "evaluation",
+        "training",
         "cluster", "export",
     },
     "train": {"", "ledger", "config", "parallel", "training", "cluster"},
@@ -116,6 +119,7 @@ def test_nobody_imports_the_entry_point_bench_or_tests() -> None:
         "fastdiff.cluster.launchers.job",
         "fastdiff.cluster.supervisor.main",
         "fastdiff.cli.compat.run",
+        "fastdiff.cli.machines.plan",
         "fastdiff.cli.published_weights",
     }
 

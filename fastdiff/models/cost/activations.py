@@ -39,9 +39,9 @@ def saved_bytes(config: RunConfig, noisy: Tensor, condition: Condition, device: 
     kept: dict[int, Tensor] = {}
     with ExitStack() as stack:
         stack.enter_context(launch.recording())  # the tensors are on the CPU, also those of a GPU's kernels
-        stack.enter_context(dispatch.forced(**_backends(config, device)))
+        stack.enter_context(dispatch.forced(**op_backends(config, device)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        weights = _weights(network, DTYPES[performance.precision])
+        weights = cast_weights(network, DTYPES[performance.precision])
         own = {_memory(value) for value in weights.values()}
 
         def keep(value: Tensor) -> Tensor:
@@ -55,14 +55,14 @@ def saved_bytes(config: RunConfig, noisy: Tensor, condition: Condition, device: 
         return sum(value.untyped_storage().nbytes() for value in kept.values()) / len(noisy)
 
 
-def _backends(config: RunConfig, device: torch.device) -> dict[str, Backend]:
+def op_backends(config: RunConfig, device: torch.device) -> dict[str, Backend]:
     """Return the backend of each op; a compiled reference saves about as much as the plain one."""
     default: Backend = "triton" if device.type == "cuda" and launch.triton is not None else "reference"
     chosen = dict.fromkeys(OPS, default) | config.performance.kernel_backends()
     return {op: "reference" if backend == "compile" else backend for op, backend in chosen.items()}
 
 
-def _weights(network: Model, dtype: torch.dtype) -> dict[str, Tensor]:
+def cast_weights(network: Model, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return parameters and buffers as they are in training; called in a ``FakeTensorMode``."""
     found: dict[str, Tensor] = {}
     for name, value in (*network.named_parameters(), *network.named_buffers()):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fastdiff.config.deepspeed import DsConfig, offloads_optimizer, zero_stage
 from fastdiff.config.run import RunConfig
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_MOMENTS = {"adamw": 8, "adamw8bit": 2, "adamw8bit-bnb": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MOMENTS = {"adamw": 8, "adamw8bit": 2, "adamw8bit-bnb": 2}
 _ON_HOST = ("can't allocate memory", "not enough memory")
 """Messages of torch's allocator of host memory, as RuntimeErrors."""
 _ON_GPU = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -62,14 +62,14 @@ class Setup:
         """Return the bytes by kind that a step needs whatever its batch."""
         n, share = self.trained, 1 / self.ranks
         cut = {kind: share if self.stage >= stage else 1.0 for kind, stage in _CUT_FROM.items()}
-        own, sums = _BYTES[self.precision], _BYTES[self.sums if self.several else self.precision]
+        own, sums = BYTES[self.precision], BYTES[self.sums if self.several else self.precision]
         beside = own if self.flat and self.stage == 0 else 0
         on_device = 0 if self.offload else 1
         masters = 4 if self.stage or own < 4 else 0  # ZeRO has them also in fp32
         return {
             "weights": (n * own + self.frozen_bytes) * cut["weights"] + self.buffer_bytes,
             "gradients": n * (sums * cut["gradients"] + beside),
-            "optimizer": on_device * n * (masters + _MOMENTS[self.optimizer]) * cut["optimizer"],
+            "optimizer": on_device * n * (masters + MOMENTS[self.optimizer]) * cut["optimizer"],
             "averages": on_device * n * 4 * self.averages * share,
         }
 
@@ -90,7 +90,7 @@ def buffer_bytes(model: nn.Module, precision: str) -> int:
 
 def _cast_bytes(tensors: Iterable[Tensor], precision: str) -> int:
     """Return the bytes of tensors of which only those of floating point are cast."""
-    most = _BYTES[precision]
+    most = BYTES[precision]
     return sum(
         t.numel() * (min(t.element_size(), most) if t.is_floating_point() else t.element_size()) for t in tensors
     )
@@ -226,7 +226,7 @@ def _changes(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
         yield _OFFLOAD, total(replace(setup, stage=3, offload=True))
     if half > 1:
         yield "--batch.micro 1", total(replace(setup, several=True), activations / setup.micro)
-    if setup.several and _BYTES[setup.sums] > _BYTES[setup.precision]:
+    if setup.several and BYTES[setup.sums] > BYTES[setup.precision]:
         flags = f"--performance.grad_accum_dtype {setup.precision} --allow-change performance.grad_accum_dtype"
         yield flags, total(replace(setup, sums=setup.precision))
 

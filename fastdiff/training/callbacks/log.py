@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -20,6 +22,9 @@ from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.metrics import peak_gib
 from fastdiff.training.prometheus import PrometheusFile
 from fastdiff.training.state import TrainState
+
+if TYPE_CHECKING:
+    from fastdiff.planning.figures import Figures
 
 _LONG_S = 60.0
 """Shortest rest of a run, in seconds, whose time is logged; the bar shows it, too, but not in the file of a job."""
@@ -44,6 +49,7 @@ class Log(Callback):
             return
         if state.config.output.prometheus:
             self._prometheus = PrometheusFile(Path(state.config.output.prometheus), str(state.folder))
+        self._planned, self._logged = _planned(state), 0
         self._bar = tqdm(
             total=state.config.samples,
             initial=state.progress.samples,
@@ -70,6 +76,7 @@ class Log(Callback):
             numbers = {_tracker_name(name): value for name, value in record.items() if isinstance(value, float)}
             self._trackers.scalars(numbers, state.progress.steps)
             scale = {"scale": f"{record['loss_scale']:g}"} if "loss_scale" in record else {}
+            self._compare(record)
             self._tell_time(state, record["samples_per_s"])
             self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}", **scale)
 
@@ -79,6 +86,13 @@ class Log(Callback):
         if not self._told_time and left > _LONG_S * samples_per_s:
             log.info(f"{samples_per_s:,.1f} samples/s: {time_left(left, samples_per_s, datetime.now())}, and pictures")
         self._told_time = True
+
+    def _compare(self, record: Record) -> None:
+        """Warn once if the run departs from its plan; the first record has what happens once."""
+        self._logged += 1
+        if self._planned is not None and self._logged > 1 and (departure := self._planned.departure(record)):
+            log.warning(departure)
+            self._planned = None
 
     def _record(self, state: TrainState) -> Record:
         read = state.meters.read()
@@ -109,6 +123,25 @@ class Log(Callback):
             self._bar.close()
         if self._prometheus is not None:
             self._prometheus.close()
+
+
+def _planned(state: TrainState) -> Figures | None:
+    """Announce the figures of the plan; None on a CPU and on a GPU that no table has: they would be guesses."""
+    config, world = state.config, state.world
+    if world.device.type != "cuda":
+        return None
+    from fastdiff.planning.figures import figures
+
+    per_node = int(os.environ.get("LOCAL_SIZE", world.size))
+    name, is_flat = torch.cuda.get_device_name(world.device), state.engine.kind == "flat"
+    try:
+        found = figures(config, state.engine.ds_config, world.size, per_node, name, flat=is_flat)
+    except Exception as error:  # of a network that a plan cannot trace: the run needs none
+        log.warning(f"no plan of this run: {type(error).__name__}: {error}")
+        return None
+    if found is not None:
+        log.info(found.words(config.steps - state.progress.steps))
+    return found
 
 
 class Closing(Callback):

@@ -21,10 +21,11 @@ from bench.measure.workload import Workload
 from bench.records import record
 from bench.records.record import Failure, Log, Measurement
 from bench.scaling import host
-from bench.scaling.communication import sent
-from bench.scaling.zero import Zero, parameters_of, width_of
 from bench.trainers import collectives
 from fastdiff.parallel.world import World
+from fastdiff.planning.scaling.communication import sent
+from fastdiff.planning.scaling.host import SPEEDS
+from fastdiff.planning.scaling.zero import Zero, parameters_of, width_of
 from tests.support.processes import ROOT, run_ranks
 
 STEPS = 4
@@ -213,7 +214,7 @@ def test_a_step_that_contains_its_host_is_not_charged_for_it_again(tmp_path: Pat
         return {m.quantity: m for m in record.read(out / "scale.jsonl").measurements}
 
     hosts, tensors = host.read(), 292
-    assert hosts[1].seconds(tensors, host.SPEEDS[-1]) > 0.046, "the host of the record is slower at any speed"
+    assert hosts[1].seconds(tensors, SPEEDS[-1]) > 0.046, "the host of the record is slower at any speed"
     efficiency = predicted("zero1")["predicted efficiency"]
     assert [efficiency.value, efficiency.facts["low"], efficiency.facts["high"]] == pytest.approx([1, 1, 1])
     other = predicted("zero3")["predicted step time"].facts["host, ms"]

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import BenchError
 from bench.measure.workload import Workload
-from bench.scaling.communication import Cluster, Compute, Link, Message, fit, sent, step_seconds
-from bench.scaling.zero import Zero, parameters_of
+from bench.scaling.line import fit
+from fastdiff.errors import ConfigError
+from fastdiff.planning.scaling.communication import Cluster, Compute, Link, Message, sent, step_seconds
+from fastdiff.planning.scaling.zero import Zero, parameters_of
 
 CLUSTER = Cluster(8, Link(3e-6, 400e9), Link(10e-6, 40e9))
 STAGES = ("ddp", "zero1", "zero2", "zero3")
@@ -102,7 +103,7 @@ def test_the_model_follows_the_deepspeed_json() -> None:
         reuse_distance=3 * 10**9,
         overlap=True,
     )
-    with pytest.raises(BenchError, match="use_multi_rank_bucket_allreduce"):
+    with pytest.raises(ConfigError, match="use_multi_rank_bucket_allreduce"):
         Zero.of({"zero_optimization": {"stage": 1, "use_multi_rank_bucket_allreduce": False}})
 
 

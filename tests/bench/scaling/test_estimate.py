@@ -6,11 +6,12 @@ import pytest
 
 from bench.measure.workload import Workload
 from bench.scaling import host
-from bench.scaling.communication import Cluster, Compute, Link, Message
-from bench.scaling.estimate import Estimate, estimate
-from bench.scaling.host import Host, fit
+from bench.scaling.host import fit
 from bench.scaling.published import DDP_BEATS_ZERO, PUBLISHED, Published
-from bench.scaling.zero import Zero
+from fastdiff.planning.scaling.communication import Cluster, Compute, Link, Message
+from fastdiff.planning.scaling.estimate import Estimate, estimate
+from fastdiff.planning.scaling.host import Host
+from fastdiff.planning.scaling.zero import Zero
 
 NODES = Cluster(8, Link(3e-6, 0.8 * 450e9), Link(8e-6, 0.8 * 50e9))
 DIT_XL = 675_129_632, 292

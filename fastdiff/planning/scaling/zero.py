@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from bench import BenchError
-from bench.scaling.communication import Message, Part
 from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
+from fastdiff.planning.scaling.communication import Message, Part
 
 _WHOLE_BUCKET = 64 * 2**20
 """Bytes of the compute parameters in a bucket at stage 0, of ``training.engines.data_parallel``."""
@@ -55,16 +55,16 @@ class Zero:
         """Read a DeepSpeed JSON.
 
         Raises:
-            BenchError: the model does not cover its communication.
+            ConfigError: the model does not cover its communication.
         """
         section = dict(ds_config.get("zero_optimization", {}))
         if not section.get("use_multi_rank_bucket_allreduce", True) or not section.get("reduce_scatter", True):
-            raise BenchError(
+            raise ConfigError(
                 "the DeepSpeed JSON sets use_multi_rank_bucket_allreduce or reduce_scatter to false, which the "
                 "communication model does not cover; use one of the files in deepspeed_configs/"
             )
         if _on_host(section, "offload_param"):
-            raise BenchError(
+            raise ConfigError(
                 "the DeepSpeed JSON sets offload_param: the communication model does not cover transfers of parameters "
                 "from the host; use one of the files in deepspeed_configs/"
             )

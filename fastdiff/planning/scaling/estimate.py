@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.scaling.communication import Compute, Message, step_seconds
-from bench.scaling.host import SPEEDS, Host
+from fastdiff.planning.scaling.communication import Compute, Message, step_seconds
+from fastdiff.planning.scaling.host import SPEEDS, Host
 
 COPIES: dict[int, tuple[float, float]] = {0: (40.0, 8.0), 1: (16.0, 70.0), 2: (16.0, 70.0), 3: (23.0, 70.0)}
 """By stage, bytes per parameter that hooks, step and averages move under bf16 with AdamW, clipping and one average: on
@@ -23,7 +23,7 @@ counted on one rank: 58, of which 8 are clipping (``tests/training/test_step_cos
 average; their hooks were counted at stage 3 before gradients were left in place, so that 23 is an upper bound."""
 LEAST_COPIES = 38.0
 """Bytes per parameter of an update that reads and writes everything once; part of a step of unknown origin."""
-_MEMORY_RATES = (4.2e12, 4.0e12, 3.6e12)
+H200_COPIES = (4.2e12, 4.0e12, 3.6e12)
 """Bytes per second of an H200's memory in such copies (its data sheet: 4.8e12): low, middle and high time."""
 _SMS, _NCCL_SMS = 132, (16, 24, 32)
 """SMs of an H100 or H200; SMs that NCCL occupies, one per channel, of which it opens up to 32 (NCCL_MAX_CTAS)."""
@@ -73,6 +73,7 @@ def estimate(
     copied: tuple[int, int] | None = None,
     host: tuple[Host, int] | None = None,
     least_speed: float = 0.0,
+    rates: Sequence[float] = H200_COPIES,
 ) -> Estimate:
     """Predict the step of ``ranks`` ranks.
 
@@ -85,19 +86,21 @@ def estimate(
         copied: stage, and number of parameters, of the engine's copies; None: ``compute`` has them.
         host: host time of the stage and number of parameter tensors; None: only the device limits.
         least_speed: how many times faster than that of ``host`` the processor is at least, by a measured step.
+        rates: bytes per second of the copies: of the low, middle and high time.
     """
     base = step_seconds(compute, messages, cost, ranks, overlap=overlap)
     beside = _overlapped(compute, messages, cost) if overlap else 0.0
-    extra = 0.0 if copied is None else copied[1] * (_copied_bytes(copied[0], ranks) - LEAST_COPIES)
+    extra = 0.0 if copied is None else copied[1] * (copied_bytes(copied[0], ranks) - LEAST_COPIES)
     taken = [sms / _SMS * beside for sms in _NCCL_SMS]
     # Where sharding saves copies, a slower memory saves more.
-    device = sorted(base + more + extra / rate for more, rate in zip(taken, _MEMORY_RATES, strict=True))
+    device = sorted(base + more + extra / rate for more, rate in zip(taken, rates, strict=True))
     speeds = [max(speed, least_speed) for speed in reversed(SPEEDS)]
     found = None if host is None else [host[0].seconds(host[1], speed) for speed in speeds]
     return Estimate(Bounds(*device), None if found is None else Bounds(*found))
 
 
-def _copied_bytes(stage: int, ranks: int) -> float:
+def copied_bytes(stage: int, ranks: int) -> float:
+    """Return the bytes per parameter that the engine of a stage moves in a step."""
     whole, divided = COPIES[stage]
     return whole + divided / ranks
 

@@ -1,0 +1,1 @@
+"""Commands about machines: what one has, and which a run needs."""

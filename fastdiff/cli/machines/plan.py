@@ -1,0 +1,165 @@
+"""``fastdiff plan``: memory, time and price of a run on GPUs that are not at hand, and the command that starts it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastdiff.config.argument_types import Subcommands, local_path, picture
+from fastdiff.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastdiff.config.run import RunConfig
+    from fastdiff.planning.calibration import Basis
+    from fastdiff.planning.gpus import Gpu
+    from fastdiff.planning.network import Network
+
+NAME = "plan"
+_DEFAULT = ("1xH100", "8xH100", "8xH200", "8xA100", "4x4090")
+_OF_EACH = 3
+"""Options of each set of GPUs in the table."""
+_EXAMPLES = """\
+The other flags are those of fastdiff/train.py; what they fix is not varied.
+
+  fastdiff plan --preset dit-xl-2-256 --gpus 8xH100 4x3090 2x8xA100 --price 2.5
+  fastdiff plan --preset sd2-512 --gpus 8xA100 --optim.name adamw --picture memory.png
+  fastdiff plan --preset digits --gpus 8xH200 --from runs/digits
+"""
+
+
+def add(commands: Subcommands) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        NAME,
+        help="predict memory, time and price of a run on given GPUs",
+        description="Predict memory per rank, time, energy and price of a run, for each ZeRO stage, micro-batch, "
+        "recomputation and size of moments on the given GPUs, without any of them. Nothing is allocated.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="fastdiff plan --preset NAME [flags of train.py] [--gpus COUNTxNAME ...] [options]",
+    )
+    _add_flags(parser)
+    parser.set_defaults(run=_plan)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpus",
+        nargs="+",
+        default=list(_DEFAULT),
+        metavar="COUNTxNAME",
+        help=f"GPUs, with nodes as in 2x8xH100; default: {' '.join(_DEFAULT)}",
+    )
+    parser.add_argument("--gpu-file", type=local_path, metavar="FILE", help="more GPUs, in the format of gpus.toml")
+    parser.add_argument("--price", type=_price, metavar="X", help="per GPU and hour")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=local_path,
+        metavar="RUN_OR_RECORD",
+        help="finished run, or record of `bench step`, whose measured step replaces the assumed efficiencies",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--picture", type=picture(".svg", ".pdf"), metavar="FILE", help="draw the memory by class")
+
+
+def _price(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a price per GPU and hour, for example 2.5")
+    return value
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments of the command into its own and the flags of the run."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    _add_flags(parser)
+    if {"-h", "--help"} & set(argv):
+        return ["--help"], []
+    try:
+        _, rest = parser.parse_known_args(list(argv))
+    except (argparse.ArgumentError, SystemExit):
+        return list(argv), []  # the parser of the command says what is wrong
+    left = iter([*rest, None])
+    following = next(left)
+    own = []
+    for argument in argv:
+        if argument == following:
+            following = next(left)
+        else:
+            own.append(argument)
+    return own, rest
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from fastdiff.config.command_line import parse
+    from fastdiff.planning import gpus, options, table
+
+    launch, config = parse(arguments.flags)
+    known = gpus.known() if arguments.gpu_file is None else gpus.read(arguments.gpu_file)
+    sets = [gpus.parse(text, known) for text in dict.fromkeys(arguments.gpus)]
+    network = _network(config)
+    basis = _basis(arguments.source, known)
+    best, refused = [], []
+    for one in sets:
+        fitting, falling_out = options.options(config, launch, network, one, basis)
+        best += options.distinct(fitting)[:_OF_EACH]
+        refused += falling_out
+    best.sort(key=lambda planned: -planned.images_per_s[1])
+    if arguments.json:
+        found = {
+            "options": [table.figures(one, config.samples, arguments.price) for one in best],
+            "not_possible": [{"gpus": one.gpus.name, "reason": one.reason} for one in refused],
+            "command": table.command(best[0], launch) if best else None,
+        }
+        print(json.dumps(found, indent=2))
+    else:
+        heading = _heading(config, network)
+        print("\n".join(table.text(heading, best, refused, config.samples, arguments.price, launch)))
+    if arguments.picture is not None:
+        from fastdiff.planning.picture import draw
+
+        draw(arguments.picture, best)
+
+
+def _heading(config: RunConfig, network: Network) -> str:
+    return (
+        f"{config.model.title}, {network.trained / 1e6:.1f} M parameters, {config.performance.precision}, "
+        f"{config.samples:,} samples in {config.steps:,} steps of {config.batch.samples}"
+    )
+
+
+def _network(config: RunConfig) -> Network:
+    import torch
+
+    from fastdiff.planning.network import read_network
+
+    recompute = (True,) if config.performance.recompute else (False, True)
+    return read_network(config, torch.device("cuda"), recompute)
+
+
+def _basis(source: Path | None, known: Sequence[Gpu]) -> Basis:
+    """Return the basis of the times: assumed, or calibrated by a measured step."""
+    import torch
+
+    from fastdiff.planning import calibration, gpus, options
+    from fastdiff.planning.network import read_network
+
+    if source is None:
+        return calibration.ASSUMED
+    measured = calibration.read(source)
+    kind = gpus.CPU if measured.device == "cpu" else gpus.of_device(measured.device, known)
+    if kind is None:
+        raise ConfigError(f"--from {source}: measured on {measured.device}, which is not known; add it by --gpu-file")
+    config = measured.config
+    device = torch.device("cpu" if kind is gpus.CPU else "cuda")
+    network = read_network(config, device, (config.performance.recompute,))
+    work = options.work_of(config, measured.deepspeed, network, measured.ranks)
+    return calibration.calibrated(measured, work, gpus.Gpus(kind, 1, measured.ranks))

@@ -1,0 +1,99 @@
+"""The network of a run as a plan needs it, read on the device ``meta``: nothing is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastdiff.batch import Condition
+from fastdiff.config.networks.pretrained import CAPTION_TOKENS
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import ConfigError
+from fastdiff.models.build import Model, build_model
+from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
+from fastdiff.models.cost.traced import Traced, trace
+
+_TRACED = 2
+"""Samples of the pass that is traced: one has other strides."""
+_TIME_IDS = 6
+"""Numbers about the size of an image, of networks with a pooled embedding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Counts of a network."""
+
+    parameters: tuple[int, ...]
+    """Elements of each trained parameter; those of a LoRA's adapter are too few to count."""
+    frozen_bytes: int
+    buffer_bytes: int
+    passes: Mapping[bool, Traced]
+    """A forward and backward pass, without and with recomputation."""
+
+    @property
+    def trained(self) -> int:
+        """Number of trained parameters."""
+        return sum(self.parameters)
+
+
+def read_network(config: RunConfig, device: torch.device, recompute: tuple[bool, ...] = (False, True)) -> Network:
+    """Count the network of a run.
+
+    Args:
+        config: of the run; its latents have the size of ``config.model``.
+        device: of the run, which decides between kernels and references.
+        recompute: the passes to trace.
+
+    Raises:
+        ConfigError: the network asks for values, which nothing has here.
+    """
+    from torch._subclasses import fake_tensor  # its import takes a second
+
+    with torch.device("meta"):
+        network = build_model(config.model, seed=config.seed)
+    network.requires_grad_(config.lora.rank == 0)
+    noisy, condition = _inputs(config, network)
+    precision = config.performance.precision
+    try:
+        passes = {
+            again: trace(
+                replace(config, performance=replace(config.performance, recompute=again)), noisy, condition, device
+            )
+            for again in recompute
+        }
+    except (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
+        fake_tensor.UnsupportedOperatorException,
+    ) as error:  # of a network of another package
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(
+            f"this network does not run without data ({reason}): it cannot be planned; measure it with `bench step`"
+        ) from error
+    return Network(
+        parameters=tuple(p.numel() for p in network.parameters() if p.requires_grad),
+        frozen_bytes=frozen_bytes(network, precision),
+        buffer_bytes=buffer_bytes(network, precision),
+        passes=passes,
+    )
+
+
+def _inputs(config: RunConfig, network: Model) -> tuple[Tensor, Condition]:
+    """Return inputs of the network for two samples."""
+    model = config.model
+    condition: Condition = {
+        "label": torch.zeros(_TRACED, dtype=torch.int64),
+        "position": torch.arange(_TRACED),
+        "time_ids": torch.zeros(_TRACED, _TIME_IDS),
+        "low_res": torch.zeros(_TRACED, model.channels, model.low_res_size, model.low_res_size),
+        **{name: torch.zeros(_TRACED, width) for name, width in model.text_widths.items() if name != "context"},
+        **{n: torch.zeros(_TRACED, CAPTION_TOKENS, w) for n, w in model.text_widths.items() if n == "context"},
+    }
+    absent = set() if model.low_res_size else {"low_res"}
+    absent |= set() if "pooled" in model.text_widths else {"time_ids"}
+    noisy = torch.zeros(_TRACED, model.channels, model.size, model.size)
+    return noisy, {name: value for name, value in condition.items() if name in network.inputs and name not in absent}

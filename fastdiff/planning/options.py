@@ -1,0 +1,272 @@
+"""Ways to run a training on given GPUs: which fit, how long they take, and why others fall out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+import torch
+
+from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.launch_options import Launch
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import ConfigError
+from fastdiff.models.cost.memory import Setup, setup_of
+from fastdiff.models.kernel_choice import compiles
+from fastdiff.planning.calibration import Basis
+from fastdiff.planning.gpus import Gpus
+from fastdiff.planning.memory import RESERVED, Memory, memory
+from fastdiff.planning.network import Network
+from fastdiff.planning.scaling.zero import Zero, width_of
+from fastdiff.planning.step_time import StepTime, Work
+
+OF_STAGE: dict[int, deepspeed_config.DsConfig] = {
+    0: {"zero_optimization": {"stage": 0}},
+    1: deepspeed_config.ZERO1,
+    2: {"zero_optimization": {**deepspeed_config.ZERO1["zero_optimization"], "stage": 2}},
+    3: {
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 100_000_000,
+            "stage3_prefetch_bucket_size": 100_000_000,
+            "stage3_param_persistence_threshold": 1_000_000,
+            "stage3_max_live_parameters": 3_000_000_000,
+            "stage3_max_reuse_distance": 3_000_000_000,
+            "sub_group_size": 100_000_000,
+        }
+    },
+}
+"""The DeepSpeed JSON of each ZeRO stage, as ``FILES`` have it in ``deepspeed_configs``, which no wheel contains."""
+FILES = {0: "ddp.json", 1: "zero1.json", 2: "zero2.json", 3: "zero3.json"}
+_FLAT = ("adamw", "adamw8bit")
+"""Optimizers of the flat engine, which trains at stage 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A choice of everything that changes memory and time but not the losses beyond rounding, except 8-bit moments."""
+
+    gpus: Gpus
+    stage: int
+    micro: int
+    recompute: bool
+    optimizer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """An option with what is predicted for it."""
+
+    option: Option
+    config: RunConfig
+    memory: Memory
+    time: StepTime | None
+    """None: it does not fit."""
+    basis: Basis
+
+    @property
+    def room(self) -> float:
+        """Bytes of a rank."""
+        return room_of(self.option.gpus)
+
+    @cached_property
+    def images_per_s(self) -> tuple[float, float, float]:
+        """Samples per second of all ranks: low, middle and high."""
+        assert self.time is not None
+        found = self.time.whole.under(self.config.batch.samples)
+        return found.low, found.middle, found.high
+
+    def hours(self, samples: int) -> tuple[float, float, float]:
+        """Return the hours for this many samples: low, middle and high."""
+        slow, middle, fast = self.images_per_s
+        return samples / fast / 3600, samples / middle / 3600, samples / slow / 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Options of some GPUs that fall out for one reason."""
+
+    gpus: Gpus
+    reason: str
+    options: int
+
+
+def room_of(gpus: Gpus) -> float:
+    """Return the bytes that a rank can use."""
+    return gpus.kind.memory_gib * 2**30 - RESERVED
+
+
+def options(
+    config: RunConfig, launch: Launch, network: Network, gpus: Gpus, basis: Basis
+) -> tuple[list[Planned], list[Refused]]:
+    """Return the options of some GPUs that fit, the fastest first, and why others fall out.
+
+    What the command line fixes is not varied: a DeepSpeed JSON, a micro-batch, recomputation, 8-bit moments.
+    """
+    if reason := _unsuited(config, gpus):
+        return [], [Refused(gpus, reason, 1)]
+    fitting: list[Planned] = []
+    lacking: list[Planned] = []
+    for stage, recompute, optimizer in _choices(config, launch, gpus):
+        sizes = _micro_batches(config, gpus.count)
+        found = (
+            _planned(config, launch, network, basis, Option(
+                gpus=gpus, stage=stage, micro=micro, recompute=recompute, optimizer=optimizer
+            )) for micro in sizes
+        )  # fmt: skip
+        best = smallest = None
+        for smallest in found:
+            if smallest.memory.peak <= smallest.room:
+                best = smallest
+                break
+        if best is not None:
+            fitting.append(_timed(best, launch, network, basis))
+        elif smallest is not None:
+            lacking.append(smallest)
+    fitting.sort(key=lambda one: -one.images_per_s[1])
+    return fitting, [_no_memory(gpus, lacking)] if lacking else []
+
+
+def distinct(fitting: Sequence[Planned]) -> list[Planned]:
+    """Return the options, sorted by speed, without those that change more than a faster one of the same stage."""
+    kept: list[Planned] = []
+    for one in fitting:
+        if not any(_changes(other.option) <= _changes(one.option) for other in kept if _same_stage(other, one)):
+            kept.append(one)
+    return kept
+
+
+def _same_stage(one: Planned, other: Planned) -> bool:
+    return one.option.stage == other.option.stage
+
+
+def _changes(option: Option) -> set[str]:
+    return {name for name, has in (("recompute", option.recompute), ("8-bit", option.optimizer != "adamw")) if has}
+
+
+def _unsuited(config: RunConfig, gpus: Gpus) -> str | None:
+    """Return why no option can run on these GPUs."""
+    rates, precision = gpus.kind.rates, config.performance.precision
+    if _dtype(config) not in rates:
+        return f"has no {_dtype(config)}, has {', '.join(rates)}; change --performance.precision {precision}"
+    micro = config.batch.micro if isinstance(config.batch.micro, int) else 1
+    if config.batch.samples % (gpus.count * micro):
+        return f"--batch.samples {config.batch.samples} is not divisible by {gpus.count} ranks x {micro} samples"
+    return None
+
+
+def _dtype(config: RunConfig) -> str:
+    precision = config.performance.precision
+    return "tf32" if precision == "fp32" and config.performance.allow_tf32 else precision
+
+
+def _choices(config: RunConfig, launch: Launch, gpus: Gpus) -> Iterator[tuple[int, bool, str]]:
+    """Yield ZeRO stage, recomputation and optimizer, the least change first."""
+    if launch.deepspeed is not None:
+        stages = [deepspeed_config.zero_stage(launch.deepspeed)]
+    else:
+        stages = [0, 1, 2, 3] if gpus.count > 1 else [0]
+    if config.performance.precision == "fp16":  # DeepSpeed does not scale the loss at stage 0
+        stages = [stage for stage in stages if stage] or [1]
+    again = [True] if config.performance.recompute else [False, True]
+    optimizers = ["adamw", "adamw8bit"] if config.optim.name == "adamw" else [config.optim.name]
+    yield from product(stages, again, optimizers)
+
+
+def _micro_batches(config: RunConfig, ranks: int) -> Sequence[int]:
+    """Return the micro-batches that are possible, largest first."""
+    if isinstance(config.batch.micro, int):
+        return [config.batch.micro]
+    share = config.batch.samples // ranks
+    return [size for size in range(share, 0, -1) if share % size == 0]
+
+
+def json_of(stage: int, launch: Launch) -> deepspeed_config.DsConfig:
+    """Return the DeepSpeed JSON of an option: that of the command line, or the repository's file of the stage."""
+    if launch.deepspeed is not None:
+        return launch.deepspeed
+    return OF_STAGE[stage]
+
+
+def _planned(config: RunConfig, launch: Launch, network: Network, basis: Basis, option: Option) -> Planned:
+    config = replace(
+        config,
+        batch=replace(config.batch, micro=option.micro),
+        optim=replace(config.optim, name=option.optimizer),  # type: ignore[arg-type]
+        performance=replace(config.performance, recompute=option.recompute),
+    )
+    setup = setup_for(config, json_of(option.stage, launch), network, option.gpus.count)
+    output, validation = config.output, config.validation
+    held = memory(
+        setup,
+        network.passes[option.recompute],
+        accumulates=config.batch.accumulation(option.gpus.count) > 1,
+        bucket=Zero.of(json_of(option.stage, launch)).reduce_bucket,
+        validates=bool(validation.data),
+        draws=bool(output.sample_every) and not config.model.text_conditional,
+    )
+    return Planned(option=option, config=config, memory=held, time=None, basis=basis)
+
+
+def setup_for(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network, ranks: int) -> Setup:
+    """Return what decides the memory of a rank."""
+    resolved = deepspeed_config.resolve(raw, config, ranks)
+    stage = deepspeed_config.zero_stage(resolved)
+    return setup_of(
+        config,
+        resolved,
+        ranks,
+        flat=stage == 0 and config.optim.name in _FLAT and config.performance.engine != "deepspeed",
+        trained=network.trained,
+        frozen_bytes=network.frozen_bytes,
+        buffer_bytes=network.buffer_bytes,
+    )
+
+
+def _timed(planned: Planned, launch: Launch, network: Network, basis: Basis) -> Planned:
+    work = work_of(planned.config, json_of(planned.option.stage, launch), network, planned.option.gpus.count)
+    return replace(planned, time=basis.step_time(work, planned.option.gpus))
+
+
+def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network, ranks: int) -> Work:
+    """Return the work of a rank in a step.
+
+    Raises:
+        ConfigError: the DeepSpeed JSON offloads to the host, whose time is not modelled.
+    """
+    zero = Zero.of(raw)
+    if zero.offload:
+        raise ConfigError("the DeepSpeed JSON offloads the optimizer, whose time on the host plan does not predict")
+    performance = config.performance
+    accumulation = config.batch.accumulation(ranks)
+    several = ranks * accumulation > 1
+    return Work(
+        traced=network.passes[performance.recompute],
+        fused=compiles(config, torch.device("cuda")) and performance.device != "cpu",
+        dtype=_dtype(config),
+        micro=config.batch.per_rank(ranks),
+        accumulation=accumulation,
+        zero=zero,
+        parameters=network.parameters,
+        width=width_of(performance.precision),
+        sums=width_of(performance.sums if several else performance.precision),
+        is_8bit=config.optim.name != "adamw",
+        recompute=performance.recompute,
+    )
+
+
+def _no_memory(gpus: Gpus, lacking: Iterable[Planned]) -> Refused:
+    found = sorted(lacking, key=lambda one: one.memory.peak)
+    least = found[0]
+    option = least.option
+    return Refused(
+        gpus,
+        f"need more than the {least.room / 2**30:.1f} GiB of a rank, at least {least.memory.peak / 2**30:.1f} GiB "
+        f"(ZeRO-{option.stage}, micro-batch {option.micro}, {option.optimizer}"
+        f"{', recomputed' if option.recompute else ''})",
+        len(found),
+    )

@@ -1,0 +1,66 @@
+"""Picture of the memory of a rank: one stacked bar per option, and what the GPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastdiff.errors import ConfigError
+from fastdiff.planning.options import Planned
+
+_CLASSES = {
+    "weights": "#2b6cb0",
+    "masters": "#63b3ed",
+    "gradients": "#2f855a",
+    "moments": "#9ae6b4",
+    "averages": "#b794f4",
+    "buffers": "#718096",
+    "activations": "#dd6b20",
+    "workspace": "#f6ad55",
+    "update, save or validation": "#cbd5e0",
+}
+
+
+def parts(planned: Planned) -> dict[str, float]:
+    """Return the GiB of each class; they add up to the peak."""
+    memory = planned.memory
+    found = {name: getattr(memory, name) for name in _CLASSES if hasattr(memory, name)}
+    found["update, save or validation"] = memory.peak - sum(found.values())
+    return {name: max(size, 0.0) / 2**30 for name, size in found.items()}
+
+
+def draw(path: Path, best: Sequence[Planned]) -> None:
+    """Write the picture.
+
+    Raises:
+        ConfigError: there is nothing to draw, or no matplotlib.
+    """
+    if not best:
+        raise ConfigError(f"--picture {path}: no option fits, so there is nothing to draw")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(f"--picture {path} needs matplotlib: pip install 'fastdiff[bench]'") from None
+    figure = Figure(figsize=(9, 1.4 + 0.42 * len(best)), layout="constrained")
+    axes = figure.subplots()
+    lefts = [0.0] * len(best)
+    for name, colour in _CLASSES.items():
+        sizes = [parts(planned)[name] for planned in best]
+        axes.barh(range(len(best)), sizes, left=lefts, color=colour, label=name, height=0.65)
+        lefts = [left + size for left, size in zip(lefts, sizes, strict=True)]
+    for row, planned in enumerate(best):
+        axes.plot([planned.room / 2**30] * 2, [row - 0.42, row + 0.42], color="black", linewidth=2)
+    axes.plot([], [], color="black", linewidth=2, label="room of a rank")
+    axes.set_yticks(range(len(best)), [_label(planned) for planned in best])
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB of a rank at the peak of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _label(planned: Planned) -> str:
+    option = planned.option
+    again = ", recomputed" if option.recompute else ""
+    moments = "" if option.optimizer == "adamw" else ", 8-bit moments"
+    return f"{option.gpus.name}, ZeRO-{option.stage}, {option.micro} samples{again}{moments}"

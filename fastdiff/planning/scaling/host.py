@@ -1,0 +1,41 @@
+"""Time of the host in a step: nearly a fixed part and one per parameter tensor, which has its hooks and its kernels.
+
+A step cannot be faster than the processor that launches its kernels and runs DeepSpeed's hooks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SPEEDS = (1.4, 1.7, 2.0)
+"""How many times faster a processor beside a GPU is than that of ``HOSTS``: high, middle and low estimate of its time.
+Assumed; nothing was measured. A step measured on a GPU bounds it from below (``bench.scaling.projection``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Host time of a step at one ZeRO stage."""
+
+    fixed: float
+    """Seconds."""
+    per_tensor: float
+    """Seconds per trained parameter tensor."""
+
+    def seconds(self, tensors: int, speed: float = 1.0) -> float:
+        """Return the seconds of a step.
+
+        Args:
+            tensors: trained parameter tensors of the network.
+            speed: how many times faster the processor is than the measured one.
+        """
+        return (self.fixed + tensors * self.per_tensor) / speed
+
+
+HOSTS = {
+    0: Host(7.363e-3, 0.4403e-3),
+    1: Host(6.029e-3, 0.5309e-3),
+    2: Host(11.384e-3, 0.4568e-3),
+    3: Host(27.836e-3, 0.6459e-3),
+}
+"""By ZeRO stage, with eager blocks on a two-core AMD EPYC: ``bench/results/cpu-2-cores/2026-11-23_host``. An upper
+bound: compiled blocks launch less, and the record is older than the flat engine and the shortened steps."""

@@ -1,0 +1,144 @@
+"""The plan in words and numbers: a table of the best options, why others fall out, and the command that starts one."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fastdiff.config.launch_options import Launch
+from fastdiff.planning.options import FILES, Planned, Refused
+
+_HEAD = ("GPUs", "ZeRO", "micro", "recompute", "moments", "GiB of a rank", "images/s", "low-high", "days", "kWh")
+_IDLE = 0.75
+"""Share of the board's power that a training draws. Assumed."""
+
+
+def watts(planned: Planned) -> float:
+    """Return the power of all GPUs, without their hosts."""
+    return _IDLE * planned.option.gpus.count * planned.option.gpus.kind.watts
+
+
+def figures(planned: Planned, samples: int, price: float | None) -> dict[str, Any]:
+    """Return an option as plain numbers, in GiB, samples per second, days, kWh and the currency of the price."""
+    option, hours = planned.option, planned.hours(samples)
+    low, middle, high = planned.images_per_s
+    assert planned.time is not None
+    found: dict[str, Any] = {
+        "gpus": option.gpus.name,
+        "ranks": option.gpus.count,
+        "zero_stage": option.stage,
+        "micro": option.micro,
+        "recompute": option.recompute,
+        "optimizer": option.optimizer,
+        "memory_gib": {name: size / 2**30 for name, size in asdict(planned.memory).items()},
+        "peak_gib": planned.memory.peak / 2**30,
+        "room_gib": planned.room / 2**30,
+        "step_s": asdict(planned.time.whole),
+        "images_per_s": {"low": low, "middle": middle, "high": high},
+        "limit": planned.time.limit,
+        "days": dict(zip(("low", "middle", "high"), (hour / 24 for hour in hours), strict=True)),
+        "kwh": watts(planned) * hours[1] / 1000,
+        "basis": planned.basis.words,
+    }
+    if price is not None:
+        found["price"] = price * option.gpus.count * hours[1]
+    return found
+
+
+def rows(best: Iterable[Planned], samples: int, price: float | None) -> Iterator[Sequence[str]]:
+    """Yield the head and a row per option."""
+    yield (*_HEAD, *(["price"] if price is not None else []))
+    for planned in best:
+        one = figures(planned, samples, price)
+        rate, days = one["images_per_s"], one["days"]["middle"]
+        yield (
+            one["gpus"],
+            str(one["zero_stage"]),
+            str(one["micro"]),
+            "yes" if one["recompute"] else "no",
+            "32 bit" if one["optimizer"] == "adamw" else "8 bit",
+            f"{one['peak_gib']:.1f} of {one['room_gib']:.1f}",
+            _round(rate["middle"]),
+            f"{_round(rate['low'])}-{_round(rate['high'])}",
+            f"{days:.1f}" if days < 100 else f"{days:.0f}",
+            _round(one["kwh"]),
+            *([_round(one["price"])] if price is not None else []),
+        )
+
+
+def text(
+    heading: str, best: Sequence[Planned], refused: Sequence[Refused], samples: int, price: float | None, launch: Launch
+) -> Iterator[str]:
+    """Yield the lines of a plan.
+
+    Args:
+        heading: the run in words.
+        best: options, the fastest first.
+        refused: why others fall out.
+        samples: of the run.
+        price: per GPU and hour, or None.
+        launch: command line of the run.
+    """
+    yield heading
+    if best:
+        yield ""
+        yield from _aligned(list(rows(best, samples, price)))
+    if refused:
+        yield ""
+        yield "not possible:"
+        for one in refused:
+            options = f"{one.options} options " if one.options > 1 else ""
+            yield f"  {one.gpus.name}: {options}{one.reason}"
+    yield ""
+    if not best:
+        yield "no option fits; give more or larger GPUs by --gpus, or a smaller network"
+        return
+    yield "the fastest starts with:"
+    yield f"  {command(best[0], launch)}"
+    bases = dict.fromkeys(planned.basis.words for planned in best)
+    yield f"times rest on {'; '.join(bases)}; a power of {_IDLE:.0%} of the boards' is assumed"
+
+
+def command(planned: Planned, launch: Launch) -> str:
+    """Return the command that starts an option."""
+    option = planned.option
+    gpus = option.gpus
+    flags = [*_without_micro(launch.argv), "--batch.micro", str(option.micro)]
+    if launch.deepspeed is None:
+        flags += ["--deepspeed_config", f"deepspeed_configs/{FILES[option.stage]}"]
+    if option.recompute and "--performance.recompute" not in flags:
+        flags.append("--performance.recompute")
+    if option.optimizer != "adamw" and option.optimizer not in flags:
+        flags += ["--optim.name", option.optimizer]
+    if gpus.nodes == 1:
+        start = ["fastdiff", "launch", "local", "--ranks", str(gpus.count)]
+    else:
+        start = ["fastdiff", "launch", "slurm", "--nodes", str(gpus.nodes), "--ranks-per-node", str(gpus.per_node)]
+        start += ["--sbatch", f"gpus-per-node={gpus.per_node}"]
+    return shlex.join([*start, "--", *flags])
+
+
+def _without_micro(argv: Sequence[str]) -> list[str]:
+    """Return the flags of a run without its micro-batch."""
+    kept: list[str] = []
+    skips = False
+    for argument in argv:
+        if skips:
+            skips = False
+        elif argument == "--batch.micro":
+            skips = True
+        elif not argument.startswith("--batch.micro="):
+            kept.append(argument)
+    return kept
+
+
+def _round(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])

@@ -1,0 +1,141 @@
+"""Memory that a plan predicts against the memory that real ranks need: within a tenth.
+
+A CPU has the classes of a GPU, with the copies of a save and the temporaries of an update beside them. The peak is
+that of the resident memory, above a run of a tiny network in the same process, which has loaded every library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.measure import synthetic
+from fastdiff.config.data import DataConfig
+from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.sections.output import OutputConfig
+from fastdiff.config.sections.performance import PerformanceConfig
+from fastdiff.parallel.world import World
+from fastdiff.planning.memory import Memory, memory
+from fastdiff.planning.network import read_network
+from fastdiff.planning.options import setup_for
+from fastdiff.train import train
+from tests.support.forked import forked_ranks, values
+from tests.support.runs import launch
+
+DIT = DiTConfig(depth=6, hidden=384, heads=6, channels=4, size=16, classes=10)
+UNET = UNetConfig(
+    size=16, block_out_channels=(96, 192, 384), attention_heads=(2, 4, 8), transformer_layers=(1, 1, 0),
+    layers_per_block=1, cross_attention_dim=128,
+)  # fmt: skip
+ADM = AdmConfig(size=32, width=96, channel_mult=(1, 2, 4), res_blocks=1, attention_resolutions=(8,), classes=10)
+TINY: dict[str, ModelConfig] = {
+    "dit": replace(DIT, depth=1, hidden=48),
+    "unet": replace(UNET, block_out_channels=(32, 32, 32)),
+    "adm": replace(ADM, width=32),
+}
+MICRO = 16
+_MMAP_THRESHOLD = -3
+
+
+@dataclass(frozen=True)
+class Case:
+    model: ModelConfig
+    stage: int
+    ranks: int
+    precision: str
+    optimizer: str
+    recompute: bool = False
+    accumulation: int = 1
+
+    @property
+    def name(self) -> str:
+        again = ", recomputed" if self.recompute else ""
+        return f"{self.model.kind}, ZeRO-{self.stage}, {self.ranks} ranks, {self.precision}, {self.optimizer}{again}"
+
+    def config(self, data: Path, folder: Path) -> RunConfig:
+        samples = MICRO * self.ranks * self.accumulation
+        return RunConfig(
+            samples=2 * samples,
+            model=self.model,
+            data=DataConfig(path=str(data), loader="prefetch"),
+            batch=BatchConfig(samples=samples, micro=MICRO),
+            optim=OptimConfig(name=self.optimizer),  # type: ignore[arg-type]
+            ema=EmaConfig(rates=(0.9,)),
+            performance=PerformanceConfig(
+                device="cpu",
+                precision=self.precision,  # type: ignore[arg-type]
+                recompute=self.recompute,
+            ),
+            output=OutputConfig(folder=str(folder), checkpoint_every=0, sample_every=0),
+        )
+
+
+OFTEN = (
+    Case(DIT, 0, 1, "fp32", "adamw"),
+    Case(DIT, 2, 2, "fp32", "adamw", recompute=True),
+    Case(UNET, 3, 2, "fp32", "adamw"),
+)
+CASES = (
+    *OFTEN,
+    Case(DIT, 0, 2, "bf16", "adamw8bit", accumulation=2),
+    Case(DIT, 1, 2, "bf16", "adamw"),
+    Case(DIT, 3, 2, "bf16", "adamw8bit", accumulation=2),
+    Case(UNET, 0, 1, "fp32", "adamw8bit", recompute=True),
+    Case(UNET, 1, 1, "fp32", "adamw", accumulation=2),
+    Case(UNET, 2, 2, "fp32", "adamw8bit"),
+    Case(ADM, 0, 2, "fp32", "adamw"),
+    Case(ADM, 1, 2, "fp32", "adamw8bit", recompute=True),
+    Case(ADM, 3, 1, "bf16", "adamw"),
+)
+
+
+def predicted(case: Case) -> Memory:
+    config = case.config(Path("data"), Path("run"))
+    network = read_network(config, torch.device("cpu"), (case.recompute,))
+    start = launch(case.stage).deepspeed
+    assert start is not None
+    setup = setup_for(config, start, network, case.ranks)
+    return memory(setup, network.passes[case.recompute], accumulates=case.accumulation > 1, on_cpu=True)
+
+
+def resident(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def peak(world: World, config: RunConfig, stage: int) -> int:
+    """Return the peak of a run in bytes above what the process has after a tiny one."""
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)  # what is freed goes back to the system at once
+    folder = config.output.folder
+    output = replace(config.output, folder=f"{folder}-tiny")
+    train(replace(config, model=TINY[config.model.kind], output=output), launch(stage), world)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
+    before = resident("VmRSS")
+    train(config, launch(stage), world)
+    return resident("VmHWM") - before
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case in OFTEN else pytest.mark.nightly) for case in CASES],
+)
+def test_predicted_memory_is_measured(case: Case, tmp_path: Path) -> None:
+    data = synthetic.write(tmp_path / "data", case.model, 64)
+    measured = max(values(forked_ranks(peak, case.config(data, tmp_path / "run"), case.stage, ranks=case.ranks)))
+    found = predicted(case)
+    assert found.peak / measured == pytest.approx(1, abs=0.1), f"{measured / 2**20:.0f} MiB measured, {found}"

@@ -1,0 +1,138 @@
+"""``fastdiff plan``: what it prints, that it allocates nothing, and bad input."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from fastdiff.cli.main import main
+from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.command_line import parse
+from fastdiff.planning import gpus
+from fastdiff.planning.options import FILES, OF_STAGE
+from tests.planning.test_memory import resident
+from tests.support.processes import ROOT
+
+DIT = ("--preset", "dit-xl-2-256")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    assert main(["plan", *argv]) == code
+    found = capsys.readouterr()
+    return found.out if code == 0 else found.err
+
+
+def test_the_table_says_what_fits_why_others_fall_out_and_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    said = plan(capsys, *DIT, "--gpus", "8xH100", "1xT4", "8xV100", "--price", "2.5", "--seed", "3")
+    lines = said.splitlines()
+    assert "674.8 M parameters, bf16, 102,400,000 samples in 400,000 steps of 256" in lines[0]
+    assert lines[2].split()[-1] == "price"
+    assert lines[3].startswith("8xH100")
+    assert "1xT4: has no bf16, has fp32, fp16; change --performance.precision bf16" in said
+    assert "8xV100: has no bf16" in said
+    start = shlex.split(next(line for line in lines if line.startswith("  fastdiff launch")))
+    assert start[:6] == ["fastdiff", "launch", "local", "--ranks", "8", "--"]
+    launch, config = parse([*start[6:-2], "--deepspeed_config", str(ROOT / start[-1])])
+    assert (config.seed, config.batch.micro) == (3, 32)
+    deepspeed_config.resolve(launch.deepspeed, config, 8)
+
+
+def test_json_has_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(plan(capsys, "--preset", "digits", "--gpus", "2x8xH100", "--json"))
+    first = found["options"][0]
+    assert (first["gpus"], first["ranks"]) == ("2x8xH100", 16)
+    assert "launch slurm --nodes 2 --ranks-per-node 8 --sbatch gpus-per-node=8 -- --preset digits" in found["command"]
+    assert "price" not in first
+    for name in ("images_per_s", "step_s", "days"):
+        low, middle, high = first[name].values()
+        assert low <= middle <= high
+    parts = first["memory_gib"]
+    held = sum(parts[name] for name in ("weights", "masters", "moments", "averages", "gradients", "buffers"))
+    assert held < first["peak_gib"] < first["room_gib"]
+
+
+def test_nothing_is_allocated(capsys: pytest.CaptureFixture[str]) -> None:
+    """The network has 2.7 GB of weights, a micro-batch of 32 some 9 GB of activations."""
+    plan(capsys, "--preset", "digits", "--gpus", "1xH100")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    plan(capsys, *DIT, "--gpus", "8xH100")
+    assert resident("VmHWM") - before < 300e6
+
+
+def test_what_the_command_line_fixes_is_not_varied(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "zero2.json"
+    file.write_text(json.dumps(OF_STAGE[2]))
+    fixed = ("--batch.micro", "4", "--deepspeed_config", str(file), "--performance.recompute")
+    found = json.loads(plan(capsys, *DIT, *fixed, "--gpus", "8xH100", "--json"))
+    assert {(o["zero_stage"], o["micro"], o["recompute"]) for o in found["options"]} == {(2, 4, True)}
+    assert found["command"].endswith(f"--deepspeed_config {file} --performance.recompute --batch.micro 4")
+
+
+def test_a_gpu_that_is_too_small_is_said_to_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "gpus.toml"
+    file.write_text(
+        'gpu = [{names = ["tiny"], memory_gib = 4, bandwidth = 100, tflops = {bf16 = 10}, link = 8, per_node = 2, '
+        'network = 1, watts = 50, source = "none"}]'
+    )
+    said = plan(capsys, *DIT, "--gpus", "2xtiny", "--gpu-file", str(file))
+    assert "2xtiny: 16 options need more than the 1.0 GiB of a rank, at least " in said
+    assert "no option fits" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--gpus", "8xH10O"), "--gpus 8xH10O: no GPU is called H10O; did you mean H100"),
+        (("--gpus", "0xH100"), "0 GPUs, expected from 1 to"),
+        (("--gpus", "12xH100"), "12 fill no whole nodes of 8; write NODESxGPUSxH100, for example 2x8xH100"),
+        (("--gpu-file", "/nowhere.toml"), "--gpu-file /nowhere.toml: not a readable file"),
+        (("--from", "/nowhere"), "--from /nowhere: FileNotFoundError"),
+    ],
+)
+def test_bad_input_is_explained(given: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in plan(capsys, "--preset", "digits", *given, code=2)
+
+
+def test_a_wrong_entry_of_a_file_is_explained(tmp_path: Path) -> None:
+    for text, message in (
+        ("", "no \\[\\[gpu\\]\\]"),
+        ("[[gpu]]\nnames=['x']", "lacks bandwidth"),
+        ("[[gpu", "not TOML"),
+    ):
+        (tmp_path / "gpus.toml").write_text(text)
+        with pytest.raises(gpus.ConfigError, match=message):
+            gpus.read(tmp_path / "gpus.toml")
+
+
+def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(capsys, "--preset", "digits", "--gpus", "1xH100", "2x4090", "--picture", str(tmp_path / "memory.png"))
+    with Image.open(tmp_path / "memory.png") as found:
+        assert min(found.size) > 200
+
+
+def test_the_table_of_gpus_is_sound() -> None:
+    names = [part.lower() for gpu in gpus.known() for part in gpu.names]
+    assert len(names) == len(set(names))
+    for gpu in gpus.known():
+        assert gpu.source
+        assert gpus.of_device(f"NVIDIA {gpu.names[-1]}") is gpu
+    for reported, name in (
+        ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA L40S", "L40S"),
+        ("Tesla V100-SXM2-16GB", "V100-16"), ("NVIDIA L4", "L4"),
+    ):  # fmt: skip
+        found = gpus.of_device(reported)
+        assert found is not None
+        assert found.name == name
+    assert gpus.of_device("cpu") is None
+
+
+def test_stages_are_those_of_the_files() -> None:
+    for stage, name in FILES.items():
+        read = deepspeed_config.read(str(ROOT / "deepspeed_configs" / name))
+        assert OF_STAGE[stage]["zero_optimization"] == read["zero_optimization"], name

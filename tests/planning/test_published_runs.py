@@ -1,0 +1,92 @@
+"""Published trainings: the plan is within 30 % of what their authors report, with one set of assumed efficiencies.
+
+They are eager PyTorch without fastdiff's kernels, so they are planned with ``--performance.compile False`` and
+``--performance.kernels reference``. Each states its own micro-batch or leaves it to the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fastdiff.config.command_line import parse
+from fastdiff.planning import gpus
+from fastdiff.planning.calibration import ASSUMED
+from fastdiff.planning.network import read_network
+from fastdiff.planning.options import Planned, options
+
+EAGER = ("--performance.compile", "False", "--performance.kernels", "reference")
+
+
+@dataclass(frozen=True)
+class Published:
+    name: str
+    source: str
+    gpus: str
+    flags: tuple[str, ...]
+    images_per_s: float
+
+
+CASES = (
+    Published(
+        "DiT-XL/2 at 256 px on four RTX 3090: 7 M steps of 256 in 81 days",
+        "a report on the published training code of DiT",
+        "4x3090",
+        ("--preset", "dit-xl-2-256", "--samples", str(7_000_000 * 256)),
+        7_000_000 * 256 / (81 * 86400),
+    ),
+    Published(
+        "DiT-XL/2 at 256 px on one A100, recomputed, mixed precision, encoded before: 0.84 steps of 128 per second",
+        "https://github.com/chuanyangjin/fast-DiT#improved-training-performance",
+        "A100",
+        ("--preset", "dit-xl-2-256", "--performance.recompute", "--batch.samples", "128"),
+        0.84 * 128,
+    ),
+    Published(
+        "DiT-XL/2 at 256 px on eight A100 in fp32, images encoded under way: 0.51 steps of 256 per second",
+        "https://github.com/facebookresearch/DiT/issues/22",
+        "8xA100",
+        ("--preset", "dit-xl-2-256", "--performance.precision", "fp32"),
+        0.51 * 256,
+    ),
+    Published(
+        "Stable Diffusion 2 at 512 px on eight A100, encoded before: 290 images per second",
+        "https://github.com/mosaicml/diffusion#how-many-gpus-do-i-need",
+        "8xA100",
+        ("--preset", "sd2-512"),
+        290,
+    ),
+    Published(
+        "Stable Diffusion 2 at 512 px on 128 A100, encoded before: 4,590 images per second",
+        "https://github.com/mosaicml/diffusion#how-many-gpus-do-i-need",
+        "128xA100",
+        ("--preset", "sd2-512"),
+        4590,
+    ),
+    Published(
+        "Stable Diffusion 2 at 256 px on eight A100, encoded before: 1,100 images per second",
+        "https://github.com/mosaicml/diffusion#how-many-gpus-do-i-need",
+        "8xA100",
+        ("--preset", "sd2-512", "--model.size", "32"),
+        1100,
+    ),
+)
+
+
+def fastest(case: Published) -> Planned:
+    launch, config = parse([*case.flags, *EAGER])
+    again = (True,) if config.performance.recompute else (False,)
+    network = read_network(config, torch.device("cuda"), (False, True) if again == (False,) else again)
+    fitting, refused = options(config, launch, network, gpus.parse(case.gpus, gpus.known()), ASSUMED)
+    assert fitting, refused
+    return fitting[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_published_training_is_predicted(case: Published) -> None:
+    low, middle, high = fastest(case).images_per_s
+    assert low < middle < high
+    seconds, reported = 1 / middle, 1 / case.images_per_s
+    assert abs(seconds / reported - 1) <= 0.3
