@@ -167,7 +167,7 @@ def test_it_is_captured_anew_for_a_smaller_micro_batch(
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (Batch(torch.zeros(1, 1, 8, 8), torch.zeros(4), {}), r"tensor \[1, 1, 8, 8\] .*, expected \[4, 1, 8, 8\] "),
+        (Batch(torch.zeros(1, 1, 8, 8), torch.zeros(4), {}), r"tensor \[1, 1, 8, 8\] .*, expected \[4, 1, 8, 8\] .* "),
         (Batch(torch.zeros(4, 1, 8, 8).half(), torch.zeros(4), {}), r"torch\.float16, expected .* torch\.float32 "),
     ],
 )
