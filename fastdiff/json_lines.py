@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ def read_records(path: Path) -> list[Record]:
         OSError: the file cannot be read.
     """
     return _records(path.read_bytes()) if path.exists() else []
+
+
+def each_record(path: Path) -> Iterator[Record]:
+    """Yield the records of a file as ``read_records``, with one line in memory at a time.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if path.exists():
+        with path.open("rb") as file:
+            yield from (record for line in file if (record := _record(line)) is not None)
 
 
 def drop_records_after(path: Path, step: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fastdiff.errors import ConfigError
-from fastdiff.json_lines import Record, read_records
+from fastdiff.json_lines import Record, each_record
 from fastdiff.ledger.records import FILE
 
 Class = Literal[
@@ -23,6 +23,8 @@ _CLASS_OF: dict[str, Class] = {
     "save": "save", "rewind": "step lost", "stop": "stop",
 }  # fmt: skip
 """Class of each account of the trainer but ``step``."""
+_UNAVAILABLE, _SIGNALLED = 69, 128
+"""Exit code after a hang, or a node that was lost; least exit code after a signal."""
 
 
 @dataclass(slots=True)
@@ -30,7 +32,7 @@ class Start:
     """One start of the run: a process per rank, from its begin to the last that is known of it."""
 
     began: float
-    """Wall-clock time in seconds since 1970."""
+    """Wall-clock time in seconds since 1970; of a Slurm job, from which on its nodes are held."""
     nodes: Sequence[str]
     """Host of each rank."""
     samples: int
@@ -84,7 +86,7 @@ class Sums:
 
     @property
     def steps_kept(self) -> int:
-        """Steps whose effect is in the weights of the last record."""
+        """Steps that were neither taken again nor undone, including those that were skipped."""
         return sum(start.steps_kept for start in self.starts)
 
     @property
@@ -122,7 +124,7 @@ def read_ledger(run: Path) -> Sums:
         OSError: it cannot be read.
     """
     reading = _Reading()
-    for record in read_records(run / FILE):
+    for record in each_record(run / FILE):
         reading.take(record)
     if not reading.starts:
         raise ConfigError(f"{run}: no {FILE} with a start; earlier versions wrote none: it begins with the next start")
@@ -151,7 +153,10 @@ class _Reading:
         self._step = 0
 
     def take(self, record: Record) -> None:
-        """Take the next record; one that lacks a field, as after a fault of the disk, is left out."""
+        """Take the next record; one that lacks a field, as after a fault of the disk, is left out.
+
+        Each kind is read whole before it changes a sum, so that one that is left out has left nothing behind.
+        """
         event = record.get("event")
         take = {
             "start": self._take_start,
@@ -173,16 +178,18 @@ class _Reading:
 
     def _take_start(self, record: _Fields) -> None:
         began, samples = record.number("began"), int(record.number("samples"))
-        job = [record.optional(name) for name in ("submitted", "job_start")]
+        submitted, job_start = (record.optional(name) for name in ("submitted", "job_start"))
+        held = began if job_start is None else min(job_start, began)
         nodes = [str(node) for node in record.of("nodes", list)]
         if self.starts:
             if not self.starts[-1].outcome and "logged" in record:
                 step, at = record.of("logged", list)
                 self._take_last_line(int(step), min(float(at), began))
-            self._fill_between(began, *job)
+            self._fill_between(held, submitted)
             self.starts[-1].outcome = self.starts[-1].outcome or "killed"
-        self._cursor = max(began, self._cursor)
+        self._cursor = max(held, self._cursor)
         self.starts.append(Start(self._cursor, nodes, samples, ended=self._cursor))
+        self._spend("start", began)
 
     def _take_last_line(self, step: int, at: float) -> None:
         """Add the steps that a killed trainer logged after its last record here."""
@@ -190,12 +197,11 @@ class _Reading:
             self._add_steps(step, at - self._cursor)
             self._move_to(at)
 
-    def _fill_between(self, began: float, submitted: float | None, job_start: float | None) -> None:
-        """Classify the time since the last record: stop (after a kill: unknown), queue, start of the job."""
-        job_start = began if job_start is None else min(job_start, began)
-        submitted = job_start if submitted is None else min(submitted, job_start)
+    def _fill_between(self, held: float, submitted: float | None) -> None:
+        """Classify the time from the last record until nodes are held again: stop (after a kill: unknown), queue."""
+        submitted = held if submitted is None else min(submitted, held)
         before: Class = "stop" if self.starts[-1].outcome else "unknown"
-        spans: list[tuple[Class, float]] = [(before, submitted), ("queue", job_start), ("start", began)]
+        spans: list[tuple[Class, float]] = [(before, submitted), ("queue", held)]
         for name, until in spans:
             self._between[name] += max(0.0, until - self._cursor)
             self._cursor = max(self._cursor, until)
@@ -205,14 +211,17 @@ class _Reading:
         self._step = self.starts[-1].resumed = record.step
 
     def _take_rewind(self, record: _Fields) -> None:
-        self._lose_after(int(record.number("to")))
-        self._step = record.step
+        to, step = int(record.number("to")), record.step
+        self._lose_after(to)
+        self._step = step
 
     def _take_time(self, record: _Fields) -> None:
         start, began, ended = self.starts[-1], record.number("from"), record.number("at")
         spent = {name: record.inner("seconds").number(name) for name in record.of("seconds", dict)}
         if min(spent.values(), default=0.0) < 0:
             raise ValueError("seconds")
+        step, watts = record.step, record.optional("watts")
+        slowest = _slowest(record, start)
         self._spend("unknown", began)  # until then: a damaged line
         # What is left of the record: its own seconds are rounded, and a clock that is set back between two starts lets
         # them overlap. No second counts twice.
@@ -220,35 +229,35 @@ class _Reading:
         for name, seconds in spent.items():
             seconds *= wall_s / told_s if told_s else 0.0
             if name == "step":
-                self._add_steps(record.step, seconds)
+                self._add_steps(step, seconds)
             else:
                 start.seconds[_CLASS_OF.get(name, "unknown")] += seconds
         if not told_s:
             self._spend("unknown", ended)
         self._move_to(ended)
-        if "slowest" in record:
-            slowest = record.inner("slowest")
-            rank, late_s, others_s = (slowest.number(name) for name in ("rank", "late_s", "others_s"))
-            number = range(len(start.nodes))[int(rank)]
-            start.late_s[number] = start.late_s.get(number, 0.0) + late_s
+        if slowest is not None:
+            rank, late_s, others_s = slowest
+            start.late_s[rank] = start.late_s.get(rank, 0.0) + late_s
             start.others_s += others_s
-        if (watts := record.optional("watts")) is not None:
+        if watts is not None:
             start.joules += watts * wall_s
             start.measured_s += wall_s
 
     def _take_end(self, record: _Fields) -> None:
-        start = self.starts[-1]
+        start, at = self.starts[-1], record.number("at")
         if "code" not in record:
             start.outcome = str(record["outcome"])
-        elif not start.outcome:  # killed: the trainer wrote no end
-            self._take_last_beat(record)
-            start.outcome = _in_words(int(record.number("code")))
-        self._spend("stop", record.number("at"))
+            self._spend("stop", at)
+            return
+        code, step, phase, beat = int(record.number("code")), record.step, record["phase"], record.number("beat")
+        if not start.outcome:  # killed: the trainer wrote no end
+            self._take_last_beat(step, phase, beat)
+            start.outcome = _in_words(code)
+        self._spend("unknown" if code == _UNAVAILABLE or code >= _SIGNALLED else "stop", at)
 
-    def _take_last_beat(self, record: _Fields) -> None:
+    def _take_last_beat(self, step: int, phase: object, beat: float) -> None:
         """Classify the time from the last record of a killed trainer to its last heartbeat."""
-        phase, beat = record["phase"], record.number("beat")
-        step = record.step + (phase == "callbacks")  # the step before them has been taken
+        step += phase == "callbacks"  # the step before them has been taken
         seconds = max(0.0, beat - self._cursor)
         if step > self._step:
             self._add_steps(step, seconds)
@@ -321,6 +330,15 @@ class _Fields:
     def optional(self, name: str) -> float | None:
         """Return a number, or None without one."""
         return self.number(name) if name in self else None
+
+
+def _slowest(record: _Fields, start: Start) -> tuple[int, float, float] | None:
+    """Return the slowest rank of a record of the time, its seconds and those of the others; None without one."""
+    if "slowest" not in record:
+        return None
+    slowest = record.inner("slowest")
+    rank, late_s, others_s = (slowest.number(name) for name in ("rank", "late_s", "others_s"))
+    return range(len(start.nodes))[int(rank)], late_s, others_s
 
 
 def _in_words(code: int) -> str:

@@ -18,7 +18,9 @@ from fastdiff.json_lines import JsonLines, Record
 from fastdiff.ledger.records import JOB_START, STARTED, SUBMITTED, Account
 
 _EVERY_S = 5.0
-"""Seconds between records of the time, which are written after a step."""
+"""Least seconds between records of the time, which are written after a step."""
+_EVERY_SHARE = 1e-3
+"""Time between these records as a share of the time since the start: months make thousands of records, not millions."""
 
 
 class Ledger:
@@ -41,7 +43,7 @@ class Ledger:
         self._offset = time.time() - time.perf_counter()  # so that a clock that is set moves no interval
         began = _number(os.environ.pop(STARTED, "")) or self._now()
         self._account: Account = "start"
-        self._since = self._written = min(began, self._now())
+        self._began = self._since = self._written = min(began, self._now())
         self._seconds: dict[Account, float] = defaultdict(float)
         self._written_s: dict[Account, float] = {}
         self._step = 0
@@ -53,7 +55,7 @@ class Ledger:
             nodes=list(nodes),
             samples=samples,
             submitted=_local_time(os.environ.get(SUBMITTED, "")),
-            job_start=_number(os.environ.get(JOB_START, "")),
+            job_start=_number(os.environ.get(JOB_START, "")) or None,  # 0: not known
             logged=logged,
         )
 
@@ -92,8 +94,9 @@ class Ledger:
         self._step = step
 
     def write_when_due(self) -> None:
-        """Write the time so far, every few seconds."""
-        if self._now() - self._written > _EVERY_S:
+        """Write the time so far, every few seconds; in a long run less often."""
+        now = self._now()
+        if now - self._written > max(_EVERY_S, _EVERY_SHARE * (now - self._began)):
             self._write_time()
 
     def note_ranks(self, own_s: Sequence[float], watts: float | None) -> None:

@@ -22,7 +22,7 @@ class BlockwiseModel(nn.Module):
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = ()
     """Classes of the blocks. Blocks are not nested, and do not draw from a random generator."""
     channels_last: ClassVar[bool] = False
-    """Whether its feature maps are, and the weights of its convolutions may be: an engine that can lays them out so."""
+    """Whether its feature maps are channels_last; an engine may lay out its convolution weights so."""
     config: ModelConfig
     inputs: ClassVar[tuple[str, ...]] = ()
     """Names of the conditions that ``forward`` accepts besides the time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -10,15 +11,19 @@ import torch
 class OwnTime:
     """Seconds from the start of each step to the end of this rank's last forward pass in it.
 
-    Up to there a rank waits for no other, unless ZeRO-3 gathers weights, so that a rank that needs longer keeps the
-    others waiting in the collectives that follow. On a GPU two events in the stream measure it. Their difference is
+    Where a rank waits for no other up to there, the time tells which rank computes more slowly and keeps the others
+    waiting: at ZeRO-0 and 1, by DeepSpeed or flat. ZeRO-2 exchanges gradients in the backward pass of each micro-batch,
+    after which all ranks are even: only what follows the last exchange differs. ZeRO-3 gathers weights in the forward
+    pass: no rank that computes slowly stands out. On a GPU two events in the stream measure it. Their difference is
     read at the start of the next step, when the host has waited for a later event of the stream anyway.
 
     Args:
         device: of this rank.
+        clock: of the host, in seconds.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._events: list[torch.cuda.Event] = []
         if device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -31,13 +36,13 @@ class OwnTime:
         self._count()
         if self._events:
             self._events[0].record()
-        self._began = time.perf_counter()
+        self._began = self._clock()
 
     def mark(self) -> None:
         """Mark an end of own work; the last mark of a step counts."""
         if self._events:
             self._events[1].record()
-        self._ended = time.perf_counter()
+        self._ended = self._clock()
         self._marked = True
 
     def read(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from fastdiff.json_lines import read_records
+from fastdiff.json_lines import JsonLines, read_records
 from fastdiff.ledger.records import open_ledger
 from fastdiff.ledger.writer import Ledger
 from fastdiff.parallel.world import World
@@ -20,14 +20,20 @@ def start_ledger(run: Path, samples: int, world: World) -> Ledger:
         world: the ranks.
     """
     nodes = world.gather(socket.gethostname())
-    if not world.is_first:
-        return Ledger(None, nodes, samples)
-    return Ledger(open_ledger(run), nodes, samples, _last_logged(run / "metrics.jsonl"))
+    lines: JsonLines | None = None
+
+    def open_lines() -> tuple[int, float] | None:
+        nonlocal lines
+        lines = open_ledger(run)
+        return _last_logged(run / "metrics.jsonl")
+
+    logged = world.on_first(open_lines)
+    return Ledger(lines, nodes, samples, logged)
 
 
 def _last_logged(path: Path) -> tuple[int, float] | None:
-    """Return step and time of the last line of the log, before the resume cuts it back; None without one."""
+    """Return step and time of the last line of the log, before the resume cuts it back; None without a whole one."""
     try:
         return int(read_records(path)[-1]["step"]), path.stat().st_mtime
-    except (OSError, IndexError):
+    except (OSError, LookupError, TypeError, ValueError, OverflowError):
         return None

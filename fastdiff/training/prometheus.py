@@ -6,6 +6,7 @@ format is a line per number: the package ``prometheus_client`` would bring a reg
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fastdiff.ledger.records import Account
 from fastdiff.patient_files import WholeFiles
 
 _GAUGES = {
+    "written": ("fastdiff_written_timestamp_seconds", "Time of writing, in seconds since 1970."),
     "step": ("fastdiff_step", "Optimizer steps taken."),
     "samples": ("fastdiff_samples", "Samples seen."),
     "skipped": ("fastdiff_skipped_steps", "Steps without effect on the weights."),
@@ -24,7 +26,7 @@ _GAUGES = {
     "mfu": ("fastdiff_mfu_ratio", "Model FLOPs utilization since the last line of the log."),
     "peak_gib": ("fastdiff_peak_memory_gib", "Largest memory use of rank 0."),
 }
-"""Metric and its help by the name in the log."""
+"""Metric and its help by the name in the log; ``written`` is not in there."""
 _SECONDS = "fastdiff_seconds_total"
 
 
@@ -47,7 +49,7 @@ class PrometheusFile:
             record: line of ``metrics.jsonl``.
             seconds: of this start by account of the ledger.
         """
-        lines = []
+        lines, record = [], {"written": time.time(), **record}
         for name, (metric, text) in _GAUGES.items():
             if record.get(name) is not None:
                 lines += [f"# HELP {metric} {text}", f"# TYPE {metric} gauge"]

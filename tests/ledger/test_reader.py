@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fastdiff.errors import ConfigError
+from fastdiff.ledger import writer
 from fastdiff.ledger.reader import Sums, read_ledger
 from fastdiff.ledger.records import JOB_START, STARTED, SUBMITTED, open_ledger
 from fastdiff.ledger.report import Straggler, costs, nodes, stragglers
@@ -71,7 +73,7 @@ def test_what_a_kill_cost(tmp_path: Path) -> None:
     assert (sums.steps_kept, sums.steps_lost, sums.images_kept) == (75, 15, 75 * 16)
     assert spent(sums) == {
         "start": 11.0, "step kept": 15 * 25 / 30 + 20, "step lost": 15 * 5 / 30 + 8, "save": 4.0,
-        "stop": 2.0 + 20.0 + 1.0,
+        "unknown": 2.0, "stop": 20.0 + 1.0,
     }  # fmt: skip
     assert [(one.resumed, one.steps_kept, one.steps_lost, one.outcome) for one in sums.starts] == [
         (0, 25, 15, "exit code 137"),
@@ -88,7 +90,17 @@ def test_a_step_that_was_interrupted_is_lost_and_callbacks_follow_a_step(tmp_pat
     sums = read(tmp_path, [*head, gone(130, 30, 128, "callbacks")])
     assert (sums.steps_kept, sums.steps_lost) == (31, 0), "the beat has the steps before the one that was taken"
     sums = read(tmp_path, [*head[:2], gone(130, 0, 128, "start")])
-    assert spent(sums) == {"start": 28.0, "stop": 2.0}
+    assert spent(sums) == {"start": 28.0, "unknown": 2.0}
+
+
+def test_the_time_of_a_hang_is_unknown(tmp_path: Path) -> None:
+    hung = gone(1930, 30, 128, "callbacks", code=69)
+    assert spent(read(tmp_path, [*KILLED[:3], hung]))["unknown"] == 1802.0
+    at_the_end = read(tmp_path, [*KILLED[:3], left(121, 30), hung])  # rank 0 had closed the run, others hung
+    assert (spent(at_the_end)["stop"], spent(at_the_end)["unknown"]) == (1.0, 1809.0)
+    assert at_the_end.starts[0].outcome == "done"
+    orderly = read(tmp_path, [*KILLED[:3], left(121, 30), gone(123, 30, 120, "callbacks", code=0)])
+    assert spent(orderly) == {"start": 5.0, "step kept": 15.0, "stop": 3.0}
 
 
 def test_without_a_supervisor_the_log_knows_the_steps_and_the_rest_is_unknown(tmp_path: Path) -> None:
@@ -117,8 +129,12 @@ def test_a_rewind_loses_steps_that_are_not_taken_again(tmp_path: Path) -> None:
 def test_the_queue_of_a_job_is_told_from_its_stop(tmp_path: Path) -> None:
     sums = read(tmp_path, [*KILLED[:4], start(150, submitted=135.0, job_start=146.0)])
     assert spent(sums)["queue"] == 11.0
-    assert spent(sums)["stop"] == 2.0 + 5.0
+    assert (spent(sums)["stop"], spent(sums)["unknown"]) == (5.0, 2.0)
     assert spent(sums)["start"] == 5.0 + 4.0, "the job ran before its supervisor"
+    assert sums.gpu_hours == pytest.approx(2 * (30 + 4) / 3600)
+    first = read(tmp_path, [start(100, submitted=10.0, job_start=90.0), resume(104, 0), time(100, 120, 30, start=5.0)])
+    assert spent(first) == {"start": 15.0, "step kept": 15.0}
+    assert first.gpu_hours == pytest.approx(2 * 30 / 3600), "also of the first start"
     sums = read(tmp_path, [*KILLED[:4], start(150, submitted=100.0, job_start=146.0)])
     assert spent(sums)["queue"] == 16.0, "submitted while the one before ran"
 
@@ -161,6 +177,22 @@ def test_seconds_that_do_not_add_up_are_scaled_to_their_time(tmp_path: Path) -> 
     empty, negative = wrong | {"seconds": {}}, wrong | {"seconds": {"step": -90.0, "save": 110.0}}
     assert spent(read(tmp_path, [start(100), resume(100, 0), empty])) == {"unknown": 20.0}
     assert spent(read(tmp_path, [start(100), resume(100, 0), negative])) == {}
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize("wrong", [{"step": float("nan")}, {"watts": "much"}, {"slowest": {"rank": 2}}])
+def test_a_record_with_one_wrong_field_counts_nothing(tmp_path: Path, wrong: Event) -> None:
+    """Here one whose other fields are read before it or behind it; its time is not counted twice."""
+    damaged = time(120, 140, 60, save=5.0) | wrong
+    sums = read(tmp_path, [start(100), resume(100, 0), time(100, 120, 30), damaged, time(140, 160, 90)])
+    assert spent(sums) == {"step kept": 40.0, "unknown": 20.0}
+
+
+def test_a_rewind_without_its_step_and_an_end_without_its_time_change_nothing(tmp_path: Path) -> None:
+    rewind = {"event": "rewind", "at": 120, "step": float("nan"), "to": 10}
+    end = gone(130, 40, 128, "forward") | {"at": None}
+    sums = read(tmp_path, [*KILLED[:3], rewind, end])
+    assert (sums.steps_kept, sums.steps_lost, sums.starts[0].outcome) == (30, 0, "")
 
 
 def test_no_ledger_is_an_error(tmp_path: Path) -> None:
@@ -207,3 +239,18 @@ def test_the_writer_and_the_reader_agree(tmp_path: Path, monkeypatch: pytest.Mon
     for line in lines:
         if line["event"] == "time":
             assert sum(line["seconds"].values()) == pytest.approx(line["at"] - line["from"], abs=1e-4)
+
+
+def test_records_of_the_time_become_rarer_with_the_age_of_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(writer, "time", SimpleNamespace(perf_counter=lambda: now, time=lambda: 1e9 + now))
+    with Ledger(open_ledger(tmp_path), ["a"], 16) as ledger:
+        for step in range(100_000):  # 3 s each
+            now += 3.0
+            ledger.step_taken(step)
+            ledger.write_when_due()
+    records = (tmp_path / "ledger.jsonl").read_text().splitlines()
+    assert 5_000 / 6 < len(records) < 6_000, "every 6 s at first, every 300 s at the end; not 50,000"
+    assert read_ledger(tmp_path).wall_s == pytest.approx(300_000.0)

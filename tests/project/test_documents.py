@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastdiff.cli.launch import _train_parser
+from fastdiff.cli.machines import plan
 from fastdiff.cli.main import _parser
 from fastdiff.config.command_line import parse
 from fastdiff.config.presets import PRESETS, preset
@@ -139,7 +140,12 @@ def test_training_commands_parse(command: str) -> None:
 
 @pytest.mark.parametrize("command", OTHERS)
 def test_commands_parse(command: str) -> None:
-    assert _parser().parse_args(shlex.split(command)[1:]).run
+    words = shlex.split(command)[1:]
+    if words[0] == plan.NAME:
+        own, flags = plan.split(words[1:])
+        words = [plan.NAME, *own]
+        parse(flags)
+    assert _parser().parse_args(words).run
 
 
 def test_the_table_of_presets_is_that_of_the_presets() -> None:

@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff.config.run import RunConfig
+from fastdiff.models.build import build_model
 from fastdiff.parallel.fragments import Fragment, assemble
 from fastdiff.parallel.world import World
 from fastdiff.train import take_steps, train
 from fastdiff.training.build import build
+from fastdiff.training.engines.buffers import move_into, places_of
 from tests.gpu.cases import ADM, HYBRID
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, newest, tiny
@@ -67,6 +69,18 @@ def test_weights_and_gradients_have_the_layout_of_the_maps(
     assert len(sums.strides) == 2 * 2 * len(kernels)
     assert all(mine == other for mine, other in sums.strides)
     assert all(torch.equal(weights[name].float(), master.bfloat16().float()) for name, master in masters.items())
+
+
+def test_frozen_weights_have_it_too() -> None:
+    """As below a LoRA."""
+    model = build_model(ADM, seed=0)
+    kernels = [weight for weight in model.parameters() if is_kernel(weight)]
+    before = [weight.clone() for weight in kernels]
+    for weight in kernels:
+        weight.requires_grad_(False)
+    move_into(places_of(model), model, torch.float32, torch.device("cpu"))
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in kernels)
+    assert all(map(torch.equal, kernels, before))
 
 
 def test_its_checkpoints_are_those_of_the_other_engine(world: World, digits: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Passes as a CUDA graph: what a capture forbids is absent, a replay is always the same work, and refusals.
 
-Without a GPU a replay runs the captured section again, operation by operation, on the same static tensors.
-``tests/gpu/test_graphs.py`` captures.
+Without a GPU a replay runs the captured section again, operation by operation, on the same static tensors. Only
+``tests/gpu/test_graphs.py`` captures, and sees what this watch does not: copies from pageable memory of the host, and
+work on other streams.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastdiff.batch import Batch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
@@ -30,6 +32,7 @@ from fastdiff.training.passes import graph
 from fastdiff.training.passes.build import require_capture, require_one_shape
 from tests.gpu.cases import ADM, HYBRID
 from tests.support.dispatch_modes import Replay
+from tests.support.injected.lack_of_memory import Lack, lacking
 from tests.support.inputs import captioned
 from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, newest, records, tiny
 from tests.training.test_divergence import in_step, marred
@@ -64,6 +67,9 @@ class Watched:
                 return section()
 
         return replay
+
+    def warm_up(self, section: Callable[[], Tensor]) -> Tensor:
+        return section()
 
 
 @pytest.fixture
@@ -141,6 +147,37 @@ def test_a_run_resumes_with_and_without_it(world: World, digits: Path, tmp_path:
     assert len(watched.replays) == 4
     assert hexes(losses(tmp_path / "parts")) == hexes(losses(tmp_path / "whole"))
     assert newest(tmp_path / "parts").manifest["files"] == newest(tmp_path / "whole").manifest["files"]
+
+
+def test_it_is_captured_anew_for_a_smaller_micro_batch(
+    world: World, digits: Path, tmp_path: Path, watched: Watched
+) -> None:
+    """Out of memory in a replay: losses and checkpoint of a run without a graph that is as short of it, to the bit."""
+    lack = Lack("forward", 0, 2, 1, "blocks.0")
+    for name in ("graph", "eager"):
+        config = with_graph(digits, tmp_path / name, performance__cuda_graph=name == "graph")
+        with lacking(world, lack) as occurred:
+            train(config, launch(0), world)
+        assert occurred == [lack]
+    assert [len(replays) for replays in watched.replays] == [2, 1, 10, 3]
+    assert hexes(losses(tmp_path / "graph")) == hexes(losses(tmp_path / "eager"))
+    assert_same_checkpoint(tmp_path / "graph", tmp_path / "eager")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (Batch(torch.zeros(1, 1, 8, 8), torch.zeros(4), {}), r"tensor \[1, 1, 8, 8\] .*, expected \[4, 1, 8, 8\] .* "),
+        (Batch(torch.zeros(4, 1, 8, 8).half(), torch.zeros(4), {}), r"torch\.float16, expected .* torch\.float32 "),
+    ],
+)
+def test_another_batch_than_the_first_is_refused(watched: Watched, other: Batch, message: str) -> None:
+    """``copy_`` would broadcast or cast it."""
+    none: Any = None
+    passes = graph.GraphPasses(none, none, none, none)
+    passes._load(Batch(torch.zeros(4, 1, 8, 8), torch.zeros(4), {}))
+    with pytest.raises(ConfigError, match=message + "as in the first; leave the flag out"):
+        passes._load(other)
 
 
 class Changed(Watched):

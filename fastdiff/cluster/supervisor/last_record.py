@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from fastdiff.cluster.supervisor.outcome import Outcome
+from fastdiff.console import log
 from fastdiff.ledger.records import open_ledger
 from fastdiff.parallel.heartbeat import beat_path, claimed_run, read_beat
 
@@ -13,10 +14,19 @@ from fastdiff.parallel.heartbeat import beat_path, claimed_run, read_beat
 def note_end(folder: Path, outcome: Outcome) -> None:
     """Record that the ranks are gone, and how far rank 0 had come; nothing if it never owned the run folder.
 
+    Whatever goes wrong is a warning: the outcome stays.
+
     Args:
         folder: of the ranks' beats on this node, the first.
         outcome: of the run.
     """
+    try:
+        _write_end(folder, outcome)
+    except Exception as error:
+        log.warning(f"the ledger of the run lacks its end: {type(error).__name__}: {error}")
+
+
+def _write_end(folder: Path, outcome: Outcome) -> None:
     run, beat = claimed_run(folder), read_beat(beat_path(folder, 0))
     if run is None or beat is None:
         return

@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from fastdiff.models.build import Model
 from fastdiff.parallel.fragments import Flat, Fragment, channels_last
 from fastdiff.parallel.world import World
 
@@ -73,12 +74,13 @@ def _padded(numel: int) -> int:
 
 
 @torch.no_grad()
-def move_into(places: Sequence[Place], model: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[
+def move_into(places: Sequence[Place], model: Model, dtype: torch.dtype, device: torch.device) -> tuple[
     Tensor, Tensor | None
 ]:  # fmt: skip
     """Move a network to the device; its trained parameters become views of a flat buffer of ``dtype``.
 
-    Frozen parameters are cast to ``dtype``; buffers stay in theirs.
+    Frozen parameters are cast to ``dtype``; those of convolutions of channels_last maps get that order, too. Buffers stay
+    as they are.
 
     Returns:
         The fp32 weights before rounding ``[N]``, and their copy in ``dtype`` ``[N]``; None if the parameters are views
@@ -94,7 +96,8 @@ def move_into(places: Sequence[Place], model: nn.Module, dtype: torch.dtype, dev
         place.parameter.data = working
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.to(device, dtype)
+            order = torch.channels_last if model.channels_last and _is_kernel(parameter) else torch.preserve_format
+            parameter.data = parameter.to(device, dtype, memory_format=order)
     model.to(device)
     return master, copy
 

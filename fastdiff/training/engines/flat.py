@@ -131,8 +131,8 @@ class FlatEngine(Engine):
 
     @property
     def begins_step(self) -> bool:
-        """Whether the next micro-batch is the first of its step."""
-        return self._micro == 0
+        """Whether the next micro-batch is the first of its step, whose gradient overwrites the sums."""
+        return not self._gradients.has_some
 
     def discard(self) -> None:
         """Make the step change nothing, as if its gradient were not finite; after its last micro-batch."""
