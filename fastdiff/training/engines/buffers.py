@@ -79,8 +79,8 @@ def move_into(places: Sequence[Place], model: Model, dtype: torch.dtype, device:
 ]:  # fmt: skip
     """Move a network to the device; its trained parameters become views of a flat buffer of ``dtype``.
 
-    Frozen parameters are cast to ``dtype``; those of convolutions of channels_last maps get that order, too. Buffers stay
-    as they are.
+    Frozen parameters are cast to ``dtype``; those of convolutions of channels_last maps get that order, too. Buffers
+    stay as they are.
 
     Returns:
         The fp32 weights before rounding ``[N]``, and their copy in ``dtype`` ``[N]``; None if the parameters are views
