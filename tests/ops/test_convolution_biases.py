@@ -30,8 +30,7 @@ class Blocks(nn.Module):
     def forward(self, x, time):
         terms = (x, None, None)
         for block in self.blocks:
-            found = block(*terms, time)
-            terms = found if len(found) == 3 else found[0]
+            terms = block(*terms, time)[:3]
         branch, base, shift = terms
         return self.norm(branch, shift=shift, residual=base)
 

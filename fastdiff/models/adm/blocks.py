@@ -32,7 +32,9 @@ from fastdiff_kernels.names import AttentionBackend
 from fastdiff_kernels.packed_attention import packed_attention, packed_choice
 
 Resize = Literal["down", "up"]
-Maps: TypeAlias = "tuple[Terms, Tensor]"
+Maps: TypeAlias = "tuple[Tensor, Tensor | None, Tensor | None, Tensor]"
+"""Terms of the output, and the sum of the input. Flat, because torch's hooks on modules, by which ZeRO-3 reduces the
+gradients of a block, see no tensor in a tuple within a tuple."""
 _Convolution = TypeVar("_Convolution", bound=nn.Conv1d | nn.Conv2d)
 
 
@@ -95,9 +97,9 @@ class ResBlock(nn.Module):
         branch, shift = without_bias(self.out_layers[3], self.out_layers[2](out, position, stream))
         shortcut = self._resized(x)
         if self.skip_connection is None:
-            return (branch, shortcut, shift), x
+            return branch, shortcut, shift, x
         shortcut, bias = without_bias(self.skip_connection, shortcut)
-        return (branch, shortcut, added(shift, bias)), x
+        return branch, shortcut, added(shift, bias), x
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choices of its norms (alike) and of its dropout; see ``fastdiff_kernels.dispatch.Explains``."""
@@ -189,7 +191,7 @@ class AttentionBlock(nn.Module):
         # The scale is the product of the paper's d**(-1/4) of queries and keys; the softmax is in fp32.
         projected = self.proj_out(packed_attention(packed, backend=self.backend))
         branch = projected.view(batch, height, width, channels).permute(0, 3, 1, 2)  # [B, T, C] -> [B, C, H, W]
-        return (branch, x, None), x
+        return branch, x, None, x
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choices of its norm and its attention; see ``fastdiff_kernels.dispatch.Explains``."""
@@ -216,7 +218,7 @@ class Downsample(nn.Module):
     def forward(self, branch: Tensor, base: Tensor | None, shift: Tensor | None) -> Maps:
         """``[B, C, H, W] -> [B, C, H / 2, W / 2]``; see the module."""
         x = summed(branch, base, shift)
-        return (self.op(x), None, None), x
+        return self.op(x), None, None, x
 
 
 class Upsample(nn.Module):
@@ -229,7 +231,7 @@ class Upsample(nn.Module):
     def forward(self, branch: Tensor, base: Tensor | None, shift: Tensor | None) -> Maps:
         """``[B, C, H, W] -> [B, C, 2H, 2W]``; see the module."""
         x = summed(branch, base, shift)
-        return (self.conv(doubled(x)), None, None), x
+        return self.conv(doubled(x)), None, None, x
 
 
 Layer: TypeAlias = ResBlock | AttentionBlock | Downsample | Upsample
@@ -243,11 +245,11 @@ class Stage(nn.ModuleList):
         self.recompute = recompute
 
     def forward(self, terms: Terms, embedding: Tensor, position: Tensor | None) -> Maps:
-        """Run the layers, with arguments as for a ``ResBlock``; the second result is the input of the first layer."""
-        entered = None
+        """Run the layers, with arguments as for a ``ResBlock``; the last result is the input of the first layer."""
+        (branch, base, shift), entered = terms, None
         for layer in self:
             condition = (embedding, *layer.dropout.drawn(position)) if isinstance(layer, ResBlock) else ()
             recompute = self.recompute and isinstance(layer, ResBlock | AttentionBlock)
-            terms, x = run_block(layer, *terms, *condition, recompute=recompute)
+            branch, base, shift, x = run_block(layer, branch, base, shift, *condition, recompute=recompute)
             entered = x if entered is None else entered
-        return terms, cast(Tensor, entered)
+        return branch, base, shift, cast(Tensor, entered)

@@ -29,7 +29,7 @@ from fastdiff.models.adm.blocks import (
 )
 from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.models.embeddings import timestep_sinusoids
-from fastdiff.models.unet.blocks import Conv2d, GroupNorm, Terms, joined
+from fastdiff.models.unet.blocks import Conv2d, GroupNorm, joined
 from fastdiff.rng import dropout_stream
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.names import AttentionBackend
@@ -103,14 +103,13 @@ class AdmUNet(BlockwiseModel):
         embedding = F.silu(self._embed(time, label, dtype))
         # Not contiguous(memory_format=...): it keeps images of one channel, which match both orders.
         first = cast(nn.ModuleList, self.input_blocks[0])[0]
-        terms: Terms = (first(noisy.to(memory_format=torch.channels_last)), None, None)
-        skips: list[Tensor] = []
+        branch, base, shift, skips = first(noisy.to(memory_format=torch.channels_last)), None, None, []
         for stage in [*self.input_blocks[1:], self.middle_block]:
-            terms, entered = stage(terms, embedding, position)
+            branch, base, shift, entered = stage((branch, base, shift), embedding, position)
             skips.append(entered)
         for stage in self.output_blocks:
-            terms, _ = stage((joined(terms, skips.pop()), None, None), embedding, position)
-        branch, base, shift = terms
+            x = joined((branch, base, shift), skips.pop())
+            branch, base, shift, _ = stage((x, None, None), embedding, position)
         out, _ = self.out[0](branch, shift=shift, residual=base)
         return cast(Tensor, self.out[2](out)).contiguous()
 
