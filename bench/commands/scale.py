@@ -39,7 +39,7 @@ _STAGES = ("ddp", "zero1", "zero2", "zero3")
 FULL, SMOKE = Effort(rounds=8, steps=5, warm_up=10), Effort(rounds=2, steps=2, warm_up=4)
 _SAMPLES = 256
 
-CONSENSUS = Message("all-reduce", 5 * 8)
+CONSENSUS = Message("all-reduce", 6 * 8)
 """Per-step consensus of the ranks (``fastdiff.parallel.consensus``), for any model and stage."""
 
 

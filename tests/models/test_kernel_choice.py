@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastdiff.cli import doctor
+from fastdiff.cli.machines import doctor
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig

@@ -19,6 +19,7 @@ from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training import build as building
+from fastdiff.training import network
 from fastdiff.training.build import build
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff.training.metrics import peak_resident_bytes
@@ -70,12 +71,12 @@ def _both(world: World, config: RunConfig, whole: RunConfig) -> tuple[list[float
     """Losses of a run, and of one whose engine gets a whole network."""
     found = train_losses(world, config, launch(3))
 
-    def build_whole(parts: Any, saved: Any) -> Any:
-        model, _ = building._build_model(parts.config, parts.world, saved, apart=False)
-        return model, DeepSpeedEngine(model, parts.config, parts.ds_config, parts.world, blocks=model.block_classes)
+    def build_whole(config: RunConfig, ds_config: Any, world: World, saved: Any) -> Any:
+        model, _ = network._build_model(config, world, saved, apart=False)
+        return model, DeepSpeedEngine(model, config, ds_config, world, blocks=model.block_classes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building, "_build_engine", build_whole)
+        patch.setattr(building, "build_engine", build_whole)
         return found, train_losses(world, whole, launch(3))
 
 
