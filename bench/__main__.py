@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from types import FrameType
+from types import FrameType, ModuleType
 
 from bench import BenchError
 from fastdiff.config.argument_types import Parser
@@ -18,6 +18,14 @@ COMMANDS = (
     "report",
 )  # fmt: skip
 """Subcommands; each is a module with ``add``."""
+_ELSEWHERE = {"scale": "scaling.command", "emit": "emission.command"}
+"""Modules of subcommands beside what they need; the others are in ``bench.commands``."""
+
+
+def module_of(name: str) -> ModuleType:
+    """Import the module of a subcommand."""
+    place = _ELSEWHERE.get(name, f"commands.{name}")
+    return import_module(f"bench.{place}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # Import only the requested command; some take seconds.
     for name in [name for name in COMMANDS if name in argv[:1]] or COMMANDS:
-        import_module(f"bench.commands.{name}").add(commands)
+        module_of(name).add(commands)
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:

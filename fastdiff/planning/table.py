@@ -113,11 +113,9 @@ def command(planned: Planned, launch: Launch) -> str:
     if option.optimizer != "adamw" and option.optimizer not in flags:
         flags += ["--optim.name", option.optimizer]
     if gpus.nodes == 1:
-        start = ["fastdiff", "launch", "local", "--ranks", str(gpus.count)]
-    else:
-        start = ["fastdiff", "launch", "slurm", "--nodes", str(gpus.nodes), "--ranks-per-node", str(gpus.per_node)]
-        start += ["--sbatch", f"gpus-per-node={gpus.per_node}"]
-    return shlex.join([*start, "--", *flags])
+        return shlex.join(["fastdiff", "train", "--ranks", str(gpus.count), *flags])
+    size = ["--nodes", str(gpus.nodes), "--ranks-per-node", str(gpus.per_node)]
+    return shlex.join(["fastdiff", "launch", "slurm", *size, "--", *flags])
 
 
 def _without_micro(argv: Sequence[str]) -> list[str]:

@@ -34,9 +34,9 @@ def test_the_table_says_what_fits_why_others_fall_out_and_how_to_start(capsys: p
     assert lines[3].startswith("8xH100")
     assert "1xT4: has no bf16, has fp32, fp16; change --performance.precision bf16" in said
     assert "8xV100: has no bf16" in said
-    start = shlex.split(next(line for line in lines if line.startswith("  fastdiff launch")))
-    assert start[:6] == ["fastdiff", "launch", "local", "--ranks", "8", "--"]
-    launch, config = parse([*start[6:-2], "--deepspeed_config", str(ROOT / start[-1])])
+    start = shlex.split(next(line for line in lines if line.startswith("  fastdiff train")))
+    assert start[:4] == ["fastdiff", "train", "--ranks", "8"]
+    launch, config = parse([*start[4:-2], "--deepspeed_config", str(ROOT / start[-1])])
     assert (config.seed, config.batch.micro) == (3, 32)
     deepspeed_config.resolve(launch.deepspeed, config, 8)
 
@@ -45,7 +45,7 @@ def test_json_has_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(plan(capsys, "--preset", "digits", "--gpus", "2x8xH100", "--json"))
     first = found["options"][0]
     assert (first["gpus"], first["ranks"]) == ("2x8xH100", 16)
-    assert "launch slurm --nodes 2 --ranks-per-node 8 --sbatch gpus-per-node=8 -- --preset digits" in found["command"]
+    assert "launch slurm --nodes 2 --ranks-per-node 8 -- --preset digits" in found["command"]
     assert "price" not in first
     for name in ("images_per_s", "step_s", "days"):
         low, middle, high = first[name].values()

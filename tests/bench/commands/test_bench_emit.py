@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from bench import BenchError
-from bench.commands.emit import PRESETS
 from bench.correctness.baseline import Baseline
 from bench.emission import budget, lowering, network, report
 from bench.emission.blocks import Block, Emission, Layout, Node, Opaque, Pass, Product
+from bench.emission.command import PRESETS
 from bench.emission.rates import ENGINES, FIRST
 from bench.emission.worker import emitted
 from bench.records.fingerprint import ROOT

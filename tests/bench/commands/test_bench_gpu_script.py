@@ -11,14 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import psutil
 import pytest
 
 from bench import cases
-from bench.__main__ import COMMANDS
+from bench.__main__ import COMMANDS, module_of
 from bench.measure import peers, sweep
 from bench.records.fingerprint import ROOT
 from tests.support.processes import DIE_WITH_TESTS, stop
@@ -125,7 +124,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     subparsers = parser.add_subparsers(required=True)
     for name in COMMANDS:
-        import_module(f"bench.commands.{name}").add(subparsers)
+        module_of(name).add(subparsers)
     return parser.parse_args(arguments)
 
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from bench.__main__ import main
-from bench.commands import scale
-from bench.commands.scale import CONSENSUS
 from bench.measure import synthetic
 from bench.measure.session import Enough, StepTimer
 from bench.measure.workload import Workload
 from bench.records import record
 from bench.records.record import Failure, Log, Measurement
+from bench.scaling import command as scale
 from bench.scaling import host
+from bench.scaling.command import CONSENSUS
 from bench.trainers import collectives
 from fastdiff.parallel.world import World
 from fastdiff.planning.scaling.communication import sent
